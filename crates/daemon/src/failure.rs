@@ -6,19 +6,36 @@ use cowshed_qmp::QmpError;
 
 /// QEMU's sentence; of a lock it says neither whose it is nor which image wants it.
 fn in_qemus_words(error: &Error) -> String {
-    const LOCK: &str = "failed to get ";
     let sentence = error.sentence();
-    if let Some((before, behind)) = sentence.split_once(LOCK)
-        && let Some((lock, _)) = behind.split_once(" lock")
+    let (mut frame, mut rest) = (String::new(), sentence.as_str());
+    while let Some((words, below)) = FRAMES.iter().find_map(|(start, end, words)| {
+        let (_, below) = rest.strip_prefix(start)?.split_once(end)?;
+        Some((words, below))
+    }) {
+        frame += words;
+        rest = below;
+    }
+    let lock = rest.split_once("failed to get ").or_else(|| rest.split_once("Failed to get "));
+    if let Some((before, lock)) = lock
+        && let Some((lock, _)) = lock.split_once(" lock")
     {
-        let before = if before.contains("backing file") { "Could not open backing file: " } else { before };
-        return format!("{before}Failed to get {lock} lock");
+        return format!("{frame}{before}Failed to get {lock} lock");
     }
-    match (sentence.strip_prefix("could not open: "), error.file_name()) {
-        (Some(reason), Some(file)) => format!("Could not open '{file}': {reason}"),
-        _ => sentence,
-    }
+    let named = |(start, words): &(&str, &str)| {
+        let (reason, file) = (rest.strip_prefix(start)?, error.file_name()?);
+        Some(format!("{frame}{words} '{file}': {reason}"))
+    };
+    let named =
+        [("could not open: ", "Could not open"), ("could not create: ", "Could not create")].iter().find_map(named);
+    named.unwrap_or_else(|| format!("{frame}{rest}"))
 }
+
+/// How an error begins that says which file could not be opened, how that part ends, and QEMU's words for it.
+const FRAMES: [(&str, &str, &str); 3] = [
+    ("could not open the backing file of '", "': ", "Could not open backing file: "),
+    ("could not open the data file of '", "': ", ""),
+    ("Could not open backing file: ", "", "Could not open backing file: "),
+];
 
 /// An error of the lower layers as a command's, in QEMU's words. The log has the whole.
 pub(crate) fn failed(error: Error) -> QmpError {

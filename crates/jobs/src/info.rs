@@ -124,12 +124,18 @@ impl ImageInfo {
 
 /// Looks: one layer, or with `backing_chain` all, the top first.
 pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo>> {
+    run_telling(options, job, &|_| ()).await
+}
+
+/// As [`run`]; tells the name of each image before it is opened.
+pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&str)) -> Result<Vec<ImageInfo>> {
     let mut layers: Vec<ImageInfo> = Vec::new();
     // Names of one file can differ, and grow with each turn of a loop.
     let mut files: Vec<FileIdentity> = Vec::new();
     let mut next = Some(options.image.clone());
     while let Some(spec) = next.take() {
         job.pause_point().await?;
+        tell(&spec.name);
         // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
         let node = spec.open(spec.request()?.no_backing().no_io()).await?;
         let info = image_info(&node).await.map(|info| if options.limits { info.with_limits(&node) } else { info });

@@ -11,6 +11,7 @@ use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::info::{self, InfoOptions};
 use serde_json::Value;
+use std::cell::RefCell;
 
 pub const VERB: Verb = Verb {
     name: "info",
@@ -64,10 +65,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = InfoOptions { image, backing_chain: args.backing_chain, limits: args.limits };
-    let layers = work::run_quietly(async |job| info::run(&options, &job).await).map_err(|error| {
-        // Each image of a chain is opened by its own name.
-        let named = error.file_name().filter(|_| args.backing_chain && console.persona == Persona::QemuImg);
-        Failure::open(console.persona, named.unwrap_or(file), &error)
+    // Each image of a chain is opened by its own name.
+    let opened = RefCell::new(file.to_owned());
+    let tell = |name: &str| name.clone_into(&mut opened.borrow_mut());
+    let layers = work::run_quietly(async |job| info::run_telling(&options, &job, &tell).await).map_err(|error| {
+        let named = if console.persona == Persona::QemuImg { opened.borrow().clone() } else { file.to_owned() };
+        Failure::open(console.persona, &named, &error)
     })?;
     let layers = layers.iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>();
     let layers = layers.map_err(|error| Failure::new(format!("could not make JSON: {error}")))?;

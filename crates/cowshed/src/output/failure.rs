@@ -4,6 +4,7 @@
 use crate::invocation::Persona;
 use cowshed_block::{Error, ErrorKind};
 use cowshed_image::create::NO_EXPORT;
+use cowshed_image::open::is_nbd_name;
 
 /// What ends a verb early.
 #[derive(Debug)]
@@ -39,6 +40,7 @@ const UNFRAMED: &[&str] = &[
     "Failed to update the image size: ",
     "Failed to update the image header: ",
     "Block job failed: ",
+    "Failed to empty ",
     "Error while writing to COW image: ",
     "Check failed: ",
     "Failed request: ",
@@ -232,6 +234,8 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
 fn terse(name: &str, error: &Error) -> String {
     let sentence = error.sentence();
     match error.file_name() {
+        // A server is named by the caller, in another of its forms.
+        Some(file) if is_nbd_name(file) && !name.is_empty() => sentence,
         Some(file) if file != name && !sentence.starts_with(&format!("Could not open '{file}'")) => {
             format!("{file}: {sentence}")
         }

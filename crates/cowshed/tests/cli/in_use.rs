@@ -115,6 +115,38 @@ fn a_served_raw_image_has_readers_and_servers_beside_it() {
     assert_eq!(resized.code, 1, "its size is what clients were told");
 }
 
+/// A commit writes to a raw base beside its readers; only a base that must grow has to be alone, for they rely on its length.
+#[test]
+fn a_commit_writes_to_a_raw_base_beside_its_readers() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw a 4M");
+    let (image, socket) = (oracle.work().join("a"), oracle.work().join("socket"));
+    let theirs = Tools(oracle.qemu.img_path().parent().expect("a folder").to_owned());
+    let own = env!("CARGO_BIN_EXE_cowshed");
+    for ours in [false, true] {
+        let mut command = if ours { Command::new(own) } else { theirs.command("qemu-nbd") };
+        command.args(if ours { &["qemu-nbd"][..] } else { &[] });
+        command.args(["-r", "-t", "-f", "raw", "-k"]).arg(&socket).arg(&image);
+        let _ = std::fs::remove_file(&socket);
+        let _server = Server::start(command, &socket);
+        for (size, fits) in [("4M", true), ("8M", false)] {
+            for tool in [theirs.command("qemu-img"), Command::new(own)] {
+                oracle.make(&format!("create -q -f qcow2 -u -b a -F raw o {size}"));
+                let path = oracle.work().join("o");
+                oracle.qemu.io(["-f", "qcow2", "-c", "write -P 7 64k 64k", path.to_str().expect("text")]).expect_ok();
+                let mut tool = tool;
+                let output = tool.args(["commit", "-q", "o"]).current_dir(oracle.work()).output().expect("it runs");
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                assert_eq!(
+                    (output.status.success(), said.contains("\"resize\" lock")),
+                    (fits, !fits),
+                    "{size}: {said}"
+                );
+            }
+        }
+    }
+}
+
 /// The tools of one side: the newest QEMU's, or ours by the same names.
 struct Tools(PathBuf);
 

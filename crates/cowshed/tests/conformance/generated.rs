@@ -284,7 +284,11 @@ fn img_line(random: &mut Random, number: usize) -> String {
             ]);
             // Onto itself QEMU says of the lock first, whatever else is wrong.
             let image = if image == "copy" { "new" } else { image };
-            format!("qemu-img convert {flag}-O {format} {}{image} copy", create_options(random))
+            // A conversion that fails leaves its file in QEMU; here what did not exist before goes.
+            format!(
+                "qemu-img convert {flag}-O {format} {}{image} copy || {{ code=$?; rm -f copy; exit $code; }}",
+                create_options(random)
+            )
         }
         15 | 16 => format!(
             "qemu-img compare {}{image} {other}",

@@ -9,10 +9,10 @@ use crate::state::Daemon;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::create::{CreateRequest, prepare};
-use cowshed_image::graph::AttachRequest;
+use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_storage::{File, PermissionSet, Permissions};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,6 +29,7 @@ enum Qcow2CompressionType: zlib zstd
 object BlockdevCreateOptionsQcow2: file: BlockdevRef, extended-l2?: bool, size: uint64, version?: BlockdevQcow2Version
   , backing-file?: str, backing-fmt?: str, cluster-size?: uint64, preallocation?: PreallocMode, lazy-refcounts?: bool
   , refcount-bits?: int, compression-type?: Qcow2CompressionType, encrypt?: QCryptoBlockCreateOptions
+  , data-file?: BlockdevRef, data-file-raw?: bool
 enum QCryptoCipherAlgo: aes-128 aes-192 aes-256 des 3des cast5-128 serpent-128 serpent-192 serpent-256 twofish-128
   twofish-192 twofish-256 sm4
 enum QCryptoCipherMode: ecb cbc xts ctr
@@ -72,6 +73,7 @@ const OPTIONS: &[(&str, &str)] = &[
     ("lazy-refcounts", "lazy_refcounts"),
     ("refcount-bits", "refcount_bits"),
     ("compression-type", "compression_type"),
+    ("data-file-raw", "data_file_raw"),
     ("key-secret", "key-secret"),
     ("cipher-alg", "cipher-alg"),
     ("cipher-mode", "cipher-mode"),
@@ -123,7 +125,7 @@ async fn create(daemon: &Rc<Daemon>, options: &Arguments) -> Result<()> {
     let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options)? };
     match options.get("file") {
         None => prepare(&request).await?.run().await.map(drop),
-        Some(file) => create_in(daemon, file, request).await,
+        Some(file) => create_in(daemon, (file, options.get("data-file")), request).await,
     }
 }
 
@@ -182,33 +184,70 @@ fn named(daemon: &Daemon, name: &str) -> Result<Arc<Node>> {
     found.map(|found| found.node()).map_err(|error| Error::new(ErrorKind::NotFound, error.description))
 }
 
-/// Creates an image in the file of a node: one that is there, or one that is opened for this.
-async fn create_in(daemon: &Rc<Daemon>, file: &Value, request: CreateRequest) -> Result<()> {
-    let (node, opened) = match file {
-        Value::String(name) => (named(daemon, name)?, false),
-        other => {
-            let mut map = other.as_object().cloned().unwrap_or_default();
-            map.entry("node-name").or_insert_with(|| free_name(daemon, "create").into());
-            (daemon.graph.add(BlockdevOptions::from_map(map)?).await?, true)
+/// A node in whose file an image is made: one that is there, or one that is opened for this.
+struct Place {
+    node: Arc<Node>,
+    opened: bool,
+    user: Arc<Attachment>,
+}
+
+impl Place {
+    /// Takes the node for the job alone.
+    async fn take(daemon: &Rc<Daemon>, reference: &Value) -> Result<Place> {
+        let (node, opened) = match reference {
+            Value::String(name) => (named(daemon, name)?, false),
+            other => {
+                let mut map = other.as_object().cloned().unwrap_or_default();
+                map.entry("node-name").or_insert_with(|| free_name(daemon, "create").into());
+                (daemon.graph.add(BlockdevOptions::from_map(map)?).await?, true)
+            }
+        };
+        let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
+        let alone = Permissions { used, shared: PermissionSet::NONE };
+        match daemon.graph.attach(&node, AttachRequest::job(format!("create-{}", node.name()), alone)).await {
+            Ok(user) => Ok(Place { node, opened, user }),
+            Err(error) if opened => daemon.graph.delete(node.name()).await.and(Err(error)),
+            Err(error) => Err(error),
         }
+    }
+
+    async fn give_back(self, daemon: &Rc<Daemon>) -> Result<()> {
+        let detached = self.user.detach().await;
+        let closed = if self.opened { daemon.graph.delete(self.node.name()).await } else { Ok(()) };
+        detached.and(closed)
+    }
+
+    fn file(&self) -> Result<&File> {
+        let message = || format!("'{}' is not a plain file ({})", self.node.name(), self.node.driver_name());
+        self.node.file().ok_or_else(|| Error::unsupported(message()).field("file"))
+    }
+}
+
+/// Creates an image in the file of a node, and in that of its data file.
+async fn create_in(
+    daemon: &Rc<Daemon>,
+    (file, data_file): (&Value, Option<&Value>),
+    request: CreateRequest,
+) -> Result<()> {
+    let image = Place::take(daemon, file).await?;
+    let data = match data_file {
+        None => None,
+        Some(reference) => match Place::take(daemon, reference).await {
+            Ok(data) => Some(data),
+            Err(error) => return image.give_back(daemon).await.and(Err(error)),
+        },
     };
-    let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
-    let alone = Permissions { used, shared: PermissionSet::NONE };
-    let result = match daemon.graph.attach(&node, AttachRequest::job(format!("create-{}", node.name()), alone)).await {
-        Ok(user) => {
-            let request = CreateRequest { filename: node.filename(), ..request };
-            let created = match (prepare(&request).await, node.file()) {
-                (Ok(plan), Some(file)) => plan.run_on(file).await,
-                (Err(error), _) => Err(error),
-                (_, None) => {
-                    let message = format!("'{}' is not a plain file ({})", node.name(), node.driver_name());
-                    Err(Error::unsupported(message).field("file"))
-                }
-            };
-            created.and(user.detach().await)
-        }
-        Err(error) => Err(error),
+    let result = fill(&image, data.as_ref(), request).await;
+    let closed = match data {
+        Some(data) => data.give_back(daemon).await,
+        None => Ok(()),
     };
-    let closed = if opened { daemon.graph.delete(node.name()).await } else { Ok(()) };
-    result.and(closed)
+    result.and(closed).and(image.give_back(daemon).await)
+}
+
+async fn fill(image: &Place, data: Option<&Place>, mut request: CreateRequest) -> Result<()> {
+    request.filename = image.node.filename();
+    request.options.extend(data.map(|data| assignment("data_file", &data.node.filename().into())));
+    let plan = prepare(&request).await?;
+    plan.run_on_with(image.file()?, data.map(Place::file).transpose()?).await
 }

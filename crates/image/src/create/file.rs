@@ -207,12 +207,8 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
         return Err(Error::invalid_argument("the data file can't be the image itself").field("data_file"));
     }
     if !options.keep_data_file {
-        // Of what is mapped from the start whole clusters are there; a device is as long as it is.
         let is_file = std::fs::metadata(path).map_or(true, |found| found.is_file());
-        let bytes = match options.is_mapped() && is_file {
-            true => options.size.checked_next_multiple_of(options.cluster_bytes()).unwrap_or(options.size),
-            false => options.size,
-        };
+        let bytes = data_file_bytes(options, is_file);
         return create_raw(path, bytes, options.preallocation, options.hints, how).await;
     }
     let permissions = Some(Permissions::CREATE);
@@ -222,6 +218,27 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
         file.set_len(options.size).await?;
     }
     file.sync().await.map(|()| Created::default())
+}
+
+/// The length of the data file: of what is mapped from the start whole clusters are there; a device is as long as it is.
+fn data_file_bytes(options: &Qcow2CreateOptions, is_file: bool) -> u64 {
+    match options.is_mapped() && is_file {
+        true => options.size.checked_next_multiple_of(options.cluster_bytes()).unwrap_or(options.size),
+        false => options.size,
+    }
+}
+
+/// Gives an open data file the length that the image needs, and space where that is asked for. What it holds stays; a longer file
+/// that is mapped from the start stays as long as it is, as in QEMU.
+pub(super) async fn fit_data_file(file: &File, options: &Qcow2CreateOptions) -> Result<()> {
+    let (old, bytes) = (file.len(), data_file_bytes(options, !file.is_device()));
+    if old < bytes || (old > bytes && !options.is_mapped()) {
+        file.set_len(bytes).await?;
+    }
+    if old < bytes {
+        reserve(file, old, bytes - old, options.preallocation).await?;
+    }
+    file.sync().await
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {

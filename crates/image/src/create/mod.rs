@@ -193,7 +193,8 @@ async fn clear(file: &File) -> Result<()> {
 /// The path that a name of a file to be created means.
 fn path_of(filename: &str) -> Result<PathBuf> {
     if filename.is_empty() {
-        return Err(Error::invalid_argument("the file name is empty"));
+        let error = Error::invalid_argument("the file name is empty");
+        return Err(error.qemu("Could not create '': No such file or directory"));
     }
     if filename.starts_with("json:") {
         return Err(Error::unsupported("an image can't be created under a json: name"));
@@ -259,7 +260,13 @@ impl CreatePlan {
 
     /// As [`CreatePlan::run`], into a file that is open for writing and that nobody else uses; what it held is gone.
     pub async fn run_on(&self, file: &File) -> Result<()> {
-        self.write_to(file).await.map_err(|error| error.file(&self.filename))
+        self.run_on_with(file, None).await
+    }
+
+    /// As [`CreatePlan::run_on`], with the file that is to hold the clusters of the disk, open for writing. It keeps what it holds,
+    /// and gets the length of the disk.
+    pub async fn run_on_with(&self, file: &File, data_file: Option<&File>) -> Result<()> {
+        self.write_to(file, data_file).await.map_err(|error| error.file(&self.filename))
     }
 
     /// The outcome of making `file` an image: one that could not become one is empty again.
@@ -283,7 +290,7 @@ impl CreatePlan {
         }
     }
 
-    async fn write_to(&self, file: &File) -> Result<()> {
+    async fn write_to(&self, file: &File, data_file: Option<&File>) -> Result<()> {
         self.check_apart(file.identity())?;
         file.check_single_use()?;
         if self.format == "luks" {
@@ -298,13 +305,19 @@ impl CreatePlan {
             clear(file).await?;
             return Self::settle(file, fresh::write(file, &image).await).await;
         }
-        if self.format != "qcow2" || self.has_data_file() {
-            let message = "only qcow2 images without a data file and LUKS volumes are created in an open file";
+        if self.format != "qcow2" || self.has_data_file() != data_file.is_some() {
+            let message = "only qcow2 images, with their data file, and LUKS volumes are created in an open file";
             return Err(Error::unsupported(message));
         }
         let options = self.qcow2_options()?;
         // What can't be laid out must not cost the file its contents.
+        options.check()?;
         layout::FreshLayout::of(&options)?.header(&options)?;
+        if let Some(data_file) = data_file {
+            self.check_apart(data_file.identity())?;
+            data_file.check_single_use()?;
+            file::fit_data_file(data_file, &options).await?;
+        }
         clear(file).await?;
         let image = write_fresh_qcow2(file, &options).await;
         Self::settle(file, image).await

@@ -264,6 +264,8 @@ fn stays_read_only(node: &Node) -> bool {
 fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
     let changeable = |key: &str| {
         COMMON.contains(&key)
+            || key == "x-check-cache-dropped"
+            || (key == "drop-cache" && new.get(key).is_some())
             || (node.backing_name().is_some() && key == "backing")
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
             || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())

@@ -434,7 +434,8 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
     }
     if place.force_share && place.writable {
         let message = format!("'{}force-share=on' needs '{}read-only=on'", place.path, place.path);
-        return Err(Error::invalid_argument(message));
+        let error = Error::invalid_argument(message);
+        return Err(error.qemu("force-share=on can only be used with read-only images"));
     }
     if let Some(Value::Object(cache)) = options.get("cache") {
         let flag = |key: &str, inherited: bool| cache.get(key).and_then(Value::as_bool).unwrap_or(inherited);

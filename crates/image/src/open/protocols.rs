@@ -34,6 +34,14 @@ const NULL_TELLING: Telling = Telling::Keys(&["size", "read-zeroes"]);
 impl Opener {
     fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Opened {
         let options = FileOptions::new(&draft.options);
+        if options.filename.is_empty() {
+            let error = Error::invalid_argument("the file name is empty");
+            return Err(error.qemu(format!("The '{driver}' block driver requires a file name")));
+        }
+        if let Some(id) = draft.options.text("pr-manager") {
+            let error = Error::invalid_argument(format!("No persistent reservation manager with id '{id}'"));
+            return Err(error.file(options.filename));
+        }
         options::check_aio(&draft.options, draft.place.cache.direct)
             .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);

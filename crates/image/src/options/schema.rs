@@ -118,6 +118,11 @@ impl DriverSchema {
     /// when they are opened, with their own driver. `path` is where the node stands in the whole tree ("" or
     /// "backing."), for messages.
     pub(crate) fn check(&'static self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
+        let lacks = |key: &&Key| key.default == REQUIRED && options.get(key.name).is_none();
+        // QEMU opens the children before it looks at the rest.
+        if let Some(key) = self.keys.iter().filter(lacks).find(|key| matches!(key.value, KeyType::Child)) {
+            return Err(missing(&format!("{path}{}", key.name), self.name));
+        }
         self.check_given(options, path)?;
         match self.keys.iter().find(|key| key.default == REQUIRED && options.get(key.name).is_none()) {
             Some(key) => Err(missing(&format!("{path}{}", key.name), self.name)),
@@ -152,6 +157,9 @@ fn missing(path: &str, driver: &str) -> Error {
         Some(child @ ("file" | "image" | "raw" | "test" | "log")) => {
             error.qemu(format!("A block device must be specified for \"{child}\""))
         }
+        Some("filename") => error.qemu(format!("The '{driver}' block driver requires a file name")),
+        Some("throttle-group") => error.qemu("Please specify a throttle group"),
+        Some("target") => error.qemu("Parameter 'target' is missing"),
         _ => error,
     }
 }
@@ -209,12 +217,33 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
                 ref other => other.describe(),
             };
             let error = Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value);
-            Err(match key.value {
-                KeyType::Size => error.qemu(size_expected(path)),
-                _ => error,
+            Err(match words_of_value(key, value) {
+                Some(sentence) => error.qemu(sentence),
+                None if matches!(key.value, KeyType::Size) => error.qemu(size_expected(path)),
+                None => error,
             })
         }
     }
+}
+
+/// QEMU's sentence for a value that an option doesn't take, where the option has one of its own.
+fn words_of_value(key: &Key, value: &Value) -> Option<String> {
+    let text = value.as_str().unwrap_or_default();
+    match key.name {
+        "discard" => Some("Invalid discard option".to_owned()),
+        "aio" | "locking" | "detect-zeroes" => Some(format!("invalid parameter value: {text}")),
+        "overlap-check" => Some(unknown_overlap_check(text)),
+        "cache-clean-interval" if text.starts_with('-') => Some("Cache clean interval too big".to_owned()),
+        "latency-ns" if text.starts_with('-') => Some("latency-ns is invalid".to_owned()),
+        _ => None,
+    }
+}
+
+fn unknown_overlap_check(text: &str) -> String {
+    format!(
+        "Unsupported value '{text}' for qcow2 option 'overlap-check'. Allowed are any of the following: none, constant, \
+         cached, all"
+    )
 }
 
 /// QEMU's three lines for a parameter that is no size.
@@ -234,6 +263,7 @@ fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<(
         let full = format!("{path}.{name}");
         match keys.iter().find(|key| key.name == name) {
             Some(key) => check_value(key, value, &full).map_err(|error| match (&key.value, value.as_str()) {
+                (KeyType::Choice(_), Some(word)) if name == "template" => error.qemu(unknown_overlap_check(word)),
                 (KeyType::Choice(_), Some(word)) => {
                     error.qemu(format!("Parameter '{name}' does not accept value '{word}'"))
                 }

@@ -129,6 +129,8 @@ const FILE_KEYS: &[Key] = &[
     key("aio-max-batch", KeyType::Number(0, u64::MAX), "0", "accepted: operations are handed over as they come"),
     key("drop-cache", KeyType::Bool, "on", "accepted: whoever opens an image again reads it again"),
     key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
+    key("pr-manager", KeyType::Text, "none", "refused: there are no objects for persistent reservations"),
+    key("x-check-cache-dropped", KeyType::Bool, "off", "accepted: whoever opens an image again reads it again"),
 ];
 
 const NBD_KEYS: &[Key] = &[

@@ -70,6 +70,10 @@ impl Qcow2Driver {
         if !context.check {
             // To be checked, they are read as far as they go: the check says what is wrong.
             header.check_disk_tables_within(context.file.len())?;
+            if header.refcount_table_clusters == 0 {
+                let error = Error::invalid_image("refcount_table_clusters", 0, "the image has no refcount table");
+                return Err(error.qemu("Image does not contain a reference count table"));
+            }
         }
         if header.has_data_file() && context.data_file.is_none() && !context.no_data {
             return Err(Error::invalid_argument("'data-file' is required for this image"));
