@@ -48,6 +48,8 @@ impl Opener {
         };
         let mut place = Place {
             role: Role::Storage,
+            // New grains go where another writer would put its own.
+            share_writes: false,
             ..draft.place.storage(&format!("extents.{index}"), !draft.settings.read_only)
         };
         let driver = if anywhere { driver_for(&joined, &*self.files) } else { "file" };

@@ -304,3 +304,43 @@ fn a_guessed_raw_disk_does_not_turn_into_another_format() {
         rt::block_on(node.close()).unwrap();
     }
 }
+
+/// Two writers would give one place to two blocks; a reader would see tables that change under it.
+#[test]
+fn an_image_in_use_takes_no_second_writer() {
+    let kinds: [(&str, &[&str]); 9] = [
+        ("vdi", &[]),
+        ("vpc", &[]),
+        ("vhdx", &[]),
+        ("qed", &[]),
+        ("qcow", &[]),
+        ("parallels", &[]),
+        ("vmdk", &[]),
+        ("vmdk", &["-o", "subformat=twoGbMaxExtentSparse"]),
+        ("vmdk", &["-o", "subformat=monolithicFlat"]),
+    ];
+    for (format, options) in kinds {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        run(folder.path(), "qemu-img", &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
+        let path = folder.path().join("image");
+        // As qemu-img and qemu-io open images, whose raw ones others may write to.
+        let opened = |writable: bool| {
+            let request = OpenRequest::file(path.to_str().unwrap()).format(format).writable(writable).sharing_raw();
+            rt::block_on(open(request))
+        };
+        for first_writes in [true, false] {
+            let first = opened(first_writes).unwrap();
+            let second = opened(true).err().unwrap_or_else(|| panic!("{format} {options:?}: a second one writes"));
+            assert!(second.to_string().contains("lock"), "{format} {options:?}: {second}");
+            // The files of the extents are not free either.
+            for entry in std::fs::read_dir(folder.path()).unwrap() {
+                let part = entry.unwrap().path();
+                let request = OpenRequest::file(part.to_str().unwrap()).format("raw").writable(true);
+                let result = rt::block_on(open(request));
+                assert!(result.is_err(), "{format} {options:?}: {} is written to", part.display());
+            }
+            rt::block_on(first.close()).unwrap();
+        }
+        rt::block_on(opened(true).unwrap().close()).unwrap();
+    }
+}

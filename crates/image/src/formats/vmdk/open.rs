@@ -35,7 +35,7 @@ const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
 /// Opens a VMDK image.
 pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    let file = opener.file_child(draft).await?;
+    let file = opener.unshared_file_child(draft).await?;
     let filename = file.filename();
     let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
