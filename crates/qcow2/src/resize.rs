@@ -50,7 +50,8 @@ impl Engine {
         }
         if size > self.geometry.max_virtual_size() {
             let message = "the virtual size is too large for this cluster size";
-            return Err(Error::new(ErrorKind::InvalidArgument, message).field("size").value(size).into());
+            let error = Error::new(ErrorKind::InvalidArgument, message).field("size").value(size);
+            return Err(error.qemu("Failed to grow the L1 table: File too large").into());
         }
         self.directory.grow(entries as usize)?;
         let clusters = (entries * 8).div_ceil(self.geometry.cluster_size());

@@ -303,7 +303,10 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> QmpResult<Option<Arc<Node>>> {
     let top = layers.first().map(|top| top.name().to_owned()).unwrap_or_default();
     let Some(name) = arguments.maybe_text("bottom") else {
-        if let (Some(name), None) = (arguments.maybe_text("base-node"), arguments.maybe_text("base")) {
+        if arguments.maybe_text("base-node").is_some() && arguments.maybe_text("base").is_some() {
+            return Err(QmpError::generic("'base' and 'base-node' cannot be specified at the same time"));
+        }
+        if let Some(name) = arguments.maybe_text("base-node") {
             let wanted = below_filters(&names::node(daemon, name)?);
             let found = layers.iter().skip(1).find(|layer| Arc::ptr_eq(layer, &wanted)).cloned();
             let refused = || QmpError::generic(format!("Node '{name}' is not a backing image of '{top}'"));
@@ -417,7 +420,7 @@ fn backup_bitmap(arguments: &Arguments) -> QmpResult<Option<BackupBitmap>> {
         };
     };
     let mode = match (sync, mode) {
-        ("none", _) => return refuse("sync mode 'none' does not produce meaningful bitmap outputs".to_owned()),
+        ("none", Some(_)) => return refuse("sync mode 'none' does not produce meaningful bitmap outputs".to_owned()),
         ("incremental", None | Some("on-success")) => "on-success",
         ("incremental", Some(_)) => {
             return refuse("Bitmap sync mode must be 'on-success' when using sync mode 'incremental'".to_owned());

@@ -34,7 +34,8 @@ pub(super) fn header(image: &Image, amendment: &Amendment, size: Option<u64>) ->
     } else if new.version < 3 && !image.snapshots.is_empty() && size.is_some_and(|size| size != old.size) {
         // Its snapshots have no size of their own.
         let message = "Can't resize a version 2 image which has snapshots";
-        return Err(Error::unsupported(message).field("size"));
+        let sentence = "Can't resize a v2 image which has snapshots";
+        return Err(Error::unsupported(message).field("size").qemu(sentence));
     }
     // Refuses what doesn't fit the first cluster.
     if new.encode().is_err_and(|error| error.kind() == ErrorKind::NoSpace) {

@@ -290,7 +290,11 @@ impl Qcow2CreateOptions {
                 "keep_data_file=on requires preallocation=metadata or data_file_raw=on, or the contents of the data \
                  file would not be visible",
             )
-            .field("keep_data_file"));
+            .field("keep_data_file")
+            .qemu(
+                "'keep_data_file=on' requires 'preallocation=metadata' or 'data_file_raw=on', or the file contents will \
+                 not be visible",
+            ));
         }
         Ok(())
     }

@@ -190,7 +190,8 @@ impl Driver for RawDriver {
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
         Box::pin(async move {
             if self.fixed_size().is_some() {
-                return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized"));
+                return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized")
+                    .qemu("Cannot resize fixed-size raw disks"));
             }
             let end = self.offset().checked_add(size).filter(|&end| i64::try_from(end).is_ok());
             let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;

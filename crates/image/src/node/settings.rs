@@ -96,7 +96,8 @@ pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str
         Some("on") => Ok(DetectZeroes::On),
         Some("unmap") if !discard => {
             let message = format!("'{path}detect-zeroes=unmap' needs '{path}discard=unmap'");
-            Err(Error::invalid_argument(message))
+            let sentence = "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap";
+            Err(Error::invalid_argument(message).qemu(sentence))
         }
         Some("unmap") => Ok(DetectZeroes::Unmap),
         _ => Ok(DetectZeroes::Off),

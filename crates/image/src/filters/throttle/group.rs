@@ -457,7 +457,9 @@ impl Groups {
         match map.get(name) {
             None => Err(Error::new(ErrorKind::NotFound, format!("object '{name}' not found"))),
             Some(group) if group.members() > 0 => {
-                Err(Error::new(ErrorKind::Busy, format!("object '{name}' is in use, can not be deleted")))
+                let message = format!("object '{name}' is in use, can not be deleted");
+                let sentence = format!("Cannot delete throttle group '{name}' with active references");
+                Err(Error::new(ErrorKind::Busy, message).qemu(sentence))
             }
             Some(_) => {
                 map.remove(name);
