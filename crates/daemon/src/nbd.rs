@@ -12,7 +12,7 @@ use cowshed_nbd_proto::uri::{NbdUri, Place};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolStats, Removal, Server, ServerConfig};
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, PollLimit};
-use cowshed_storage::{ListenOptions, Listener, SocketAddress};
+use cowshed_storage::{ListenOptions, Listener, Socket, SocketAddress};
 use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::net::IpAddr;
@@ -34,11 +34,27 @@ pub(crate) const NBD: &str = "nbd";
 /// The target of the log line about a writable export that the network can reach without TLS.
 pub const EXPOSURE: &str = "cowshed_daemon::exposure";
 
+/// Where the server listens.
+#[derive(Clone, Debug)]
+pub(crate) enum ListenPlace {
+    /// At an address.
+    Address(SocketAddress),
+    /// On a listening socket that the process inherited: the number of its descriptor.
+    Descriptor(i32),
+    /// On all sockets that a service manager passed.
+    Passed,
+}
+
+impl From<Option<SocketAddress>> for ListenPlace {
+    fn from(address: Option<SocketAddress>) -> ListenPlace {
+        address.map_or(ListenPlace::Passed, ListenPlace::Address)
+    }
+}
+
 /// How to start the server.
 #[derive(Debug)]
 pub(crate) struct NbdSetup {
-    /// Where to listen; none: on the sockets that a service manager passed.
-    pub address: Option<SocketAddress>,
+    pub place: ListenPlace,
     pub listen: ListenOptions,
     pub tls: Option<ServerTls>,
     pub authorizer: Option<Authorizer>,
@@ -144,12 +160,16 @@ impl Nbd {
         if setup.held {
             server.hold();
         }
-        let addresses = match setup.address {
-            Some(address) => {
+        let addresses = match setup.place {
+            ListenPlace::Address(address) => {
                 let listeners = Listener::bind_with(&address, &setup.listen)?;
                 listeners.into_iter().map(|listener| server.listen_on(listener)).collect::<Result<_>>()?
             }
-            None => listen_on_passed(&server)?,
+            ListenPlace::Descriptor(number) => {
+                let listener = Socket::copy_of_descriptor(number).and_then(Listener::from_descriptor)?;
+                vec![server.listen_on(listener)?]
+            }
+            ListenPlace::Passed => listen_on_passed(&server)?,
         };
         for address in &addresses {
             tracing::info!(%address, "NBD server listens");

@@ -6,10 +6,10 @@ use super::process::{COWSHED, Killed, Monitor, Serving, run, text, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 
 /// A folder with `disk.qcow2`, 8 MiB, in whose first MiB there are sevens.
@@ -119,6 +119,50 @@ fn a_descriptor_that_was_not_passed_is_an_error() {
         assert!(expected.iter().any(|words| message.contains(words)), "{message}");
         assert!(!message.contains("unlock") && !message.contains("fatal"), "{message}");
     }
+}
+
+/// The first bytes that a server says on a socket; nothing where it is not served.
+fn greeting(path: &std::path::Path) -> String {
+    let mut stream = UnixStream::connect(path).expect("the socket listens");
+    stream.set_read_timeout(Some(std::time::Duration::from_millis(500))).expect("a limit");
+    let mut bytes = [0; 8];
+    let read = stream.read(&mut bytes).unwrap_or(0);
+    String::from_utf8_lossy(&bytes[..read]).into_owned()
+}
+
+/// A daemon that inherits two listening sockets as descriptors 3 and 4.
+fn with_inherited(variables: &str, arguments: &str) -> (tempfile::TempDir, [std::path::PathBuf; 2], Killed) {
+    let folder = folder_with_disk();
+    let paths = ["first.sock", "second.sock"].map(|name| folder.path().join(name));
+    let [first, second] = [0, 1].map(|at| OwnedFd::from(UnixListener::bind(&paths[at]).expect("a socket")));
+    let blockdev = "driver=qcow2,node-name=q,file.driver=file,file.filename=disk.qcow2";
+    let script = format!(
+        "exec 3<&0 </dev/null 4>&1 >/dev/null; {variables}
+         exec \"$0\" qemu-storage-daemon --blockdev {blockdev} {arguments}"
+    );
+    let mut command = Command::new("bash");
+    command.args(["-c", &script, COWSHED]).current_dir(folder.path()).stdin(first).stdout(second);
+    let log = fs::File::create(folder.path().join("log")).expect("a log");
+    let daemon = Killed(command.stderr(log).spawn().expect("bash runs"));
+    (folder, paths, daemon)
+}
+
+#[test]
+fn inherited_sockets_carry_an_nbd_server_and_a_monitor() {
+    let arguments = "--nbd-server addr.type=fd,addr.str=3 --export type=nbd,id=e,node-name=q \
+                     --chardev socket,id=m,fd=4,server=on,wait=off --monitor chardev=m";
+    let (_folder, [disk, monitor], _daemon) = with_inherited("", arguments);
+    reads_sevens(&format!("nbd+unix:///q?socket={}", text(&disk)));
+    assert_eq!(greeting(&monitor), "{\"QMP\": ");
+}
+
+/// Another one may be open to other people.
+#[test]
+fn a_server_listens_on_the_named_one_of_the_passed_sockets() {
+    let arguments = "--nbd-server addr.type=fd,addr.str=4 --export type=nbd,id=e,node-name=q";
+    let (_folder, [other, named], _daemon) = with_inherited("export LISTEN_FDS=2 LISTEN_PID=$$;", arguments);
+    reads_sevens(&format!("nbd+unix:///q?socket={}", text(&named)));
+    assert_eq!((greeting(&named).as_str(), greeting(&other).as_str()), ("NBDMAGIC", ""));
 }
 
 #[test]

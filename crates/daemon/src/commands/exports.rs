@@ -2,7 +2,7 @@
 //! The NBD server and exports.
 
 use super::{Arguments, Group, activity, change, command, failed, fuse, http, names, nothing, vhost};
-use crate::nbd::{ExportSpec, NBD, Nbd, NbdSetup, STOP_LIMIT};
+use crate::nbd::{ExportSpec, ListenPlace, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::servers::VHOST_USER_BLK;
 use crate::state::Daemon;
@@ -75,12 +75,12 @@ fn not_running() -> QmpError {
 }
 
 async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let address = address(arguments.object("addr"))?;
+    let place = place(arguments.object("addr"), daemon.is_starting.get())?;
     let most = arguments.number("max-connections")?.unwrap_or(0);
     let most = usize::try_from(most).map_err(|_| too_large("max-connections"))?;
     let patience = arguments.number("handshake-max-seconds")?;
     let access = Access { tls_creds: arguments.maybe_text("tls-creds"), tls_authz: arguments.maybe_text("tls-authz") };
-    start_nbd(&daemon, address, access, most, patience)?;
+    start_nbd(&daemon, place, access, most, patience)?;
     nothing()
 }
 
@@ -110,10 +110,10 @@ impl Access<'_> {
     }
 }
 
-/// Starts the NBD server; without an address on the sockets that were passed to this process.
+/// Starts the NBD server.
 pub(crate) fn start_nbd(
     daemon: &Rc<Daemon>,
-    (address, listen): (Option<SocketAddress>, ListenOptions),
+    (place, listen): (ListenPlace, ListenOptions),
     access: Access<'_>,
     max_connections: usize,
     handshake_seconds: Option<u64>,
@@ -123,7 +123,7 @@ pub(crate) fn start_nbd(
     }
     access.check(daemon)?;
     let setup = NbdSetup {
-        address,
+        place,
         listen,
         tls: access.tls_creds.map(|id| daemon.objects.server_tls(id)).transpose()?,
         authorizer: access.tls_authz.map(|id| daemon.objects.authorizations.authorizer(id)),
@@ -144,8 +144,8 @@ fn too_large(key: &str) -> QmpError {
     QmpError::generic(format!("Parameter '{key}' is too large"))
 }
 
-/// A `SocketAddress`, or the older spelling with its members in `data`. `None`: the sockets that were passed to us.
-pub(super) fn address(given: Option<&Map<String, Value>>) -> QmpResult<(Option<SocketAddress>, ListenOptions)> {
+/// A `SocketAddress`, or the older spelling with its members in `data`.
+pub(super) fn place(given: Option<&Map<String, Value>>, is_starting: bool) -> QmpResult<(ListenPlace, ListenOptions)> {
     let missing = || QmpError::generic("Parameter 'addr' is missing");
     let given = given.ok_or_else(missing)?;
     let members = given.get("data").and_then(Value::as_object).unwrap_or(given);
@@ -155,17 +155,24 @@ pub(super) fn address(given: Option<&Map<String, Value>>) -> QmpResult<(Option<S
         "unix" => {
             let is_abstract = members.get("abstract").and_then(Value::as_bool).unwrap_or(false);
             let prefix = if is_abstract { "\0" } else { "" };
-            Ok((Some(SocketAddress::Unix(format!("{prefix}{}", text("path")))), ListenOptions::default()))
+            let address = SocketAddress::Unix(format!("{prefix}{}", text("path")));
+            Ok((ListenPlace::Address(address), ListenOptions::default()))
         }
         "inet" => {
             let wrong = || {
                 QmpError::generic(format!("Parameter 'addr.port' expects a number up to 65535, not '{}'", text("port")))
             };
             let port = text("port").parse().map_err(|_| wrong())?;
-            Ok((Some(SocketAddress::Tcp { host: text("host").to_owned(), port }), listen_options(members)?))
+            let address = SocketAddress::Tcp { host: text("host").to_owned(), port };
+            Ok((ListenPlace::Address(address), listen_options(members)?))
         }
-        // The name of a descriptor says nothing to us: all that were passed are meant.
-        _ => Ok((None, ListenOptions::default())),
+        // The numbers of descriptors are known at the start only: those that come later are this process's own.
+        _ if !is_starting => Err(QmpError::generic("only QEMU supports file descriptor passing")),
+        _ => {
+            let wrong = |_| QmpError::generic(format!("Unable to parse FD number {}", text("str")));
+            let number = text("str").parse().map_err(wrong)?;
+            Ok((ListenPlace::Descriptor(number), ListenOptions::default()))
+        }
     }
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Exports of the type `http`: a node's bytes for reading, by ranges.
 
-use super::exports::address;
+use super::exports::place;
 use super::{Arguments, failed, nothing};
-use crate::nbd::Exported;
+use crate::nbd::{Exported, ListenPlace};
 use crate::servers::ExportServer;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
@@ -30,9 +30,9 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     if arguments.flag("writable", false) {
         return Err(QmpError::generic("an export of the type 'http' is for reading only"));
     }
-    let (listen, _) = address(arguments.object("addr"))?;
-    let listen =
-        listen.ok_or_else(|| QmpError::generic("Only socket address types 'inet' and 'unix' are supported"))?;
+    let (ListenPlace::Address(listen), _) = place(arguments.object("addr"), daemon.is_starting.get())? else {
+        return Err(QmpError::generic("Only socket address types 'inet' and 'unix' are supported"));
+    };
     let tls = arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?;
     let id = arguments.text("id").to_owned();
     if let (SocketAddress::Tcp { host, .. }, None) = (&listen, &tls)

@@ -8,10 +8,11 @@ use crate::message::Message;
 use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;
+use cowshed_storage::socket::SocketAddress;
 use std::fmt;
 use std::io;
 use std::net::TcpListener;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -33,6 +34,8 @@ pub enum MonitorAddress {
         /// 0 for any free one.
         port: u16,
     },
+    /// A listening Unix socket that the process inherited: the number of its descriptor.
+    Passed(i32),
     /// Standard input and output.
     Stdio,
 }
@@ -42,6 +45,7 @@ impl fmt::Display for MonitorAddress {
         match self {
             MonitorAddress::Unix(path) => write!(f, "unix:{}", path.display()),
             MonitorAddress::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            MonitorAddress::Passed(number) => write!(f, "fd:{number}"),
             MonitorAddress::Stdio => f.write_str("stdio"),
         }
     }
@@ -75,6 +79,7 @@ impl Bound {
         let failed = |error: io::Error| Error::io(&error, "could not listen").file(address.to_string());
         let (listener, address, file) = match address {
             MonitorAddress::Stdio => (None, MonitorAddress::Stdio, None),
+            MonitorAddress::Passed(number) => (Some(passed(*number)?), address.clone(), None),
             MonitorAddress::Unix(path) => {
                 let (listener, file) = bind_unix(path)?;
                 (Some(Listener::Unix(listener)), address.clone(), Some(file))
@@ -144,6 +149,24 @@ impl Drop for Listening {
             Err(error) => tracing::warn!(%error, "a monitor's thread stays"),
         }
     }
+}
+
+/// A copy of a listening socket of another process's making.
+fn passed(number: i32) -> Result<Listener> {
+    let failed = |error: io::Error| Error::io(&error, "could not listen on a socket that was passed");
+    let socket = cowshed_storage::socket::Listener::from_descriptor(Socket::copy_of_descriptor(number)?)?;
+    let descriptor = socket.as_fd().try_clone_to_owned().map_err(failed)?;
+    let listener = match socket.address() {
+        SocketAddress::Unix(_) => Listener::Unix(descriptor.into()),
+        SocketAddress::Tcp { .. } => Listener::Tcp(descriptor.into()),
+    };
+    // Threads of its own wait for clients.
+    match &listener {
+        Listener::Unix(listener) => listener.set_nonblocking(false),
+        Listener::Tcp(listener) => listener.set_nonblocking(false),
+    }
+    .map_err(failed)?;
+    Ok(listener)
 }
 
 fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {

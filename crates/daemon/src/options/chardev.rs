@@ -111,10 +111,11 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
             return refused("'wait' must be 'off', not 'on'".to_owned());
         }
         check_pauses(true, reconnect.is_some(), false).map_err(Error::invalid_argument)?;
-        return Ok(BackendOptions::Place(match (path, port) {
-            (Some(path), _) => MonitorAddress::Unix(path.into()),
-            (None, Some(port)) => MonitorAddress::Tcp { host: host.unwrap_or_default(), port: number(&port)? },
-            (None, None) => return refused("one of 'path' and 'port' is needed".to_owned()),
+        return Ok(BackendOptions::Place(match (path, port, fd) {
+            (Some(path), ..) => MonitorAddress::Unix(path.into()),
+            (None, Some(port), _) => MonitorAddress::Tcp { host: host.unwrap_or_default(), port: number(&port)? },
+            (None, None, Some(fd)) => MonitorAddress::Passed(descriptor(&fd)?),
+            (None, None, None) => return refused("one of 'path' and 'port' is needed".to_owned()),
         }));
     }
     check_pauses(false, false, waits.is_some()).map_err(Error::invalid_argument)?;
@@ -126,12 +127,13 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
     let address = match (path, host, port, fd) {
         (Some(path), ..) => ClientAddress::Unix(path.into()),
         (None, Some(host), Some(port), _) => ClientAddress::Tcp { host, port: number(&port)? },
-        (.., fd) => match fd.as_deref().unwrap_or_default().parse() {
-            Ok(number) => ClientAddress::Passed(number),
-            Err(_) => return refused(format!("Unable to parse FD number {}", fd.unwrap_or_default())),
-        },
+        (.., fd) => ClientAddress::Passed(descriptor(&fd.unwrap_or_default())?),
     };
     Ok(BackendOptions::Outgoing { address, reconnect })
+}
+
+fn descriptor(text: &str) -> Result<i32> {
+    text.parse().map_err(|_| Error::invalid_argument(format!("Unable to parse FD number {text}")))
 }
 
 fn number(port: &str) -> Result<u16> {
@@ -161,6 +163,7 @@ mod tests {
             ("socket,id=i,path=s,server=off,reconnect-ms=100", outgoing(ClientAddress::Unix("s".into()), Some(100))),
             ("socket,id=j,host=h,port=7", outgoing(ClientAddress::Tcp { host: "h".into(), port: 7 }, None)),
             ("socket,id=k,fd=3,reconnect-ms=0", outgoing(ClientAddress::Passed(3), None)),
+            ("socket,id=l,fd=3,server=on,wait=off", BackendOptions::Place(MonitorAddress::Passed(3))),
             ("stdio,id=c,signal=off", BackendOptions::Place(MonitorAddress::Stdio)),
             ("null,id=e,logtimestamp=on", BackendOptions::Null),
             ("ringbuf,id=f,size=1k", BackendOptions::Ring { size: 1024 }),

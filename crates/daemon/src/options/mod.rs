@@ -311,7 +311,7 @@ impl Step {
                 let access = commands::Access { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
                 commands::start_nbd(
                     daemon,
-                    (address, ListenOptions::default()),
+                    (address.into(), ListenOptions::default()),
                     access,
                     max_connections,
                     handshake_seconds,
