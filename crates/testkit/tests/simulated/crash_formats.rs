@@ -240,7 +240,7 @@ fn write_again(left: &World, kind: Kind, content: &[u8], seed: u64) -> Result<()
 fn content_by_qemu(kind: Kind, seed: u64, path: &std::path::Path) -> Vec<u8> {
     let qemu = Qemu::for_seed(seed);
     if ["vhdx", "parallels"].contains(&kind.format) {
-        qemu.img(&["check", "-q", "-r", "all", "-f", kind.format, &path.to_string_lossy()]);
+        qemu.img(["check", "-q", "-r", "all", "-f", kind.format, &path.to_string_lossy()]);
     }
     let disk = qemu.content(path, kind.format);
     kind.parts(0..SECTORS)
