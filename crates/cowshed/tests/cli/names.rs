@@ -105,6 +105,13 @@ fn a_data_file_is_named_with_the_protocol_or_without() {
             std::fs::remove_file(at("y")).expect("the data file");
         }
     }
+    // What no image finds again is not made.
+    for name in ["nbd:unix:t.sock", "nbd+unix:///?socket=t.sock", "nbd://localhost/x"] {
+        let line = format!("create -q -f qcow2 -o data_file={name} new.qcow2 1M");
+        let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), &line);
+        assert_eq!(output.status.code(), Some(1), "{line}: {output:?}");
+        assert!(!at("new.qcow2").exists() && !at(name).exists(), "{line}");
+    }
     // The protocol hides neither the image nor the source.
     for line in [
         "create -q -f qcow2 -o data_file=file:new.qcow2 new.qcow2 1M",
@@ -113,5 +120,25 @@ fn a_data_file_is_named_with_the_protocol_or_without() {
         let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), line);
         assert_eq!(output.status.code(), Some(1), "{line}: {output:?}");
         assert!(std::fs::read(at("disk")).expect("the source") == vec![7; 1 << 20], "{line}");
+    }
+}
+
+/// A device can't be made, and a file is none.
+#[test]
+fn the_protocol_of_devices_names_only_devices() {
+    let folder = Folder(Oracle::new());
+    std::fs::write(folder.0.work().join("file"), [7; 512]).expect("a file");
+    for line in [
+        "create -q -f qcow2 host_device:missing 1M",
+        "create -q -f raw host_device:missing 1M",
+        "create -q -f qcow2 host_device:file 1M",
+        "convert -f raw -O qcow2 file host_device:missing",
+    ] {
+        let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), line);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{line}: {said}");
+        assert!(said.contains("an existing block device"), "{line}: {said}");
+        assert!(!folder.0.work().join("missing").exists(), "{line}");
+        assert_eq!(std::fs::read(folder.0.work().join("file")).expect("a file"), [7; 512], "{line}");
     }
 }

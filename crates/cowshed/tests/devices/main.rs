@@ -526,6 +526,27 @@ fn no_space_is_reserved_on_devices() {
     }
 }
 
+#[test]
+#[ignore = "needs root and loop devices"]
+fn a_new_image_is_on_a_device_that_is_named_with_its_protocol() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("below"), vec![0xee; 8 * MIB]).unwrap();
+    std::fs::write(path("source"), vec![7; MIB]).unwrap();
+    let device = Loop::new(Path::new(&path("below")));
+    let named = format!("host_device:{}", device.0);
+    for arguments in [
+        &["create", "-q", "-f", "qcow2", &named, "1M"][..],
+        &["convert", "-f", "raw", "-O", "qcow2", &path("source"), &named],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("img").args(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        Qemu::system().expect_clean(Path::new(&device.0));
+    }
+    let copy = ["compare", "-q", "-f", "qcow2", "-F", "raw", &device.0, &path("source")];
+    Qemu::system().img(copy).expect_ok();
+}
+
 /// Locks are those of the node in the file system, and a device may have several.
 #[test]
 #[ignore = "needs root and loop devices"]
@@ -644,6 +665,7 @@ fn drives_are_copied_to_a_device() {
         ("drive-backup", device.0.clone(), "qcow2"),
         ("drive-backup", format!("file:{}", device.0), "raw"),
         ("drive-mirror", path("link"), "qcow2"),
+        ("drive-mirror", format!("host_device:{}", device.0), "qcow2"),
     ] {
         std::fs::write(&device.0, vec![0xee; 8 * MIB]).unwrap();
         let arguments = format!(

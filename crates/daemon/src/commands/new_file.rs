@@ -5,7 +5,7 @@
 use super::{failed, free_name};
 use crate::state::Daemon;
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, path_of_name, prepare};
+use cowshed_image::create::{CreateRequest, check_device_name, path_of_name, prepare};
 use cowshed_image::graph::{AttachRequest, Attachment, files_below};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -83,6 +83,7 @@ impl NewFile {
 /// Creates the image of a request. A file that is there already is replaced when nobody uses it; what a link leads to is left
 /// alone.
 pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
+    check_device_name(&request.filename).map_err(failed)?;
     let path = path_of_name(&request.filename);
     match path.symlink_metadata() {
         _ if is_device(&path) => on_device(daemon, request).await,

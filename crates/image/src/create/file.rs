@@ -198,6 +198,10 @@ fn check_data_file_name(name: &str) -> Result<()> {
         let error = Error::unsupported(format!("a data file can't be created under the name '{name}'"));
         return Err(error.qemu("Must specify either driver or file"));
     }
+    if is_nbd_name(name) {
+        let error = Error::unsupported(format!("a data file is a file, not an export of an NBD server: '{name}'"));
+        return Err(error.qemu(format!("Could not create '{name}': No such file or directory")));
+    }
     // It is said of the image.
     check_file_name(name).map_err(|error| Error::invalid_argument(error.message().to_owned()).qemu(error.sentence()))
 }

@@ -200,12 +200,38 @@ fn path_of(filename: &str) -> Result<PathBuf> {
         return Err(Error::unsupported("an image can't be created under a json: name"));
     }
     check_file_name(filename)?;
+    check_device_name(filename)?;
     Ok(path_of_name(filename))
 }
 
-/// The path that the name of a file means, with the protocol before it or without.
+/// The path that the name of a file or a device means, with the protocol before it or without.
 pub fn path_of_name(name: &str) -> PathBuf {
-    path_of_text(name.strip_prefix("file:").unwrap_or(name))
+    let plain = ["file:", DEVICE_PROTOCOL].iter().find_map(|protocol| name.strip_prefix(protocol));
+    path_of_text(plain.unwrap_or(name))
+}
+
+/// The protocol of block devices, before a name.
+const DEVICE_PROTOCOL: &str = "host_device:";
+
+/// Refuses a name with the protocol of devices that is none of a block device: devices can't be made.
+///
+/// # Errors
+/// Where there is nothing of this name, or a file of another kind.
+pub fn check_device_name(name: &str) -> Result<()> {
+    let Some(plain) = name.strip_prefix(DEVICE_PROTOCOL) else { return Ok(()) };
+    let (kind, reason) = match FileIdentity::of_path(&path_of_name(name)) {
+        Some(FileIdentity::BlockDevice(_)) => return Ok(()),
+        Some(_) => {
+            let reason = format!("'host_device' driver requires '{plain}' to be either a character or block device");
+            (ErrorKind::InvalidArgument, reason)
+        }
+        None => (ErrorKind::NotFound, format!("Could not open '{plain}': No such file or directory")),
+    };
+    let sentence = format!(
+        "Protocol driver 'host_device' does not support creating new images, so an existing image must be selected as \
+         the target; however, opening the given target as an existing image failed: {reason}"
+    );
+    Err(Error::new(kind, format!("only an existing block device is written to: {reason}")).qemu(sentence))
 }
 
 impl CreatePlan {
