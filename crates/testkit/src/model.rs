@@ -197,6 +197,7 @@ impl Model {
     }
 
     /// As [`Model::check_read`], on a machine where a read beside a write may see a part of the write inside of a sector.
+    /// Processors copy words of eight bytes: words of the disk, or those of the buffer, which begins at `offset`.
     ///
     /// # Errors
     /// The first word that may not be so, and what it might have been.
@@ -206,7 +207,8 @@ impl Model {
         }
         let mut at = offset;
         while at < offset + bytes.len() as u64 {
-            let end = ((at / 8 + 1) * 8).min(offset + bytes.len() as u64);
+            let (of_disk, of_buffer) = ((at / 8 + 1) * 8, offset + ((at - offset) / 8 + 1) * 8);
+            let end = of_disk.min(of_buffer).min(offset + bytes.len() as u64);
             let word = &bytes[(at - offset) as usize..(end - offset) as usize];
             self.check_sector(at / GUEST_SECTOR_BYTES, at, word, usize::MAX, began)?;
             at = end;
@@ -372,6 +374,24 @@ mod tests {
         let mut bytes = vec![0; len];
         fill(stamp, offset, &mut bytes);
         bytes
+    }
+
+    #[test]
+    fn a_read_beside_a_write_is_torn_between_words_of_the_disk_or_of_the_buffer() {
+        let mut model = Model::new(vec![0; 4096]);
+        let first = model.begin_write(0, 1024, 1, 0);
+        model.end(first, 0);
+        let began = model.begin_read();
+        model.begin_write(0, 1024, 2, 0);
+        // The offset of the read, and where it turns from the new bytes to the old ones.
+        for (offset, turn, is_possible) in
+            [(0, 64, true), (4, 64, true), (4, 68, true), (4, 66, false), (0, 68, false), (3, 67, true), (3, 68, false)]
+        {
+            let mut read = bytes(2, offset, (512 - offset) as usize);
+            let old = bytes(1, turn, (512 - turn) as usize);
+            read[(turn - offset) as usize..].copy_from_slice(&old);
+            assert_eq!(model.check_torn_read(began, offset, &read).is_ok(), is_possible, "{offset} {turn}");
+        }
     }
 
     #[test]
