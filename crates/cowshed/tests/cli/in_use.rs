@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// `info` reads no data, so a raw image may be in use; the metadata of qcow2 changes under a writer.
@@ -183,7 +183,7 @@ impl Tools {
 /// A process that has the image open: a shell that waits for commands, or a server. Ended when dropped.
 struct Holder {
     process: Server,
-    _input: Option<ChildStdin>,
+    _streams: Option<(ChildStdin, BufReader<ChildStdout>)>,
 }
 
 /// How to hold an image in format `F`, and as which process.
@@ -263,15 +263,26 @@ fn hold(tools: &Tools, line: &str, format: &str, folder: &Path) -> Holder {
     command.args(&words[1..]).current_dir(folder);
     if words[0] != "qemu-io" {
         let _ = std::fs::remove_file(folder.join("socket"));
-        return Holder { process: Server::start(command, &folder.join("socket")), _input: None };
+        return Holder { process: Server::start(command, &folder.join("socket")), _streams: None };
     }
-    let mut shell = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a shell");
-    let (mut input, output) = (shell.stdin.take().expect("a pipe"), shell.stdout.take().expect("a pipe"));
-    writeln!(input, "length").expect("it listens");
-    // It answers once the image is open and locked.
-    let said = BufReader::new(output).lines().next().expect("an answer").expect("text");
-    assert!(said.contains("4 MiB"), "{line}: {said}");
-    Holder { process: Server(shell), _input: Some(input) }
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let mut shell = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a shell");
+        let (mut input, output) = (shell.stdin.take().expect("a pipe"), shell.stdout.take().expect("a pipe"));
+        let (process, mut output) = (Server(shell), BufReader::new(output));
+        // One that has ended already doesn't listen.
+        let _ = writeln!(input, "length");
+        // It answers once the image is open and locked.
+        let mut said = String::new();
+        output.read_line(&mut said).expect("text");
+        if !said.is_empty() {
+            assert!(said.contains("4 MiB"), "{line}: {said}");
+            // A shell that can't print its prompt ends.
+            return Holder { process, _streams: Some((input, output)) };
+        }
+        // The kernel gives locks of a killed holder back a moment after its end.
+        assert!(Instant::now() < deadline, "{line}: no answer");
+    }
 }
 
 /// What a comer says where a lock is in its way; `None` where it gets in.
