@@ -10,7 +10,10 @@ pub const ENTRIES: &[Entry] = &[("fuse_request", request)];
 
 /// One request, whose length in the header is made right: the kernel's always is.
 pub fn request(data: &[u8]) {
-    assert!(Header::parse(data, data.len().wrapping_add(1)).is_err() || data.len() < HEADER_BYTES);
+    // A length that isn't the header's is refused.
+    let other = data.len() + 1;
+    let said = data.first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
+    assert_eq!(Header::parse(data, other).is_ok(), data.len() >= HEADER_BYTES && said as usize == other);
     let mut bytes = data.to_vec();
     let received = bytes.len();
     if received >= HEADER_BYTES {
