@@ -311,7 +311,8 @@ fn groups_are_objects() {
 
     let filter = json!({"driver": "throttle", "node-name": "t", "throttle-group": "g0", "file": "q"});
     client.command("blockdev-add", filter);
-    assert!(client.refusal("object-del", json!({"id": "g0"})).contains("in use"));
+    let refused = client.refusal("object-del", json!({"id": "g0"}));
+    assert_eq!(refused, "Cannot delete throttle group 'g0' with active references");
     client.command("blockdev-del", json!({"node-name": "t"}));
     client.command("object-del", json!({"id": "g0"}));
     assert_eq!(client.refusal("object-del", json!({"id": "g0"})), "object 'g0' not found");
