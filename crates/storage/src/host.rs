@@ -101,7 +101,8 @@ impl HostFile {
             true => direct_alignment(&fd, is_device)?,
             false => Alignment { memory: 1, offset: 1 },
         };
-        let space_block_bytes = match is_device {
+        // Confined processes may ask devices nothing that they only read.
+        let space_block_bytes = match is_device && options.write {
             true => sys::device_block_size(&fd).map_err(|errno| Error::os(errno, "could not read the block size"))?,
             false => 1,
         };
