@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// The options that name a child.
 const CHILDREN: &[&str] = &["file", "backing", "data-file", "header", "target", "image"];
 
-/// What is left of a node.
+/// The rest of a node.
 #[derive(Clone, Debug)]
 pub(crate) struct Closed {
     pub options: BlockdevOptions,

@@ -25,7 +25,7 @@ mod valid {
 pub struct Header {
     /// Length of the whole request in bytes.
     pub len: u32,
-    /// What is wanted.
+    /// Number of the operation, see [`opcode`].
     pub opcode: u32,
     /// For the reply.
     pub unique: u64,
@@ -96,7 +96,7 @@ pub enum Operation {
     Flush,
     /// The last descriptor of an open file is closed.
     Release,
-    /// What was written is to be durable.
+    /// Earlier writes become durable.
     Sync,
     /// Space, a hole or zeroes.
     Allocate {

@@ -169,7 +169,7 @@ impl Server {
 
     /// Unmounts the file, ends what is in flight, and ends the threads. Call it inside of [`rt::block_on`].
     pub async fn stop(&self) {
-        // Nobody else is to be told.
+        // The owner knows of this end.
         drop(lock(&self.shared.on_unmount).take());
         if self.shared.threads.look(|threads| *threads == 0) {
             // Nothing is answered any more, so what waits must not go on to.

@@ -111,7 +111,7 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
     }))
 }
 
-/// What is known of a format without reference counts.
+/// Findings in a format without reference counts.
 fn mapped_outcome(node: &Node, check: MappedCheck, options: &CheckOptions) -> CheckOutcome {
     let report = CheckReport { counters: check.counters, notes: check.findings, ..CheckReport::default() };
     CheckOutcome {

@@ -53,7 +53,7 @@ pub enum Stall {
     Load(Load),
     /// Reserve this first.
     Reserve(Reserve),
-    /// Somebody else is at it: plan again after any change of the engine.
+    /// Another request is at it: plan again after any change of the engine.
     Wait,
     /// Plan again at once: the mapping isn't what the caller took it to be.
     Retry,

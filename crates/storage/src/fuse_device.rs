@@ -76,7 +76,7 @@ impl FuseDevice {
     /// Sends a reply, or a notification.
     pub fn send(&self, bufs: &[IoSlice<'_>]) -> std::result::Result<(), Errno> {
         match rustix::io::writev(&self.0, bufs).map_err(sys::errno) {
-            // Nobody waits for it any more.
+            // The caller has given the request up.
             Ok(_) | Err(Errno(libc::ENOENT | libc::ENODEV | libc::ECONNABORTED)) => Ok(()),
             Err(errno) => Err(errno),
         }

@@ -370,7 +370,7 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     draft.children.share(ChildRole::Backing, Arc::clone(&link));
     let unpacked = opener.policy().max_decompressed_bytes;
     let image = Image { file, format, writer: OnceLock::new() };
-    // What is checked may be in no state to be written to.
+    // A damaged image may be in no state for writes, and a check opens it all the same.
     if !draft.settings.read_only && !opener.checks(draft) {
         image.start_writing().await.map_err(|error| image.file.named(error))?;
     }

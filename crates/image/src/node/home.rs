@@ -39,7 +39,7 @@ pub(crate) trait Reporter: Send + Sync {
 pub struct Corruption {
     /// `node-name` of the image's node.
     pub node_name: String,
-    /// What is wrong, for people.
+    /// The reason, for people.
     pub message: String,
     /// QEMU's sentence about this damage, where it has one.
     pub report: Option<String>,

@@ -142,7 +142,7 @@ impl Ring<'_> {
                 _ => break,
             }
         }
-        // What is still to be done begins within the sequence.
+        // The entries that are still to be replayed begin within the sequence.
         let is_whole = self.distance(start, last.tail) <= self.distance(start, at);
         Some((at, last, is_whole))
     }

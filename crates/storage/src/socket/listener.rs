@@ -305,7 +305,7 @@ fn passed_count() -> Option<i32> {
 /// More are a mistake.
 const MOST_PASSED: i32 = 1 << 20;
 
-/// What was passed and not taken yet.
+/// The descriptors that were passed and not taken yet.
 fn claimed() -> MutexGuard<'static, Result<Vec<OwnedFd>>> {
     static CLAIMED: OnceLock<Mutex<Result<Vec<OwnedFd>>>> = OnceLock::new();
     let claimed = CLAIMED.get_or_init(|| Mutex::new(passed_descriptors()));
