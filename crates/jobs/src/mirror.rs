@@ -446,7 +446,13 @@ impl Mirror {
             let (piece, cancelled) = (self.copy_piece(&source, &mut target, &range), job.cancelled());
             let copied = match select(pin!(piece), pin!(cancelled)).await {
                 Either::Left((copied, _)) => copied,
-                Either::Right(_) => return job.pause_point().await,
+                Either::Right((_, piece)) => {
+                    // Past the gates nothing keeps the target for a write that goes on without the job.
+                    if matches!(self.writer(), Writer::Filter(_)) {
+                        let _ = piece.await;
+                    }
+                    return job.pause_point().await;
+                }
             };
             if let Err(failure) = copied {
                 settle(failure, judge, job).await?;

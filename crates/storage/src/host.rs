@@ -27,6 +27,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
+/// In bytes. Changes of space that are whole sectors of this size suit every block device.
+const LARGEST_SECTOR_BYTES: u64 = 4096;
+
 /// An open file or block device.
 #[derive(Debug)]
 pub(crate) struct HostFile {
@@ -101,9 +104,12 @@ impl HostFile {
             true => direct_alignment(&fd, is_device)?,
             false => Alignment { memory: 1, offset: 1 },
         };
-        // Confined processes may ask devices nothing that they only read.
-        let space_block_bytes = match is_device && options.write {
-            true => sys::device_block_size(&fd).map_err(|errno| Error::os(errno, "could not read the block size"))?,
+        let space_block_bytes = match is_device {
+            true => match sys::device_block_size(&fd) {
+                // Confined processes may ask devices nothing that they only read.
+                Err(_) if !options.write => LARGEST_SECTOR_BYTES,
+                size => size.map_err(|errno| Error::os(errno, "could not read the block size"))?,
+            },
             false => 1,
         };
         let cached = !options.cache.direct;
