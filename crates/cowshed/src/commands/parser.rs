@@ -191,7 +191,8 @@ fn suggestion(error: &clap::Error, console: &Console) -> String {
     let suggested = [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand].into_iter().find_map(|kind| {
         match error.get(kind) {
             Some(ContextValue::String(text)) => Some(text.clone()),
-            Some(ContextValue::Strings(texts)) => texts.first().cloned(),
+            // The parser puts the likeliest last.
+            Some(ContextValue::Strings(texts)) => texts.last().cloned(),
             _ => None,
         }
     });

@@ -39,6 +39,8 @@ fn wrong_command_lines() {
     for (line, words) in [
         ("'' ", &["Command not found"][..]),
         ("infoo x", &["infoo", "did you mean 'info'"]),
+        ("convrt x y", &["convrt", "did you mean 'convert'"]),
+        ("snapshto x", &["did you mean 'snapshot'"]),
         ("info", &["one image file name"]),
         ("info --outptu=json x", &["--outptu", "did you mean '--output'"]),
         ("info --output=xml x", &["'human' or 'json'", "xml"]),
@@ -86,7 +88,7 @@ fn files_that_are_no_images() {
     for (line, words) in [
         ("info nofile", &["nofile", "No such file"][..]),
         ("info folder", &["folder"]),
-        ("info cut.qcow2", &["cut.qcow2"]),
+        ("info cut.qcow2", &["cut.qcow2", "ends within its qcow2 header (file length is 70 bytes)"]),
         ("info -f qcow2 text.txt", &["text.txt"]),
         ("info unknown.qcow2", &["unknown.qcow2"]),
         ("map nofile", &["nofile", "No such file"]),

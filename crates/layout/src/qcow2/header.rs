@@ -118,7 +118,7 @@ pub fn peek_cluster_bits(bytes: &[u8]) -> Result<u32> {
 }
 
 fn too_short(len: usize) -> Error {
-    Error::invalid_image("header", format!("{len} bytes"), "file is too short for a qcow2 header")
+    Error::invalid_image("file length", format!("{len} bytes"), "the file ends within its qcow2 header")
         .qemu("qcow2 header too short")
 }
 
