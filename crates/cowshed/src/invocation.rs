@@ -54,7 +54,7 @@ pub struct Invocation {
 }
 
 impl Invocation {
-    /// Takes the whole argument vector, program name first. `cowshed img ARGS` is `qemu-img ARGS`,
+    /// Takes the whole argument vector, program name first. `cowshed qemu-img ARGS` (or `cowshed img ARGS`) is `qemu-img ARGS`,
     /// `cowshed qemu-nbd ARGS` is `qemu-nbd ARGS`.
     /// Arguments that are not UTF-8 become text by [`cowshed_block::text_of_name`].
     pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Self {
@@ -71,7 +71,7 @@ impl Invocation {
             None => Persona::Cowshed,
         };
         let mut arguments: Vec<String> = argv.map(|argument| text_of_name(argument.as_bytes()).into_owned()).collect();
-        if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img") {
+        if persona == Persona::Cowshed && arguments.first().is_some_and(|first| first == "img" || first == "qemu-img") {
             arguments.remove(0);
             persona = Persona::QemuImg;
         } else if persona == Persona::Cowshed
@@ -100,9 +100,11 @@ mod tests {
         assert_eq!(invocation(&["qemu-imgx", "info"]).persona, Persona::Cowshed);
         assert_eq!(invocation(&["./cowshed", "info"]).persona, Persona::Cowshed);
         assert_eq!(invocation(&[]).persona, Persona::Cowshed);
-        let nested = invocation(&["cowshed", "img", "info", "a"]);
-        assert_eq!(nested.persona, Persona::QemuImg);
-        assert_eq!(nested.arguments, ["info", "a"]);
+        for name in ["img", "qemu-img"] {
+            let nested = invocation(&["cowshed", name, "info", "a"]);
+            assert_eq!(nested.persona, Persona::QemuImg);
+            assert_eq!(nested.arguments, ["info", "a"]);
+        }
         assert_eq!(invocation(&["/usr/bin/qemu-nbd", "-t", "a"]).persona, Persona::Tool("qemu-nbd"));
         let nested = invocation(&["cowshed", "qemu-storage-daemon", "--daemonize"]);
         assert_eq!(nested.persona, Persona::Tool("qemu-storage-daemon"));

@@ -14,6 +14,7 @@ pub mod filters;
 pub mod formats;
 pub mod graph;
 mod header;
+mod nbd_client;
 pub mod node;
 pub mod open;
 pub mod options;

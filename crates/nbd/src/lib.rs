@@ -3,14 +3,12 @@
 //!
 //! - `stream`: bytes in both directions, with TLS where it was started
 //! - `receiver`: what came in and hasn't been looked at yet
-//! - `identity`: who a certificate is for
-//! - `tls`: credentials, in folders as QEMU has them
+//! - `tls`: encryption (feature `tls`)
 //! - `client`: an export as a file
 //! - `device`: an export as a block device of the kernel's NBD driver
 
 pub mod client;
 pub mod device;
-mod identity;
 mod receiver;
 mod stream;
 mod tls;

@@ -2,8 +2,8 @@
 //! The objects that options refer to by an id: TLS credentials (`tls-creds`) and secrets (`encrypt.key-secret`).
 
 use super::Graph;
+use crate::nbd_client::ClientTls;
 use crate::secret::Secret;
-use cowshed_nbd::ClientTls;
 use std::sync::PoisonError;
 
 impl Graph {

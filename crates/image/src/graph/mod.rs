@@ -44,10 +44,10 @@ pub use threshold::ThresholdObserver;
 pub use votes::QuorumObserver;
 
 use crate::filters::throttle::Groups;
+use crate::nbd_client::ClientTls;
 use crate::node::{Home, Node, Reporter};
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_nbd::ClientTls;
 use owned::Owned;
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -2,10 +2,10 @@
 //! Opening an export of an NBD server.
 
 use super::build::{Draft, Opened, Opener};
+use crate::nbd_client::{Client, ClientTls};
 use crate::options;
 use crate::protocols::{FileDriver, ForeignContext};
 use cowshed_block::{Error, Result};
-use cowshed_nbd::{Client, ClientTls};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_nbd_proto::context::QEMU_ALLOCATION_DEPTH;
 use cowshed_storage::File;

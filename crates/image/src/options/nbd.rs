@@ -2,8 +2,8 @@
 //! Options of the driver `nbd`, and the same as a URI.
 
 use super::BlockdevOptions;
+use crate::nbd_client::{ClientOptions, ClientTls};
 use cowshed_block::{Error, Result};
-use cowshed_nbd::{ClientOptions, ClientTls};
 use cowshed_nbd_proto::uri::Place;
 use cowshed_nbd_proto::{DEFAULT_PORT, NbdUri};
 use cowshed_storage::{SocketAddress, path_of_text};

@@ -5,6 +5,7 @@ mod file;
 
 pub(crate) use file::{check_can_preallocate, discard_file, resize_file, zero_file};
 
+use crate::nbd_client::Client;
 use crate::node::{
     Driver, Intent, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, whole_sectors,
 };
@@ -28,7 +29,7 @@ pub(crate) struct FileDriver {
 /// A metadata context of an NBD server that the user named (`x-dirty-bitmap`).
 #[derive(Debug)]
 pub(crate) struct ForeignContext {
-    pub client: Arc<cowshed_nbd::Client>,
+    pub client: Arc<Client>,
     /// It tells depths, and not bits.
     pub has_depths: bool,
 }

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Encryption of a connection.
+//!
+//! - `credentials`: in folders as QEMU has them
+//! - `session`: the state of one connection
+//! - `identity`: the subject of a certificate
+//! - `absent`: the same types where the feature `tls` is off
+
+#[cfg(not(feature = "tls"))]
+mod absent;
+#[cfg(feature = "tls")]
+mod credentials;
+#[cfg(feature = "tls")]
+mod identity;
+#[cfg(feature = "tls")]
+mod session;
+
+#[cfg(not(feature = "tls"))]
+pub(crate) use absent::Session;
+#[cfg(not(feature = "tls"))]
+pub use absent::{ClientTls, ServerTls};
+#[cfg(feature = "tls")]
+pub use credentials::{ClientTls, ServerTls};
+#[cfg(feature = "tls")]
+pub(crate) use session::Session;
+
+use cowshed_block::{Error, ErrorKind};
+
+/// What a decryption found.
+#[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "made by TLS alone"))]
+pub(crate) enum Plain {
+    Bytes(usize),
+    End,
+    /// Nothing: more must be received.
+    Nothing,
+}
+
+pub(crate) fn failed(error: &dyn std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Io, format!("TLS failed: {error}"))
+}

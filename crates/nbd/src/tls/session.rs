@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The state of an encrypted connection: bytes in, bytes out, no I/O.
+
+use super::credentials::{ClientTls, ServerTls, server_name};
+use super::identity::distinguished_name;
+use super::{Plain, failed};
+use cowshed_block::Result;
+use cowshed_storage::IoBuf;
+use rustls::{ClientConnection, Connection, ServerConnection};
+use std::io::{Read, Write};
+
+/// Encrypted bytes that are received at once.
+const RAW_BYTES: usize = 64 << 10;
+
+/// One connection's encryption.
+pub(crate) struct Session {
+    connection: Connection,
+    /// Received and not yet looked at: this range of `raw`. Taken out while receiving.
+    raw: IoBuf,
+    start: usize,
+    end: usize,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Session")
+    }
+}
+
+impl Session {
+    pub fn of_server(credentials: &ServerTls) -> Result<Session> {
+        let connection = ServerConnection::new(credentials.config.clone()).map_err(|error| failed(&error))?;
+        Ok(Session::new(connection.into()))
+    }
+
+    /// `name` is the one in the server's certificate.
+    pub fn of_client(credentials: &ClientTls, name: &str) -> Result<Session> {
+        let connection = ClientConnection::new(credentials.config.clone(), server_name(name)?);
+        Ok(Session::new(connection.map_err(|error| failed(&error))?.into()))
+    }
+
+    fn new(connection: Connection) -> Session {
+        Session { connection, raw: IoBuf::zeroed(RAW_BYTES), start: 0, end: 0 }
+    }
+
+    pub fn is_handshaking(&self) -> bool {
+        self.connection.is_handshaking()
+    }
+
+    pub fn encrypt(&mut self, piece: &[u8]) -> Result<()> {
+        self.connection.writer().write_all(piece).map_err(|error| failed(&error))
+    }
+
+    /// Puts bytes that are to be sent at the beginning of `out`; how many.
+    pub fn outgoing(&mut self, out: &mut [u8]) -> Result<usize> {
+        let mut len = 0;
+        while self.connection.wants_write() && len < out.len() {
+            let mut room = &mut out[len..];
+            len += self.connection.write_tls(&mut room).map_err(|error| failed(&error))?;
+        }
+        Ok(len)
+    }
+
+    pub fn decrypt(&mut self, into: &mut [u8]) -> Result<Plain> {
+        loop {
+            match self.connection.reader().read(into) {
+                Ok(0) => return Ok(Plain::End),
+                Ok(count) => return Ok(Plain::Bytes(count)),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                // The peer closed without the word that TLS has for it.
+                Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(Plain::End),
+                Err(error) => return Err(failed(&error)),
+            }
+            if !self.take_raw()? {
+                return Ok(Plain::Nothing);
+            }
+        }
+    }
+
+    /// The buffer to receive encrypted bytes in; [`give_buffer`](Session::give_buffer) takes it back.
+    pub fn take_buffer(&mut self) -> IoBuf {
+        std::mem::take(&mut self.raw)
+    }
+
+    /// Takes the buffer back, with `len` received bytes at its beginning.
+    pub fn give_buffer(&mut self, raw: IoBuf, len: usize) {
+        self.raw = raw;
+        self.start = 0;
+        self.end = len;
+    }
+
+    /// Hands all received bytes to the handshake, up to its end.
+    pub fn continue_handshake(&mut self) -> Result<()> {
+        while self.connection.is_handshaking() && self.take_raw()? {}
+        Ok(())
+    }
+
+    pub fn send_close_notify(&mut self) {
+        self.connection.send_close_notify();
+    }
+
+    pub fn peer_identity(&self) -> Option<String> {
+        distinguished_name(self.connection.peer_certificates()?.first()?)
+    }
+
+    /// Hands some received bytes to the decryption; false when there are none.
+    fn take_raw(&mut self) -> Result<bool> {
+        if self.start == self.end {
+            return Ok(false);
+        }
+        let mut bytes = &self.raw[self.start..self.end];
+        let count = self.connection.read_tls(&mut bytes).map_err(|error| failed(&error))?;
+        self.start += count;
+        self.connection.process_new_packets().map_err(|error| failed(&error))?;
+        Ok(true)
+    }
+}
