@@ -364,7 +364,8 @@ impl HostFile {
             return work(self.fd.as_fd());
         }
         let fd = Arc::clone(&self.fd);
-        Pool::io().run(move || work(fd.as_fd())).await
+        // As an operation of the ring: what is dropped half-way ends before its executor does.
+        rt::to_completion(async move { Pool::io().run(move || work(fd.as_fd())).await }).await
     }
 
     /// As [`HostFile::call`] for what nearly always is done at once: also on this thread where it has nothing else to wait

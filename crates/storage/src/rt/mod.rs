@@ -128,23 +128,28 @@ pub async fn offload<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
 /// calls, as copying out of the page cache does. It runs to its end even when this future is dropped. On this thread where
 /// there is no other core, no thread or no file descriptor for an executor, and under the simulator. A panic of the
 /// work continues here.
-pub async fn beside<T: Send + 'static, F: Future<Output = T>>(work: impl FnOnce() -> F + Send + 'static) -> T {
+pub async fn beside<T: Send + 'static, F: Future<Output = T> + 'static>(
+    work: impl FnOnce() -> F + Send + 'static,
+) -> T {
     static HAS_CORES: LazyLock<bool> =
         LazyLock::new(|| std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1));
     if is_simulated() || !*HAS_CORES {
         return work().await;
     }
-    let outcome = Pool::io().run(move || {
-        // A pool that could start no thread at all works on the caller's, which has an executor running.
-        if with_current(|local| local.is_some()) || prepare().is_err() {
-            return Err(work);
+    to_completion(async move {
+        let outcome = Pool::io().run(move || {
+            // A pool that could start no thread at all works on the caller's, which has an executor running.
+            if with_current(|local| local.is_some()) || prepare().is_err() {
+                return Err(work);
+            }
+            Ok(block_on(work()))
+        });
+        match outcome.await {
+            Ok(output) => output,
+            Err(work) => work().await,
         }
-        Ok(block_on(work()))
-    });
-    match outcome.await {
-        Ok(output) => output,
-        Err(work) => work().await,
-    }
+    })
+    .await
 }
 
 /// Waits. Under the simulator time is virtual.
