@@ -18,7 +18,7 @@ use crate::names::text_of_path;
 use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
 use crate::remote::{Remote, RemoteFile};
-use crate::sim::SimFile;
+use crate::simulated::SimulatedFile;
 use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, rt};
 use cowshed_block::{Errno, Error, Result, slip, without};
 use std::path::Path;
@@ -58,7 +58,7 @@ impl File {
         if let Some(simulation) = rt::current_simulation()
             && let Some(opened) = simulation.open(&name, options)
         {
-            let mut file = Self::from_sim(opened?);
+            let mut file = Self::from_simulated(opened?);
             if let Some(inner) = Arc::get_mut(&mut file.0) {
                 inner.no_flush = AtomicBool::new(options.cache.no_flush);
             }
@@ -94,8 +94,8 @@ impl File {
     }
 
     /// A file of a simulated machine.
-    pub fn from_sim(sim: SimFile) -> File {
-        let (name, is_writable, len) = (sim.name().to_owned(), sim.is_writable(), sim.len());
+    pub fn from_simulated(sim: Arc<dyn SimulatedFile>) -> File {
+        let (name, is_writable, len) = (sim.name().to_owned(), sim.is_writable(), sim.file_len());
         Self::without_locks(name, is_writable, len, Medium::Sim(sim))
     }
 

@@ -3,7 +3,7 @@
 //! makes transfers short, and refuses `io_uring_enter`.
 
 use crate::payload::MAX_TRANSFER;
-use crate::sim::Rng;
+use crate::rng::Rng;
 use io_uring::{opcode, squeue};
 use std::cell::Cell;
 use std::collections::HashMap;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where bytes live: files through io_uring or a thread pool, and a simulated disk for tests.
+//! Where bytes live: files through io_uring or a thread pool.
 //!
 //! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
@@ -32,10 +32,11 @@ mod payload;
 mod remote;
 mod reopen;
 mod ring;
+pub mod rng;
 pub mod rt;
 mod shared;
 pub mod signal;
-pub mod sim;
+pub mod simulated;
 pub mod socket;
 mod sys;
 mod transfer;

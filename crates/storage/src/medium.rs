@@ -14,10 +14,11 @@ use crate::null::NullFile;
 use crate::payload::{Bufs, Payload, locate};
 use crate::remote::RemoteFile;
 use crate::ring::{Direction, RingOp};
-use crate::sim::SimFile;
+use crate::simulated::SimulatedFile;
 use crate::sys::SysResult;
 use crate::{Alignment, DataRange, IoBuf};
 use cowshed_block::Errno;
+use std::sync::Arc;
 
 /// What to do with the space of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +35,7 @@ pub(crate) enum Space {
 pub(crate) enum Medium {
     Host(HostFile),
     Null(NullFile),
-    Sim(SimFile),
+    Sim(Arc<dyn SimulatedFile>),
     Faulty(Box<FaultyFile>),
     Remote(RemoteFile),
 }
@@ -84,7 +85,7 @@ impl Medium {
         match self {
             Medium::Host(host) => host.read(payload, skip, offset).await,
             Medium::Null(null) => null.read(payload, skip, offset).await,
-            Medium::Sim(sim) => read_simulated(sim, payload, skip, offset).await,
+            Medium::Sim(sim) => read_simulated(&**sim, payload, skip, offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.read(payload, skip, offset)).await,
             Medium::Remote(file) => Box::pin(file.read(payload, skip, offset)).await,
         }
@@ -95,7 +96,7 @@ impl Medium {
         match self {
             Medium::Host(host) => host.write(payload, skip, offset).await,
             Medium::Null(null) => null.write(payload, skip).await,
-            Medium::Sim(sim) => write_simulated(sim, payload, skip, offset).await,
+            Medium::Sim(sim) => write_simulated(&**sim, payload, skip, offset).await,
             Medium::Faulty(faulty) => Box::pin(faulty.write(payload, skip, offset)).await,
             Medium::Remote(file) => Box::pin(file.write(payload, skip, offset)).await,
         }
@@ -180,7 +181,7 @@ impl Medium {
             (Medium::Host(host), Medium::Host(source)) => {
                 host.copy_from(source, source_offset, offset, len, guard).await
             }
-            (Medium::Sim(sim), Medium::Sim(source)) => sim.copy_range(source, source_offset, offset, len).await,
+            (Medium::Sim(sim), Medium::Sim(source)) => sim.copy_range(&**source, source_offset, offset, len).await,
             _ => Err(Errno::ENOTSUP),
         }
     }
@@ -218,7 +219,7 @@ impl Medium {
                 host.share_from(source, source_offset, offset, len, guard).await.map_err(not_between_these)
             }
             (Medium::Sim(sim), Medium::Sim(source)) => {
-                let copied = sim.copy_range(source, source_offset, offset, len).await?;
+                let copied = sim.copy_range(&**source, source_offset, offset, len).await?;
                 if copied == len { Ok(()) } else { Err(Errno::ENOTSUP) }
             }
             _ => Err(Errno::ENOTSUP),
@@ -243,7 +244,12 @@ impl Medium {
     }
 }
 
-async fn read_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+async fn read_simulated(
+    sim: &dyn SimulatedFile,
+    payload: Payload,
+    skip: usize,
+    offset: u64,
+) -> (SysResult<usize>, Payload) {
     let guard = payload.guard;
     let (result, bufs) = match payload.bufs {
         Bufs::One(mut buf) => {
@@ -266,7 +272,12 @@ async fn read_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u6
     (result, Payload { bufs, guard })
 }
 
-async fn write_simulated(sim: &SimFile, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
+async fn write_simulated(
+    sim: &dyn SimulatedFile,
+    payload: Payload,
+    skip: usize,
+    offset: u64,
+) -> (SysResult<usize>, Payload) {
     let Payload { bufs, guard } = payload;
     let (single, mut bufs) = match bufs {
         Bufs::One(buf) => (true, vec![buf]),

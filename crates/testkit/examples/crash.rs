@@ -14,7 +14,7 @@
 //! just those.
 
 use cowshed_block::Errno;
-use cowshed_storage::sim::{Effect, Fault, OpKind};
+use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::campaign::{Campaign, weather};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::operations::parse_steps;

@@ -3,7 +3,7 @@
 //! right? Written against the specification alone and sharing no code with the engine or its `check`, small and fast
 //! enough for every state of the crash enumerator. The contents of dirty bitmaps are not looked into.
 
-use cowshed_storage::sim::PageMap;
+use cowshed_simulator::PageMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
 

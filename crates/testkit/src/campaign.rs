@@ -5,7 +5,7 @@
 use crate::matrix::{CrashScene, Effort};
 use crate::tally::Tally;
 use cowshed_block::Errno;
-use cowshed_storage::sim::{Effect, Fault, OpKind};
+use cowshed_simulator::{Effect, Fault, OpKind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -17,8 +17,8 @@ use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
+use cowshed_simulator::{Fault, World};
 use cowshed_storage::IoBuf;
-use cowshed_storage::sim::{Fault, World};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -357,7 +357,7 @@ impl LiveScene {
         trial: &Trial,
     ) -> std::result::Result<(), String> {
         let world = World::with_files(
-            cowshed_storage::sim::Config { in_order: true, capacity_bytes: None, ..trial.config.clone() },
+            cowshed_simulator::Config { in_order: true, capacity_bytes: None, ..trial.config.clone() },
             &case.state.files,
         );
         world.run(async {

@@ -6,7 +6,7 @@ use crate::images::{self, Chain, DataFile, Format, Layer, Qcow2Spec, Texture, ge
 use crate::operations::{OpGen, Step};
 use crate::random::Random;
 use crate::scenario::{BEHIND_A_FILTER, Prepared, Trial};
-use cowshed_storage::sim::{Config, Fault, Features};
+use cowshed_simulator::{Config, Fault, Features};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;

@@ -2,7 +2,7 @@
 //! Random requests of a guest: made from a seed, written as text, and made fewer while they still show a fault.
 
 use crate::model::COMPRESSIBLE;
-use cowshed_storage::sim::Rng;
+use cowshed_simulator::Rng;
 use std::fmt;
 use std::str::FromStr;
 

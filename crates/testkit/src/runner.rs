@@ -4,7 +4,7 @@
 use crate::model::{Model, fill};
 use crate::operations::{Op, Step};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_storage::sim::{QueueStart, World, interleave};
+use cowshed_simulator::{QueueStart, World, interleave};
 use cowshed_storage::{IoBuf, rt};
 use std::collections::BTreeMap;
 use std::future::Future;

@@ -18,7 +18,7 @@ use cowshed_image::open::{OpenRequest, open};
 use cowshed_image::secret::Secret;
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, Effect, Fault, PageMap, Replay, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, PageMap, Replay, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::ops::Range;
 use std::path::Path;

@@ -4,7 +4,7 @@
 use cowshed_block::ErrorKind;
 use cowshed_image::open::Policy;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
-use cowshed_storage::sim::{Config, World};
+use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
 use std::process::Command;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::{Accounting, IoKind};
 use cowshed_image::{Node, ZeroFlags};
-use cowshed_storage::sim::{Config, World};
+use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
 use std::sync::Arc;
 use std::time::Duration;

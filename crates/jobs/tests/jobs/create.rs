@@ -7,7 +7,7 @@ use cowshed_image::Preallocation;
 use cowshed_jobs::create::{self, CreateRequest};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, Features, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Features, PageMap, Snapshot, World};
 
 fn request(bench: &Bench, name: &str, options: &str, size: Option<u64>) -> CreateRequest {
     CreateRequest {

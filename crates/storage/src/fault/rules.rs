@@ -3,7 +3,7 @@
 
 use super::breakpoints::{Breakpoints, Held};
 use super::metadata::is_metadata;
-use crate::sim::Rng;
+use crate::rng::Rng;
 use cowshed_block::Errno;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

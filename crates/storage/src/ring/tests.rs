@@ -4,7 +4,7 @@
 
 use crate::kernel_faults::{Call, Effect, KernelFaults, Way, refuse_enter, refused_enters};
 use crate::medium::Medium;
-use crate::sim::Rng;
+use crate::rng::Rng;
 use crate::{CacheMode, Dispatch, Engine, File, HangUp, IoBuf, OpenOptions, Want, rt};
 use crate::{Listener, Socket, SocketAddress};
 use std::future::Future;

@@ -8,7 +8,7 @@ use super::polling::{Cores, FEW_REQUESTS, LOST_CORE, PollLimit, Polling, Wait};
 use super::timer::{Next, Timers};
 use crate::OpenOptions;
 use crate::ring::Ring;
-use crate::sim::SimFile;
+use crate::simulated::SimulatedFile;
 use async_task::Runnable;
 use cowshed_block::Result;
 use slab::Slab;
@@ -41,7 +41,7 @@ pub trait Simulation {
     /// Virtual time since the start.
     fn now(&self) -> Duration;
     /// Opens a file of this world; `None` leaves the name to the host's file system.
-    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>> {
+    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<Arc<dyn SimulatedFile>>> {
         let _ = (name, options);
         None
     }

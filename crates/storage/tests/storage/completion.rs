@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Futures that run to their end although they are dropped.
 
+use cowshed_simulator::{Config, World};
 use cowshed_storage::rt::{
     Owner, block_on, is_left, offload, sleep, spawn, to_completion, to_completion_of, yield_now,
 };
-use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use futures_util::future::{Either, select};
 use futures_util::poll;

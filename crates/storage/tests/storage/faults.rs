@@ -2,8 +2,8 @@
 //! `File` on a simulated machine: failures, short transfers, and the order of things under direct I/O.
 
 use cowshed_block::{Errno, ErrorKind};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, Rng, World};
 use cowshed_storage::rt::{sleep, spawn, yield_now};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, Rng, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use futures_util::future::{join, join_all};
 use std::path::Path;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
 
+use cowshed_simulator::{Config, World};
 use cowshed_storage::rt::{beside, block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
-use cowshed_storage::sim::{Config, World};
 use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
 use std::cell::Cell;
 use std::future::Future;

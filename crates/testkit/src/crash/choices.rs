@@ -2,7 +2,7 @@
 //! Which parts of the open changes a power cut keeps: all combinations when they are few, else the telling ones.
 
 use super::CrashPlan;
-use cowshed_storage::sim::{Choice, Cut, Rng};
+use cowshed_simulator::{Choice, Cut, Rng};
 
 /// Makes the choices for one cut.
 pub(super) struct Chooser {

@@ -11,7 +11,7 @@ mod report;
 pub use report::{CrashFailure, CrashReport};
 
 use choices::Chooser;
-use cowshed_storage::sim::{Choice, CrashState, Cut, Event, Replay, Rng, Trace};
+use cowshed_simulator::{Choice, CrashState, Cut, Event, Replay, Rng, Trace};
 use std::collections::HashSet;
 
 /// How much is tried.

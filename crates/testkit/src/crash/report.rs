@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The tries of an exploration, and its findings.
 
-use cowshed_storage::sim::{Choice, CrashState, Cut};
+use cowshed_simulator::{Choice, CrashState, Cut};
 use std::collections::HashSet;
 use std::fmt;
 

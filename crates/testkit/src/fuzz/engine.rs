@@ -8,7 +8,7 @@ use cowshed_image::create::qcow2::Qcow2CreateOptions;
 use cowshed_image::create::write_fresh_qcow2;
 use cowshed_image::open::Policy;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
-use cowshed_storage::sim::{Config, PageMap, World};
+use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use std::path::Path;
 use std::sync::Arc;

@@ -22,7 +22,7 @@ use crate::audit::audit;
 use crate::qemu::Qemu;
 use crate::random::Random;
 use commander::{Commander, Layer, node_options};
-use cowshed_storage::sim::PageMap;
+use cowshed_simulator::PageMap;
 use exports::Server;
 use guest::{Disk, lock};
 use monitor::{Answer, Monitor};

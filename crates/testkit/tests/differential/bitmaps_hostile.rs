@@ -6,7 +6,7 @@ use cowshed_block::{Errno, Result};
 use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;

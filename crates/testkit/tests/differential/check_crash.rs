@@ -6,7 +6,7 @@ use cowshed_image::check::{
     CheckOptions, CheckReport, Finding, FindingKind, Repair, Structure, UndoReport, check, undo,
 };
 use cowshed_image::open::{OpenRequest, open};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::damage::{COPIED, Victim};

@@ -7,7 +7,7 @@ use cowshed_block::Result;
 use cowshed_image::check::{CheckOptions, CheckReport, check};
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

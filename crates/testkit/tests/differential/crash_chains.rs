@@ -8,7 +8,7 @@ use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

@@ -12,7 +12,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::backup::{Backup, BackupRequest};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

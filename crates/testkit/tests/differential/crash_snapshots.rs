@@ -6,7 +6,7 @@ use cowshed_block::{ErrorKind, Result};
 use cowshed_image::check::{CheckOptions, CheckReport, Repair, check};
 use cowshed_image::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

@@ -7,7 +7,7 @@ use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, ZeroFlags};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

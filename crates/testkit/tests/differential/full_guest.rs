@@ -5,8 +5,8 @@
 
 use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
+use cowshed_simulator::{Config, Effect, Event, Fault, Features, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::IoBuf;
-use cowshed_storage::sim::{Config, Effect, Event, Fault, Features, OpKind, PageMap, Snapshot, World};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
 use std::collections::BTreeMap;

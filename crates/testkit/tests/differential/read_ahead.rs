@@ -7,7 +7,7 @@ use cowshed_block::Result;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{FileOp, IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::sync::Arc;

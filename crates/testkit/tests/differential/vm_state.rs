@@ -8,7 +8,7 @@ use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::crash::{CrashPlan, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

@@ -20,7 +20,7 @@ use cowshed_jobs::rescue::{self, RescueOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;

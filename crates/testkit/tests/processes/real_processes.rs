@@ -4,7 +4,7 @@
 
 use cowshed_block::ErrorKind;
 use cowshed_image::{Node, OpenRequest, open};
-use cowshed_storage::sim::PageMap;
+use cowshed_simulator::PageMap;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::journal::Follower;

@@ -2,8 +2,8 @@
 //! Four real threads on one real image: overlapping requests against the byte model, then what QEMU says. On good disks
 //! and, through `blkdebug`, on failing ones.
 
+use cowshed_simulator::PageMap;
 use cowshed_storage::rt;
-use cowshed_storage::sim::PageMap;
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::model::Model;
 use cowshed_testkit::operations::OpGen;

@@ -7,7 +7,7 @@ use cowshed_image::create::schema::{OptionValues, options_of};
 use cowshed_image::create::{CreateRequest, prepare, write_fresh_qcow2};
 use cowshed_image::create::{ImageEncryption, NewEncryption};
 use cowshed_image::secret::Secret;
-use cowshed_storage::sim::{Config, Event, World};
+use cowshed_simulator::{Config, Event, World};
 use cowshed_storage::{File, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use std::path::Path;

@@ -4,8 +4,8 @@
 use cowshed_image::create::{CreateRequest, prepare};
 use cowshed_image::encryption::{LuksArea, SlotChange, change_slots};
 use cowshed_image::secret::Secret;
+use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::rt;
-use cowshed_storage::sim::{Config, PageMap, World};
 use cowshed_storage::{File, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use cowshed_testkit::images::{DataFile, Qcow2Spec};

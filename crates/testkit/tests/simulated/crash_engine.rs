@@ -4,7 +4,7 @@
 //! For long runs: `cargo run -p cowshed-testkit --example crash`.
 
 use cowshed_block::Errno;
-use cowshed_storage::sim::{Effect, Fault, OpKind};
+use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::tally::Tally;

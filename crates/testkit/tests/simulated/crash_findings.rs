@@ -2,7 +2,7 @@
 //! Former findings of the crash test: the smallest requests that showed each, kept so that it stays away.
 
 use cowshed_block::Errno;
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind};
+use cowshed_simulator::{Config, Effect, Fault, OpKind};
 use cowshed_testkit::crash::CrashPlan;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::matrix::{CrashScene, Effort};

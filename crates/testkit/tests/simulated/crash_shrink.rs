@@ -2,7 +2,7 @@
 //! The crash test finds a planted bug, prints its seed, and comes down to the fewest requests that show it; what it
 //! prints shows the bug again. The bug is a disk that says "flushed" and lies: no engine survives that.
 
-use cowshed_storage::sim::{Effect, Fault, OpKind};
+use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::operations::{Op, parse_steps};
 

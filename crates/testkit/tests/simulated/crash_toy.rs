@@ -7,7 +7,7 @@
 //! table to the other slot, and after a barrier over table and data the header, then a second barrier.
 
 use cowshed_block::Result;
-use cowshed_storage::sim::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::crash::{CrashFailure, CrashPlan, CrashReport, explore};
 use cowshed_testkit::model::Model;
@@ -204,7 +204,7 @@ fn run(slip: Slip, seed: u64, plan: &CrashPlan, fault: bool) -> std::result::Res
     let world = World::with_files(Config::new(seed), &files);
     let steps = OpGen { max_bytes: 4096, ..OpGen::new(SECTORS as u64 * SECTOR, 2048) }.steps(seed, 40);
     if fault {
-        use cowshed_storage::sim::{Effect, Fault, OpKind};
+        use cowshed_simulator::{Effect, Fault, OpKind};
         let fault = Fault::new(Effect::Fail(cowshed_block::Errno::EIO)).kind(OpKind::Sync).skip(seed % 5);
         world.add_fault(fault);
     }

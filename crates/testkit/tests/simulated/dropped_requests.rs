@@ -7,7 +7,7 @@ use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
-use cowshed_storage::sim::{Config, Effect, Event, Fault, OpKind, World};
+use cowshed_simulator::{Config, Effect, Event, Fault, OpKind, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::{audit, host_offset, l2_entry};
 use cowshed_testkit::crash::CrashPlan;

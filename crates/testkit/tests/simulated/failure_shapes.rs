@@ -4,7 +4,7 @@
 
 use cowshed_block::Errno;
 use cowshed_image::Preallocation;
-use cowshed_storage::sim::{Change, Config, Effect, Event, Fault, Features, OpKind, PageMap, Trace, World};
+use cowshed_simulator::{Change, Config, Effect, Event, Fault, Features, OpKind, PageMap, Trace, World};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::{audit, host_offset, l2_entry};
 use cowshed_testkit::crash::{CrashPlan, explore};

@@ -11,7 +11,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::backup::{Backup, BackupBitmap, BackupRequest, BitmapMode};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
-use cowshed_storage::sim::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use serde_json::json;
 use std::sync::Arc;

@@ -13,6 +13,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-qmp", &[]),
     ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-storage", &["cowshed-block"]),
+    ("cowshed-simulator", &["cowshed-block", "cowshed-storage"]),
     (
         "cowshed-image",
         &[
@@ -72,6 +73,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-block",
             "cowshed-layout",
             "cowshed-qcow2",
+            "cowshed-simulator",
             "cowshed-storage",
             "cowshed-image",
             "cowshed-jobs",
@@ -195,6 +197,18 @@ fn the_pure_crates_reach_no_runtime() {
         assert!(found.is_empty(), "{pure} reaches {found:?}");
     }
     assert!(reached(&graph, "cowshed-storage").contains("io-uring"), "the test doesn't see dependencies at all");
+}
+
+#[test]
+fn no_product_reaches_the_simulator() {
+    let graph = graph();
+    for product in ["cowshed", "cowshed-daemon"] {
+        let reached = reached(&graph, product);
+        assert!(reached.contains("cowshed-storage"), "{product}: the test sees no dependencies");
+        for tests_only in ["cowshed-simulator", "cowshed-testkit"] {
+            assert!(!reached.contains(tests_only), "{product} reaches {tests_only}");
+        }
+    }
 }
 
 #[test]

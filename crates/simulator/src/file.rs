@@ -5,8 +5,11 @@ use super::fault::OpKind;
 use super::log::{Change, FileId};
 use super::pending::{Completion, Outcome, Request, Value};
 use super::world::World;
-use crate::{Alignment, DataRange, IoBuf};
 use cowshed_block::Errno;
+use cowshed_storage::simulated::{Simulated, SimulatedFile};
+use cowshed_storage::{Alignment, DataRange, File, IoBuf};
+use futures_util::future::LocalBoxFuture;
+use std::any::Any;
 use std::result::Result;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -45,7 +48,7 @@ impl SimFile {
     }
 
     /// As after opening it anew for writing.
-    pub(crate) fn make_writable(&self) {
+    pub fn make_writable(&self) {
         self.writable.store(true, Ordering::Relaxed);
     }
 
@@ -55,12 +58,13 @@ impl SimFile {
         Alignment { memory: alignment as usize, offset: alignment }
     }
 
-    pub(crate) fn is_direct(&self) -> bool {
+    /// Opened with direct I/O.
+    pub fn is_direct(&self) -> bool {
         self.alignment().offset != 1
     }
 
     /// With direct I/O from now on, or without.
-    pub(crate) fn set_direct(&self, direct: bool) -> Alignment {
+    pub fn set_direct(&self, direct: bool) -> Alignment {
         let alignment = if direct { self.world.lock().config.sector_bytes } else { 1 };
         self.alignment.store(alignment, Ordering::Relaxed);
         self.alignment()
@@ -152,7 +156,7 @@ impl SimFile {
     }
 
     /// The file system copies ranges itself.
-    pub(crate) fn can_copy_range(&self) -> bool {
+    pub fn can_copy_range(&self) -> bool {
         self.world.lock().config.features.copy_range
     }
 
@@ -223,5 +227,102 @@ fn check_end(offset: u64, len: u64) -> Result<(), Errno> {
     match offset.checked_add(len) {
         Some(end) if end <= MAX_FILE_BYTES => Ok(()),
         _ => Err(Errno::EFBIG),
+    }
+}
+
+impl From<SimFile> for File {
+    fn from(file: SimFile) -> File {
+        File::from_simulated(Arc::new(file))
+    }
+}
+
+impl SimulatedFile for SimFile {
+    fn name(&self) -> &str {
+        SimFile::name(self)
+    }
+
+    fn is_writable(&self) -> bool {
+        SimFile::is_writable(self)
+    }
+
+    fn make_writable(&self) {
+        SimFile::make_writable(self);
+    }
+
+    fn alignment(&self) -> Alignment {
+        SimFile::alignment(self)
+    }
+
+    fn is_direct(&self) -> bool {
+        SimFile::is_direct(self)
+    }
+
+    fn set_direct(&self, direct: bool) -> Alignment {
+        SimFile::set_direct(self, direct)
+    }
+
+    fn file_len(&self) -> u64 {
+        self.len()
+    }
+
+    fn is_fixed(&self) -> bool {
+        SimFile::is_fixed(self)
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        SimFile::allocated_bytes(self)
+    }
+
+    fn read(&self, buf: IoBuf, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, IoBuf)> {
+        Box::pin(SimFile::read(self, buf, offset))
+    }
+
+    fn write(&self, bufs: Vec<IoBuf>, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, Vec<IoBuf>)> {
+        Box::pin(SimFile::write(self, bufs, offset))
+    }
+
+    fn sync(&self) -> Simulated<'_, ()> {
+        Box::pin(SimFile::sync(self))
+    }
+
+    fn punch_hole(&self, offset: u64, len: u64) -> Simulated<'_, ()> {
+        Box::pin(SimFile::punch_hole(self, offset, len))
+    }
+
+    fn zero_range(&self, offset: u64, len: u64) -> Simulated<'_, ()> {
+        Box::pin(SimFile::zero_range(self, offset, len))
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> Simulated<'_, ()> {
+        Box::pin(SimFile::allocate(self, offset, len))
+    }
+
+    fn set_len(&self, len: u64) -> Simulated<'_, ()> {
+        Box::pin(SimFile::set_len(self, len))
+    }
+
+    fn next_data(&self, offset: u64) -> Simulated<'_, Option<DataRange>> {
+        Box::pin(SimFile::next_data(self, offset))
+    }
+
+    fn can_copy_range(&self) -> bool {
+        SimFile::can_copy_range(self)
+    }
+
+    fn copy_range<'a>(
+        &'a self,
+        source: &'a dyn SimulatedFile,
+        source_offset: u64,
+        offset: u64,
+        len: u64,
+    ) -> Simulated<'a, u64> {
+        match source.as_any().downcast_ref::<SimFile>() {
+            Some(source) => Box::pin(SimFile::copy_range(self, source, source_offset, offset, len)),
+            None => Box::pin(std::future::ready(Err(Errno::ENOTSUP))),
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }

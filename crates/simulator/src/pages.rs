@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The contents of a simulated file: sparse, cheap to copy, with a hash that follows every change.
 
-use super::rng::mix;
-use crate::DataRange;
+use cowshed_storage::DataRange;
+use cowshed_storage::rng::mix;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -249,8 +249,8 @@ fn spread(value: u64, salt: u64) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rng::Rng;
     use super::*;
+    use cowshed_storage::rng::Rng;
 
     #[test]
     fn follows_a_plain_vector() {

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Running futures on a simulated machine.
 
-use super::file::SimFile;
 use super::world::{Step, World};
-use crate::{OpenOptions, rt};
 use cowshed_block::Result;
+use cowshed_storage::simulated::SimulatedFile;
+use cowshed_storage::{OpenOptions, rt};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 impl World {
-    /// Runs `future` to its end on this machine, with an executor of its own: [`crate::File::open`] opens the
+    /// Runs `future` to its end on this machine, with an executor of its own: [`cowshed_storage::File::open`] opens the
     /// machine's files, and time is virtual. Tasks that have not ended then are dropped.
     ///
     /// # Panics
@@ -38,9 +39,9 @@ impl rt::Simulation for Machine {
         self.0.now()
     }
 
-    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>> {
+    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<Arc<dyn SimulatedFile>>> {
         // A machine has no other files: a name that isn't there is an error, not a file of the host.
-        Some(self.0.open(name, options))
+        Some(self.0.open_dyn(name, options))
     }
 
     fn sync_folder(&self) -> bool {

@@ -2,8 +2,8 @@
 //! The promises of the simulated disk, and its freedoms.
 
 use super::*;
-use crate::{IoBuf, OpenOptions};
 use cowshed_block::Errno;
+use cowshed_storage::{IoBuf, OpenOptions};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
@@ -203,10 +203,10 @@ fn the_same_seed_gives_the_same_run() {
             let tasks: Vec<_> = (0..8u8)
                 .map(|task| {
                     let (world, file) = (world.clone(), open(&world));
-                    crate::rt::spawn(async move {
+                    cowshed_storage::rt::spawn(async move {
                         for round in 0..10u64 {
                             write(&file, round * 512, &[task; 2048]).await.unwrap();
-                            crate::rt::sleep(Duration::from_micros(u64::from(task) * 10)).await;
+                            cowshed_storage::rt::sleep(Duration::from_micros(u64::from(task) * 10)).await;
                             if round % 4 == 0 {
                                 file.sync().await.unwrap();
                             }
@@ -276,7 +276,7 @@ fn queues_wake_each_other_and_share_the_clock() {
         let (early, late) = (world.clone(), world.clone());
         let sends: QueueStart<'_> = Box::new(move || {
             Box::pin(async move {
-                crate::rt::sleep(Duration::from_millis(5)).await;
+                cowshed_storage::rt::sleep(Duration::from_millis(5)).await;
                 let mut letter = sender.lock().unwrap();
                 letter.0 = Some(early.now());
                 if let Some(waker) = letter.1.take() {
@@ -305,7 +305,7 @@ fn the_panic_of_a_queue_ends_all_of_them() {
     let waits: QueueStart<'_> = Box::new(|| Box::pin(std::future::pending()));
     let panics: QueueStart<'_> = Box::new(|| {
         Box::pin(async {
-            crate::rt::sleep(Duration::from_millis(1)).await;
+            cowshed_storage::rt::sleep(Duration::from_millis(1)).await;
             panic!("this one");
         })
     });

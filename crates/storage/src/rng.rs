@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The random numbers of the simulator: the same seed gives the same run on every machine.
+//! Random numbers for simulations and faults: the same seed gives the same run on every machine.
 
 /// A small generator (xoshiro256**, seeded by splitmix64). Not for secrets.
 #[derive(Clone, Debug)]
@@ -75,7 +75,7 @@ impl Rng {
 }
 
 /// The finaliser of splitmix64: a bijection that spreads every bit.
-pub(crate) fn mix(word: u64) -> u64 {
+pub fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     word ^ (word >> 31)

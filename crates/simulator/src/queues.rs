@@ -5,11 +5,11 @@
 //! The turn can change hands wherever a queue waits, before each operation that it submits, and at every place where
 //! the code under test calls [`interleave`]. There another thread of the real program could come between.
 
-use super::file::SimFile;
-use super::rng::Rng;
 use super::world::{Step, World};
-use crate::{OpenOptions, rt};
 use cowshed_block::Result;
+use cowshed_storage::rng::Rng;
+use cowshed_storage::simulated::SimulatedFile;
+use cowshed_storage::{OpenOptions, rt};
 use std::any::Any;
 use std::cell::RefCell;
 use std::future::Future;
@@ -234,8 +234,8 @@ impl rt::Simulation for QueueMachine {
         self.turns.world.now()
     }
 
-    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<SimFile>> {
-        Some(self.turns.world.open(name, options))
+    fn open(&self, name: &str, options: &OpenOptions) -> Option<Result<Arc<dyn SimulatedFile>>> {
+        Some(self.turns.world.open_dyn(name, options))
     }
 
     fn sync_folder(&self) -> bool {

@@ -7,9 +7,10 @@ use super::log::{Applied, Change, Event, FileId, OpId};
 use super::pages::{PAGE_BYTES, PageMap};
 use super::pending::{Completion, Outcome, Pending, Request, Sleep, Slot, Value};
 use super::queues::interleave;
-use super::rng::Rng;
-use crate::OpenOptions;
 use cowshed_block::{Errno, Error, Result};
+use cowshed_storage::OpenOptions;
+use cowshed_storage::rng::Rng;
+use cowshed_storage::simulated::SimulatedFile;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
@@ -180,7 +181,12 @@ impl World {
         }
     }
 
-    /// Opens a file by name; see [`crate::File::open`].
+    /// As [`World::open`], for an executor.
+    pub(crate) fn open_dyn(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn SimulatedFile>> {
+        Ok(Arc::new(self.open(name, options)?))
+    }
+
+    /// Opens a file by name; see [`cowshed_storage::File::open`].
     pub fn open(&self, name: &str, options: &OpenOptions) -> Result<SimFile> {
         let mut state = self.lock();
         let id = match (state.find(name), options.create) {
@@ -421,7 +427,7 @@ impl State {
             Request::Sync => {
                 let failed =
                     if let Some(Effect::Fail(errno) | Effect::Torn(errno)) = effect { Some(errno) } else { None };
-                if effect != Some(Effect::Lie) && failed != Some(Errno(libc::EINTR)) {
+                if effect != Some(Effect::Lie) && failed != Some(Errno::EINTR) {
                     self.log.push(if failed.is_some() { Event::SyncFailed { op } } else { Event::SyncDone { op } });
                 }
                 Outcome { result: failed.map_or(Ok(Value::Count(0)), Err), bufs: Vec::new() }
@@ -441,7 +447,13 @@ impl State {
         waker
     }
 
-    fn finish_read(&mut self, file: FileId, offset: u64, mut buf: crate::IoBuf, effect: Option<Effect>) -> Outcome {
+    fn finish_read(
+        &mut self,
+        file: FileId,
+        offset: u64,
+        mut buf: cowshed_storage::IoBuf,
+        effect: Option<Effect>,
+    ) -> Outcome {
         let contents = &self.files[file].volatile;
         let mut count = contents.len().saturating_sub(offset).min(buf.len() as u64);
         let mut result = Ok(());
@@ -458,7 +470,8 @@ impl State {
 
     fn finish_next_data(&mut self, file: FileId, offset: u64, effect: Option<Effect>) -> Outcome {
         let contents = &self.files[file].volatile;
-        let whole = (offset < contents.len()).then(|| crate::DataRange { start: offset, end: contents.len() });
+        let whole =
+            (offset < contents.len()).then(|| cowshed_storage::DataRange { start: offset, end: contents.len() });
         let result = match effect {
             Some(Effect::Fail(errno) | Effect::Torn(errno)) => Err(errno),
             _ if !self.config.features.seek_data => Ok(Value::Data(whole)),
