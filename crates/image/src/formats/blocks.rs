@@ -113,6 +113,14 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn before_writing(&self, _file: &ImageFile) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
+    /// Length of an entry in bytes.
+    fn entry_bytes(&self) -> u64 {
+        4
+    }
+    /// What a flush writes besides entries, where that may be a hole of the file: offset and length in bytes.
+    fn flush_area(&self) -> Option<(u64, u64)> {
+        None
+    }
     /// Prepares the file for changes. Called before each of them.
     fn before_change(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }

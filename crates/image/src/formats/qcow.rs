@@ -180,6 +180,10 @@ impl BlockFormat for Qcow {
         Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
     }
 
+    fn entry_bytes(&self) -> u64 {
+        ENTRY_BYTES
+    }
+
     fn entry(&self, host: u64) -> Result<Vec<u8>> {
         Ok(host.to_be_bytes().to_vec())
     }

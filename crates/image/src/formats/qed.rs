@@ -287,6 +287,10 @@ impl BlockFormat for Qed {
         Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
     }
 
+    fn entry_bytes(&self) -> u64 {
+        ENTRY_BYTES
+    }
+
     fn entry(&self, host: u64) -> Result<Vec<u8>> {
         Ok(host.to_le_bytes().to_vec())
     }

@@ -92,11 +92,11 @@ impl BlockFormat for Vdi {
         }
     }
 
-    /// QEMU puts its next block where the header says: it may say more than there are, never less.
+    /// QEMU puts its next block where the header says: it may say more than there are, never less. So blocks count whose writes
+    /// run or failed, with others behind them.
     async fn before_entries(&self, file: &File, usage: Usage) -> Result<()> {
         let numbers = (usage.end - self.header.data_offset).div_ceil(self.header.block_bytes);
-        let count = if usage.has_gaps { numbers } else { usage.blocks };
-        let count = u32::try_from(count).unwrap_or(u32::MAX).to_le_bytes();
+        let count = u32::try_from(numbers).unwrap_or(u32::MAX).to_le_bytes();
         file.write_at(IoBuf::copy_from(&count), ALLOCATED_AT).await.0
     }
 }

@@ -4,6 +4,7 @@
 //! disk ever names bytes that aren't there: docs/formats/block-formats.md.
 
 mod linking;
+mod room;
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
@@ -15,6 +16,7 @@ use cowshed_block::memory::try_push;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
 use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
+use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -32,12 +34,8 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// What is allocated, for formats that count it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
-    /// Blocks with an entry, those with a waiting one too.
-    pub blocks: u64,
     /// Where the last unit ends.
     pub end: u64,
-    /// Between the units there is room for others.
-    pub has_gaps: bool,
 }
 
 /// In place of an offset: the entry will say zeroes.
@@ -57,7 +55,6 @@ struct State {
     room: u64,
     /// Places between other units.
     free: Vec<u64>,
-    blocks: u64,
     /// The file's end isn't as a close leaves it.
     has_grown: bool,
 }
@@ -74,6 +71,8 @@ pub(crate) struct Writer {
     /// Held while tables are made, and while they are linked.
     linking: Turn<()>,
     cycle: Turn<()>,
+    /// Space for entries that is there for certain.
+    entry_room: EntryRoom,
 }
 
 /// New units for blocks that follow each other.
@@ -98,6 +97,7 @@ impl Writer {
             growing: Turn::new(()),
             linking: Turn::new(()),
             cycle: Turn::new(()),
+            entry_room: EntryRoom::default(),
         })
     }
 
@@ -234,7 +234,14 @@ impl Writer {
                 self.prepare_slot(format, image, units, block).await?;
             }
             let count = blocks.end - blocks.start;
-            Ok(Some(self.reserve(units, count).await?))
+            let reserved = self.reserve(units, count).await?;
+            let last = reserved.start + (count - 1) * units.unit_bytes() + units.head.len() as u64;
+            if let Err(error) = format.entry(last) {
+                // The file is too long for the entries: no flush could write them.
+                self.give_back(units, &reserved)?;
+                return Err(error);
+            }
+            Ok(Some(reserved))
         };
         let reserved = match allocated.await {
             Ok(Some(reserved)) => reserved,
@@ -243,15 +250,14 @@ impl Writer {
         };
         let (result, part) = self.fill(format, image, backing, units, &reserved, (at, place), part).await;
         if let Err(error) = result {
-            self.give_back(units, &reserved);
-            return (Err(error), part);
+            let result = self.give_back(units, &reserved);
+            return (result.and(Err(error)), part);
         }
         let mut state = self.state();
         for (index, block) in blocks.enumerate() {
             let host = reserved.start + index as u64 * units.unit_bytes() + units.head.len() as u64;
             state.pending.insert(block, host);
         }
-        state.blocks += reserved.count;
         (Ok(true), part)
     }
 
@@ -345,6 +351,7 @@ impl Writer {
         let tail_bytes = units.tail.len() as u64;
         let room = needed.saturating_add(extra);
         if self.file.len() < room + tail_bytes {
+            self.state().has_grown = true;
             self.file.set_len(room + tail_bytes).await?;
         }
         if tail_bytes > 0 {
@@ -357,14 +364,19 @@ impl Writer {
         Ok(())
     }
 
-    /// Takes units back whose blocks could not be written, if they are the last ones.
-    fn give_back(&self, units: &Units, reserved: &Reserved) {
+    /// Takes units back whose blocks could not be written. Others may lie behind them by now.
+    fn give_back(&self, units: &Units, reserved: &Reserved) -> Result<()> {
         let mut state = self.state();
         let end = reserved.start + reserved.count * units.unit_bytes();
         if state.next == end {
             state.next = reserved.start;
             state.fresh = state.fresh.max(end);
+            return Ok(());
         }
+        for index in (0..reserved.count).rev() {
+            try_push(&mut state.free, reserved.start + index * units.unit_bytes())?;
+        }
+        Ok(())
     }
 
     /// Writes new units: what stands before each block, and the blocks, with what was there before around the new data.
@@ -514,7 +526,7 @@ impl Writer {
             for table in &state.tables {
                 try_push(&mut tables, (*table.0, *table.1))?;
             }
-            (pending, tables, Usage { blocks: state.blocks, end: state.next, has_gaps: !state.free.is_empty() })
+            (pending, tables, Usage { end: state.next })
         };
         if pending.is_empty() && tables.is_empty() {
             return self.file.sync().await;
@@ -553,6 +565,15 @@ impl Writer {
         Ok(())
     }
 
+    /// True where the file ends as it must.
+    async fn has_tail(&self, units: &Units) -> Result<bool> {
+        let len = units.tail.len();
+        let Some(start) = self.file.len().checked_sub(len as u64) else { return Ok(false) };
+        let (result, tail) = self.file.read_at(IoBuf::try_zeroed(len)?, start).await;
+        result?;
+        Ok(tail[..] == units.tail[..])
+    }
+
     /// Leaves the file as long as it must be. No request runs.
     pub(crate) async fn complete<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
         self.flush(format, image).await?;
@@ -566,7 +587,11 @@ impl Writer {
             state.next
         };
         if !units.tail.is_empty() {
-            self.file.write_at(IoBuf::copy_from(&units.tail), end).await.0?;
+            match self.file.write_at(IoBuf::copy_from(&units.tail), end).await.0 {
+                // The disk is full: what stands at the end of the file, behind free space, stays there.
+                Err(error) if error.kind() == ErrorKind::NoSpace && self.has_tail(units).await? => return Ok(()),
+                done => done?,
+            }
             self.file.sync().await?;
         }
         self.file.set_len(end + units.tail.len() as u64).await?;
@@ -594,7 +619,6 @@ async fn look_through<F: BlockFormat>(
         let end = starts.last().map_or(units.first, |start| start + units.unit_bytes());
         state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
         state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
-        state.blocks = starts.len() as u64;
         state.free = gaps(&starts, units)?;
     }
     Ok(state)

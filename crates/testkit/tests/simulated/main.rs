@@ -14,6 +14,8 @@ mod crash_shrink;
 mod crash_toy;
 mod dropped_requests;
 mod failure_shapes;
+mod fresh_images;
+mod full_formats;
 mod live_copies;
 mod nbd;
 mod rescue;

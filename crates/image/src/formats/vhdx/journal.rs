@@ -43,6 +43,8 @@ struct Log {
     next: u64,
     /// The first entry whose changes are not in their places durably.
     tail: Option<u64>,
+    /// These changes.
+    late: BTreeMap<u64, Vec<u8>>,
 }
 
 fn new_guid() -> Result<Guid> {
@@ -98,6 +100,8 @@ impl Journal {
         end: u64,
     ) -> Result<()> {
         let mut state = self.state.lock().await;
+        // What could not be written to its place comes first: the log has no room for many tries.
+        state.place(file).await?;
         let mut sectors: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
         for (mut at, bytes) in entries {
             let mut rest = &bytes[..];
@@ -155,26 +159,37 @@ impl State {
             return Ok(());
         }
         let sectors: Vec<(u64, Vec<u8>)> = sectors.into_iter().collect();
-        let guid = self.log(file, &sectors, end).await?;
+        self.log(file, &sectors, end).await?;
+        if let Some(log) = &mut self.log {
+            log.late.extend(sectors);
+        }
+        self.place(file).await
+    }
+
+    /// Writes what the log has to its places, durably.
+    async fn place(&mut self, file: &File) -> Result<()> {
+        let Some(guid) = self.log.as_ref().filter(|log| !log.late.is_empty()).map(|log| log.guid) else {
+            return Ok(());
+        };
         if self.header.log_guid != guid {
             // The log has an entry before it is named.
             self.publish(file, VhdxHeader { log_guid: guid, ..self.header.clone() }).await?;
         }
-        for (at, bytes) in &sectors {
+        let Some(log) = &mut self.log else { return Ok(()) };
+        for (at, bytes) in &log.late {
             file.write_at(IoBuf::copy_from(bytes), *at).await.0?;
         }
         file.sync().await?;
-        if let Some(log) = &mut self.log {
-            log.tail = None;
-        }
+        log.late.clear();
+        log.tail = None;
         Ok(())
     }
 
-    /// Adds an entry to the log, durably. The log's mark.
-    async fn log(&mut self, file: &File, sectors: &[(u64, Vec<u8>)], end: u64) -> Result<Guid> {
+    /// Adds an entry to the log, durably.
+    async fn log(&mut self, file: &File, sectors: &[(u64, Vec<u8>)], end: u64) -> Result<()> {
         let log = match &mut self.log {
             Some(log) => log,
-            None => self.log.insert(Log { guid: new_guid()?, number: 1, next: 0, tail: None }),
+            None => self.log.insert(Log { guid: new_guid()?, number: 1, next: 0, tail: None, late: BTreeMap::new() }),
         };
         let tail = log.tail.unwrap_or(log.next);
         let entry = NewLogEntry {
@@ -202,6 +217,6 @@ impl State {
         log.tail = Some(tail);
         log.number += 1;
         log.next = (log.next + bytes.len() as u64) % room;
-        Ok(log.guid)
+        Ok(())
     }
 }

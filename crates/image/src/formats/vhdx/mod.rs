@@ -239,6 +239,16 @@ impl BlockFormat for Vhdx {
         Ok((self.bat, self.disk.entry_of(block)))
     }
 
+    fn entry_bytes(&self) -> u64 {
+        ENTRY_BYTES
+    }
+
+    /// The log.
+    fn flush_area(&self) -> Option<(u64, u64)> {
+        let [_, _, log] = &self.taken;
+        Some((log.offset, log.bytes.min(MAX_LOG_BYTES)))
+    }
+
     fn entry(&self, host: u64) -> Result<Vec<u8>> {
         Ok(VhdxBlock::entry_at(host).to_le_bytes().to_vec())
     }

@@ -230,13 +230,13 @@ impl VmdkWriter {
         let (file, place, space) = &self.descriptor;
         let there = file.len().saturating_sub(*place);
         let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
-        let (result, text) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
+        let (result, before) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
         result?;
         let mut cid = [0; 4];
         cowshed_crypto::luks::fill_random(&mut cid)?;
         // All ones mean that there is no parent.
         let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
-        if let Some((mut text, cid)) = with_cid(&text, cid) {
+        if let Some((mut text, cid)) = with_cid(&before, cid) {
             if let Some(space) = space {
                 if text.len() as u64 > *space {
                     return Err(Error::invalid_image(
@@ -245,7 +245,9 @@ impl VmdkWriter {
                         "there is no room for a new content id",
                     ));
                 }
-                text.resize(len, 0);
+                // Zeroes that were zeroes stay: the space for them may be a hole, and the disk full.
+                let used = before.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+                text.resize(text.len().max(used), 0);
             }
             file.write_at(IoBuf::copy_from(&text), *place).await.0?;
             vmdk.cid.store(cid, Ordering::Relaxed);
@@ -390,24 +392,27 @@ impl Vmdk {
 
     async fn flush_all(&self, complete: bool) -> Result<()> {
         let writer = self.open_writer()?;
+        let mut result = Ok(());
         for (piece, extent) in self.pieces.iter().zip(&writer.extents) {
-            match (&piece.extent.storage, extent) {
+            let done = match (&piece.extent.storage, extent) {
                 (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
                     let grains = self.grains(sparse, &piece.extent, piece.start);
                     match complete {
-                        true => parts.1.complete(&grains, &parts.0).await?,
-                        false => parts.1.flush(&grains, &parts.0).await?,
+                        true => parts.1.complete(&grains, &parts.0).await,
+                        false => parts.1.flush(&grains, &parts.0).await,
                     }
                 }
-                (_, ExtentWriter::Flat(file)) => file.sync().await?,
-                (_, ExtentWriter::Stream(stream)) if complete => stream.complete().await?,
-                _ => {}
-            }
+                (_, ExtentWriter::Flat(file)) => file.sync().await,
+                (_, ExtentWriter::Stream(stream)) if complete => stream.complete().await,
+                _ => Ok(()),
+            };
+            // The others are made durable though one fails.
+            result = result.and(done);
         }
         if *writer.changed.lock().await {
-            writer.descriptor.0.sync().await?;
+            result = result.and(writer.descriptor.0.sync().await);
         }
-        Ok(())
+        result
     }
 }
 

@@ -21,20 +21,54 @@ impl Writer {
         block: u64,
     ) -> Result<()> {
         let _turn = self.linking.lock().await;
-        let Some(missing) = format.missing_table(image, block).await? else {
-            return format.slot(image, block).await.map(drop);
-        };
-        if self.state().tables.contains_key(&missing.entry_offset) {
-            return Ok(());
+        if let Some((offset, bytes)) = format.flush_area() {
+            self.entry_room.reserve(&self.file, (offset, offset + bytes)).await?;
         }
-        let bytes = missing.bytes.next_multiple_of(units.grid);
+        let Some(missing) = format.missing_table(image, block).await? else {
+            let slots = [Some(format.slot(image, block).await?), format.second_slot(image, block).await?];
+            for (table, index) in slots.into_iter().flatten() {
+                self.ensure_entry(format, (table.offset, table.bytes), index).await?;
+            }
+            return Ok(());
+        };
+        let (bytes, index) = (missing.bytes.next_multiple_of(units.grid), block % missing.blocks);
+        let known = self.state().tables.get(&missing.entry_offset).copied();
+        if let Some(start) = known {
+            return self.ensure_entry(format, (start, missing.bytes), index).await;
+        }
+        // All that a flush will write has space before the table is one.
+        self.entry_room
+            .ensure(
+                &self.file,
+                missing.entry_offset,
+                (missing.entry_offset, missing.entry_offset + format.entry_bytes()),
+            )
+            .await?;
         let reserved = self.reserve_bytes(units, bytes, 0).await?;
-        let stale = reserved.fresh.min(reserved.start + bytes).saturating_sub(reserved.start);
-        if stale > 0 {
-            zero_file(&self.file, reserved.start, stale, ZeroFlags::default()).await?;
+        let made = async {
+            format.table_entry(reserved.start)?;
+            let stale = reserved.fresh.min(reserved.start + bytes).saturating_sub(reserved.start);
+            if stale > 0 {
+                zero_file(&self.file, reserved.start, stale, ZeroFlags::default()).await?;
+            }
+            self.ensure_entry(format, (reserved.start, missing.bytes), index).await
+        };
+        if let Err(error) = made.await {
+            let mut state = self.state();
+            if state.next == reserved.start + bytes {
+                state.next = reserved.start;
+                state.fresh = state.fresh.max(reserved.start + bytes);
+            }
+            return Err(error);
         }
         self.state().tables.insert(missing.entry_offset, reserved.start);
         Ok(())
+    }
+
+    /// Space for entry `index` of a table.
+    async fn ensure_entry<F: BlockFormat>(&self, format: &F, (offset, bytes): (u64, u64), index: u64) -> Result<()> {
+        let at = offset + index * format.entry_bytes();
+        self.entry_room.ensure(&self.file, at, (offset, offset + bytes)).await
     }
 
     /// The place of a block's entry, which [`Self::prepare_slot`] has seen to.

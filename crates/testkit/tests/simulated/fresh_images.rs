@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Small images of formats that keep a disk in blocks without reference counts, for the simulated disk.
+
+use cowshed_image::{Node, OpenRequest, open};
+use cowshed_layout::fresh::FreshFile;
+use cowshed_layout::parallels::NewParallels;
+use cowshed_layout::qcow::NewQcow;
+use cowshed_layout::qed::NewQed;
+use cowshed_layout::vdi::NewVdi;
+use cowshed_layout::vhdx::{Guid, NewVhdx};
+use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk};
+use cowshed_layout::vpc::{self, NewVpc};
+use std::ops::Range;
+use std::sync::Arc;
+
+pub const IMAGE: &str = "disk";
+pub const SECTOR: usize = 512;
+/// Sectors that are used at the start of each block.
+const SECTORS_OF_BLOCK: usize = 8;
+/// A disk of 24 blocks.
+pub const SECTORS: usize = 24 * SECTORS_OF_BLOCK;
+const BLOCK_BYTES: u32 = 4096;
+const VMDK_BLOCK_BYTES: u64 = 64 << 10;
+
+/// A format, and the length of its blocks.
+#[derive(Clone, Copy)]
+pub struct Kind {
+    pub format: &'static str,
+    pub block_bytes: u64,
+}
+
+impl Kind {
+    /// Where on the disk a sector is.
+    pub fn offset(self, sector: usize) -> u64 {
+        (sector / SECTORS_OF_BLOCK) as u64 * self.block_bytes + (sector % SECTORS_OF_BLOCK * SECTOR) as u64
+    }
+
+    /// The parts of a range that follow each other on the disk.
+    pub fn parts(self, sectors: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let step = if self.block_bytes == u64::from(BLOCK_BYTES) { SECTORS } else { SECTORS_OF_BLOCK };
+        let (first, last) = (sectors.start / step, sectors.end.div_ceil(step));
+        (first..last).map(move |part| (part * step).max(sectors.start)..((part + 1) * step).min(sectors.end))
+    }
+}
+
+/// The bytes of a new file.
+fn bytes_of(fresh: &FreshFile) -> Vec<u8> {
+    let mut bytes = vec![0; fresh.len as usize];
+    for (at, piece) in &fresh.pieces {
+        piece.fill(0, &mut bytes[*at as usize..(at + piece.len()) as usize]);
+    }
+    if let Some((at, mark)) = &fresh.mark {
+        bytes[*at as usize..*at as usize + mark.len()].copy_from_slice(mark);
+    }
+    bytes
+}
+
+/// A VDI image with small blocks.
+fn vdi() -> Vec<u8> {
+    let size = SECTORS as u64 * SECTOR as u64;
+    let mut bytes = bytes_of(&NewVdi { size, is_fixed: false, uuids: [[1; 16], [2; 16]] }.lay_out().expect("a layout"));
+    let blocks = size as u32 / BLOCK_BYTES;
+    bytes[376..380].copy_from_slice(&BLOCK_BYTES.to_le_bytes());
+    bytes[384..388].copy_from_slice(&blocks.to_le_bytes());
+    bytes[512..512 + blocks as usize * 4].fill(0xff);
+    bytes
+}
+
+/// A dynamic VHD image with small blocks.
+fn vpc() -> Vec<u8> {
+    let size = SECTORS as u64 * SECTOR as u64;
+    let new = NewVpc { size, is_fixed: false, force_size: true, made_at: 1, uuid: [3; 16] };
+    let mut bytes = bytes_of(&new.lay_out().expect("a layout"));
+    bytes[512 + 28..512 + 32].copy_from_slice(&(size as u32 / BLOCK_BYTES).to_be_bytes());
+    bytes[512 + 32..512 + 36].copy_from_slice(&BLOCK_BYTES.to_be_bytes());
+    let sum = vpc::checksum(&bytes[512..1536], 36);
+    bytes[512 + 36..512 + 40].copy_from_slice(&sum.to_be_bytes());
+    bytes
+}
+
+/// A VHDX image with the smallest blocks that there are.
+fn vhdx() -> Vec<u8> {
+    let new = NewVhdx {
+        size: 24 << 20,
+        is_fixed: false,
+        block_bytes: 1 << 20,
+        log_bytes: 1 << 20,
+        marks_zeroes: true,
+        creator: "a test",
+        guids: [Guid::random([1; 16]), Guid::random([2; 16]), Guid::random([3; 16])],
+        sequence_number: 7,
+    };
+    bytes_of(&new.lay_out().expect("a layout"))
+}
+
+fn qed() -> Vec<u8> {
+    let size = SECTORS as u64 * SECTOR as u64;
+    let cluster_bytes = u64::from(BLOCK_BYTES);
+    bytes_of(&NewQed { size, cluster_bytes, table_clusters: 2, backing: None }.lay_out().expect("a layout"))
+}
+
+/// qcow with tables of 64 entries and clusters of 512 bytes would have more tables; QEMU makes this kind.
+fn qcow() -> Vec<u8> {
+    bytes_of(&NewQcow { size: SECTORS as u64 * SECTOR as u64, backing: None }.lay_out().expect("a layout"))
+}
+
+fn parallels() -> Vec<u8> {
+    let size = SECTORS as u64 * SECTOR as u64;
+    bytes_of(&NewParallels { size, cluster_bytes: u64::from(BLOCK_BYTES) }.lay_out().expect("a layout"))
+}
+
+/// A VMDK disk in one sparse file, with the grains that QEMU makes.
+fn vmdk(block_bytes: u64) -> Vec<u8> {
+    let new = NewVmdk {
+        size: SECTORS as u64 / SECTORS_OF_BLOCK as u64 * block_bytes,
+        kind: NEW_KINDS[0],
+        adapter: "ide",
+        hardware: "4",
+        tools: "2147483647",
+        zeroed_grains: true,
+        cid: 0x1234,
+        parent: None,
+        name: IMAGE,
+    };
+    bytes_of(&new.lay_out().expect("a layout").image)
+}
+
+/// An image of each format.
+pub fn kinds() -> Vec<(Kind, Vec<u8>)> {
+    let small = |format| Kind { format, block_bytes: u64::from(BLOCK_BYTES) };
+    vec![
+        (small("vdi"), vdi()),
+        (small("vpc"), vpc()),
+        (Kind { format: "vhdx", block_bytes: 1 << 20 }, vhdx()),
+        (small("qed"), qed()),
+        (small("qcow"), qcow()),
+        (small("parallels"), parallels()),
+        (Kind { format: "vmdk", block_bytes: VMDK_BLOCK_BYTES }, vmdk(VMDK_BLOCK_BYTES)),
+    ]
+}
+
+pub async fn opened(format: &str, writable: bool) -> Arc<Node> {
+    open(OpenRequest::file(IMAGE).format(format).writable(writable)).await.expect("the image opens")
+}
+
+/// A VMDK disk with a grain table for each block that is used.
+pub fn wide_vmdk() -> (Kind, Vec<u8>) {
+    let block_bytes = 512 * VMDK_BLOCK_BYTES;
+    (Kind { format: "vmdk", block_bytes }, vmdk(block_bytes))
+}
+
+/// Says what is wrong with the count of a VDI header. QEMU's next block goes where it says.
+pub fn vdi_count(bytes: &[u8]) -> Result<(), String> {
+    let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let blocks = number(384) as usize;
+    let used = (0..blocks).map(|block| number(512 + block * 4)).filter(|number| *number < 0xffff_fffe);
+    match (used.max(), number(388)) {
+        (Some(last), count) if last >= count => Err(format!("block {last} is in use, and the header counts {count}")),
+        _ => Ok(()),
+    }
+}
