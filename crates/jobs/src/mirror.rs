@@ -13,12 +13,13 @@ use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
-use cowshed_image::node::ChildRole;
+use cowshed_image::node::{ChildRole, LocalFuture};
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use futures_util::future::{Either, select};
 use std::ops::Range;
 use std::pin::pin;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -119,12 +120,14 @@ impl Writer {
 const LETTING_GO: Duration = Duration::from_millis(500);
 
 /// Gives a target back whose copy counts for nothing. One that hangs has the requests in flight until they end.
-async fn give_back_in_time(writer: Arc<Attachment>) -> Result<()> {
-    let mut given_back = Box::pin(async move { writer.detach().await });
+async fn give_back_in_time(graph: &Graph, writer: Arc<Attachment>) -> Result<()> {
+    let leaving = Arc::clone(&writer);
+    let mut given_back = Box::pin(async move { leaving.detach().await });
     match select(&mut given_back, pin!(rt::sleep(LETTING_GO))).await {
         Either::Left((result, _)) => return result,
         Either::Right(_) => {}
     }
+    graph.free_name_of(&writer);
     let _detached = rt::spawn(async move {
         if let Err(error) = given_back.await {
             tracing::warn!(%error, "could not give back the target of a job");
@@ -398,8 +401,9 @@ impl Mirror {
     }
 
     /// Once this has returned, writes to the source go to the target too before they are over, by a filter of this name; as if
-    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before.
-    pub async fn hold_writes(&self, name: &str) -> Result<()> {
+    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before. Fails when `job` is
+    /// cancelled while it waits for the target.
+    pub async fn hold_writes(&self, name: &str, job: &JobHandle) -> Result<()> {
         let has_ended = self.piece.lock().await;
         if *has_ended {
             return Err(Error::new(ErrorKind::Busy, "the job has ended"));
@@ -408,11 +412,16 @@ impl Mirror {
         if self.opened.is_some() {
             return Err(Error::unsupported("a commit into a base copies in the background only"));
         }
+        // A target that hangs must not keep the source's users waiting: its requests end first.
+        let idle = async { drop(self.graph.drain(&[&self.target]).await) };
+        if let Either::Right(_) = select(pin!(idle), pin!(job.cancelled())).await {
+            return job.pause_point().await;
+        }
         // Nothing is written between the moment when the job lets the target go and the filter's having it.
         let _drained = self.graph.drain(&[&self.source, &self.target]).await;
         self.check_place()?;
         let id = writer.name().to_owned();
-        writer.detach().await?;
+        writer.hand_over().await?;
         match self.graph.insert_write_blocking(&self.source, &self.target, name).await {
             Ok(filter) => {
                 if let Some(holding) = filter.write_blocking() {
@@ -533,20 +542,37 @@ impl Mirror {
     }
 
     /// Makes both the same and ends. With `pivot` the target takes the source's place for everybody. On an error the
-    /// source stays where it is.
-    pub async fn finish(&self, pivot: bool) -> Result<()> {
+    /// source stays where it is. `job` may be cancelled while the target hangs: the source's users go on then, and what the
+    /// target still does keeps it until it answers.
+    pub async fn finish(self: &Rc<Self>, pivot: bool, job: &JobHandle) -> Result<()> {
         self.note_end().await;
-        let drained = self.graph.drain(&[&self.source, &self.target]).await;
-        let mut result = self.check_place();
-        while result.is_ok() {
-            let Some(range) = self.dirty.take_next(0, self.chunk_bytes) else { break };
-            let missing = Missing { map: &self.dirty, range: &range };
-            let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
-            result = copied.map(|()| missing.came()).map_err(|failure| failure.error);
+        // The last flush finds little to do then, and a target that hangs is met before the source's users have to wait.
+        match select(pin!(self.target.flush()), pin!(job.cancelled())).await {
+            Either::Left((Ok(()), _)) => {}
+            Either::Left((failed, _)) => {
+                let ended = self.end().await;
+                return failed.and(ended);
+            }
+            Either::Right(_) => return self.end().await.and(job.pause_point().await),
         }
-        let result = match result {
-            Ok(()) => self.target.flush().await,
-            error => error,
+        let drained = self.graph.drain(&[&self.source, &self.target]).await;
+        let mirror = Rc::clone(self);
+        let rest: LocalFuture<'static, Result<()>> = Box::pin(async move { mirror.copy_rest().await });
+        let result = match (&self.opened, self.writer()) {
+            (None, Writer::Job(writer)) => match select(rest, pin!(job.cancelled())).await {
+                Either::Left((result, _)) => result,
+                Either::Right(((), rest)) => {
+                    drop(drained);
+                    self.graph.free_name_of(&writer);
+                    let _left = rt::spawn(async move {
+                        if let Err(error) = rest.await.and(writer.detach().await) {
+                            tracing::warn!(%error, "could not give back the target of a job");
+                        }
+                    });
+                    return self.reader.detach().await.and(job.pause_point().await);
+                }
+            },
+            _ => rest.await,
         };
         let released = self.writer().end(&self.graph).await;
         let result = match result.and(released) {
@@ -568,6 +594,17 @@ impl Mirror {
         result.and(closed).and(ended).and(unused).and(freed)
     }
 
+    /// Under a drain: copies what is left, and flushes the target.
+    async fn copy_rest(&self) -> Result<()> {
+        self.check_place()?;
+        while let Some(range) = self.dirty.take_next(0, self.chunk_bytes) {
+            let missing = Missing { map: &self.dirty, range: &range };
+            let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
+            copied.map(|()| missing.came()).map_err(|failure| failure.error)?;
+        }
+        self.target.flush().await
+    }
+
     async fn note_end(&self) {
         *self.piece.lock().await = true;
     }
@@ -578,7 +615,7 @@ impl Mirror {
         if let (None, Writer::Job(writer)) = (&self.opened, self.writer()) {
             // The source first: it doesn't depend on a target that never answers.
             let source = self.reader.detach().await;
-            return source.and(give_back_in_time(writer).await);
+            return source.and(give_back_in_time(&self.graph, writer).await);
         }
         let writer = match &self.opened {
             Some(opened) => opened.close().await,

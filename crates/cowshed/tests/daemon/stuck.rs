@@ -54,6 +54,21 @@ impl Bench {
         format!("nbd+unix:///{export}?socket={}", self.path().join("n.sock").display())
     }
 
+    /// The reads of the node `disk`.
+    fn reads(&self, monitor: &mut Monitor) -> u64 {
+        let stats = monitor.command("query-blockstats", json!({"query-nodes": true}));
+        let nodes = stats.as_array().expect("a list").iter();
+        let disk = nodes.filter(|node| node["node-name"] == "disk");
+        disk.map(|node| node["stats"]["rd_operations"].as_u64().expect("a number")).sum()
+    }
+
+    /// Waits until `remote` has no user.
+    fn await_free(&self, monitor: &mut Monitor) {
+        await_that("the target is given back", || {
+            monitor.reply("blockdev-del", &json!({"node-name": "remote"})).get("return").is_some()
+        });
+    }
+
     /// A client with a write to the silent disk, which is on its way when this returns.
     fn stuck_client(&mut self) -> Killed {
         self.server.signal("STOP");
@@ -280,10 +295,107 @@ fn a_mirror_whose_target_hangs_is_cancelled() {
     monitor.command("blockdev-snapshot-sync", overlay);
     Qemu::system().io(["-f", "raw", "-c", "write -P 8 1M 64k", "-c", "flush", &bench.uri("disk")]).expect_ok();
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    // The job's name is free, though the old target is still in use.
+    monitor.command("blockdev-add", json!({"driver": "null-co", "node-name": "other", "size": 8 << 20}));
+    let again = json!({"job-id": "m", "device": "disk", "target": "other", "sync": "full"});
+    monitor.command("blockdev-mirror", again);
+    await_that("the mirror is ready", || jobs(&mut monitor)[0]["status"] == "ready");
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    await_that("the job is gone", || jobs(&mut monitor) == json!([]));
+    assert!(monitor.refusal("blockdev-del", &json!({"node-name": "remote"})).contains("in use"));
     bench.server.signal("CONT");
-    await_that("the target is given back", || {
-        monitor.reply("blockdev-del", &json!({"node-name": "remote"})).get("return").is_some()
+    bench.await_free(&mut monitor);
+}
+
+/// A mirror from `disk` to `remote` that has caught up.
+fn ready_mirror(bench: &Bench, monitor: &mut Monitor) {
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    let mirror = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full"});
+    monitor.command("blockdev-mirror", mirror);
+    await_that("the mirror is ready", || monitor.command("query-jobs", json!({}))[0]["status"] == "ready");
+    bench.server.signal("STOP");
+}
+
+/// The job can be cancelled, and the disk that it copied goes on.
+fn cancel_and_write(bench: &Bench, monitor: &mut Monitor) {
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    await_that("the job is gone", || monitor.command("query-jobs", json!({})) == json!([]));
+    Qemu::system().io(["-f", "raw", "-c", "write -P 8 1M 64k", "-c", "flush", &bench.uri("disk")]).expect_ok();
+}
+
+#[test]
+fn a_mirror_whose_target_hangs_takes_another_copy_mode_and_is_cancelled() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    ready_mirror(&bench, &mut monitor);
+    let mode = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
+    monitor.command("block-job-change", mode);
+    Qemu::system().io(["-f", "raw", "-c", "read 0 64k", &bench.uri("disk")]).expect_ok();
+    cancel_and_write(&bench, &mut monitor);
+    bench.server.signal("CONT");
+    bench.await_free(&mut monitor);
+}
+
+#[test]
+fn a_change_of_the_copy_mode_does_not_wait_for_a_piece_with_the_source_held() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    ready_mirror(&bench, &mut monitor);
+    let write = "write -P 7 0 64k";
+    let before = bench.reads(&mut monitor);
+    Qemu::system().io(["-f", "raw", "-c", write, &bench.uri("disk")]).expect_ok();
+    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    let mode = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
+    let mut other = bench.monitor();
+    let change = std::thread::spawn(move || other.refusal("block-job-change", &mode));
+    await_that("the change runs", || {
+        let running = monitor.command("x-query-running", json!({}));
+        running.as_array().expect("a list").iter().any(|one| one["name"] == "block-job-change")
     });
+    for _ in 0..3 {
+        Qemu::system().io(["-f", "raw", "-c", write, "-c", "read -P 7 0 64k", &bench.uri("disk")]).expect_ok();
+    }
+    cancel_and_write(&bench, &mut monitor);
+    change.join().expect("the change ends");
+    bench.server.signal("CONT");
+    bench.await_free(&mut monitor);
+}
+
+#[test]
+fn a_mirror_whose_target_hangs_at_its_end_is_cancelled() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    ready_mirror(&bench, &mut monitor);
+    monitor.command("block-job-complete", json!({"device": "m"}));
+    await_that("the job ends", || monitor.command("query-jobs", json!({}))[0]["status"] == "pending");
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
+    cancel_and_write(&bench, &mut monitor);
+    bench.server.signal("CONT");
+    bench.await_free(&mut monitor);
+}
+
+/// A write of the job that is on its way keeps the target until it ends: else it could land on what the target is used for next.
+#[test]
+fn a_cancelled_mirror_keeps_its_target_while_a_write_is_on_its_way() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 1M", &bench.uri("disk")]).expect_ok();
+    bench.server.signal("STOP");
+    // The top layer alone: nothing is asked of the target before the first write to it.
+    let mirror =
+        json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "top", "copy-mode": "write-blocking"});
+    let before = bench.reads(&mut monitor);
+    monitor.command("blockdev-mirror", mirror);
+    // The job writes what it has read before it waits again.
+    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    let refused = monitor.refusal("blockdev-del", &json!({"node-name": "remote"}));
+    assert!(refused.contains("in use"), "{refused}");
+    assert_ne!(monitor.command("query-jobs", json!({})), json!([]), "the job waits for its write");
+    bench.server.signal("CONT");
+    await_that("the job is gone", || monitor.command("query-jobs", json!({})) == json!([]));
+    bench.await_free(&mut monitor);
 }
 
 #[test]

@@ -86,3 +86,35 @@ fn requests_are_smaller_than_the_sectors_of_a_device() {
         }
     }
 }
+
+/// A device that is opened for reading learns its sectors too: it may be written to later.
+#[test]
+#[ignore = "needs root and loop devices"]
+fn a_device_that_becomes_writable_takes_parts_of_sectors() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let mut expected = vec![0x11; 1 << 20];
+    std::fs::write(path("file"), &expected).unwrap();
+    let device = Loop::with_sectors(4096, &path("file"));
+    for (at, zeroes) in [(512, 512), (9216, 1536), (100 << 10, 512)] {
+        expected[at..at + zeroes].fill(0);
+    }
+
+    let opened = ["qemu-io", "-r", "-f", "raw", "-d", "unmap", "-c", "reopen -w"];
+    let writes = ["-c", "write -z 512 512", "-c", "write -z -u 9216 1536", "-c", "discard 20480 512", "-c", "flush"];
+    let said = run(env!("CARGO_BIN_EXE_cowshed"), &[&opened[..], &writes, &[&device.0]].concat());
+    assert!(!said.contains("failed"), "{said}");
+
+    // The base of a commit is opened for reading at first.
+    let (qemu, overlay) = (Qemu::newest(), path("overlay.qcow2"));
+    let overlay = overlay.to_str().unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "-b", &device.0, "-F", "raw", overlay];
+    qemu.img(create).expect_ok();
+    qemu.io(["-f", "qcow2", "-c", "write -z 102400 512", overlay]).expect_ok();
+    super::cowshed(&["commit", "-q", overlay]);
+
+    let bytes = std::fs::read(&device.0).unwrap();
+    let discarded = 20480..20480 + 512;
+    assert!(bytes[..discarded.start] == expected[..discarded.start]);
+    assert!(bytes[discarded.end..] == expected[discarded.end..]);
+}

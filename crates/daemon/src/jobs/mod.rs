@@ -147,7 +147,7 @@ impl Job {
             return Err(Error::new(ErrorKind::Busy, format!("job '{}' has ended", self.id)));
         };
         let given = self.release_filter();
-        mirror.hold_writes(given.as_deref().unwrap_or(filter_name)).await?;
+        mirror.hold_writes(given.as_deref().unwrap_or(filter_name), &self.handle).await?;
         self.follow_target(mirror.active_map());
         self.work_on(mirror.nodes());
         Ok(())

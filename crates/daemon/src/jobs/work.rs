@@ -35,7 +35,7 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
     let finish = Finish::new(move |complete| {
         Box::pin(async move {
             let finished = match complete {
-                true => mirror.finish(pivot).await,
+                true => mirror.finish(pivot, &job.handle).await,
                 false => mirror.end().await,
             };
             job.set_mirror(None);
@@ -126,9 +126,8 @@ impl Closing {
                 let is_part = is_part || (has_failed && !self.needed.parts && !self.needed.whole);
                 // Its users keep it, or else it is closed.
                 let closed = graph.disown(&self.node).await;
-                drop(self.node);
                 if let Some(remove) = self.remove.filter(|_| is_part) {
-                    remove();
+                    remove_once_left(remove, self.node, graph).await;
                 }
                 finished.and(closed)
             })
@@ -142,4 +141,19 @@ impl Closing {
         };
         (result, finish.behind(flush))
     }
+}
+
+/// Removes a file that was made for a copy. Where the copy's target hangs the file goes once the target has answered, and this
+/// returns at once.
+async fn remove_once_left(remove: Box<dyn FnOnce()>, node: Arc<Node>, graph: Arc<Graph>) {
+    if !graph.is_being_left(&node) {
+        return remove();
+    }
+    let _removed = rt::spawn(async move {
+        while graph.is_being_left(&node) {
+            rt::sleep(LOOK).await;
+        }
+        drop(node);
+        remove();
+    });
 }

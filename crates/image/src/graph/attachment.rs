@@ -178,18 +178,31 @@ impl Attachment {
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;
-            attachment.detach_drained(drained).await
+            attachment.detach_drained(drained, true).await
+        })
+        .await
+    }
+
+    /// As [`Attachment::detach`], without a flush: what was written is the next user's to make durable. The node must be drained.
+    pub async fn hand_over(self: &Arc<Self>) -> Result<()> {
+        let drained = self.drain().await;
+        let one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
+        let attachment = Arc::clone(self);
+        rt::to_completion(async move {
+            let _one_change = one_change;
+            attachment.detach_drained(drained, false).await
         })
         .await
     }
 
     /// See [`Attachment::detach`].
-    async fn detach_drained(&self, drained: Drained) -> Result<()> {
+    async fn detach_drained(&self, drained: Drained, flushes: bool) -> Result<()> {
         if self.detached.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
         let node = self.node();
-        let flushed = if self.is_writable() && !slip!("no_flush_at_detach") { node.flush().await } else { Ok(()) };
+        let flushes = flushes && self.is_writable() && !slip!("no_flush_at_detach");
+        let flushed = if flushes { node.flush().await } else { Ok(()) };
         let unused = node.release(&user_of(&self.name));
         self.graph.forget_attachment(self);
         drop(drained);

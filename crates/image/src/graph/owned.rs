@@ -13,6 +13,8 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 pub(super) struct Owned {
     nodes: BTreeMap<String, Arc<Node>>,
     attachments: BTreeMap<String, Weak<Attachment>>,
+    /// Those that have given up their names, and are there until their last request ends.
+    leaving: Vec<Weak<Attachment>>,
 }
 
 impl Graph {
@@ -84,7 +86,26 @@ impl Graph {
 
     /// The attachments, ordered by name.
     pub fn attachments(&self) -> Vec<Arc<Attachment>> {
-        self.owned().attachments.values().filter_map(Weak::upgrade).collect()
+        let owned = self.owned();
+        owned.attachments.values().chain(&owned.leaving).filter_map(Weak::upgrade).collect()
+    }
+
+    /// Takes the name from an attachment whose [`Attachment::detach`] waits for a request that may never end: another attachment
+    /// may have the name at once.
+    pub fn free_name_of(&self, attachment: &Arc<Attachment>) {
+        let mut owned = self.owned();
+        let named = owned.attachments.get(attachment.name()).filter(|known| known.as_ptr() == Arc::as_ptr(attachment));
+        if named.is_some() {
+            owned.attachments.remove(attachment.name());
+            owned.leaving.retain(|known| known.strong_count() > 0);
+            owned.leaving.push(Arc::downgrade(attachment));
+        }
+    }
+
+    /// True while an attachment without a name keeps the node: see [`Graph::free_name_of`].
+    pub fn is_being_left(&self, node: &Arc<Node>) -> bool {
+        let leaving: Vec<Arc<Attachment>> = self.owned().leaving.iter().filter_map(Weak::upgrade).collect();
+        leaving.iter().any(|attachment| Arc::ptr_eq(&attachment.node(), node))
     }
 
     /// The attachment with this name.
@@ -94,6 +115,7 @@ impl Graph {
 
     pub(super) fn forget_attachment(&self, attachment: &Attachment) {
         let mut owned = self.owned();
+        owned.leaving.retain(|known| !std::ptr::eq(known.as_ptr(), attachment));
         // Its name may be another one's by now.
         if owned.attachments.get(attachment.name()).is_some_and(|known| std::ptr::eq(known.as_ptr(), attachment)) {
             owned.attachments.remove(attachment.name());

@@ -168,7 +168,7 @@ async fn run(job: Job, world: &World, prepared: &Prepared, steps: &[Step]) -> Re
         let (copied, mirror, handle) = copying.await;
         copied?;
         mirror.catch_up(&handle, &Strict).await?;
-        mirror.finish(false).await?;
+        Rc::new(mirror).finish(false, &JobHandle::new()).await?;
         (outcome, content(&source).await?)
     };
     let finished = world.position();

@@ -18,6 +18,7 @@ use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 const SIZE: u64 = 512 << 10;
@@ -89,7 +90,7 @@ async fn act(action: Action) -> Result<()> {
             let base = node("base");
             let mirror = Mirror::commit(&graph, "job", (&top, &base), MirrorOptions::default()).await?;
             mirror.catch_up(&job, &Strict).await?;
-            mirror.finish(true).await?;
+            Rc::new(mirror).finish(true, &JobHandle::new()).await?;
         }
         Action::Stream(base) => {
             let base_node = base.map(node);

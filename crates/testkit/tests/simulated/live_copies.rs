@@ -14,6 +14,7 @@ use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use serde_json::json;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -56,7 +57,7 @@ fn a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror
         guest.queue().write(PART / 2, IoBuf::copy_from(&[7; PART as usize / 2])).await.0?;
         guest.queue().write(4 * PART, IoBuf::copy_from(&[8; 512])).await.0?;
         mirror.catch_up(&JobHandle::new(), &Strict).await?;
-        mirror.finish(false).await?;
+        Rc::new(mirror).finish(false, &JobHandle::new()).await?;
         let same = content(&source).await? == content(&target).await?;
         guest.detach().await?;
         graph.close_all().await?;
@@ -83,7 +84,7 @@ fn a_piece_whose_copy_was_dropped_is_copied_by_the_next_call() {
                 assert!(matches!(first, futures_util::future::Either::Right(_)), "the copy was too fast");
             }
             mirror.catch_up(&job, &Strict).await?;
-            mirror.finish(false).await?;
+            Rc::new(mirror).finish(false, &JobHandle::new()).await?;
             let same = content(&source).await? == content(&target).await?;
             guest.detach().await?;
             graph.close_all().await?;
@@ -115,7 +116,7 @@ fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
             let mirror = Mirror::start(&graph, "m", (&source, &target), options).await?;
             writer.await?;
             mirror.catch_up(&JobHandle::new(), &Strict).await?;
-            mirror.finish(false).await?;
+            Rc::new(mirror).finish(false, &JobHandle::new()).await?;
             let same = content(&source).await? == content(&target).await?;
             guest.detach().await?;
             graph.close_all().await?;
