@@ -363,6 +363,50 @@ fn stream_optimised_disks_are_made_by_a_conversion() {
     }
 }
 
+/// `-n` into a new stream, of data that begin and end anywhere.
+#[test]
+fn a_new_stream_takes_a_whole_conversion() {
+    let tools = Tools::new();
+    let mut disk = vec![0; (5 << 20) + 1536];
+    for (start, len) in [(0, 512), (80 << 10, 3 << 10), (1 << 20, 200 << 10), (5 << 20, 1536)] {
+        disk[start..start + len].fill(9);
+    }
+    fs::write(tools.path("source"), &disk).unwrap();
+    for options in ["", "-S 0 ", "-C ", "-W "] {
+        tools.img(0, &format!("create -q -f vmdk -o subformat=streamOptimized image {}", disk.len()));
+        tools.img(0, &format!("convert -n {options}-f raw -O vmdk source image"));
+        for reader in 0..3 {
+            tools.img(reader, "compare -f raw -F vmdk source image");
+        }
+        fs::remove_file(tools.path("image")).unwrap();
+    }
+}
+
+/// QEMU empties no image of these formats, and leaves that out. A VMDK disk is not that of its parent any more then.
+#[test]
+fn a_commit_leaves_images_that_it_can_not_empty() {
+    let tools = Tools::new();
+    for (format, base_format) in [("qed", "raw"), ("qcow", "raw"), ("vmdk", "vmdk")] {
+        for tool in 0..2 {
+            tools.img(tool, &format!("create -q -f {base_format} image-base 4M"));
+            tools.img(tool, &format!("create -q -f {format} -b image-base -F {base_format} image-top"));
+            let line = words(&format!("-f {format} -c"));
+            let line = [line, vec!["write -q -P 2 1M 1M".to_owned(), "image-top".to_owned()]].concat();
+            tools.run(&tools.io[tool], &line);
+            assert_eq!(tools.img(tool, &format!("commit -f {format} image-top")), "Image committed.\n", "{format}");
+            tools.img(tool, &format!("convert -f {base_format} -O raw image-base out"));
+            let mut model = vec![0; 4 << 20];
+            model[1 << 20..2 << 20].fill(2);
+            assert!(fs::read(tools.path("out")).unwrap() == model, "{format}, by tool {tool}");
+            if format != "vmdk" {
+                tools.img(tool, &format!("convert -f {format} -O raw image-top out"));
+                assert!(fs::read(tools.path("out")).unwrap() == model, "{format}, by tool {tool}, the top");
+            }
+            tools.clear();
+        }
+    }
+}
+
 /// Damage that a repair finds, made good in the same way.
 #[test]
 fn qed_and_parallels_are_repaired_as_qemu_does() {

@@ -57,7 +57,8 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
             let emptied = top.make_empty().await;
             emptied.map_err(|error| in_work(error, format!("Failed to empty {}", top.reference())))
         }
-        None => Err(Error::unsupported("only qcow2 images can be emptied")),
+        // Where a format has no way to empty an image, it keeps its clusters: they read as the base does.
+        None => Ok(()),
     }
 }
 

@@ -239,14 +239,14 @@ pub(crate) async fn convert_sources(
 }
 
 fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
-    let cluster = target.cluster_bytes;
-    if options.compressed && cluster.is_none() {
+    let (cluster, compressed) = (target.cluster_bytes, target.is_compressed);
+    if compressed && cluster.is_none() {
         return Err(Error::unsupported("compression not supported for this file format").file(target.node.filename()));
     }
     let has_backing = target.has_backing;
     // Above a backing file a border is where the layer's data ends: nothing else may be copied up.
     let unit = match cluster {
-        Some(cluster) if options.compressed || !has_backing => cluster,
+        Some(cluster) if compressed || !has_backing => cluster,
         _ if has_backing => SECTOR_BYTES,
         _ => RAW_UNIT_BYTES,
     };
@@ -257,11 +257,12 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
     };
     let step =
         if without!("large_pieces") { 64 << 10 } else { CHUNK_BYTES }.max(unit).max(min_zero_bytes.next_power_of_two());
-    let chunk = if options.copy_range && options.rate.is_none() { UNREAD_CHUNK_BYTES.max(step) } else { step };
+    let chunk =
+        if options.copy_range && !compressed && options.rate.is_none() { UNREAD_CHUNK_BYTES.max(step) } else { step };
     let no_holes = min_zero_bytes == 0;
     // What the target holds must not depend on the time that pieces took: their borders may lie anywhere only where each
     // block decides for itself whether it is a hole.
-    let is_cut_anywhere = !options.compressed && min_zero_bytes <= zero_unit && zero_unit <= unit;
+    let is_cut_anywhere = !compressed && min_zero_bytes <= zero_unit && zero_unit <= unit;
     let first_step = if is_cut_anywhere { FIRST_CHUNK_BYTES.max(unit) } else { step };
     let narrow = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     Ok(CopySettings {
@@ -271,14 +272,14 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         zero_unit: narrow(zero_unit),
         min_zero_bytes: narrow(min_zero_bytes),
         target_is_zero: target.is_zero,
-        compressed: options.compressed,
+        compressed,
         requests: options.requests,
         out_of_order: options.out_of_order,
         salvage: options.salvage,
-        copy_range: options.copy_range,
+        copy_range: options.copy_range && !compressed,
         // What is salvaged isn't what the source has.
         share: options.share
-            && !options.compressed
+            && !compressed
             && !options.salvage
             && (options.copy_range || !target.has_own_space && !no_holes),
     })

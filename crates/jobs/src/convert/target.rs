@@ -20,6 +20,8 @@ pub struct Target {
     pub node: Arc<Node>,
     /// Cluster size in bytes, of formats that have one.
     pub cluster_bytes: Option<u64>,
+    /// Data are compressed: as asked, or as an image of this kind takes no others.
+    pub is_compressed: bool,
     /// The smallest space that such a format allocates (a subcluster, else a cluster), bytes.
     pub allocation_unit_bytes: Option<u64>,
     /// What isn't written reads as zeroes.
@@ -57,8 +59,10 @@ impl Target {
                 // A new encrypted volume decrypts to garbage.
                 let is_blank = node.luks().is_none() && !is_device(&options.target.name);
                 let fresh = !options.skip_create && !has_backing && is_blank;
+                let packed = packed_cluster(&node).filter(|_| geometry.is_none());
                 Ok(Target {
-                    cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes).or_else(|| packed_cluster(&node)),
+                    is_compressed: options.compressed || packed.is_some(),
+                    cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes).or(packed),
                     allocation_unit_bytes: geometry.map(|geometry| geometry.allocation_unit_bytes),
                     is_zero: fresh || options.target_is_zero,
                     has_backing,
