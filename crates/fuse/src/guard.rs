@@ -4,7 +4,7 @@
 //! It also syncs and unmounts where the server ends in order. A server that touched its own file system would wait for itself, and
 //! a kill in such a wait would leave a process that can't end.
 
-use crate::mount::{os_text, unmount};
+use crate::mount::{os_text, unmount, unmount_unused};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::mounted_device;
 use rustix::fs::{Mode, OFlags};
@@ -118,18 +118,79 @@ pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
     result
 }
 
-/// Syncs a file that another process serves, and unmounts it.
+/// Syncs a file that another process serves, and unmounts it. `lazily`: also while programs have it open, which go on then.
 ///
 /// # Errors
 /// Those of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.
-pub fn unmount_in_order(path: &Path) -> Result<()> {
+pub fn unmount_in_order(path: &Path, lazily: bool) -> Result<()> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let synced = rustix::fs::open(path, flags, Mode::empty()).and_then(|file| rustix::fs::fsync(&file));
     match synced {
         Ok(()) | Err(Number::NOTCONN | Number::ACCESS | Number::CONNABORTED) => {}
         Err(error) => return Err(Error::os(Errno(error.raw_os_error()), "could not sync it")),
     }
-    unmount(path).map_err(|errno| Error::os(errno, "could not unmount it"))
+    let unmounted = if lazily { unmount(path) } else { unmount_unused(path) };
+    unmounted.map_err(|errno| Error::os(errno, "could not unmount it"))
+}
+
+/// The process that serves a mounted file.
+#[derive(Debug)]
+pub struct MountServer {
+    process: OwnedFd,
+    number: i32,
+}
+
+impl MountServer {
+    /// The process that serves the file at `path` (absolute, without links), if it is a `mount`: the one whose guard it is.
+    /// `None` also where this user may not see it.
+    pub fn of_mount(path: &Path) -> Option<MountServer> {
+        let device = mounted_device(path).ok()?.to_string();
+        let is_guard = |arguments: &[Vec<u8>]| {
+            arguments.len() > 3
+                && arguments[arguments.len() - 3..]
+                    == [b"--guard".to_vec(), device.as_bytes().to_vec(), os_text(path).as_encoded_bytes().to_vec()]
+        };
+        let processes = std::fs::read_dir("/proc").ok()?.flatten();
+        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let guard = numbers.find(|number| arguments_of(*number).is_some_and(|arguments| is_guard(&arguments)))?;
+        let number = parent_of(guard)?;
+        let pid = rustix::process::Pid::from_raw(number)?;
+        let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
+        // The number is still its own, as its guard lives.
+        let is_mount = arguments_of(number)?.get(1).is_some_and(|verb| verb == b"mount");
+        (parent_of(guard) == Some(number) && is_mount).then_some(MountServer { process, number })
+    }
+
+    /// Its number.
+    pub fn number(&self) -> i32 {
+        self.number
+    }
+
+    /// Waits until it has ended, so long at most. True when it has.
+    pub fn has_ended_within(&self, limit: std::time::Duration) -> bool {
+        let end = std::time::Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(std::time::Instant::now());
+            let left = rustix::event::Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let mut polled = [rustix::event::PollFd::new(&self.process, rustix::event::PollFlags::IN)];
+            match rustix::event::poll(&mut polled, Some(&left)) {
+                Err(Number::INTR) => {}
+                Ok(1) => return true,
+                _ => return false,
+            }
+        }
+    }
+}
+
+fn arguments_of(number: i32) -> Option<Vec<Vec<u8>>> {
+    let line = std::fs::read(format!("/proc/{number}/cmdline")).ok()?;
+    let line = line.strip_suffix(b"\0").unwrap_or(&line);
+    Some(line.split(|byte| *byte == 0).map(<[u8]>::to_vec).collect())
+}
+
+fn parent_of(number: i32) -> Option<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{number}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
 /// Writes what processes have changed in mappings of the file. The unmounting tells of no error, and those who want to know of one

@@ -248,8 +248,19 @@ pub(crate) fn shown(path: &Path) -> String {
 /// # Errors
 /// Those of umount2(2), where no helper does it either.
 pub fn unmount(path: &Path) -> std::result::Result<(), Errno> {
-    let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
-    let errno = match rustix::mount::unmount(path, flags) {
+    unmount_with(path, UnmountFlags::DETACH, &["-u", "-z", "--"])
+}
+
+/// The same, of a file that no program has open.
+///
+/// # Errors
+/// EBUSY where one has.
+pub(crate) fn unmount_unused(path: &Path) -> std::result::Result<(), Errno> {
+    unmount_with(path, UnmountFlags::empty(), &["-u", "--"])
+}
+
+fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::result::Result<(), Errno> {
+    let errno = match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
         Ok(()) => return Ok(()),
         Err(error) => Errno(error.raw_os_error()),
     };
@@ -258,12 +269,16 @@ pub fn unmount(path: &Path) -> std::result::Result<(), Errno> {
     }
     let asked = HELPERS.iter().find_map(|helper| {
         let mut command = Command::new(helper);
-        command.args(["-u", "-z", "--"]).arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.status().ok()
+        command.args(arguments).arg(path).env("LC_ALL", "C").stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(Stdio::piped()).output().ok()
     });
-    match asked.is_some_and(|status| status.success()) {
-        true => Ok(()),
-        false => Err(errno),
+    match asked {
+        Some(output) if output.status.success() => Ok(()),
+        // fusermount3 tells errors by their words alone.
+        Some(output) if output.stderr.windows(4).any(|word| word == b"busy") => {
+            Err(Errno(rustix::io::Errno::BUSY.raw_os_error()))
+        }
+        _ => Err(errno),
     }
 }
 

@@ -100,7 +100,6 @@ fn a_mounted_image_is_a_file_for_mkfs_cp_dd_and_qemu_img() {
     tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", text(&at("m")), text(&at("copy"))]);
     tool(COWSHED, &["umount", text(&at("m"))]);
     assert!(!is_mounted(&at("m")));
-    wait_for_end(&pid);
     tool("qemu-img", &["check", "-q", text(&at("d.qcow2"))]);
     tool("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&at("d.qcow2")), text(&at("copy"))]);
     let said = run(COWSHED, &["umount", text(&at("m"))], &[1]);
@@ -222,6 +221,41 @@ fn a_killed_daemon_leaves_no_mount_and_loses_nothing_that_was_synced() {
     tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
 }
 
+/// The next command of a script has the image for itself.
+#[test]
+fn unmounting_waits_for_the_image_and_for_programs_that_have_the_file() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    File::create(at("m")).expect("a mount point");
+    for format in ["vmdk", "qed", "qcow2", "vhdx"] {
+        tool("qemu-img", &["create", "-q", "-f", format, text(&at("d")), "64M"]);
+        for round in 0..4u64 {
+            tool(COWSHED, &["mount", "-w", "-f", format, text(&at("d")), text(&at("m"))]);
+            let file = open(&at("m"));
+            for index in 0..64u64 {
+                file.write_all_at(&[7; 5000], (index << 20) + (round << 16)).expect("a write");
+            }
+            let said = run(COWSHED, &["umount", text(&at("m"))], &[1]);
+            assert!(said.contains("Device or resource busy"), "{said}");
+            assert!(is_mounted(&at("m").canonicalize().expect("a path")));
+            drop(file);
+            tool(COWSHED, &["umount", text(&at("m"))]);
+            tool("qemu-img", &["check", "-q", "-f", format, text(&at("d"))]);
+        }
+        std::fs::remove_file(at("d")).expect("the image goes");
+    }
+    // Who asks for it unmounts a file in use.
+    std::fs::write(at("d"), [5; 4096]).expect("an image");
+    let pid = at("pid");
+    tool(COWSHED, &["mount", "-w", "-f", "raw", "--pidfile", text(&pid), text(&at("d")), text(&at("m"))]);
+    let file = open(&at("m"));
+    tool(COWSHED, &["umount", "--lazy", text(&at("m"))]);
+    file.write_all_at(&[6; 512], 0).expect("it is there for those who have it");
+    drop(file);
+    wait_for_end(&pid);
+    assert_eq!(std::fs::read(at("d")).expect("an image")[..512], [6; 512]);
+}
+
 #[test]
 fn exports_come_and_go_and_unmounting_ends_one() {
     let folder = temp_dir();
@@ -318,7 +352,7 @@ shared[65536:65546] = b'b' * 10
 shared.flush()
 assert os.pread(fd, 10, 65536) == b'b' * 10
 shared[131072:131082] = b'c' * 10
-subprocess.run([cowshed, 'umount', path], check=True)
+subprocess.run([cowshed, 'umount', '--lazy', path], check=True)
 ";
     tool("python3", &["-c", script, text(&at("m")), COWSHED]);
     wait_for_end(&pid);

@@ -11,6 +11,7 @@ use cowshed_daemon::{Drive, MonitorAddress, Setup, Step};
 use cowshed_storage::{FileIdentity, path_of_text};
 use serde_json::json;
 use std::path::Path;
+use std::time::Duration;
 
 pub const VERB: Verb = Verb {
     name: "mount",
@@ -35,12 +36,16 @@ pub const UMOUNT: Verb = Verb {
     name: "umount",
     about: "Unmount a file that `mount`, or an export of type fuse, shows",
     operands: "FILE",
-    details: "What was written is synced before. Programs that have FILE open get errors from then on.",
+    details: "What was written is synced before, and what `mount` has started has closed the image when it returns. While a program has FILE open, it \
+              is refused.",
     examples: "  cowshed umount disk.raw",
     in_qemu_img: false,
     arguments: UmountArgs::augment_args,
     run: unmount,
 };
+
+/// So long `umount` waits for the image to be closed. Another mount namespace may have the file still.
+const CLOSING_LIMIT: Duration = Duration::from_secs(60);
 
 /// Which users may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -179,6 +184,9 @@ struct UmountArgs {
     /// Wait for the end of the process that keeps the standard input, then unmount the file system with that number
     #[arg(long, value_name = "NUMBER", hide = true)]
     guard: Option<u64>,
+    /// Unmount though programs have FILE open: until they close it, they read and write it, and the image stays open
+    #[arg(long)]
+    lazy: bool,
     /// The file
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     files: Vec<String>,
@@ -197,6 +205,13 @@ fn unmount(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         Some(kind) => return Err(Failure::new(format!("{file}: is a mount of another program, of the type {kind}"))),
         None => return Err(Failure::new(format!("{file}: is not mounted"))),
     }
-    cowshed_fuse::unmount_in_order(&path).map_err(|error| error.file(file))?;
-    Ok(0)
+    let server = cowshed_fuse::MountServer::of_mount(&path).filter(|_| !args.lazy);
+    cowshed_fuse::unmount_in_order(&path, args.lazy).map_err(|error| error.file(file))?;
+    match server.filter(|server| !server.has_ended_within(CLOSING_LIMIT)) {
+        Some(server) => {
+            let number = server.number();
+            Err(Failure::new(format!("{file}: is unmounted, but process {number} has not closed the image yet")))
+        }
+        None => Ok(0),
+    }
 }
