@@ -407,6 +407,64 @@ fn a_commit_leaves_images_that_it_can_not_empty() {
     }
 }
 
+/// 7-Zip reads every sector, libvmdk and libvhdi the headers.
+#[test]
+fn readers_of_other_programs_see_the_same_disk() {
+    let tools = Tools::new();
+    let mut disk = vec![0; 20 << 20];
+    let random = &mut Random::new(5);
+    for piece in disk.chunks_mut(40 << 10) {
+        if random.chance(50) {
+            piece.fill_with(|| random.next_u64() as u8);
+        }
+    }
+    fs::write(tools.path("source"), &disk).unwrap();
+    let run = |program: &str, line: &str| {
+        let output = Command::new(program).args(words(line)).current_dir(tools.folder.path()).output();
+        let output = output.unwrap_or_else(|error| panic!("{program} ({error}): scripts/setup test installs it"));
+        assert!(output.status.success(), "{program} {line}: {}", String::from_utf8_lossy(&output.stdout));
+        output.stdout
+    };
+    for (format, options, ending) in [
+        ("vmdk", "", "vmdk"),
+        ("vmdk", "-o subformat=streamOptimized", "vmdk"),
+        ("vmdk", "-o subformat=twoGbMaxExtentSparse", "vmdk"),
+        ("vmdk", "-o subformat=monolithicFlat", "vmdk"),
+        ("vmdk", "-o subformat=twoGbMaxExtentFlat", "vmdk"),
+        ("vdi", "", "vdi"),
+        ("vdi", "-o static=on", "vdi"),
+        ("vpc", "-o force_size=on", "vhd"),
+        ("vpc", "-o subformat=fixed,force_size=on", "vhd"),
+        ("vhdx", "", "vhdx"),
+        ("vhdx", "-o block_size=1M", "vhdx"),
+        ("vhdx", "-o subformat=fixed", "vhdx"),
+        ("qcow", "", "qcow"),
+    ] {
+        tools.img(0, &format!("convert -f raw -O {format} {options} source image.{ending}"));
+        // Writes in place, and to new blocks.
+        if !options.contains("streamOptimized") {
+            for (start, value) in [(0, 3), (9 << 20, 4), ((20 << 20) - 512, 5)] {
+                disk[start..start + 512].fill(value);
+                let line = words(&format!("-f {format} -c"));
+                let line = [line, vec![format!("write -P {value} {start} 512"), format!("image.{ending}")]].concat();
+                tools.run(&tools.io[0], &line);
+            }
+            fs::write(tools.path("source"), &disk).unwrap();
+        }
+        assert!(run("7z", &format!("e -so image.{ending}")) == disk, "{format} {options}");
+        let reader = match format {
+            "vmdk" => Some("vmdkinfo"),
+            "vpc" | "vhdx" => Some("vhdiinfo"),
+            _ => None,
+        };
+        if let Some(reader) = reader {
+            let said = String::from_utf8_lossy(&run(reader, &format!("image.{ending}"))).into_owned();
+            assert!(said.contains(&format!("({} bytes)", disk.len())), "{format} {options}: {said}");
+        }
+        tools.clear();
+    }
+}
+
 /// Damage that a repair finds, made good in the same way.
 #[test]
 fn qed_and_parallels_are_repaired_as_qemu_does() {

@@ -158,13 +158,16 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
     if !is_file && !is_vdi && size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
+    // These headers say at most that the backing file is raw, so another format is as good as none.
+    let unsaid = ["qcow", "qed"].contains(&options.text("driver")) && options.maybe_text("backing-file").is_some();
+    let backing_format = options.maybe_text("backing-fmt").or(unsaid.then_some("qcow2"));
     Ok(CreateRequest {
         filename: options.text("filename").to_owned(),
         format: if is_file { "raw" } else { options.text("driver") }.to_owned(),
         size,
         options: list,
         backing_file: options.maybe_text("backing-file").map(str::to_owned),
-        backing_format: options.maybe_text("backing-fmt").map(str::to_owned),
+        backing_format: backing_format.map(str::to_owned),
         backing_unchecked: true,
         ..CreateRequest::default()
     })

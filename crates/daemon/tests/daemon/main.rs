@@ -8,6 +8,7 @@ mod backups;
 mod beside_qemu;
 mod bitmaps;
 mod commits;
+mod created_formats;
 mod damage;
 mod documents;
 mod drives;
