@@ -216,7 +216,9 @@ fn a_killed_daemon_leaves_no_mount_and_loses_nothing_that_was_synced() {
         wait_for("the unmounting", || !is_mounted(&folder.join(name)));
         assert_eq!(folder.join(name).metadata().expect("the mount point").len(), 0);
     }
-    assert_eq!(errno(file.read_at(&mut [0; 10], 0)), 107, "the file is gone for those who have it open");
+    // The kernel lets go of the device a moment after the process: a request in between is aborted.
+    let gone = errno(file.read_at(&mut [0; 10], 0));
+    assert!([103, 107].contains(&gone), "the file is gone for those who have it open: {gone}");
     tool("qemu-io", &["-c", "read -P 8 1M 1M", text(&folder.join("d.qcow2"))]);
     tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
 }
@@ -231,6 +233,8 @@ fn unmounting_waits_for_the_image_and_for_programs_that_have_the_file() {
         tool("qemu-img", &["create", "-q", "-f", format, text(&at("d")), "64M"]);
         for round in 0..4u64 {
             tool(COWSHED, &["mount", "-w", "-f", format, text(&at("d")), text(&at("m"))]);
+            let said = run(COWSHED, &["mount", "-f", format, text(&at("d")), text(&at("m"))], &[1]);
+            assert!(said.contains("m: shows another disk already"), "{said}");
             let file = open(&at("m"));
             for index in 0..64u64 {
                 file.write_all_at(&[7; 5000], (index << 20) + (round << 16)).expect("a write");
@@ -244,6 +248,9 @@ fn unmounting_waits_for_the_image_and_for_programs_that_have_the_file() {
         }
         std::fs::remove_file(at("d")).expect("the image goes");
     }
+    std::fs::create_dir(at("folder")).expect("a folder");
+    let said = run(COWSHED, &["mount", text(&at("m")), text(&at("folder"))], &[1]);
+    assert!(said.starts_with(&format!("cowshed: {}", text(&at("folder")))), "{said}");
     // Who asks for it unmounts a file in use.
     std::fs::write(at("d"), [5; 4096]).expect("an image");
     let pid = at("pid");

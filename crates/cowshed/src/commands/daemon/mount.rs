@@ -146,6 +146,12 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
     if !args.image_opts && same(image).is_some_and(|identity| Some(identity) == same(file)) {
         return Err(Failure::new(format!("{file}: is the image itself, which a mount would hide")));
     }
+    let shown = std::fs::canonicalize(&*path_of_text(file)).ok();
+    if let Some(kind) = shown.map_or(Ok(None), |path| cowshed_fuse::find_mount(&path))?
+        && kind == cowshed_fuse::FILE_SYSTEM
+    {
+        return Err(Failure::new(format!("{file}: shows another disk already (cowshed umount ends that)")));
+    }
     let drive = args.drive(image)?;
     let options = json!({"type": "fuse", "id": ID, "node-name": ID, "mountpoint": file, "writable": args.writable,
     "growable": args.growable, "allow-other": match args.allow_other {
@@ -173,7 +179,12 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         device: None,
         log: LogFormat::Text,
         log_level: "warn",
-        worded: Box::new(super::as_it_is),
+        // The names of the operands say nothing that the names of the files don't.
+        worded: Box::new(|error| {
+            let text = error.to_string();
+            let bare = ["FILE: ", "IMAGE: "].iter().find_map(|operand| text.strip_prefix(operand));
+            Failure::new(bare.unwrap_or(&text).to_owned())
+        }),
         kept: None,
     };
     running.run(|_| ())
