@@ -18,9 +18,13 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 /// The query that asks for the content where there is a page besides.
 const DOWNLOAD: &str = "download";
+
+/// A client may take so long to send the head of a request while others wait for its place.
+const HEAD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Received at once.
 const RECEIVE_BYTES: usize = 4096;
@@ -53,6 +57,8 @@ struct Seat {
     socket: Socket,
     /// It waits for a request, and has none of its bytes.
     is_idle: Cell<bool>,
+    /// Since then it has a part of a request's head.
+    head_since: Cell<Option<Duration>>,
     was_cut: Cell<bool>,
 }
 
@@ -80,8 +86,30 @@ impl Clients {
         }
     }
 
-    /// Waits for room; the client that has been idle for longest makes it.
+    /// Waits for room; the client that has been idle for longest makes it, or else one that sends a request too slowly.
     pub(crate) async fn place(self: &Rc<Self>, socket: Socket) -> Place {
+        while within(HEAD_PATIENCE, self.room()).await.is_none() {
+            self.cut_slowest_head();
+        }
+        let (is_idle, head_since, was_cut) = (Cell::new(true), Cell::default(), Cell::new(false));
+        let seat = Rc::new(Seat { socket, is_idle, head_since, was_cut });
+        self.seated.borrow_mut().push(Rc::clone(&seat));
+        Place { clients: Rc::clone(self), seat }
+    }
+
+    /// Cuts the client that has been sending the head of a request for longest, if that is longer than usual.
+    fn cut_slowest_head(&self) {
+        let seated = self.seated.borrow();
+        let heads = seated.iter().filter(|seat| !seat.was_cut.get());
+        let slowest = heads.filter_map(|seat| Some((seat.head_since.get()?, seat))).min_by_key(|(since, _)| *since);
+        if let Some((since, seat)) = slowest
+            && since + HEAD_PATIENCE <= rt::now()
+        {
+            seat.cut();
+        }
+    }
+
+    async fn room(&self) {
         self.until(|seated| {
             let is_full = seated.len() >= self.site.config.limits.max_connections;
             if is_full
@@ -93,9 +121,6 @@ impl Clients {
             !is_full
         })
         .await;
-        let seat = Rc::new(Seat { socket, is_idle: Cell::new(true), was_cut: Cell::new(false) });
-        self.seated.borrow_mut().push(Rc::clone(&seat));
-        Place { clients: Rc::clone(self), seat }
     }
 
     /// Notes that a client gets bytes of a version.
@@ -172,7 +197,10 @@ pub(crate) async fn serve(place: Place, socket: Socket) {
     socket.keep_alive();
     tracing::debug!(peer, "HTTP client connected");
     let stream = Stream::new(socket);
-    match (Connection { place: &place, stream: &stream, peer: &peer, received: Vec::new() }).run().await {
+    match (Connection { place: &place, stream: &stream, peer: &peer, received: Vec::new(), has_sent: Cell::new(false) })
+        .run()
+        .await
+    {
         Ok(()) => tracing::debug!(peer, "HTTP client left"),
         Err(error) => tracing::info!(peer, %error, "HTTP client lost"),
     }
@@ -185,6 +213,8 @@ struct Connection<'a> {
     peer: &'a str,
     /// Bytes that no request has used yet.
     received: Vec<u8>,
+    /// Something of the response was sent.
+    has_sent: Cell<bool>,
 }
 
 fn timed_out(what: &str) -> Error {
@@ -224,6 +254,7 @@ impl Connection<'_> {
                 Ok(Some((request, len))) => {
                     self.received.drain(..len);
                     self.place.set_idle(false);
+                    self.place.seat.head_since.set(None);
                     return Ok(Ok(Some(request)));
                 }
                 Ok(None) => {}
@@ -231,6 +262,9 @@ impl Connection<'_> {
             }
             let is_first = self.received.is_empty();
             self.place.set_idle(is_first);
+            if !is_first && self.place.seat.head_since.get().is_none() {
+                self.place.seat.head_since.set(Some(rt::now()));
+            }
             let limit = if is_first { limits.idle_timeout } else { limits.head_timeout };
             let end = *deadline.get_or_insert_with(|| rt::now() + limit);
             let buf = IoBuf::zeroed(RECEIVE_BYTES);
@@ -286,10 +320,14 @@ impl Connection<'_> {
             answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
         }
         tracing::debug!(peer = self.peer, status = answer.status, method = request.method, "HTTP request");
+        self.has_sent.set(false);
         let sent = self.send_answer(&answer, Some((&request.path, &*reading)), keeps_alive).await;
         if answer.body.iter().any(|piece| matches!(piece, Piece::Part(_))) {
-            let is_complete = sent.is_ok();
-            self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, is_complete });
+            let (len, is_complete) = (reading.size(), sent.is_ok());
+            self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
+        }
+        if sent.is_err() && !self.has_sent.get() {
+            self.send_answer(&message(500, "the content could not be read"), None, false).await?;
         }
         sent
     }
@@ -328,6 +366,7 @@ impl Connection<'_> {
     }
 
     async fn send(&self, bufs: Vec<IoBuf>) -> Result<()> {
+        self.has_sent.set(true);
         match within(self.config().limits.stall_limit, self.stream.send(bufs, Dispatch::Together)).await {
             Some((result, _)) => result,
             None => {
@@ -378,12 +417,16 @@ impl Sending<'_> {
     async fn read(&self, range: Range<u64>) -> Result<IoBuf> {
         let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let (result, buf) = self.reading.read(range.start, IoBuf::try_scratch(len)?).await;
-        result?;
         // What was sent so far must not be taken for a disk that never was.
-        match self.reading.version() == self.version {
-            true => Ok(buf),
+        let result = result.and_then(|()| match self.reading.version() == self.version {
+            true => Ok(()),
             false => Err(Error::new(ErrorKind::Busy, "the disk was written to while it was sent")),
+        });
+        if let Err(error) = &result {
+            let (peer, path) = (self.connection.peer, self.path);
+            self.connection.config().tell(&Event::Failed { peer, path, error });
         }
+        result.map(|()| buf)
     }
 
     fn tell(&self, range: Range<u64>) {

@@ -37,7 +37,7 @@ impl Config {
 }
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
     /// A piece of a content was handed to the system, which sends it to the client.
@@ -59,8 +59,19 @@ pub enum Event<'a> {
         peer: &'a str,
         /// Where the content is found.
         path: &'a str,
+        /// Length of the content in bytes.
+        len: u64,
         /// All that it promised was sent.
         is_complete: bool,
+    },
+    /// A content could not be read. The response ends there; where nothing of it was sent it is one of the status 500.
+    Failed {
+        /// The client for people.
+        peer: &'a str,
+        /// Where the content is found.
+        path: &'a str,
+        /// Why.
+        error: &'a Error,
     },
 }
 

@@ -169,6 +169,67 @@ fn nothing_is_found_without_the_url() {
     assert_ne!(share.url.split('/').nth(3), another.url.split('/').nth(3));
 }
 
+/// The client gets a status, the server says why, and the page names the reason.
+#[test]
+fn a_disk_that_can_not_be_read_is_told_on_both_sides() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 64M");
+    oracle.io(&["write -P 1 0 1M"], "disk.qcow2");
+    // The tables are there, the data is not.
+    let path = oracle.work().join("disk.qcow2");
+    let damaged = std::fs::OpenOptions::new().write(true).open(&path).expect("the image");
+    damaged.set_len(200_000).expect("a shorter file");
+    let share = Share::start(&oracle, &["disk.qcow2"]);
+    let status = download(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+    assert_eq!(status, b"500");
+    let page = || String::from_utf8(download(&oracle, &["-H", "Accept: text/html,*/*", &share.url])).expect("text");
+    while page().contains("being computed") {}
+    assert!(page().contains("none: the disk can't be read"), "{}", page());
+    assert_eq!(share.said().matches("the disk can't be sent").count(), 1, "{}", share.said());
+    share.interrupt();
+    assert_eq!(share.exit_code(), Some(0));
+}
+
+#[test]
+fn a_disk_of_no_bytes_is_downloaded_once() {
+    let oracle = Oracle::new();
+    std::fs::write(oracle.work().join("empty.raw"), []).expect("a file");
+    let share = Share::start(&oracle, &["--once", "-f", "raw", "empty.raw"]);
+    assert_eq!(download(&oracle, &[&share.url]), b"");
+    assert_eq!(share.exit_code(), Some(0));
+}
+
+#[test]
+fn a_name_outside_of_utf8_has_a_substitute() {
+    use std::os::unix::ffi::OsStrExt;
+    let oracle = disk();
+    let name = std::ffi::OsStr::from_bytes(b"bad\xff.qcow2");
+    std::fs::copy(oracle.work().join("disk.qcow2"), oracle.work().join(name)).expect("a copy");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    let share = command.args(["share", "--expires", "1"]).arg(name).current_dir(oracle.work()).output();
+    let url = String::from_utf8(share.expect("our own binary runs").stdout).expect("text");
+    assert!(url.trim_end().ends_with("/bad%EF%BF%BD.raw"), "{url}");
+}
+
+/// Clients without the URL may begin requests, and keep no other client out.
+#[test]
+fn slow_requests_make_room_for_others() {
+    use std::io::Write;
+    let oracle = disk();
+    let share = Share::start(&oracle, &["disk.qcow2"]);
+    let port = share.url.split([':', '/']).nth(4).expect("a port").to_owned();
+    let slow: Vec<_> = (0..300)
+        .map(|_| {
+            let mut stream = std::net::TcpStream::connect(format!("localhost:{port}")).expect("a connection");
+            stream.write_all(b"GET ").expect("a beginning");
+            stream
+        })
+        .collect();
+    // Less than the time that a request has when nobody waits.
+    download(&oracle, &["-I", "--max-time", "8", &share.url]);
+    drop(slow);
+}
+
 #[test]
 fn a_share_ends_when_its_time_is_over() {
     let oracle = disk();
@@ -206,6 +267,8 @@ fn what_can_not_be_shared_is_refused_with_one_line() {
         (vec!["missing.qcow2"], "missing.qcow2"),
         (vec!["--expires", "soon", "disk.qcow2"], "--expires expects"),
         (vec!["--name", "a/b", "disk.qcow2"], "'a/b' is no name of a file"),
+        (vec!["--name", ".", "disk.qcow2"], "'.' is no name of a file"),
+        (vec!["--name", "..", "disk.qcow2"], "'..' is no name of a file"),
         (vec!["--tls-dir", "nowhere", "disk.qcow2"], "nowhere"),
         (vec!["--bind", "127.0.0.1", "--port", &port, "disk.qcow2"], "ddress"),
         (vec!["--bind", "no.such.host.invalid", "disk.qcow2"], "no.such.host.invalid"),

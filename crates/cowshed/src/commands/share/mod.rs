@@ -18,13 +18,13 @@ use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_jobs::JobHandle;
 use cowshed_layout::qcow2::sequential::Sequential;
 use cowshed_nbd::ServerTls;
-use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
 use page::Facts;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -42,9 +42,15 @@ pub const VERB: Verb = Verb {
   cowshed share --as qcow2 --once --expires 1h --bind 0.0.0.0 --tls-dir certs disk.qcow2
       Once, within an hour, for other machines, encrypted: certs has server-cert.pem and server-key.pem.",
     in_qemu_img: false,
-    arguments: ShareArgs::augment_args,
+    arguments,
     run,
 };
+
+fn arguments(command: clap::Command) -> clap::Command {
+    // What listens can't be confined to files.
+    let help = "The image may be hostile: no other file is opened on its word, and its tables have tighter limits";
+    ShareArgs::augment_args(command).mut_arg("untrusted", |argument| argument.help(help))
+}
 
 /// The form in which a client gets the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -78,7 +84,7 @@ struct ShareArgs {
     /// Stop after the first complete download
     #[arg(long)]
     once: bool,
-    /// Stop after so long: a number with s, m, h or d
+    /// Stop after so long: seconds, or a number with s, m, h or d
     #[arg(long, value_name = "TIME")]
     expires: Option<String>,
     /// Address to listen on [default: localhost]
@@ -143,7 +149,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         file_name: args.name.clone().map_or_else(|| file_name(file, args.shape), Ok)?,
         has_digest: !args.no_digest,
     };
-    if plan.file_name.is_empty() || plan.file_name.contains(['/', '\0']) {
+    // Clients take these names out of a URL.
+    let is_folder = [".", ".."].contains(&plan.file_name.as_str());
+    if plan.file_name.is_empty() || plan.file_name.contains(['/', '\0']) || is_folder {
         return Err(Failure::new(format!("'{}' is no name of a file", plan.file_name)));
     }
     let job = work::Foreground::new(console.persona, false, args.quiet, "sending")?;
@@ -187,12 +195,14 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
         Event::Sent { peer, range, version, len: of, .. } if *of == len => {
             shown.set_progress(sent.add(peer, *version, range.clone()), len);
         }
-        Event::Ended { is_complete: true, .. } => sent.end(len),
+        Event::Ended { is_complete: true, len: of, .. } if *of == len => sent.end(len),
+        Event::Failed { error, .. } => sent.tell(error),
         _ => {}
     }));
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
     let server = Server::start(Config { tls: plan.tls.clone(), events: Some(events), ..Config::default() })?;
-    let facts = Facts { file_name: plan.file_name.clone(), disk_bytes: disk.size(), file_bytes: len, digest: None };
+    let file_name = plan.file_name.clone();
+    let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes: len, digest: None, trouble: None };
     let page = Arc::new(Page::default());
     page.set(page::html(&facts, plan.has_digest));
     let path = format!("/{}/{}", secret()?, plan.file_name);
@@ -242,9 +252,21 @@ struct Sent {
     /// By the client's host and the version; ranges are apart and in order.
     by_client: BTreeMap<(String, u64), Vec<Range<u64>>>,
     is_complete: bool,
+    /// The last error that was told.
+    told: String,
 }
 
 impl Downloads {
+    /// Tells of an error, once for many requests that meet it.
+    fn tell(&self, error: &Error) {
+        let text = format!("the disk can't be sent: {error}");
+        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if sent.told != text {
+            crate::output::warning::print(&text);
+            sent.told = text;
+        }
+    }
+
     /// Notes bytes that were sent; how many this client has.
     fn add(&self, peer: &str, version: u64, range: Range<u64>) -> u64 {
         let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host).to_owned();
@@ -271,7 +293,8 @@ impl Downloads {
     /// A response has ended: a client that has all bytes by now has the whole content of `len` bytes.
     fn end(&self, len: u64) {
         let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sent.is_complete |= sent.by_client.values().any(|ranges| matches!(&ranges[..], [all] if *all == (0..len)));
+        sent.is_complete |=
+            len == 0 || sent.by_client.values().any(|ranges| matches!(&ranges[..], [all] if *all == (0..len)));
     }
 
     fn is_complete(&self) -> bool {
@@ -289,7 +312,12 @@ async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page
         let len = usize::try_from(DIGEST_BYTES.min(facts.file_bytes - at)).unwrap_or(usize::MAX);
         let Ok(buf) = IoBuf::try_scratch(len) else { return };
         let (result, buf) = reading.read(at, buf).await;
-        if result.is_err() || reading.version() != version {
+        facts.trouble = match result {
+            Err(_) => Some("the disk can't be read"),
+            Ok(()) if reading.version() != version => Some("the disk was written to"),
+            Ok(()) => None,
+        };
+        if facts.trouble.is_some() {
             page.set(page::html(&facts, false));
             return;
         }
@@ -314,7 +342,8 @@ fn secret() -> BlockResult<String> {
 
 /// A number with a unit, in seconds without one.
 fn duration(text: &str) -> Result<Duration, Failure> {
-    let wrong = || Failure::new(format!("--expires expects a number above 0 with s, m, h or d, not '{text}'"));
+    let wrong =
+        || Failure::new(format!("--expires expects seconds, or a number above 0 with s, m, h or d, not '{text}'"));
     let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
     let seconds = match unit {
         "" | "s" => 1,
@@ -331,7 +360,7 @@ fn duration(text: &str) -> Result<Duration, Failure> {
 /// The name of an image's file with the ending of what clients get.
 fn file_name(file: &str, shape: Shape) -> Result<String, Failure> {
     let ending = shape.ending();
-    let path = Path::new(file);
+    let path = path_of_text(file);
     let is_path = path.file_name().is_some() && !file.contains("://") && !file.starts_with("json:");
     match path.file_stem().map(|stem| stem.to_string_lossy()).filter(|_| is_path && !file.contains('=')) {
         Some(stem) => Ok(format!("{stem}.{ending}")),

@@ -13,6 +13,8 @@ pub struct Facts {
     pub file_bytes: u64,
     /// SHA-256 of the download, as hexadecimal digits.
     pub digest: Option<String>,
+    /// Why there is no digest.
+    pub trouble: Option<&'static str>,
 }
 
 const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;max-width:42em;margin:4em auto;padding:0 1em;color:#222;background:#fff}\
@@ -22,14 +24,17 @@ a{display:inline-block;padding:.6em 1.4em;border-radius:.4em;background:#1a5fb4;
 
 /// The page. `comes`: a digest that isn't there yet is being computed.
 pub fn html(facts: &Facts, comes: bool) -> String {
-    let Facts { file_name, disk_bytes, file_bytes, digest } = facts;
+    let Facts { file_name, disk_bytes, file_bytes, digest, trouble } = facts;
     let name = escaped(file_name);
     let digest = match (digest, comes) {
         (Some(digest), _) => format!("<dt>SHA-256 of the download</dt><dd><code id=\"digest\">{digest}</code></dd>"),
         (None, true) => {
             "<dt>SHA-256 of the download</dt><dd id=\"digest\">being computed; reload to see it</dd>".to_owned()
         }
-        (None, false) => String::new(),
+        (None, false) => match trouble {
+            Some(trouble) => format!("<dt>SHA-256 of the download</dt><dd id=\"digest\">none: {trouble}</dd>"),
+            None => String::new(),
+        },
     };
     format!(
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -54,10 +59,12 @@ mod tests {
     #[test]
     fn names_are_no_markup() {
         let digest = Some("abc".to_owned());
-        let facts = Facts { file_name: "<b>&\"".into(), disk_bytes: 1 << 20, file_bytes: 5, digest };
+        let facts = Facts { file_name: "<b>&\"".into(), disk_bytes: 1 << 20, file_bytes: 5, digest, trouble: None };
         let page = html(&facts, true);
         assert!(page.contains("<h1>&lt;b&gt;&amp;&quot;</h1>") && !page.contains("<b>"), "{page}");
         assert!(page.contains("1 MiB (1048576 bytes)") && page.contains(">abc</code>"), "{page}");
-        assert!(!html(&Facts { digest: None, ..facts }, false).contains("SHA-256"));
+        let without = Facts { digest: None, ..facts };
+        assert!(!html(&without, false).contains("SHA-256"));
+        assert!(html(&Facts { trouble: Some("no"), ..without }, false).contains(">none: no</dd>"));
     }
 }
