@@ -126,3 +126,51 @@ fn an_image_that_can_not_be_repaired_stays_readable() {
     Qemu::system().io(["-r", "-f", "raw", "-c", "read -P 1 0 64k", &uri]).expect_ok();
     daemon.stop().expect("stopped in order");
 }
+
+/// A repair that could not be followed by a look at what it left may be tried again.
+#[test]
+fn a_second_attempt_to_write_to_an_image_begins_anew() {
+    let daemon = Running::start_in(temp_folder(), Vec::new());
+    let path = daemon.path("a");
+    unclean(&path);
+    let mut client = daemon.client();
+    client.files_in(daemon.path("").as_path());
+    client.command("blockdev-add", options("a", true));
+    // Another program changes the length of the disk, and takes that back.
+    let resize = |bytes: u64| {
+        let file = std::fs::OpenOptions::new().write(true).open(&path).expect("an image");
+        std::os::unix::fs::FileExt::write_all_at(&file, &bytes.to_be_bytes(), 24).expect("a header");
+    };
+    resize((1 << 20) + 65536);
+    let refused = client.refusal("blockdev-reopen", json!({"options": [options("a", false)]}));
+    assert!(refused.contains("size of the disk has changed"), "{refused}");
+    resize(1 << 20);
+    client.command("blockdev-reopen", json!({"options": [options("a", false)]}));
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "a", "writable": true}));
+    let uri = format!("nbd+unix:///a?socket={}", socket.display());
+    Qemu::system().io(["-f", "raw", "-c", "read -P 1 0 64k", "-c", "write -P 4 512k 256k", &uri]).expect_ok();
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    expect(&folder.path().join("a"), &["read -P 1 0 64k", "read -P 4 512k 256k"]);
+}
+
+/// The clusters of snapshots that can't be read would be taken for free ones.
+#[test]
+fn snapshots_that_can_not_be_read_keep_an_unclean_image_from_writers() {
+    let daemon = Running::start_in(temp_folder(), Vec::new());
+    let path = daemon.path("a");
+    unclean(&path);
+    let mut image = std::fs::read(&path).expect("an image");
+    image[60..64].copy_from_slice(&1u32.to_be_bytes());
+    image[64..72].copy_from_slice(&(1u64 << 30).to_be_bytes());
+    std::fs::write(&path, &image).expect("an image");
+    let mut client = daemon.client();
+    client.files_in(daemon.path("").as_path());
+    client.command("blockdev-add", options("a", true));
+    let refused = client.refusal("blockdev-reopen", json!({"options": [options("a", false)]}));
+    assert!(refused.contains("snapshot"), "{refused}");
+    assert_eq!(std::fs::read(&path).expect("an image"), image, "nothing is changed");
+    daemon.stop().expect("stopped in order");
+}

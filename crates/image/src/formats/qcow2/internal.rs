@@ -76,9 +76,8 @@ impl Qcow2Driver {
         let recovered = recover_dirty(&self.file).await;
         let again = self.read_anew(options).await;
         self.ahead.go_on();
-        if again.is_err() {
-            self.abandoned.store(true, Ordering::Relaxed);
-        }
+        // What an attempt before has left unknown is known by now.
+        self.abandoned.store(again.is_err(), Ordering::Relaxed);
         recovered.and(again)
     }
 
