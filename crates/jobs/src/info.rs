@@ -265,7 +265,9 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
         cluster_size,
         format: format.to_owned(),
         actual_size,
-        format_specific: (format == "file").then(|| json!({ "type": "file", "data": {} })),
+        format_specific: ["file", "host_device", "host_cdrom"]
+            .contains(&format)
+            .then(|| json!({ "type": "file", "data": {} })),
         encrypted: None,
         full_backing_filename: None,
         backing_filename: None,

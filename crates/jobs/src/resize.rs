@@ -2,7 +2,7 @@
 //! Changes the virtual size of an image.
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Errno, Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, Preallocation};
 
@@ -59,19 +59,31 @@ impl NewSize {
 pub async fn run(options: &ResizeOptions, job: &JobHandle) -> Result<ResizeOutcome> {
     job.pause_point().await?;
     let node = options.image.open(options.image.request()?.force_share(false).writable(true).for_resize()).await?;
-    let sentence = failed_sentence(&node, options);
-    let result = resize(&node, options).await.map_err(|error| in_work(error, sentence).file(node.filename()));
+    let result = resize(&node, options).await.map_err(|error| {
+        let sentence = failed_sentence(&node, options, error.errno());
+        in_work(error, sentence).file(node.filename())
+    });
     let closed = node.close().await;
     result.and_then(|outcome| closed.map(|()| outcome))
 }
 
 /// QEMU's words for a change of the size that fails.
-fn failed_sentence(node: &Node, options: &ResizeOptions) -> &'static str {
-    let Some(reach) = node.mapped_bytes() else { return "Could not resize file" };
+fn failed_sentence(node: &Node, options: &ResizeOptions, errno: Errno) -> String {
+    let mode = options.preallocation;
+    let space = match (mode, errno) {
+        (Preallocation::Off, _) | (Preallocation::Full, Errno::EFBIG) => "Could not resize file",
+        _ => mode.failed_sentence(),
+    };
+    let Some(reach) = node.mapped_bytes() else { return space.to_owned() };
+    let has_data_file = node.child(ChildRole::DataFile).is_some();
     let wanted = options.size.apply(node.size()).unwrap_or(0);
-    match wanted > reach {
-        true => "Failed to grow the L1 table",
-        false => "Failed to update the image size",
+    match mode {
+        Preallocation::Off if wanted > reach => "Failed to grow the L1 table".to_owned(),
+        Preallocation::Off => "Failed to update the image size".to_owned(),
+        Preallocation::Falloc | Preallocation::Full if !has_data_file => {
+            format!("Failed to resize underlying file: {space}")
+        }
+        _ => space.to_owned(),
     }
 }
 

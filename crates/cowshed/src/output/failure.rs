@@ -34,6 +34,11 @@ const UNFRAMED: &[&str] = &[
     "Could not apply snapshot '",
     "Could not delete snapshot '",
     "Could not resize file: ",
+    "Failed to resize underlying file: ",
+    "Could not preallocate new data: ",
+    "Could not write zeros for preallocation: ",
+    "Allocating clusters failed: ",
+    "Failed to write refblock: ",
     "Could not read file metadata: ",
     "Unable to get block status: ",
     "Failed to grow the L1 table: ",
@@ -236,6 +241,7 @@ fn terse(name: &str, error: &Error) -> String {
     match error.file_name() {
         // A server is named by the caller, in another of its forms.
         Some(file) if is_nbd_name(file) && !name.is_empty() => sentence,
+        Some(_) if sentence.starts_with("Could not resize image: ") => sentence,
         Some(file) if file != name && !sentence.starts_with(&format!("Could not open '{file}'")) => {
             format!("{file}: {sentence}")
         }

@@ -112,6 +112,8 @@ fn images_are_converted_onto_devices_and_from_them() {
     assert!(equal((&source, "raw"), (&device.0, "qcow2")));
     let info = cowshed(&["info", "--output=json", &device.0]);
     assert!(info.contains("\"format\": \"host_device\"") && info.contains("\"format\": \"qcow2\""), "{info}");
+    let specific: String = info.chars().filter(|c| !c.is_whitespace()).collect();
+    assert!(specific.contains(r#""format-specific":{"type":"file","data":{}}"#), "{info}");
     let back = path("back.qcow2");
     cowshed(&["convert", "-q", "-c", "-T", "none", "-f", "qcow2", "-O", "qcow2", &device.0, &back]);
     assert!(equal((&source, "raw"), (&back, "qcow2")));

@@ -60,7 +60,9 @@ pub(super) struct Common {
 
 impl Common {
     pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Common> {
-        let id = arguments.maybe_text("job-id").unwrap_or(arguments.text("device")).to_owned();
+        // As in QEMU, where a disk's name serves too, and a node's doesn't.
+        let device = arguments.maybe_text("device").filter(|device| daemon.find_export(device).is_some());
+        let id = arguments.maybe_text("job-id").or(device).unwrap_or_default().to_owned();
         names::check_job_id(&id)?;
         if daemon.jobs.find(&id).is_ok() {
             return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
@@ -333,7 +335,7 @@ fn filter_name(daemon: &Daemon, arguments: &Arguments) -> String {
 }
 
 async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let plan = plan_backup(&daemon, &arguments)?;
+    let plan = plan_backup(&daemon, &arguments).await?;
     daemon.jobs.start_backups(vec![plan.start(&daemon).await?.work()], false);
     nothing()
 }
@@ -351,7 +353,7 @@ pub(super) struct BackupStarted {
     backup: Backup,
 }
 
-pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<BackupPlan> {
+pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<BackupPlan> {
     let source = names::device(daemon, arguments.text("device"))?.image();
     let target = target_named(daemon, arguments.text("target"))?;
     let sync = match arguments.text("sync") {
@@ -361,6 +363,14 @@ pub(super) fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<B
         // What is dirty of the whole disk.
         _ => Sync::Full,
     };
+    let has_wrong_mode = arguments.text("sync") == "incremental"
+        && arguments.maybe_text("bitmap-mode").is_some_and(|mode| mode != "on-success");
+    if let Some(name) = arguments.maybe_text("bitmap")
+        && !has_wrong_mode
+        && !source.has_bitmap(name).await.map_err(failed)?
+    {
+        return Err(QmpError::generic(format!("Bitmap '{name}' could not be found")));
+    }
     let bitmap = backup_bitmap(arguments)?;
     check_perf(arguments)?;
     let request = BackupRequest {

@@ -151,7 +151,7 @@ pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult
     let source = names::device(daemon, arguments.text("device"))?.image();
     daemon.jobs.check_free(&source)?;
     let target = Target::open(daemon, &source, &arguments).await?;
-    match plan_backup(daemon, &with_node(arguments, &target)) {
+    match plan_backup(daemon, &with_node(arguments, &target)).await {
         Ok(backup) => Ok(DrivePlan { backup, target }),
         Err(error) => {
             target.discard(daemon).await;

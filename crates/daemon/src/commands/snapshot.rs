@@ -133,7 +133,7 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
             "blockdev-snapshot" => prepare_blockdev(&daemon, &data).map(Action::Snapshot),
             "blockdev-snapshot-sync" => prepare_sync(&daemon, &data).await.map(Action::Snapshot),
             "blockdev-snapshot-internal-sync" => internal::plan(&daemon, &data).map(Action::Internal),
-            "blockdev-backup" => plan_backup(&daemon, &data).map(|plan| Action::Backup(Box::new(plan))),
+            "blockdev-backup" => plan_backup(&daemon, &data).await.map(|plan| Action::Backup(Box::new(plan))),
             "drive-backup" => drives::plan(&daemon, data).await.map(|plan| Action::Drive(Box::new(plan))),
             kind if bitmaps::ACTIONS.contains(&kind) => bitmaps::prepare(&daemon, kind, &data).map(Action::Bitmap),
             _ => Err(QmpError::generic("Transaction aborted using Abort action")),

@@ -185,7 +185,8 @@ fn backups_that_cannot_be_are_refused_by_name() {
         ("full", "m", "Could not create node: Block node is read-only"),
         ("full", "none", "Cannot find device='none' nor node-name='none'"),
     ] {
-        let refusal = client.refusal("blockdev-backup", json!({"device": "t", "target": target, "sync": sync}));
+        let backup = json!({"job-id": "b", "device": "t", "target": target, "sync": sync});
+        let refusal = client.refusal("blockdev-backup", backup);
         assert!(refusal.contains(words), "{sync} {target}: {refusal}");
     }
     assert_eq!(client.command("query-jobs", json!({})), json!([]));

@@ -392,6 +392,12 @@ fn copies(both: &mut Both) {
         ("blockdev-backup", backup("o", "zz")),
         ("blockdev-backup", backup("zz", "t")),
         ("blockdev-backup", backup("o", "o")),
+        ("blockdev-backup", json!({"device": "o", "target": "t", "sync": "full"})),
+        ("blockdev-mirror", json!({"device": "o", "target": "t", "sync": "full"})),
+        ("block-stream", json!({"device": "o"})),
+        ("block-commit", json!({"device": "o"})),
+        ("blockdev-backup", with(backup("o", "o"), "bitmap", json!("zz"))),
+        ("blockdev-backup", with(backup("o", "zz"), "bitmap", json!("zz"))),
         ("blockdev-backup", backup("o", "t")),
     ]);
     both.await_event("BLOCK_JOB_COMPLETED");

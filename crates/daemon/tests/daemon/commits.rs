@@ -257,7 +257,7 @@ fn an_export_reads_the_base_of_a_commit() {
 fn commits_that_cannot_be_are_refused_by_name() {
     let (daemon, mut client, _) = chain("cluster_size=64k");
     client.command("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "l", "name": "low"}));
-    for (arguments, words) in [
+    for (mut arguments, words) in [
         (json!({"device": "t", "base-node": "t"}), "cannot commit an image into itself"),
         (json!({"device": "t", "base-node": "none"}), "Cannot find device='' nor node-name='none'"),
         (json!({"device": "m", "base-node": "t"}), "Need a root block node"),
@@ -271,6 +271,7 @@ fn commits_that_cannot_be_are_refused_by_name() {
         ),
         (json!({"device": "b"}), "Need a root block node"),
     ] {
+        arguments["job-id"] = json!("c");
         let refusal = client.refusal("block-commit", arguments);
         assert!(refusal.contains(words), "{words}: {refusal}");
     }

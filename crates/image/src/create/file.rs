@@ -213,7 +213,13 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
     if !options.keep_data_file {
         let is_file = std::fs::metadata(path).map_or(true, |found| found.is_file());
         let bytes = data_file_bytes(options, is_file);
-        return create_raw(path, bytes, options.preallocation, options.hints, how).await;
+        let created = create_raw(path, bytes, options.preallocation, options.hints, how).await;
+        return created.map_err(|error| match options.preallocation {
+            Preallocation::Falloc | Preallocation::Full => {
+                no_space(error, "Could not resize image: ", options.preallocation)
+            }
+            _ => error,
+        });
     }
     let permissions = Some(Permissions::CREATE);
     let file = File::open(path, &OpenOptions { write: true, permissions, ..OpenOptions::default() })?;
@@ -240,7 +246,8 @@ pub(super) async fn fit_data_file(file: &File, options: &Qcow2CreateOptions) -> 
         file.set_len(bytes).await?;
     }
     if old < bytes {
-        reserve(file, old, bytes - old, options.preallocation).await?;
+        let reserved = reserve(file, old, bytes - old, options.preallocation).await;
+        reserved.map_err(|error| no_space(error, "Could not resize image: ", options.preallocation))?;
     }
     file.sync().await
 }
@@ -343,7 +350,8 @@ pub(super) async fn create_raw(
 pub async fn write_fresh_raw(file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
     if size > 0 {
         file.set_len(size).await?;
-        reserve(file, 0, size, preallocation).await?;
+        let reserved = reserve(file, 0, size, preallocation).await;
+        reserved.map_err(|error| no_space(error, "", preallocation))?;
         if preallocation == Preallocation::Off && !file.is_device() {
             allocate_first_block(file, size).await?;
         }
@@ -381,14 +389,23 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
     }
     write(file, layout.refcount_table_offset, &layout.refcount_table(options)).await?;
     for (index, cluster) in &layout.refcount_blocks {
-        write(file, cluster << options.cluster_bits, &layout.refcount_block(options, *index)).await?;
+        let written = write(file, cluster << options.cluster_bits, &layout.refcount_block(options, *index)).await;
+        written.map_err(|error| match options.preallocation {
+            Preallocation::Falloc | Preallocation::Full if options.data_file.is_none() => {
+                no_space_in(error, "Could not resize image: Failed to resize refcount structures")
+            }
+            Preallocation::Off => error,
+            _ => no_space(error, "Could not resize image: ", Preallocation::Metadata),
+        })?;
     }
     if let Some(table) = layout.l1_table(options) {
         write(file, layout.l1_offset, &table).await?;
     }
     if options.data_file.is_none() && layout.mapped_clusters > 0 {
         let start = layout.mapped_start << options.cluster_bits;
-        reserve(file, start, layout.file_bytes - start, options.preallocation).await?;
+        let reserved = reserve(file, start, layout.file_bytes - start, options.preallocation).await;
+        let place = "Could not resize image: Failed to resize underlying file: ";
+        reserved.map_err(|error| no_space(error, place, options.preallocation))?;
     }
     if let Some(volume) = made.as_ref().and_then(|made| made.volume.as_ref()) {
         volume.write_rest(file, layout.encryption_offset).await?;
@@ -396,7 +413,8 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
     }
     for index in 0..layout.l2_tables() {
         let (offset, table) = layout.l2_table(options, index);
-        write(file, offset, &table).await?;
+        let written = write(file, offset, &table).await;
+        written.map_err(|error| no_space(error, "Could not resize image: ", Preallocation::Metadata))?;
         if let Some(made) = made.as_ref().filter(|_| options.version < 3) {
             // There is no zero flag: what the guest is to read as zeroes must stand there.
             let bytes = layout.l2_data_clusters(options, index) << options.cluster_bits;
@@ -426,6 +444,21 @@ async fn reserve(file: &File, offset: u64, len: u64, preallocation: Preallocatio
             allocated => allocated,
         },
         Preallocation::Full => write_zeroes(file, offset, len).await,
+    }
+}
+
+/// Words the lack of space for preallocation as QEMU does. `place` comes before its sentence.
+fn no_space(error: Error, place: &str, preallocation: Preallocation) -> Error {
+    no_space_in(error, format!("{place}{}", preallocation.failed_sentence()))
+}
+
+fn no_space_in(error: Error, sentence: impl Into<String>) -> Error {
+    match error.kind() {
+        ErrorKind::NoSpace => {
+            let errno = error.errno();
+            error.qemu(sentence).with_errno(errno)
+        }
+        _ => error,
     }
 }
 

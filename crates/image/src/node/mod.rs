@@ -85,6 +85,15 @@ impl Preallocation {
             Preallocation::Full => "full",
         }
     }
+
+    /// QEMU's words for space that a file doesn't get.
+    pub fn failed_sentence(self) -> &'static str {
+        match self {
+            Preallocation::Off | Preallocation::Metadata => "Allocating clusters failed",
+            Preallocation::Falloc => "Could not preallocate new data",
+            Preallocation::Full => "Could not write zeros for preallocation",
+        }
+    }
 }
 
 /// How [`Node::write_zeroes`] may go about it.

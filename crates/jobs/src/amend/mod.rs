@@ -127,18 +127,26 @@ async fn change(node: &Node, amendment: &Amendment, job: &JobHandle) -> Result<(
         !job.is_cancelled()
     };
     let amended = amend::amend(&file_of(node)?, amendment, true, &watch).await;
-    amended.map_err(|error| in_work(error, "Failed to update the image header"))
+    let sentence = match amendment.refcount_order {
+        Some(_) => "Failed to write refblock",
+        None => "Failed to update the image header",
+    };
+    amended.map_err(|error| in_work(error, sentence))
 }
 
 /// Shrinks as well as grows: who names a size means it.
 async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
     let node = image.open(image.request()?.force_share(false).writable(true).for_resize()).await?;
+    let sentence = match node.mapped_bytes().is_some_and(|reach| size > reach) {
+        true => "Failed to grow the L1 table",
+        false => "Failed to update the image size",
+    };
     let result = match node.resize(size, Preallocation::Off).await {
         Ok(()) => node.flush().await,
         Err(error) => Err(error),
     };
     let closed = node.close().await;
-    result.and(closed).map_err(|error| in_work(error, "Failed to update the image size"))
+    result.and(closed).map_err(|error| in_work(error, sentence))
 }
 
 /// Says of an option that only `create` has that it is one.
