@@ -48,8 +48,8 @@ fn good_header_is_good() {
 fn fields_out_of_range() {
     let be32 = |value: u32| value.to_be_bytes();
     let be64 = |value: u64| value.to_be_bytes();
-    refused(b"", "header", "too short");
-    refused(&patched(0, b"QFI\xfb")[..100], "header", "too short");
+    refused(b"", "file length", "ends within its qcow2 header");
+    refused(&patched(0, b"QFI\xfb")[..100], "file length", "ends within its qcow2 header");
     refused(&patched(0, b"QFI "), "magic", "not in qcow2 format");
     refused(&patched(offset::VERSION, &be32(1)), "version", "unsupported");
     refused(&patched(offset::VERSION, &be32(4)), "version", "unsupported");
