@@ -55,8 +55,6 @@ pub struct Allocation {
     /// Where the first cluster starts.
     base: HostOffset,
     is_new: bool,
-    /// With extended L2 entries: first and last cluster are copied whole.
-    whole: (bool, bool),
 }
 
 /// What a write to one guest cluster takes.
@@ -66,8 +64,8 @@ enum Class {
     InPlace,
     /// The host cluster is there and ours, but its (sub)clusters are not all marked as data.
     Reuse(HostOffset),
-    /// A new host cluster; with `whole` all of the guest cluster must be carried over.
-    New { whole: bool },
+    /// A new host cluster; with `carries` the data of the old one must be carried over.
+    New { carries: bool },
 }
 
 /// The slice that was looked up last, with its number: neighbouring clusters share it.
@@ -145,7 +143,6 @@ impl Engine {
             host_is_zero: is_zero,
             base,
             is_new,
-            whole: (false, false),
             clusters,
         };
         self.set_edges(&mut allocation, &first, last.as_ref().unwrap_or(&first))?;
@@ -262,9 +259,9 @@ impl Engine {
         let found = entry.cluster(self.config.format)?;
         let class = match found {
             Cluster::Unallocated | Cluster::Zero { host: None } if self.config.format.data_file => same_place,
-            Cluster::Unallocated | Cluster::Zero { host: None } => Class::New { whole: false },
+            Cluster::Unallocated | Cluster::Zero { host: None } => Class::New { carries: false },
             Cluster::Zero { host: Some(host) } if self.is_ours(entry) => Class::Reuse(host),
-            Cluster::Zero { .. } => Class::New { whole: false },
+            Cluster::Zero { .. } => Class::New { carries: false },
             Cluster::Data { host } if self.is_ours(entry) => {
                 let subclusters = self.subclusters_of(guest, touched);
                 let mask = SubclusterBitmap::mask(subclusters);
@@ -273,7 +270,7 @@ impl Engine {
                     false => Class::Reuse(host),
                 }
             }
-            Cluster::Data { .. } | Cluster::Compressed(_) => Class::New { whole: true },
+            Cluster::Data { .. } | Cluster::Compressed(_) => Class::New { carries: true },
         };
         if self.geometry.extended_l2() && !matches!(found, Cluster::Compressed(_)) {
             check_bitmap(found, bitmap)?;
@@ -308,26 +305,41 @@ impl Engine {
     }
 
     fn set_edges(&self, allocation: &mut Allocation, first: &Found, last: &Found) -> Result<(), Error> {
-        let cluster_bits = self.geometry.cluster_bits();
-        let is_whole = |found: &Found| matches!(found.class, Class::New { whole: true });
-        allocation.whole = (is_whole(first), is_whole(last));
-        let edge_bits = |found: &Found| if is_whole(found) { cluster_bits } else { self.geometry.subcluster_bits() };
         // An edge inside of a subcluster that has its data already needs no filling.
         let has_data = |found: &Found, at: GuestOffset| {
             matches!(found.class, Class::Reuse(_))
                 && self.geometry.extended_l2()
                 && found.bitmap.get(self.geometry.subcluster_index(at)) == Subcluster::Data
         };
+        let bits = self.geometry.subcluster_bits();
         if !has_data(first, allocation.data_start) {
-            allocation.start = allocation.data_start.align_down(edge_bits(first));
+            let carried = self.carried(first, allocation.clusters.start).start;
+            allocation.start = GuestOffset(allocation.data_start.align_down(bits).0.min(carried));
             allocation.head = self.fill_of(first, allocation.start.0..allocation.data_start.0);
         }
         if !has_data(last, GuestOffset(allocation.data_end.0 - 1)) {
-            let edge = edge_bits(last);
-            allocation.end = GuestOffset(allocation.data_end.0.div_ceil(1 << edge) << edge);
+            let carried = self.carried(last, allocation.clusters.end - 1).end;
+            allocation.end = GuestOffset((allocation.data_end.0.div_ceil(1 << bits) << bits).max(carried));
             allocation.tail = self.fill_of(last, allocation.data_end.0..allocation.end.0);
         }
         Ok(())
+    }
+
+    /// The guest bytes that a new host cluster takes over from the old one: with extended L2 entries from the first to the
+    /// last subcluster that has data. `u64::MAX..0` when it takes nothing over.
+    fn carried(&self, found: &Found, cluster: u64) -> Range<u64> {
+        let nothing = u64::MAX..0;
+        let Class::New { carries: true } = found.class else { return nothing };
+        let guest = cluster << self.geometry.cluster_bits();
+        if !self.geometry.extended_l2() || matches!(found.cluster, Cluster::Compressed(_)) {
+            return guest..guest + self.geometry.cluster_size();
+        }
+        let data = found.bitmap.data_mask();
+        if data == 0 || slip!("shared_subclusters_not_carried") {
+            return nothing;
+        }
+        let size = self.geometry.subcluster_size();
+        guest + u64::from(data.trailing_zeros()) * size..guest + u64::from(32 - data.leading_zeros()) * size
     }
 
     /// What `bytes` of one cluster must be filled with.
@@ -397,12 +409,7 @@ impl Engine {
             };
             let old = self.entry_of(slice, word);
             let host = allocation.base + ((cluster - clusters.start) << bits);
-            let is_whole = (cluster == clusters.start && allocation.whole.0)
-                || (cluster == clusters.end - 1 && allocation.whole.1);
-            let written = match is_whole {
-                true => 0..32,
-                false => self.subclusters_of(cluster << bits, allocation.start.0..allocation.end.0),
-            };
+            let written = self.subclusters_of(cluster << bits, allocation.start.0..allocation.end.0);
             let bitmap = match L2Entry(old.0).is_compressed() {
                 true => SubclusterBitmap::UNALLOCATED,
                 false => SubclusterBitmap(old.1),

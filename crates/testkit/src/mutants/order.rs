@@ -146,7 +146,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "dirty_bit_decided_before_the_cycle",
-        about: "with lazy refcounts a flush looks whether anything changed before its cycle takes what another queue changes",
+        about: "with lazy refcounts a flush looks whether anything changed before it waits for the cycle lock",
         test: ("crash_findings", "what_another_queue_changes_goes_out_with_the_dirty_bit"),
     },
     Mutant {

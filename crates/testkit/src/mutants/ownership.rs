@@ -205,6 +205,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_live", "a_live_snapshot_waits_for_a_write_that_is_under_way"),
     },
     Mutant {
+        name: "shared_subclusters_not_carried",
+        about: "a new cluster does not take over the data of the one that a snapshot shares",
+        test: ("differential_edges", "shared_subclusters_are_copied_as_in_qemu"),
+    },
+    Mutant {
         name: "a_failed_cycle_does_not_wait",
         about: "a cycle that fails does not wait for its other writes",
         test: ("failure_shapes", "a_cycle_that_fails_waits_for_its_other_writes"),

@@ -6,6 +6,7 @@ use cowshed_image::open::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::images::{Executor, Library, Op, QemuIo, Reader, Texture};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::random::Random;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -434,6 +435,74 @@ fn zeroes_of_the_guest_survive_a_change_of_the_backing_file_as_in_qemu() {
                         qemu.img(["rebase", "-u", "-b", "full", "-F", "qcow2", &text(name)]).expect_ok();
                     }
                     assert!(content("ours") == content("theirs"), "{case}: on another backing file");
+                }
+            }
+        }
+    }
+}
+
+/// What an image holds as data: position and length of each run in bytes, and the layer.
+fn data_runs(qemu: &Qemu, path: &Path) -> Vec<(u64, u64, u64)> {
+    let mut runs: Vec<(u64, u64, u64)> = Vec::new();
+    for entry in qemu.map(path, "qcow2").into_iter().filter(|entry| entry.data) {
+        match runs.last_mut().filter(|run| run.0 + run.1 == entry.start && run.2 == entry.depth) {
+            Some(run) => run.1 += entry.length,
+            None => runs.push((entry.start, entry.length, entry.depth)),
+        }
+    }
+    runs
+}
+
+/// A write to a cluster that a snapshot shares takes over the subclusters that have data, and what lies between them.
+#[test]
+fn shared_subclusters_are_copied_as_in_qemu() {
+    for qemu in Qemu::all() {
+        let folder = temp_dir();
+        let path = |name: &str| folder.path().join(name);
+        let text = |name: &str| path(name).to_str().expect("text path").to_owned();
+        qemu.create(&path("base"), "qcow2", "", MIB);
+        qemu.io_commands(&path("base"), "qcow2", &["write -P 66 0 300k".to_owned()]).expect_ok();
+        for (backing, cluster) in [(false, "64k"), (true, "64k"), (true, "16k")] {
+            for seed in 0..4 {
+                let case = format!("backing file: {backing}, clusters of {cluster}, seed {seed}");
+                let mut random = Random::new(seed);
+                let options = format!("extended_l2=on,cluster_size={cluster}");
+                for name in ["theirs", "ours"] {
+                    let target = text(name);
+                    let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", &options];
+                    if backing {
+                        arguments.extend(["-b", "base", "-F", "qcow2"]);
+                    }
+                    arguments.extend([target.as_str(), "1M"]);
+                    qemu.img(arguments).expect_ok();
+                }
+                for round in 0..4 {
+                    let writes: Vec<(u64, u64)> =
+                        (0..6).map(|_| (random.below(700) * 512, (1 + random.below(12)) * 512)).collect();
+                    let commands: Vec<String> =
+                        writes.iter().map(|(at, len)| format!("write -P {} {at} {len}", round + 1)).collect();
+                    qemu.io_commands(&path("theirs"), "qcow2", &commands).expect_ok();
+                    let written = rt::block_on(async {
+                        let request = OpenRequest::file(text("ours")).format("qcow2").writable(true);
+                        let node = open(request).await?;
+                        for (at, len) in &writes {
+                            let mut bytes = IoBuf::zeroed(*len as usize);
+                            bytes.fill(round + 1);
+                            node.write(*at, bytes).await.0?;
+                        }
+                        node.close().await
+                    });
+                    written.unwrap_or_else(|error| panic!("{case}: {error}"));
+                    assert!(
+                        qemu.content(&path("ours"), "qcow2") == qemu.content(&path("theirs"), "qcow2"),
+                        "{case}, round {round}"
+                    );
+                    let [found, wanted] = ["ours", "theirs"].map(|name| data_runs(&qemu, &path(name)));
+                    assert_eq!(found, wanted, "{case}, round {round}, {writes:x?}");
+                    qemu.expect_clean(&path("ours"));
+                    for name in ["theirs", "ours"] {
+                        qemu.img(["snapshot", "-c", "kept", &text(name)]).expect_ok();
+                    }
                 }
             }
         }

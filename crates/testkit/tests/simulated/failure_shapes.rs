@@ -566,9 +566,13 @@ fn a_cycle_that_fails_waits_for_its_other_writes() {
         matches!(event, Event::Submitted { change, .. } if is_write(change)
         && blocks.iter().any(|block| *block != first && touches(change, &(*block..*block + 512))))
     };
-    let cycle = calm.log.iter().position(is_other).expect("a second block is written to");
+    let second = calm.log.iter().position(is_other).expect("a second block is written to");
     let other =
-        blocks.iter().find(|block| **block != first && writes_to(&calm, **block, cycle + 1) > 0).expect("just found");
+        blocks.iter().find(|block| **block != first && writes_to(&calm, **block, second + 1) > 0).expect("just found");
+    // Its writes are submitted one after the other.
+    let is_submitted = |event: &Event| matches!(event, Event::Submitted { change, .. } if is_write(change));
+    let cycle = calm.log[..second].iter().rposition(|event| !is_submitted(event)).map_or(0, |before| before + 1);
+    assert!(writes_to(&calm, first, second + 1) > writes_to(&calm, first, cycle) || cycle < second, "one block alone");
     for (failing, slow_one) in [(*other, first), (first, *other)] {
         let fault = |block: u64, effect| Fault {
             skip: writes_to(&calm, block, cycle),

@@ -44,25 +44,27 @@ impl Qcow2Driver {
     /// Runs a cycle, or rides on one that starts after this call.
     pub(super) async fn write_back(&self, with_refcounts: bool) -> Result<()> {
         let ticket = self.flushes_asked.fetch_add(1, Ordering::SeqCst) + 1;
+        let was_clean = slip!("dirty_bit_decided_before_the_cycle") && !self.engine.is_dirty();
         {
             let _guard = self.cycle_lock.lock().await;
             let begun = if slip!("flush_rides_on_a_running_cycle") { 1 } else { 0 };
             if !with_refcounts && self.flushes_covered.load(Ordering::SeqCst) + begun >= ticket {
                 return Ok(());
             }
-            self.cycle(with_refcounts).await?;
+            self.run(with_refcounts, was_clean).await?;
         }
         self.reclaim().await
     }
 
     /// One write-back cycle. The caller holds the cycle lock.
     pub(super) async fn cycle(&self, with_refcounts: bool) -> Result<()> {
+        self.run(with_refcounts, false).await
+    }
+
+    async fn run(&self, with_refcounts: bool, keeps_dirty_bit: bool) -> Result<()> {
         self.check_writable()?;
         let covers = self.flushes_asked.load(Ordering::SeqCst);
-        if self.engine.lazy_refcounts()
-            && (!slip!("dirty_bit_decided_before_the_cycle") || self.engine.is_dirty())
-            && !self.header().is_dirty()
-        {
+        if self.engine.lazy_refcounts() && !keeps_dirty_bit && !self.header().is_dirty() {
             // Whether there is anything to write is for the cycle to say: another queue may be about to change something.
             self.engine.want_dirty_bit();
         }
@@ -116,7 +118,9 @@ impl Qcow2Driver {
             *stages = index + 1;
             if let Err(error) = self.write_all(stage).await {
                 // Data that needs nothing of this cycle gets its barrier all the same. A failed barrier is remembered.
-                let _ = if slip!("data_without_barrier_after_a_failed_write") { Ok(()) } else { self.barrier().await };
+                // It waits for every write of the file, too.
+                let skips = slip!("data_without_barrier_after_a_failed_write") || slip!("a_failed_cycle_does_not_wait");
+                let _ = if skips { Ok(()) } else { self.barrier().await };
                 return Err(error);
             }
             unsettled = true;
