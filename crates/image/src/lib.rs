@@ -4,7 +4,6 @@
 pub mod amend;
 mod buffers;
 pub mod check;
-pub mod codec;
 pub mod create;
 pub mod dirty;
 mod drivers;

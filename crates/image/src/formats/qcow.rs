@@ -4,11 +4,11 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::{Description, Place};
 use super::units::Units;
-use crate::codec::Codec;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
 use cowshed_block::{Compression, Error, Result};
+use cowshed_codec::Codec;
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
 use cowshed_storage::rt;
 use std::rc::Rc;

@@ -2,11 +2,11 @@
 //! Capabilities of drivers. Each is a trait; the graph and jobs ask a node for it, whatever its driver is.
 
 use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
-use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Compression, Error, Result};
+use cowshed_codec::Codec;
 use cowshed_layout::qcow2::{Header, Snapshot};
 use cowshed_qcow2::Statistics;
 use cowshed_storage::{File, IoBuf};

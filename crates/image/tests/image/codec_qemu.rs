@@ -4,7 +4,7 @@
 //! image by hand.
 
 use cowshed_block::{Compression, HostOffset};
-use cowshed_image::codec::{Codec, ZlibMode};
+use cowshed_codec::{Codec, ZlibMode};
 use cowshed_layout::bytes::{be64_entries, be64_table};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format};
 use std::path::Path;

@@ -40,7 +40,7 @@ pub struct ConvertOptions {
     pub create_options: Vec<String>,
     /// `-c`: compress every cluster.
     pub compressed: bool,
-    /// `--compression-level`: see [`cowshed_image::codec::Codec::with_effort`].
+    /// `--compression-level`: see [`cowshed_codec::Codec::with_effort`].
     pub compression_level: Option<i32>,
     /// `--compression-window=32k`: deflate with a window of 32 KiB.
     pub wide_window: bool,

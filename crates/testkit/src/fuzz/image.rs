@@ -3,7 +3,7 @@
 
 use super::replay::Entry;
 use cowshed_block::Compression;
-use cowshed_image::codec::{Codec, ZlibMode};
+use cowshed_codec::{Codec, ZlibMode};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_size};
 
 /// All entry points of this file.

@@ -8,6 +8,7 @@ use std::process::Command;
 /// Crate → the crates of the workspace that it may depend on. A new crate is a new line here.
 const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-block", &[]),
+    ("cowshed-codec", &["cowshed-block"]),
     ("cowshed-layout", &["cowshed-block"]),
     ("cowshed-crypto", &["cowshed-block", "cowshed-layout"]),
     ("cowshed-qmp", &[]),
@@ -18,6 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed-image",
         &[
             "cowshed-block",
+            "cowshed-codec",
             "cowshed-crypto",
             "cowshed-layout",
             "cowshed-nbd",
@@ -35,7 +37,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
     ("cowshed-http-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-storage"]),
-    ("cowshed-jobs", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"]),
+    (
+        "cowshed-jobs",
+        &["cowshed-block", "cowshed-codec", "cowshed-layout", "cowshed-qcow2", "cowshed-storage", "cowshed-image"],
+    ),
     (
         "cowshed",
         &[
@@ -71,6 +76,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed-testkit",
         &[
             "cowshed-block",
+            "cowshed-codec",
             "cowshed-layout",
             "cowshed-qcow2",
             "cowshed-simulator",

@@ -14,7 +14,6 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ("amend", &["snapshots"]),
     ("buffers", &[]),
     ("check", &[]),
-    ("codec", &[]),
     ("create", &["encryption", "graph", "node", "open", "options", "secret"]),
     ("dirty", &[]),
     ("drivers", &["formats", "open", "options"]),
@@ -26,7 +25,6 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
         &[
             "buffers",
             "check",
-            "codec",
             "encryption",
             "events",
             "header",
@@ -41,7 +39,7 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ("graph", &["encryption", "events", "filters", "nbd_client", "node", "options", "secret", "snapshots", "stats"]),
     ("header", &[]),
     ("nbd_client", &[]),
-    ("node", &["codec", "dirty", "encryption", "events", "options", "snapshots", "stats"]),
+    ("node", &["dirty", "encryption", "events", "options", "snapshots", "stats"]),
     (
         "open",
         &[
@@ -59,7 +57,7 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ),
     ("options", &["nbd_client"]),
     ("protocols", &["nbd_client", "node"]),
-    ("rescue", &["codec", "encryption", "secret", "snapshots"]),
+    ("rescue", &["encryption", "secret", "snapshots"]),
     ("secret", &[]),
     ("snapshots", &["check", "header", "options"]),
     ("stats", &[]),

@@ -6,9 +6,9 @@
 
 use super::Qcow2Driver;
 use super::inflated::Inflated;
-use crate::codec::Codec;
 use crate::events::Events;
 use cowshed_block::{Extent, GuestOffset, Mapping, without};
+use cowshed_codec::Codec;
 use cowshed_qcow2::{Engine, ExtentList, Stall};
 use cowshed_storage::{File, IoBuf, rt};
 use futures_util::future::join_all;

@@ -3,7 +3,6 @@
 
 use super::Qcow2Driver;
 use super::options::runtime_options;
-use crate::codec::Codec;
 use crate::encryption::LuksArea;
 use crate::node::{
     Apply, Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions,
@@ -13,6 +12,7 @@ use crate::node::{
 use crate::options::BlockdevOptions;
 use crate::snapshots::SnapshotName;
 use cowshed_block::{Compression, Result};
+use cowshed_codec::Codec;
 use cowshed_layout::qcow2::{Header, Snapshot};
 use cowshed_qcow2::{DirtyBits, Statistics};
 use cowshed_storage::{File, IoBuf};

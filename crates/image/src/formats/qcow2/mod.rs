@@ -41,12 +41,12 @@ pub use crate::encryption::Cipher;
 pub use crate::node::{BitmapChange, BitmapStatus, check_new_bitmap};
 
 use super::OpenContext;
-use crate::codec::Codec;
 use crate::encryption::Writers;
 use crate::events::Events;
 use crate::node::{Link, OnCorruption};
 use arc_swap::ArcSwapOption;
 use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
+use cowshed_codec::Codec;
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One extent: from an offset inside it to the place of its bytes.
 
-use crate::codec;
 use crate::formats::mapped::Place;
 use crate::node::Node;
 use cowshed_block::memory::try_collect;
@@ -325,7 +324,7 @@ impl Sparse {
         let wanted = grain_bytes.min(extent_bytes.saturating_sub(block)) as usize;
         rt::offload(move || {
             let mut grain = vec![0; grain_bytes as usize];
-            codec::inflate_zlib(&bytes[COMPRESSED_GRAIN_HEADER_BYTES..], &mut grain, wanted)?;
+            cowshed_codec::inflate_zlib(&bytes[COMPRESSED_GRAIN_HEADER_BYTES..], &mut grain, wanted)?;
             Ok(grain)
         })
         .await

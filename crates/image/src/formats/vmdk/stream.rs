@@ -2,9 +2,9 @@
 //! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the mark of
 //! the end follow when the disk is closed; without them it is no disk that can be read.
 
-use crate::codec::Codec;
 use cowshed_block::memory::try_push;
 use cowshed_block::{Compression, Error, Result};
+use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
 use cowshed_storage::{File, IoBuf, rt};
 use futures_util::future::join_all;

@@ -5,13 +5,17 @@
 //! only the first cluster on a thread pays for it.
 
 mod deflate;
+#[cfg(not(feature = "zstd"))]
+mod without_zstd;
 mod zlib;
+#[cfg(feature = "zstd")]
 mod zstd;
 
 use cowshed_block::{Compression, Error, Result};
 
-pub use zlib::ZlibMode;
-pub(crate) use zlib::inflate_zlib;
+#[cfg(not(feature = "zstd"))]
+use without_zstd as zstd;
+pub use zlib::{ZlibMode, inflate_zlib};
 
 /// Compresses and decompresses clusters of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,5 +103,5 @@ fn bad_data(compressed: &[u8], message: String) -> Error {
     Error::invalid_image("compressed_cluster", format!("{} bytes", compressed.len()), message)
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "zstd"))]
 mod tests;
