@@ -20,6 +20,9 @@ pub struct BlockLimits {
     pub write_zeroes_alignment: Option<u64>,
     /// Of offset and length.
     pub request_alignment: u64,
+    /// The size of a request that costs least.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub opt_transfer: Option<u64>,
     /// Of memory: what is less aligned is copied.
     pub min_mem_alignment: u64,
     /// The most that one request moves.
@@ -70,7 +73,6 @@ impl BlockLimits {
                     write_zeroes_alignment: geometry.map(|geometry| geometry.allocation_unit_bytes),
                     request_alignment: if encrypted { SECTOR_BYTES } else { 1 },
                     discard_alignment: geometry.map(|geometry| geometry.cluster_bytes),
-                    max_transfer: None,
                     ..below
                 }
             }
@@ -79,7 +81,7 @@ impl BlockLimits {
             }
             ("blkdebug", Some(below)) => BlockLimits {
                 request_alignment: node.file().map_or(1, |file| file.alignment().offset),
-                max_transfer: node.file().and_then(|file| file.max_transfer()),
+                max_transfer: node.file().and_then(|file| file.max_transfer()).or(below.max_transfer),
                 write_zeroes_alignment: option(node, "opt-write-zero"),
                 max_write_zeroes: option(node, "max-write-zero"),
                 discard_alignment: option(node, "opt-discard"),
@@ -100,15 +102,17 @@ impl BlockLimits {
         let alignment = node.file().map(|file| file.alignment());
         let offset = alignment.map_or(1, |alignment| alignment.offset);
         let memory = alignment.map_or(1, |alignment| alignment.memory as u64);
-        // What bypasses the page cache never asks for less than a sector, nor does a disk that is nothing.
-        let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio");
+        // What bypasses the page cache never asks for less than a sector, nor does what is no file.
+        let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio" | "nbd");
+        let sizes = node.file().and_then(|file| file.transfer_sizes());
         let queue = node.file().and_then(|file| file.device_queue());
         let logical = |queue: &DeviceQueue| queue.logical_block_bytes.filter(|_| !is_direct);
         BlockLimits {
             write_zeroes_alignment: queue.as_ref().and_then(logical),
             request_alignment: offset,
             min_mem_alignment: if is_direct { memory.max(SECTOR_BYTES) } else { memory },
-            max_transfer: None,
+            opt_transfer: sizes.map(|sizes| sizes.preferred),
+            max_transfer: sizes.map(|sizes| sizes.maximum),
             max_write_zeroes: None,
             max_discard: None,
             max_hw_transfer: queue.as_ref().and_then(|queue| queue.max_transfer_bytes),

@@ -19,7 +19,7 @@ use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
 use crate::remote::{Remote, RemoteFile};
 use crate::simulated::SimulatedFile;
-use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, rt};
+use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, TransferSizes, rt};
 use cowshed_block::{Errno, Error, Result, slip, without};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -284,6 +284,14 @@ impl File {
         match &self.0.medium {
             Medium::Faulty(faulty) => faulty.max_transfer(),
             Medium::Host(_) | Medium::Null(_) | Medium::Sim(_) | Medium::Remote(_) => None,
+        }
+    }
+
+    /// The transfers that the other side of a remote file likes, where it says so.
+    pub fn transfer_sizes(&self) -> Option<TransferSizes> {
+        match &self.0.medium {
+            Medium::Remote(file) => file.remote.transfer_sizes(),
+            Medium::Host(_) | Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) => None,
         }
     }
 

@@ -50,7 +50,9 @@ pub use identity::FileIdentity;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, sync_folder_of, text_of_path};
 pub use nbd_device::{NbdCall, NbdControl, NbdDevice};
-pub use options::{Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions};
+pub use options::{
+    Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
+};
 pub use remote::{Remote, RemoteFuture};
 pub use shared::SharedMemory;
 pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, connect_unix};

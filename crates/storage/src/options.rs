@@ -88,6 +88,15 @@ pub struct DeviceQueue {
     pub discard_granularity_bytes: Option<u64>,
 }
 
+/// What the other side of a remote file says of the transfers that it likes, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TransferSizes {
+    /// The size that costs it least.
+    pub preferred: u64,
+    /// The most that one request moves.
+    pub maximum: u64,
+}
+
 /// A run of data or a hole, from [`crate::File::next_data`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataRange {

@@ -5,7 +5,7 @@ use crate::blocklock::BlockGuard;
 use crate::medium::Space;
 use crate::payload::{Bufs, Payload, locate};
 use crate::sys::SysResult;
-use crate::{Alignment, DataRange, IoBuf};
+use crate::{Alignment, DataRange, IoBuf, TransferSizes};
 use cowshed_block::Errno;
 use std::fmt;
 use std::future::Future;
@@ -22,6 +22,11 @@ pub type RemoteFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 pub trait Remote: Send + Sync + fmt::Debug {
     /// What it asks of memory, offsets and lengths, in bytes.
     fn alignment(&self) -> Alignment;
+
+    /// The transfers that the other side likes, where it says so.
+    fn transfer_sizes(&self) -> Option<TransferSizes> {
+        None
+    }
 
     /// True when the other side doesn't let us write.
     fn is_read_only(&self) -> bool;

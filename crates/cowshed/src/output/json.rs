@@ -19,6 +19,7 @@ const ORDER: &[&str] = &[
     "extents",
     "write-zeroes-alignment",
     "request-alignment",
+    "opt-transfer",
     "min-mem-alignment",
     "max-transfer",
     "max-hw-transfer",

@@ -4,7 +4,7 @@
 use super::{Client, Reply};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_nbd_proto::flags::{STATE_ZERO, TransmissionFlags};
-use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture};
+use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture, TransferSizes};
 use std::sync::Arc;
 
 impl Client {
@@ -67,6 +67,11 @@ impl Client {
 impl Remote for Client {
     fn alignment(&self) -> Alignment {
         Alignment { memory: 1, offset: self.facts().block_sizes.minimum.into() }
+    }
+
+    fn transfer_sizes(&self) -> Option<TransferSizes> {
+        let sizes = self.facts().block_sizes;
+        Some(TransferSizes { preferred: sizes.preferred.into(), maximum: sizes.maximum.into() })
     }
 
     fn is_read_only(&self) -> bool {
