@@ -196,11 +196,17 @@ async fn with_driver(spec: &OpenSpec, tree: BlockdevOptions) -> Result<BlockdevO
 
 /// A temporary overlay over the image. Its file has no name any more when this returns.
 async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<Arc<Node>> {
-    let base = base.unwrap_or_default();
+    // A server may serve one client only: the overlay stands on what is open.
+    let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_else(Graph::new)), ..spec.clone() };
     let reading = OpenSpec { read_only: true, ..spec.clone() };
-    let node = open_image(reading.request(Some(base.clone()))?).await?;
-    let (size, driver) = (node.size(), node.driver_name());
-    node.close().await?;
+    let base = open_image(reading.request(Some(base.unwrap_or_default()))?).await?;
+    match overlay_over(&spec, &base).await {
+        Ok(overlay) => Ok(overlay),
+        Err(error) => base.close().await.and(Err(error)),
+    }
+}
+
+async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
     let mut folder = tempfile::Builder::new();
     let folder = folder.permissions(Permissions::from_mode(0o700)).tempdir();
     let folder = folder.map_err(|error| Error::io(&error, "could not make a folder for the overlay"))?;
@@ -208,17 +214,13 @@ async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<
     let request = CreateRequest {
         filename: path.clone(),
         format: "qcow2".to_owned(),
-        size: Some(size),
+        size: Some(base.size()),
         ..CreateRequest::default()
     };
     create::prepare(&request).await?.run().await?;
-    let base = base.with("driver", driver);
-    let base = if spec.force_share { base.with("force-share", true) } else { base };
     let file = BlockdevOptions::new().with("driver", "file").with("filename", path);
-    let tree = BlockdevOptions::new()
-        .with("driver", "qcow2")
-        .with("file", Value::from(file))
-        .with("backing", Value::from(base));
+    let tree =
+        BlockdevOptions::new().with("driver", "qcow2").with("file", Value::from(file)).with("backing", base.name());
     // Nobody will see it after a crash.
     let cache = Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned()));
     let spec = OpenSpec { cache, force_share: false, ..spec.clone() };

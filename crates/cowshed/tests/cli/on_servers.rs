@@ -14,9 +14,14 @@ struct QemuNbd {
 
 impl QemuNbd {
     fn start(oracle: &Oracle, image: &str, format: &str) -> QemuNbd {
+        QemuNbd::start_with(oracle, image, format, &["-t", "--shared=8"])
+    }
+
+    fn start_with(oracle: &Oracle, image: &str, format: &str, more: &[&str]) -> QemuNbd {
         let socket = oracle.work().join(format!("{image}.sock"));
         let mut child = Command::new("qemu-nbd")
-            .args(["-t", "--shared=8", "--discard=unmap", "-f", format, "-k"])
+            .args(more)
+            .args(["--discard=unmap", "-f", format, "-k"])
             .arg(&socket)
             .arg(oracle.work().join(image))
             .stderr(Stdio::null())
@@ -118,4 +123,39 @@ fn a_conversion_to_a_server_replaces_what_was_there() {
         .expect("our own binary runs");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && error.contains("1048576"), "{error}");
+}
+
+#[test]
+fn the_overlay_of_a_session_needs_one_connection() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 1M");
+    oracle.io(&["write -P 7 0 64k"], "disk.qcow2");
+    // Without -t it ends behind its first client.
+    for format in [&["-f", "raw"][..], &[]] {
+        let server = QemuNbd::start_with(&oracle, "disk.qcow2", "qcow2", &[]);
+        let uri = server.uri();
+        let commands = ["-c", "write -P 5 0 4k", "-c", "read -P 5 0 4k", "-c", "read -P 7 4k 60k"];
+        let said = cowshed(&oracle, &[&["io", "-s"], format, &commands[..], &[&uri]].concat());
+        assert!(said.contains("read 61440/61440 bytes at offset 4096") && !said.contains("failed"), "{said}");
+    }
+    let after = cowshed(&oracle, &["io", "-r", "-c", "read -P 7 0 64k", "disk.qcow2"]);
+    assert!(!after.contains("failed"), "{after}");
+}
+
+#[test]
+fn limits_of_a_server_reach_the_image_on_it() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 disk.qcow2 1M");
+    let server = QemuNbd::start(&oracle, "disk.qcow2", "raw");
+    let uri = server.uri();
+    let above = cowshed(&oracle, &["info", "--limits", &uri]);
+    // The words of QEMU 11.
+    let expected = "    request alignment: 1\n    opt transfer: 4096\n    min mem alignment: 512\n    \
+                    max transfer: 33554432\n    discard alignment: 65536\n";
+    assert!(above.contains(expected), "{above}");
+    let raw = cowshed(&oracle, &["info", "--limits", "--output=json", "-f", "raw", &uri]);
+    let raw: serde_json::Value = serde_json::from_str(&raw).expect("JSON");
+    let limits = serde_json::json!({"request-alignment": 1, "opt-transfer": 4096, "min-mem-alignment": 512,
+                                    "max-transfer": 33_554_432, "opt-mem-alignment": 4096, "max-iov": 1024});
+    assert_eq!(raw["limits"], limits);
 }
