@@ -66,6 +66,10 @@ async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
         let message = format!("Snapshot with id '{id}' and name '{name}' does not exist on device '{}'", node.name());
         return Err(Error::new(ErrorKind::NotFound, message));
     }
+    if node.is_read_only() && node.driver().snapshots().is_some() {
+        let message = "Failed to remove snapshot from snapshot list: Operation not permitted";
+        return Err(Error::new(ErrorKind::ReadOnly, message));
+    }
     writable(node)?.delete(wanted, &node.options(), node.discards()).await
 }
 
