@@ -82,7 +82,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let options = AmendOptions { image, options: args.options, keeps_backing, force: args.force };
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "amending")?
         .starting_late()
-        .saying_end_again();
+        .saying_end_again()
+        .ending_with(is_refused_by_format);
     let failed = |error: &Error| {
         let failure = failed(console.persona, file, error);
         match error.kind() {
@@ -95,6 +96,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     job.run(async |handle| amend::run(&options, &handle).await, failed)?;
     Ok(0)
+}
+
+/// qemu-img has opened the image and read the options by then.
+fn is_refused_by_format(error: &Error) -> bool {
+    let fields = ["backing_file", "compat", "data_file", "data_file_raw", "keyslot", "lazy_refcounts", "refcount_bits"];
+    error.field_name().is_some_and(|field| fields.contains(&field)) && !error.message().contains("arameter")
 }
 
 fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {

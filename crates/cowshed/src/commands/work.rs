@@ -103,6 +103,8 @@ pub struct Foreground {
     is_late: bool,
     /// 100 % is said at the end, whether or not the work said so.
     says_end_again: bool,
+    /// Errors after which 100 % is said all the same.
+    ends_with: fn(&Error) -> bool,
 }
 
 type Watch = Box<dyn FnOnce() + Send>;
@@ -123,6 +125,7 @@ impl Foreground {
             watch: Rc::new(RefCell::new(Some(watch))),
             is_late: false,
             says_end_again: false,
+            ends_with: |_| false,
         })
     }
 
@@ -137,6 +140,13 @@ impl Foreground {
     #[must_use]
     pub fn saying_end_again(mut self) -> Self {
         self.says_end_again = true;
+        self
+    }
+
+    /// Says 100 % also where the work ends with such an error, as QEMU does for what a format refuses.
+    #[must_use]
+    pub fn ending_with(mut self, refusals: fn(&Error) -> bool) -> Self {
+        self.ends_with = refusals;
         self
     }
 
@@ -176,7 +186,14 @@ impl Foreground {
             if self.says_end_again && result.is_ok() {
                 progress.repeat_end();
             }
-            progress.complete(result.as_ref().is_ok_and(whole));
+            let ends = match &result {
+                Ok(value) => whole(value),
+                Err(error) => (self.ends_with)(error),
+            };
+            if ends && result.is_err() {
+                progress.update(0, 1);
+            }
+            progress.complete(ends);
             if let Ok(value) = &result {
                 say(value);
             }
