@@ -5,6 +5,7 @@
 
 mod error;
 mod extent;
+pub mod keyval;
 pub mod memory;
 mod name;
 mod offset;

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The block graph: options, opening, reading and writing of disk images.
 
-pub mod amend;
 mod buffers;
-pub mod check;
 pub mod create;
 pub mod dirty;
 mod drivers;
@@ -12,7 +10,6 @@ mod events;
 pub mod filters;
 pub mod formats;
 pub mod graph;
-mod header;
 mod nbd_client;
 pub mod node;
 pub mod open;
@@ -20,7 +17,6 @@ pub mod options;
 mod protocols;
 pub mod rescue;
 pub mod secret;
-pub mod snapshots;
 pub mod stats;
 
 pub use cowshed_qcow2::{Budget, DirtyBits};

@@ -6,10 +6,11 @@ mod undo;
 
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, ErrorKind, Result};
-pub use cowshed_image::check::{CheckReport, Repair};
 use cowshed_image::formats::MappedCheck;
 use cowshed_image::node::ChildRole;
-use cowshed_image::{Node, OpenRequest, check as image_check};
+use cowshed_image::{Node, OpenRequest};
+use cowshed_offline::check as offline_check;
+pub use cowshed_offline::check::{CheckReport, Repair};
 use cowshed_storage::File;
 use cowshed_storage::fault::as_metadata;
 use undo::NewLog;
@@ -141,7 +142,7 @@ fn request(options: &CheckOptions) -> Result<OpenRequest> {
 
 /// Checks the qcow2 image in a file that the caller has locked.
 pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) -> Result<CheckReport> {
-    let defaults = image_check::CheckOptions::default();
+    let defaults = offline_check::CheckOptions::default();
     let log = match &options.undo_log {
         Some(_) if options.repair == Repair::None || options.dry_run => {
             return Err(Error::invalid_argument("an undo log is for a repair"));
@@ -149,7 +150,7 @@ pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) ->
         Some(path) => Some(NewLog::create(path)?),
         None => None,
     };
-    let options = image_check::CheckOptions {
+    let options = offline_check::CheckOptions {
         undo_log: log.as_ref().map(|log| log.file.clone()),
         repair: if options.dry_run { Repair::None } else { options.repair },
         lossy: options.lossy,
@@ -162,7 +163,7 @@ pub async fn check_file(file: &File, options: &CheckOptions, job: &JobHandle) ->
         !job.is_cancelled()
     };
     job.pause_point().await?;
-    let result = image_check::check(file, &options, &watch).await;
+    let result = offline_check::check(file, &options, &watch).await;
     if let (Err(_), Some(log)) = (&result, &log) {
         log.discard_if_empty();
     }

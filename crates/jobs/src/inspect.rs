@@ -127,7 +127,7 @@ pub async fn run(path: &str) -> Result<Inspection> {
     };
     match inspection.format.as_str() {
         "raw" => inspection.virtual_size = Some(file.len()),
-        "qcow2" => match formats::read_header(&file).await {
+        "qcow2" => match cowshed_offline::read_header(&file).await {
             Ok(header) => inspect_qcow2(&mut inspection, Qcow2Layer { header, file }).await,
             Err(error) => inspection.suspicions.push(error.to_string()),
         },

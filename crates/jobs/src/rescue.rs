@@ -12,7 +12,7 @@ use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::open::resolve_name;
 pub use cowshed_image::rescue::Overrides;
 use cowshed_image::rescue::{Loss, Slot, Wreck};
-use cowshed_image::snapshots::SnapshotName;
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::sync::Arc;

@@ -6,8 +6,8 @@ use crate::layer::qcow2_layer;
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, Result};
 use cowshed_image::node::ChildRole;
-use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{Node, OpenRequest};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::File;
 
 /// What to do with snapshots.

@@ -6,8 +6,8 @@ use cowshed_image::graph::Graph;
 use cowshed_image::open::{Policy, options_of_name};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
-use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
+use cowshed_offline::snapshots::SnapshotName;
 use serde_json::json;
 use std::sync::Arc;
 

@@ -13,9 +13,9 @@ use cowshed_image::create::NO_EXPORT;
 use cowshed_image::create::schema::options_of;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
-use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
+use cowshed_offline::snapshots::SnapshotName;
 use std::time::Instant;
 
 /// Requests in flight with `-m`.

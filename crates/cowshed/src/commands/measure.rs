@@ -9,9 +9,9 @@ use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_image::options::{DriverKind, DriverSchema};
-use cowshed_image::snapshots::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
+use cowshed_offline::snapshots::SnapshotName;
 
 pub const VERB: Verb = Verb {
     name: "measure",

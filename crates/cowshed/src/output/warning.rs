@@ -3,9 +3,9 @@
 
 use crate::invocation::{Persona, has_name_of_qemu};
 use cowshed_block::name_of_text;
-use cowshed_image::check::{CheckReport, print_recoveries};
 use cowshed_image::graph::{Corruption, print_corruptions};
 use cowshed_jobs::check::report::lines_of;
+use cowshed_offline::check::{CheckReport, print_recoveries};
 use cowshed_storage::File;
 use std::io::Write;
 use std::sync::OnceLock;

@@ -6,12 +6,12 @@ use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, Mapped
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
-use crate::check::Repair;
 use crate::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
 use cowshed_block::memory::grow_map;
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};
+use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use std::collections::HashMap;
 use std::future::Future;

@@ -3,7 +3,7 @@
 
 use crate::node::Node;
 use crate::secret::Secret;
-use crate::snapshots::SnapshotName;
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::File;
 use std::sync::Arc;
 

@@ -4,12 +4,12 @@
 //! [`MappedWriter`], too.
 
 use crate::buffers::join;
-use crate::check::{Counters, Repair};
 use crate::node::{
     Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_offline::check::{Counters, Repair};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use serde_json::Value;

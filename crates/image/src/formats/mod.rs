@@ -22,8 +22,6 @@ pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOpt
 
 pub use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES};
 
-pub use crate::header::read_header;
-pub(crate) use crate::header::read_header_as;
 pub use mapped::{Description, MappedCheck};
 
 /// The format that a file's first bytes (up to [`PROBE_BYTES`]) and its last ones (up to [`PROBE_TAIL_BYTES`]) look like;

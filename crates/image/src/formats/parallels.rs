@@ -4,11 +4,11 @@
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
 use super::units::Units;
-use crate::check::Repair;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::parallels::{ENTRY_BYTES, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader};
+use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use futures_util::lock::Mutex as Turn;
 use std::rc::Rc;

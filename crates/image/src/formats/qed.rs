@@ -4,7 +4,6 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Survey, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
 use super::units::Units;
-use crate::check::Repair;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
@@ -12,6 +11,7 @@ use cowshed_block::{Error, Result};
 use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
+use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

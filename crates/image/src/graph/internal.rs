@@ -3,9 +3,9 @@
 
 use super::Graph;
 use crate::node::{Node, Snapshots};
-use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Snapshot;
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::rt;
 use std::sync::Arc;
 

@@ -15,8 +15,8 @@ use crate::node::{
 };
 use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
 use crate::secret::Secret;
-use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
 use serde_json::Value;

@@ -31,8 +31,8 @@ use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::BlockdevOptions;
 use crate::secret::Secret;
-use crate::snapshots::SnapshotName;
 use cowshed_block::Result;
+use cowshed_offline::snapshots::SnapshotName;
 use std::sync::Arc;
 
 /// What becomes of the backing file.

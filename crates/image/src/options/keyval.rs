@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `key=value,key=value`, where `,,` stands for one comma in a value.
 
+use cowshed_block::keyval::next_item;
 use cowshed_block::{Error, Result};
 
 /// What a key without `=` means.
@@ -33,25 +34,6 @@ pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
         }
     }
     Ok(pairs)
-}
-
-/// The text up to the next single comma, with `,,` turned into `,`, and what follows that comma.
-pub(crate) fn next_item(text: &str) -> (String, &str) {
-    let mut item = String::new();
-    let mut rest = text;
-    while let Some(at) = rest.find(',') {
-        item.push_str(&rest[..at]);
-        rest = &rest[at + 1..];
-        match rest.strip_prefix(',') {
-            Some(behind) => {
-                item.push(',');
-                rest = behind;
-            }
-            None => return (item, rest),
-        }
-    }
-    item.push_str(rest);
-    (item, "")
 }
 
 #[cfg(test)]

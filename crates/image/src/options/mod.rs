@@ -11,7 +11,6 @@ mod tree;
 mod typed;
 
 pub(crate) use blkdebug::{BlkdebugOptions, read_config};
-pub(crate) use keyval::next_item;
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
 pub(crate) use schema::size_expected;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The option tree: what `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add` all turn into.
 
-use super::keyval::{BareKey, next_item, parse_list};
+use super::keyval::{BareKey, parse_list};
+use cowshed_block::keyval::next_item;
 use cowshed_block::{Error, Result};
 use serde_json::{Map, Value};
 

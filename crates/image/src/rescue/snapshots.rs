@@ -3,9 +3,9 @@
 
 use super::Overrides;
 use super::wreck::{Wreck, salvage};
-use crate::snapshots::SnapshotName;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
+use cowshed_offline::snapshots::SnapshotName;
 
 /// Bytes of the table that are read at first.
 const FIRST_BYTES: u64 = 64 << 10;

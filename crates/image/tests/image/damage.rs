@@ -5,8 +5,8 @@
 use cowshed_block::Errno;
 use cowshed_image::graph::{Corruption, Graph};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use std::path::{Path, PathBuf};
 use std::process::Command;

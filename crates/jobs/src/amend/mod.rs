@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes format options of an image that exists.
 //!
-//! Options of the header and the refcounts are in `cowshed_image::amend`. The size is changed as `resize` does it. Key
+//! Options of the header and the refcounts are in `cowshed_offline::amend`. The size is changed as `resize` does it. Key
 //! slots of encrypted images have a file of their own here.
 
 use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
 use cowshed_block::{Error, Result};
-use cowshed_image::amend::{self, Amendment, BackingName};
 use cowshed_image::create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
 use cowshed_image::{Node, OpenRequest, Preallocation};
+use cowshed_offline::amend::{self, Amendment, BackingName};
 use std::sync::Arc;
 
 /// What to change.

@@ -4,8 +4,8 @@
 use super::stored_in;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
-use cowshed_image::check as image_check;
-pub use cowshed_image::check::UndoReport;
+use cowshed_offline::check as offline_check;
+pub use cowshed_offline::check::UndoReport;
 use cowshed_storage::{File, OpenOptions, path_of_text};
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoR
     let node = image.open(image.request()?.writable(true).for_check()).await?;
     job.pause_point().await?;
     let result = match stored_in(&node) {
-        Ok(file) => image_check::undo(&file, &log).await,
+        Ok(file) => offline_check::undo(&file, &log).await,
         Err(error) => Err(error),
     };
     let closed = node.close().await;

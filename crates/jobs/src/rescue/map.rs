@@ -3,7 +3,7 @@
 
 use crate::info::SnapshotInfo;
 use cowshed_image::rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList, Wreck};
-use cowshed_image::snapshots::SnapshotName;
+use cowshed_offline::snapshots::SnapshotName;
 use serde::Serialize;
 use std::ops::Range;
 

@@ -3,11 +3,11 @@
 //! `layout.rs`.
 
 use super::replay::Entry;
-use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::create::qcow2::Qcow2CreateOptions;
 use cowshed_image::create::write_fresh_qcow2;
 use cowshed_image::open::Policy;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
+use cowshed_offline::check::{CheckOptions, Repair, check};
 use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use std::path::Path;

@@ -3,10 +3,10 @@
 //! or refuse the change, and afterwards both images hold the same. QEMU finds nothing wrong with ours, and goes on
 //! writing to it.
 
-use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};

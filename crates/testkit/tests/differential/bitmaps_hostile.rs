@@ -3,9 +3,9 @@
 //! reading the disk goes on. And disks that get full, or fail, while bitmaps are changed.
 
 use cowshed_block::{Errno, Result};
-use cowshed_image::check::{CheckOptions, Repair, check};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
+use cowshed_offline::check::{CheckOptions, Repair, check};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

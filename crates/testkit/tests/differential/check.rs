@@ -2,9 +2,9 @@
 //! `check` against the real qemu-img. Damaged images of every class get the same verdict. A repair by either leaves an
 //! image that the other calls clean, with the guest's data as it was.
 
-use cowshed_image::check::Finding;
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::check::Finding;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::bigimage::{self, Placement};
 use cowshed_testkit::damage::{COPIED, Victim};

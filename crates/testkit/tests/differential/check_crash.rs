@@ -2,10 +2,10 @@
 //! Repairs on the simulated disk: the power is cut everywhere, and no disk that is left may be worse than the damaged
 //! one was. A second repair must come to the same good end.
 
-use cowshed_image::check::{
+use cowshed_image::open::{OpenRequest, open};
+use cowshed_offline::check::{
     CheckOptions, CheckReport, Finding, FindingKind, Repair, Structure, UndoReport, check, undo,
 };
-use cowshed_image::open::{OpenRequest, open};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

@@ -2,9 +2,9 @@
 //! Random damage to every kind of metadata, over the feature matrix: our verdict beside that of the real qemu-img.
 //! Where the two differ, the difference is one of a list, and docs/check.md says why.
 
-use cowshed_image::check::{Finding, FindingKind};
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::check::{Finding, FindingKind};
 use cowshed_storage::rt;
 use cowshed_testkit::damage::Victim;
 use cowshed_testkit::qemu::Qemu;

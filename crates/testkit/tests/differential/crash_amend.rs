@@ -4,12 +4,12 @@
 //! again after the first.
 
 use cowshed_block::Result;
-use cowshed_image::check::{CheckOptions, CheckReport, check};
-use cowshed_image::snapshots::{self, SnapshotName};
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_layout::qcow2::Header;
+use cowshed_offline::check::{CheckOptions, CheckReport, check};
+use cowshed_offline::snapshots::{self, SnapshotName};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

@@ -4,9 +4,9 @@
 //! flushed or not.
 
 use cowshed_block::Result;
-use cowshed_image::check::{CheckOptions, CheckReport, check};
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
+use cowshed_offline::check::{CheckOptions, CheckReport, check};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

@@ -3,11 +3,11 @@
 //! its chain has nothing wrong but leaked clusters.
 
 use cowshed_block::Result;
-use cowshed_image::check::{CheckOptions, CheckReport, check};
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::check::{CheckOptions, CheckReport, check};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

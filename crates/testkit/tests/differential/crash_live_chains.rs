@@ -3,7 +3,6 @@
 //! at every moment between, and its chain has nothing wrong but leaked clusters.
 
 use cowshed_block::Result;
-use cowshed_image::check::{CheckOptions, CheckReport, check};
 use cowshed_image::graph::{Graph, below_filters};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
@@ -12,6 +11,7 @@ use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions};
 use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_offline::check::{CheckOptions, CheckReport, check};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

@@ -3,9 +3,9 @@
 //! of the disk and of each snapshot included, and nothing is wrong with it but leaked clusters.
 
 use cowshed_block::{ErrorKind, Result};
-use cowshed_image::check::{CheckOptions, CheckReport, Repair, check};
-use cowshed_image::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
+use cowshed_offline::check::{CheckOptions, CheckReport, Repair, check};
+use cowshed_offline::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};

@@ -4,7 +4,6 @@
 //! bytes and a set of granules.
 
 use cowshed_image::secret::Secret;
-use cowshed_image::snapshots::SnapshotName;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};
@@ -14,6 +13,7 @@ use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle, create};
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Output, Qemu, temp_dir};

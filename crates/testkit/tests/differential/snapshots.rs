@@ -2,12 +2,12 @@
 //! Internal snapshots, taken, applied, deleted and written over by the real QEMU and by us in turns, on one image, over
 //! the matrix of options. Each is compared with a plain copy of the disk's bytes.
 
-use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_layout::qcow2::{Header, Snapshot};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};

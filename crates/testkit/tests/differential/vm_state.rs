@@ -3,11 +3,11 @@
 //! with the image keeps it. It is written under power cuts, too.
 
 use cowshed_block::Result;
-use cowshed_image::check::{CheckOptions, check};
-use cowshed_image::snapshots::{self, SnapshotOptions};
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::check::{CheckOptions, check};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::crash::{CrashPlan, explore};

@@ -4,9 +4,6 @@
 //! `crash_amend.rs`, `bitmaps_hostile.rs`.)
 
 use cowshed_block::{Errno, ErrorKind, Result};
-use cowshed_image::check::Repair;
-use cowshed_image::check::{CheckOptions as ImageCheck, check};
-use cowshed_image::snapshots::{self, SnapshotName};
 use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_jobs::bench::{Bench, BenchOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};
@@ -20,6 +17,9 @@ use cowshed_jobs::rescue::{self, RescueOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_offline::check::Repair;
+use cowshed_offline::check::{CheckOptions as ImageCheck, check};
+use cowshed_offline::snapshots::{self, SnapshotName};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

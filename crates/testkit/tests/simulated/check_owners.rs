@@ -2,12 +2,12 @@
 //! Repairs of images in which more than the guest's data owns clusters: internal snapshots, bitmaps, LUKS headers, data
 //! files. All refcounts are wrong at first, so whoever is forgotten loses its clusters.
 
-use cowshed_image::check::{FindingKind, Structure};
 use cowshed_jobs::check::CheckOutcome;
 use cowshed_jobs::check::{self, CheckOptions, Repair, report};
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::{ImageSpec, JobHandle, info, snapshot as snapshots};
 use cowshed_layout::qcow2::{BitmapTableEntry, Header, bitmap, refcount};
+use cowshed_offline::check::{FindingKind, Structure};
 use cowshed_storage::rt;
 use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::specimens::Workbench;

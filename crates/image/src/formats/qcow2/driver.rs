@@ -10,10 +10,10 @@ use crate::node::{
     Transfer, VmState, Work, ZeroFlags, whole_sectors,
 };
 use crate::options::BlockdevOptions;
-use crate::snapshots::SnapshotName;
 use cowshed_block::{Compression, Result};
 use cowshed_codec::Codec;
 use cowshed_layout::qcow2::{Header, Snapshot};
+use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qcow2::{DirtyBits, Statistics};
 use cowshed_storage::{File, IoBuf};
 use std::sync::Arc;

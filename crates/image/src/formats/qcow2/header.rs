@@ -37,7 +37,7 @@ impl Qcow2Driver {
             }
             self.file.sync().await?;
         }
-        let written = crate::formats::read_header(&self.file).await?;
+        let written = cowshed_offline::read_header(&self.file).await?;
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = written;
         Ok(())
     }

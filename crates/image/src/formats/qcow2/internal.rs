@@ -3,15 +3,16 @@
 //!
 //! The image is made complete on disk, and the snapshot is taken or deleted there as if nobody had it open. Then the mapping
 //! begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or what
-//! [`crate::snapshots`] may leave. The graph sees to it that no request runs.
+//! [`cowshed_offline::snapshots`] may leave. The graph sees to it that no request runs.
 
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};
-use crate::check::recover_dirty;
-use crate::formats::{Qcow2RuntimeOptions, read_header};
-use crate::snapshots::{self, SnapshotName, SnapshotOptions};
+use crate::formats::Qcow2RuntimeOptions;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::Snapshot;
+use cowshed_offline::check::recover_dirty;
+use cowshed_offline::read_header;
+use cowshed_offline::snapshots::{self, SnapshotName, SnapshotOptions};
 use cowshed_qcow2::Restart;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;

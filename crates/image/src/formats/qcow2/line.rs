@@ -3,11 +3,11 @@
 
 use super::Qcow2Driver;
 use super::options::runtime_options;
-use crate::formats::read_header_as;
 use crate::node::ChildRole;
 use crate::open::{Draft, DriverLine, Opened, Opener, Telling, encrypt_key};
 use crate::options::schemas;
 use cowshed_block::{Error, Result};
+use cowshed_offline::read_header_as;
 use std::rc::Rc;
 use std::sync::Arc;
 

@@ -3,8 +3,8 @@
 //! the part that the cut took away would read as zeroes without a word.
 
 use super::Qcow2Driver;
-use crate::check::{CheckOptions, FindingKind, check};
 use cowshed_block::{Errno, Error, GuestOffset, HostOffset, Mapping, Result, StoredIn};
+use cowshed_offline::check::{CheckOptions, FindingKind, check};
 use cowshed_qcow2::ExtentList;
 
 const REFUSAL: &str = "can't be opened for writing, which would turn what is lost into zeroes ('convert --salvage' and \

@@ -7,15 +7,16 @@ use super::encryption;
 use super::shared::Core;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::encryption::Writers;
-use crate::formats::{Qcow2RuntimeOptions, read_header, read_header_as};
+use crate::formats::Qcow2RuntimeOptions;
 use crate::node::{Link, Node};
-use crate::snapshots::SnapshotName;
 use arc_swap::ArcSwapOption;
 use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_codec::Codec;
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
+use cowshed_offline::snapshots::SnapshotName;
+use cowshed_offline::{read_header, read_header_as};
 use cowshed_qcow2::{Budget, Config, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -50,7 +51,7 @@ impl Qcow2Driver {
         let may_write = context.writable && !context.check;
         if header.is_dirty() && may_write {
             check_may_write(&header, cipher.is_some()).map_err(|error| error.file(name.clone()))?;
-            crate::check::recover_dirty(&context.file).await?;
+            cowshed_offline::check::recover_dirty(&context.file).await?;
             header = read_header(&context.file).await?;
         }
         let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
@@ -156,7 +157,7 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
     if context.writable {
         return Err(Error::new(ErrorKind::ReadOnly, "a snapshot can only be opened for reading"));
     }
-    let snapshots = crate::snapshots::list(&context.file, &header).await?;
+    let snapshots = cowshed_offline::snapshots::list(&context.file, &header).await?;
     let Some(index) = wanted.find(&snapshots) else {
         return Err(Error::new(ErrorKind::NotFound, "can't find the snapshot").value(&wanted.name));
     };
@@ -285,14 +286,14 @@ pub(super) async fn snapshot_metadata(
     if header.nb_snapshots == 0 {
         return Ok(Vec::new());
     }
-    let snapshots = crate::snapshots::list(file, header).await?;
+    let snapshots = cowshed_offline::snapshots::list(file, header).await?;
     let table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
     let mut found = vec![(Structure::SnapshotTable, header.snapshots_offset, table_bytes)];
     for snapshot in &snapshots {
         snapshot.validate(header.version.min(2), header.cluster_bits)?;
         found.push((Structure::InactiveL1, snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8));
         if inactive_l2 {
-            let l1 = crate::snapshots::read_l1(file, snapshot, header.version, header.cluster_bits).await?;
+            let l1 = cowshed_offline::snapshots::read_l1(file, snapshot, header.version, header.cluster_bits).await?;
             let tables = l1.iter().map(|raw| L1Entry(*raw).offset().0).filter(|host| *host != 0);
             found.extend(tables.map(|host| (Structure::InactiveL2, host, header.cluster_size())));
         }

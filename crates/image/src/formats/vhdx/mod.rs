@@ -8,7 +8,6 @@ use super::mapped::{Description, MappedCheck, Place};
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::Usage;
-use crate::check::Repair;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -17,6 +16,7 @@ use cowshed_layout::vhdx::{
     REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, Replay, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, VhdxRegions,
     check_signature, replay_of,
 };
+use cowshed_offline::check::Repair;
 use cowshed_storage::File;
 use journal::Journal;
 use std::rc::Rc;

@@ -19,6 +19,7 @@ mod sweep;
 mod undo;
 mod undo_log;
 
+use crate::ProgressFn;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::check::Ledger;
 pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Outlook, Remedy, Severity, Structure};
@@ -72,9 +73,6 @@ impl Default for CheckOptions {
     }
 }
 
-/// Told how much is done of how much; false asks the check to stop.
-pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> bool + Sync);
-
 /// What came out.
 #[derive(Clone, Debug, Default)]
 pub struct CheckReport {
@@ -107,7 +105,7 @@ impl CheckReport {
 ///
 /// A repair of a file with direct I/O that ends within a sector of the disk, or may come to, goes by way of the page cache, so
 /// no other operation may run on the file then.
-pub async fn check(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Result<CheckReport> {
+pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     if options.repair != Repair::None && !file.is_writable() {
         return Err(named(Error::new(ErrorKind::ReadOnly, "a repair needs a writable file")));
@@ -136,7 +134,7 @@ fn leave_odd_ends_to_the_cache(session: &Session<'_>) {
     }
 }
 
-async fn check_file(file: &File, options: &CheckOptions, watch: Watch<'_>) -> Result<CheckReport> {
+async fn check_file(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     let mut ledger = Ledger::new(options.findings_max);
     let journal = match &options.undo_log {

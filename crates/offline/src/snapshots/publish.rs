@@ -3,7 +3,8 @@
 
 use super::free::{FreeClusters, give_back, read_block};
 use super::plan::{Bits, Change, Deltas, Survey, Windows};
-use super::{Image, SnapshotOptions, Watch, tree};
+use super::{Image, SnapshotOptions, tree};
+use crate::ProgressFn;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, limits, refcount};
@@ -21,7 +22,7 @@ const FREED_MAX: usize = 1 << 20;
 pub(super) struct Publication<'a> {
     pub(super) image: Image,
     pub(super) options: &'a SnapshotOptions,
-    pub(super) watch: Watch<'a>,
+    pub(super) watch: ProgressFn<'a>,
     pub(super) refcount_table: Vec<u64>,
     pub(super) windows: Windows,
     /// Changes of counts beyond those of the trees: metadata that moves.
@@ -33,7 +34,7 @@ pub(super) struct Publication<'a> {
 }
 
 impl<'a> Publication<'a> {
-    pub fn new(image: Image, options: &'a SnapshotOptions, watch: Watch<'a>) -> Self {
+    pub fn new(image: Image, options: &'a SnapshotOptions, watch: ProgressFn<'a>) -> Self {
         let clusters = image.geometry.clusters(image.file.len());
         let windows = Windows::new(image.geometry, clusters, options.memory_bytes);
         Publication {

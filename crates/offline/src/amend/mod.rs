@@ -12,7 +12,8 @@ mod runs;
 mod target;
 mod zeroes;
 
-use crate::snapshots::{Image, Watch};
+use crate::ProgressFn;
+use crate::snapshots::Image;
 use cowshed_block::Result;
 use cowshed_storage::File;
 use rewrite::Rewrite;
@@ -66,7 +67,7 @@ pub async fn check(file: &File, amendment: &Amendment, size: Option<u64>) -> Res
 
 /// Carries the change out on the image in `file`, which the caller has locked for writing. `discard`: the space of what is
 /// freed goes back to the file system. After an error the image is as it was.
-pub async fn amend(file: &File, amendment: &Amendment, discard: bool, watch: Watch<'_>) -> Result<()> {
+pub async fn amend(file: &File, amendment: &Amendment, discard: bool, watch: ProgressFn<'_>) -> Result<()> {
     named(file, async {
         let image = Image::load_any(file).await?;
         let new = target::header(&image, amendment, None)?;

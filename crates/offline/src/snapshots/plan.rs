@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The changes of an operation: the trees that gain or lose a reference, and the effect on counts and COPIED flags.
 
+use super::Image;
 use super::free::read_block;
 use super::tree;
-use super::{Image, Watch};
+use crate::ProgressFn;
 use cowshed_block::memory::{expect_memory, no_memory, vec_for};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, refcount};
@@ -120,7 +121,7 @@ impl Windows {
 
 impl Image {
     /// The deltas of a window: one walk over the trees of the change.
-    pub(super) async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: Watch<'_>) -> Result<Deltas> {
+    pub(super) async fn deltas(&self, change: &Change, clusters: Range<u64>, watch: ProgressFn<'_>) -> Result<Deltas> {
         let cells = (clusters.end - clusters.start) as usize;
         expect_memory(cells * size_of::<i32>())?;
         let mut deltas = Deltas { cells: vec![0; cells], clusters };
@@ -139,7 +140,7 @@ impl Image {
         Ok(deltas)
     }
 
-    async fn add_tree(&self, l1: &[u64], by: i32, deltas: &mut Deltas, watch: Watch<'_>) -> Result<()> {
+    async fn add_tree(&self, l1: &[u64], by: i32, deltas: &mut Deltas, watch: ProgressFn<'_>) -> Result<()> {
         let file_len = self.file.len();
         let tables = tree::tables(l1, self.geometry, file_len)?;
         for (_, host) in &tables {

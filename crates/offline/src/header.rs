@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The header of a qcow2 image, for the driver and for what works on the bare file.
+//! The header of a qcow2 image, for the driver and for the tools on the bare file.
 
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::Header;
@@ -11,7 +11,7 @@ pub async fn read_header(file: &File) -> Result<Header> {
 }
 
 /// As [`read_header`]; `check`: what a check can judge is no error.
-pub(crate) async fn read_header_as(file: &File, check: bool) -> Result<Header> {
+pub async fn read_header_as(file: &File, check: bool) -> Result<Header> {
     const FIRST_READ_BYTES: u64 = 64 << 10;
     let read = async |len: u64| {
         let (result, buf) = file.read_at(IoBuf::try_zeroed(len as usize)?, 0).await;

@@ -15,8 +15,8 @@ mod publish;
 pub(crate) mod tree;
 
 use crate::check;
-use crate::header::read_header;
-use crate::options::next_item;
+use crate::{ProgressFn, read_header};
+use cowshed_block::keyval::next_item;
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, offset, snapshot};
@@ -55,9 +55,6 @@ impl Default for SnapshotOptions {
         SnapshotOptions { memory_bytes: MEMORY_BYTES, discard: true, icount: 0, notes_clock: false }
     }
 }
-
-/// Told how much is done of how much; false asks to stop, which it can before anything is published.
-pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> bool + Sync);
 
 /// Reads the snapshot table.
 pub async fn list(file: &File, header: &Header) -> Result<Vec<Snapshot>> {
@@ -195,7 +192,7 @@ pub fn find(snapshots: &[Snapshot], wanted: &[u8], lookup: Lookup) -> Option<usi
 }
 
 /// Takes a snapshot called `name` of the image in `file`, which the caller has locked for writing; its new ID.
-pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<String> {
+pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<String> {
     named(file, async {
         let mut image = Image::load(file).await?;
         if image.snapshots.len() >= limits::SNAPSHOTS as usize {
@@ -230,7 +227,7 @@ fn not_found(wanted: &[u8]) -> Error {
 }
 
 /// Makes the disk what it was when the snapshot was taken. What was written since, and is in no snapshot, is lost.
-pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<()> {
     named(file, async {
         let mut image = Image::load(file).await?;
         if image.header.bitmaps().is_some_and(|bitmaps| bitmaps.nb_bitmaps > 0) {
@@ -258,7 +255,7 @@ pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch:
 }
 
 /// Deletes the first snapshot with this name; clusters that only it used are free afterwards.
-pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<()> {
     let is_it = |snapshots: &[Snapshot]| find(snapshots, name, Lookup::Name);
     delete_where(file, name, is_it, options, watch).await.map(drop)
 }
@@ -268,7 +265,7 @@ pub async fn delete_one(
     file: &File,
     wanted: &SnapshotName,
     options: &SnapshotOptions,
-    watch: Watch<'_>,
+    watch: ProgressFn<'_>,
 ) -> Result<Snapshot> {
     delete_where(file, wanted.name.as_bytes(), |snapshots| wanted.find(snapshots), options, watch).await
 }
@@ -278,7 +275,7 @@ async fn delete_where(
     wanted: &[u8],
     is_it: impl Fn(&[Snapshot]) -> Option<usize>,
     options: &SnapshotOptions,
-    watch: Watch<'_>,
+    watch: ProgressFn<'_>,
 ) -> Result<Snapshot> {
     named(file, async {
         let mut image = Image::load(file).await?;
@@ -295,7 +292,7 @@ async fn delete_where(
 }
 
 /// Beside the old metadata, or in place where there is no room for that.
-async fn carry_out(image: Image, change: Change, options: &SnapshotOptions, watch: Watch<'_>) -> Result<()> {
+async fn carry_out(image: Image, change: Change, options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<()> {
     let again = image.clone();
     match Publication::new(image, options, watch).run(change.clone()).await {
         Err(error) if is_no_room(&error) && again.may_change_in_place(&change) => {
@@ -317,7 +314,7 @@ async fn finish_in_place(
     change: Change,
     (left, freed): (u64, Vec<Range<u64>>),
     options: &SnapshotOptions,
-    watch: Watch<'_>,
+    watch: ProgressFn<'_>,
 ) -> Result<()> {
     let image = Image::load(file).await?;
     let rest = Change { active: image.l1.clone(), is_begun: true, ..change };

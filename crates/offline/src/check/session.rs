@@ -2,7 +2,8 @@
 //! The parts of an image that a check reads before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
 use super::journal::Journal;
-use super::{CheckOptions, Repair, Watch};
+use super::{CheckOptions, Repair};
+use crate::ProgressFn;
 use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
@@ -57,7 +58,7 @@ pub(super) struct Session<'a> {
     pub needs_rebuild: bool,
     /// Why nothing may be repaired.
     pub obstacles: Vec<String>,
-    pub watch: Watch<'a>,
+    pub watch: ProgressFn<'a>,
     /// The undo log, if one is kept.
     pub journal: Option<&'a Journal>,
     /// Clusters that two structures of metadata claim, sorted.
@@ -77,7 +78,7 @@ impl<'a> Session<'a> {
     pub async fn load(
         file: &'a File,
         options: &'a CheckOptions,
-        watch: Watch<'a>,
+        watch: ProgressFn<'a>,
         journal: Option<&'a Journal>,
         ledger: &mut Ledger,
     ) -> Result<Self> {

@@ -2,8 +2,9 @@
 //! Building new metadata beside the old and switching to it.
 
 use super::runs::Runs;
+use crate::ProgressFn;
 use crate::snapshots::free::{FreeClusters, StoredCounts, give_back};
-use crate::snapshots::{Image, Watch, write_all};
+use crate::snapshots::{Image, write_all};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, Header, RefcountTableEntry, limits, refcount, switch_header};
 use cowshed_storage::IoBuf;
@@ -26,7 +27,7 @@ pub(super) struct Rewrite<'a> {
     pub new: Header,
     pub stored: StoredCounts,
     free: FreeClusters,
-    watch: Watch<'a>,
+    watch: ProgressFn<'a>,
     done: u64,
     total: u64,
     /// By how much counts change.
@@ -42,7 +43,7 @@ pub(super) struct Rewrite<'a> {
 }
 
 impl<'a> Rewrite<'a> {
-    pub async fn new(image: Image, new: Header, watch: Watch<'a>) -> Result<Self> {
+    pub async fn new(image: Image, new: Header, watch: ProgressFn<'a>) -> Result<Self> {
         let table = image.refcount_table().await?;
         let free = image.free_clusters(&table)?;
         let stored = StoredCounts::new(image.file.clone(), image.geometry, table);
