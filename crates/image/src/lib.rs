@@ -15,7 +15,6 @@ pub mod node;
 pub mod open;
 pub mod options;
 mod protocols;
-pub mod rescue;
 pub mod secret;
 pub mod stats;
 

@@ -10,9 +10,9 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::open::resolve_name;
-pub use cowshed_image::rescue::Overrides;
-use cowshed_image::rescue::{Loss, Slot, Wreck};
 use cowshed_offline::snapshots::SnapshotName;
+pub use cowshed_rescue::Overrides;
+use cowshed_rescue::{Loss, Slot, Wreck};
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::sync::Arc;
@@ -307,7 +307,7 @@ impl Copy<'_> {
     }
 
     /// Takes what was read of the cluster at `guest`.
-    async fn take(&mut self, guest: u64, salvaged: cowshed_image::rescue::Salvaged) -> Result<()> {
+    async fn take(&mut self, guest: u64, salvaged: cowshed_rescue::Salvaged) -> Result<()> {
         let len = self.wreck.geometry().cluster_size().min(self.wreck.size() - guest);
         let mut lost_bytes = 0;
         for (range, loss) in salvaged.lost {

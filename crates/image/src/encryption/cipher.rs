@@ -15,8 +15,10 @@ pub trait Cipher: Send + Sync {
 }
 
 /// A cipher whose sectors are numbered by their place in the file, or on the virtual disk.
-pub(crate) struct SectorsOf {
+pub struct SectorsOf {
+    /// Encrypts the sectors.
     pub cipher: SectorCipher,
+    /// The place in the file numbers the sectors; else the place on the virtual disk.
     pub by_host: bool,
 }
 

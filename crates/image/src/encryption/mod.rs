@@ -9,11 +9,10 @@ mod transform;
 mod writers;
 
 pub use area::LuksArea;
-pub use cipher::Cipher;
-pub(crate) use cipher::SectorsOf;
+pub use cipher::{Cipher, SectorsOf};
 pub use slots::{SlotChange, change_slots, check_slot_change};
 pub(crate) use transform::{decrypt, encrypt, part_sectors};
 pub(crate) use writers::{Writers, Writing};
 
 /// Unit of encryption in bytes.
-pub(crate) const SECTOR_BYTES: u64 = cowshed_crypto::SECTOR_BYTES as u64;
+pub const SECTOR_BYTES: u64 = cowshed_crypto::SECTOR_BYTES as u64;

@@ -2,8 +2,8 @@
 //! The map of what a rescue could read and what is lost.
 
 use crate::info::SnapshotInfo;
-use cowshed_image::rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList, Wreck};
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList, Wreck};
 use serde::Serialize;
 use std::ops::Range;
 

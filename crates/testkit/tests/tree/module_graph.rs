@@ -25,7 +25,6 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ("open", &["drivers", "filters", "formats", "graph", "nbd_client", "node", "options", "protocols", "secret"]),
     ("options", &["nbd_client"]),
     ("protocols", &["nbd_client", "node"]),
-    ("rescue", &["encryption", "secret"]),
     ("secret", &[]),
     ("stats", &[]),
 ];

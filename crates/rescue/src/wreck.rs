@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A damaged image, open for reading.
 
-use super::header::{self, Fields};
-use super::orphans::is_plausible;
-use super::place::{Places, Shape, Source, places};
-use super::{Doubt, Loss, Overrides};
-use crate::Node;
-use crate::encryption::Cipher;
+use crate::header::{self, Fields};
+use crate::orphans::is_plausible;
+use crate::place::{Places, Shape, Source, places};
+use crate::{Doubt, Loss, Overrides};
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
+use cowshed_image::Node;
+use cowshed_image::encryption::Cipher;
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, Header, L1Entry};
 use cowshed_storage::IoBuf;
 use std::collections::BTreeMap;

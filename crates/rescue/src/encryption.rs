@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The data of an encrypted image.
 
-use super::Wreck;
-use super::header::CRYPT_LUKS;
-use super::wreck::salvage;
-use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, SectorsOf};
-use crate::secret::Secret;
+use crate::Wreck;
+use crate::header::CRYPT_LUKS;
+use crate::wreck::salvage;
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_crypto::legacy_aes;
+use cowshed_image::encryption::{Cipher, LuksArea, SECTOR_BYTES, SectorsOf};
+use cowshed_image::secret::Secret;
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The sources of a guest cluster's parts, as the L2 entry of a damaged image gives them.
 
-use super::{Doubt, Loss};
+use crate::{Doubt, Loss};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, Subcluster, SubclusterBitmap};
 use std::ops::Range;
 

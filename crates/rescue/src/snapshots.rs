@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The internal snapshots of a damaged image: its table is read entry by entry, as far as that goes.
 
-use super::Overrides;
-use super::wreck::{Wreck, salvage};
+use crate::Overrides;
+use crate::wreck::{Wreck, salvage};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
 use cowshed_offline::snapshots::SnapshotName;

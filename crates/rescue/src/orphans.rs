@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tables that nothing leads to any more: clusters that are in no known use and whose bytes make sense as an L2 table.
 
-use super::place::Shape;
-use super::wreck::{Slot, Wreck, salvage};
+use crate::place::Shape;
+use crate::wreck::{Slot, Wreck, salvage};
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{

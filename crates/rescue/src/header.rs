@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The header of a damaged image, field by field: what can be believed, what the user says instead, what is lost.
 
-use super::Overrides;
+use crate::Overrides;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::bytes::{be32_at, be64_at};
 use cowshed_layout::qcow2::{Geometry, Header, features, limits, offset};
