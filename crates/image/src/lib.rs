@@ -2,7 +2,6 @@
 //! The block graph: options, opening, reading and writing of disk images.
 
 mod buffers;
-pub mod create;
 pub mod dirty;
 mod drivers;
 pub mod encryption;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Creates images: a thin door to `cowshed_image::create`.
+//! Creates images: a thin door to `cowshed_create`.
 
 use crate::JobHandle;
 use cowshed_block::Result;
-pub use cowshed_image::create::{CreatePlan, CreateRequest, prepare};
+pub use cowshed_create::{CreatePlan, CreateRequest, prepare};
 
 /// Prepares and creates in one go.
 pub async fn run(request: &CreateRequest, job: &JobHandle) -> Result<CreatePlan> {

@@ -4,8 +4,8 @@
 
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, Result};
+use cowshed_create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
 use cowshed_image::Node;
-use cowshed_image::create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
 use cowshed_image::encryption::{SlotChange, change_slots, check_slot_change};
 use cowshed_image::graph::Graph;
 use cowshed_image::secret::Secret;

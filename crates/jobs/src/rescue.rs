@@ -7,8 +7,8 @@ mod map;
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_create::CreateRequest;
 use cowshed_image::Node;
-use cowshed_image::create::{self, CreateRequest};
 use cowshed_image::open::resolve_name;
 use cowshed_offline::snapshots::SnapshotName;
 pub use cowshed_rescue::Overrides;
@@ -230,7 +230,7 @@ async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[Str
         tls: spec.tls.clone(),
         ..CreateRequest::default()
     };
-    let plan = create::prepare_sized(&request, size).await?;
+    let plan = cowshed_create::prepare_sized(&request, size).await?;
     plan.run().await?;
     let writable = ImageSpec { format: Some(format), extra: plan.opening_options(), ..spec.clone() };
     let node = writable.open_for_writing().await?;

@@ -12,7 +12,7 @@ use crate::random::Random;
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use crate::scenario::{ImageDisk, Prepared, Trial};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::create::{CreateRequest, prepare_sized};
+use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};

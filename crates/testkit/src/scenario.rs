@@ -11,7 +11,7 @@ use crate::qemu::{Qemu, temp_dir};
 use crate::reflink::SharingDisk;
 use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_steps_on_queues};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
 use cowshed_image::open::{OpenRequest, open};
 use cowshed_image::secret::Secret;

@@ -8,7 +8,7 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{Error, ErrorKind};
-use cowshed_image::create::schema::help_lines;
+use cowshed_create::schema::help_lines;
 use cowshed_image::options::DriverSchema;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::amend::{self, AmendOptions};

@@ -7,7 +7,7 @@ use crate::output::{Console, Failure};
 use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use clap_complete::Shell;
-use cowshed_image::create::schema::options_of;
+use cowshed_create::schema::options_of;
 use cowshed_image::options::{DriverKind, DriverSchema};
 
 pub const VERB: Verb = Verb {

@@ -8,7 +8,7 @@ use crate::output::failure::reason_behind;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{Errno, Error};
-use cowshed_image::create::schema::options_of;
+use cowshed_create::schema::options_of;
 use cowshed_jobs::create::{self, CreateRequest};
 
 pub const VERB: Verb = Verb {

@@ -3,7 +3,7 @@
 
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
-use cowshed_image::create::schema::{CreateOption, help_lines, options_of};
+use cowshed_create::schema::{CreateOption, help_lines, options_of};
 use cowshed_image::options::{DriverKind, DriverSchema};
 
 /// True when one of the lists asks for help: an element `help` or `?`.

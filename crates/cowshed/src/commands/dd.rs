@@ -10,7 +10,7 @@ use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
-use cowshed_image::create::NO_EXPORT;
+use cowshed_create::NO_EXPORT;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_storage::{FileIdentity, path_of_text};

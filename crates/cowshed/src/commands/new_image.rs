@@ -4,7 +4,7 @@
 
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
-use cowshed_image::create::schema::options_of;
+use cowshed_create::schema::options_of;
 use cowshed_storage::path_of_text;
 use std::path::Path;
 

@@ -7,7 +7,7 @@ use super::{Shell, background};
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::create::{self, CreateRequest};
+use cowshed_create::CreateRequest;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
@@ -217,7 +217,7 @@ async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
         size: Some(base.size()),
         ..CreateRequest::default()
     };
-    create::prepare(&request).await?.run().await?;
+    cowshed_create::prepare(&request).await?.run().await?;
     let file = BlockdevOptions::new().with("driver", "file").with("filename", path);
     let tree =
         BlockdevOptions::new().with("driver", "qcow2").with("file", Value::from(file)).with("backing", base.name());

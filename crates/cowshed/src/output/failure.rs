@@ -3,7 +3,7 @@
 
 use crate::invocation::Persona;
 use cowshed_block::{Error, ErrorKind};
-use cowshed_image::create::NO_EXPORT;
+use cowshed_create::NO_EXPORT;
 use cowshed_image::open::is_nbd_name;
 
 /// What ends a verb early.

@@ -4,8 +4,8 @@
 
 use super::{failed, free_name};
 use crate::state::Daemon;
+use cowshed_create::{CreateRequest, check_device_name, path_of_name, prepare};
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, check_device_name, path_of_name, prepare};
 use cowshed_image::graph::{AttachRequest, Attachment, files_below};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};

@@ -3,8 +3,8 @@
 
 use crate::state::Daemon;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::Node;
-use cowshed_image::create::{CreateRequest, prepare_sized};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::text_of_path;
 use serde_json::json;

@@ -11,7 +11,8 @@ mod writers;
 pub use area::LuksArea;
 pub use cipher::{Cipher, SectorsOf};
 pub use slots::{SlotChange, change_slots, check_slot_change};
-pub(crate) use transform::{decrypt, encrypt, part_sectors};
+pub use transform::encrypt;
+pub(crate) use transform::{decrypt, part_sectors};
 pub(crate) use writers::{Writers, Writing};
 
 /// Unit of encryption in bytes.

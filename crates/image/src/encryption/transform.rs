@@ -22,7 +22,7 @@ const PIECE_BYTES: usize = 128 << 10;
 type Work = fn(&dyn Cipher, GuestOffset, HostOffset, &mut [u8]);
 
 /// Encrypts a buffer of whole sectors that goes to `host` for the guest's `guest`.
-pub(crate) async fn encrypt(cipher: &Arc<dyn Cipher>, guest: GuestOffset, host: HostOffset, buf: IoBuf) -> IoBuf {
+pub async fn encrypt(cipher: &Arc<dyn Cipher>, guest: GuestOffset, host: HostOffset, buf: IoBuf) -> IoBuf {
     run(cipher, guest, host, buf, |cipher, guest, host, bytes| cipher.encrypt(guest, host, bytes)).await
 }
 

@@ -22,10 +22,9 @@ pub(crate) use children::{NamedBacking, encrypt_key};
 pub(crate) use line::{DriverLine, FirstUse, Telling};
 pub use names::{check_file_name, options_with_name, resolve as resolve_name};
 pub use naming::check_header_name;
-pub(crate) use nbd::open_nbd_file;
-pub use nbd::{TlsCredentials, is_nbd_name};
+pub use nbd::{TlsCredentials, is_nbd_name, open_nbd_file};
 pub use policy::{FileKind, Files, HostFiles, Policy};
-pub(crate) use protocols::is_read_only_device;
+pub use protocols::is_read_only_device;
 
 use crate::graph::Graph;
 use crate::node::Node;

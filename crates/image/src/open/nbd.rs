@@ -63,7 +63,7 @@ pub fn is_nbd_name(name: &str) -> bool {
 }
 
 /// The export that a URI names, for writing, as storage for a new image.
-pub(crate) async fn open_nbd_file(name: &str) -> Result<File> {
+pub async fn open_nbd_file(name: &str) -> Result<File> {
     let options =
         options::nbd_client(&options::nbd_of_uri(&NbdUri::parse(name)?), |id| Err(options::no_credentials(id)));
     let options = options.map_err(|error: Error| error.file(name))?;

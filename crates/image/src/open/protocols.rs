@@ -113,7 +113,7 @@ impl Opener {
 }
 
 /// True for a block device that takes no writes, which the system tells who writes only.
-pub(crate) fn is_read_only_device(path: &std::path::Path) -> bool {
+pub fn is_read_only_device(path: &std::path::Path) -> bool {
     let Ok(metadata) = std::fs::metadata(path) else { return false };
     let device = std::os::unix::fs::MetadataExt::rdev(&metadata);
     let major = ((device >> 8) & 0xfff) | ((device >> 32) & !0xfff);

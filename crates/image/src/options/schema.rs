@@ -247,7 +247,7 @@ fn unknown_overlap_check(text: &str) -> String {
 }
 
 /// QEMU's three lines for a parameter that is no size.
-pub(crate) fn size_expected(parameter: &str) -> String {
+pub fn size_expected(parameter: &str) -> String {
     format!(
         "Parameter '{parameter}' expects a non-negative number below 2^64\n\
          Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\

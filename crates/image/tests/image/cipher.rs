@@ -3,7 +3,7 @@
 //! must encrypt it again.
 
 use cowshed_block::{GuestOffset, HostOffset};
-use cowshed_image::create::{qcow2::Qcow2CreateOptions, write_fresh_qcow2};
+use cowshed_create::{qcow2::Qcow2CreateOptions, write_fresh_qcow2};
 use cowshed_image::formats::qcow2::{Cipher, Qcow2Driver};
 use cowshed_image::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};

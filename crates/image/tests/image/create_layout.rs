@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Fresh images equal those of the real qemu-img byte for byte.
 
-use cowshed_image::create::layout::FreshLayout;
-use cowshed_image::create::qcow2::Qcow2CreateOptions;
-use cowshed_image::create::schema::{OptionValues, QCOW2};
+use cowshed_create::layout::FreshLayout;
+use cowshed_create::qcow2::Qcow2CreateOptions;
+use cowshed_create::schema::{OptionValues, QCOW2};
 use std::path::Path;
 use std::process::Command;
 

@@ -2,7 +2,7 @@
 //! Encrypted images of our own making, in qcow2 and as volumes of the format `luks`: the real QEMU and cryptsetup read
 //! them, and we theirs.
 
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};

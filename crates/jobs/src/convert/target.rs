@@ -6,9 +6,9 @@ use super::source::Sources;
 use crate::ImageSpec;
 use cowshed_block::{Error, Result};
 use cowshed_codec::Codec;
+use cowshed_create::schema::{OptionValues, options_of};
+use cowshed_create::{CreateRequest, Created};
 use cowshed_image::Node;
-use cowshed_image::create::schema::{OptionValues, options_of};
-use cowshed_image::create::{self, CreateRequest, Created};
 use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;
@@ -150,7 +150,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         secrets: options.target.secrets.clone(),
         tls: options.target.tls.clone(),
     };
-    let plan = create::prepare_sized(&request, sources.size()).await?;
+    let plan = cowshed_create::prepare_sized(&request, sources.size()).await?;
     if options.bitmaps && !plan.takes_bitmaps() {
         let message = format!("Format driver '{}' does not support bitmaps", request.format);
         return Err(Error::unsupported(message).file(&request.filename));

@@ -2,7 +2,7 @@
 //! Key slots: what we change opens in QEMU, what QEMU changes opens here, and what is refused changes nothing.
 
 use cowshed_block::Result;
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::open;
 use cowshed_image::secret::Secret;
 use cowshed_jobs::key_slots::{KeySlotOptions, run};

@@ -3,8 +3,8 @@
 //! `layout.rs`.
 
 use super::replay::Entry;
-use cowshed_image::create::qcow2::Qcow2CreateOptions;
-use cowshed_image::create::write_fresh_qcow2;
+use cowshed_create::qcow2::Qcow2CreateOptions;
+use cowshed_create::write_fresh_qcow2;
 use cowshed_image::open::Policy;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_offline::check::{CheckOptions, Repair, check};

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Power cuts while an image is created: the file is a whole image or none.
 
+use cowshed_create::qcow2::Qcow2CreateOptions;
+use cowshed_create::schema::{OptionValues, options_of};
+use cowshed_create::{CreateRequest, prepare, write_fresh_qcow2};
+use cowshed_create::{ImageEncryption, NewEncryption};
 use cowshed_image::Preallocation;
-use cowshed_image::create::qcow2::Qcow2CreateOptions;
-use cowshed_image::create::schema::{OptionValues, options_of};
-use cowshed_image::create::{CreateRequest, prepare, write_fresh_qcow2};
-use cowshed_image::create::{ImageEncryption, NewEncryption};
 use cowshed_image::secret::Secret;
 use cowshed_simulator::{Config, Event, World};
 use cowshed_storage::{File, OpenOptions};

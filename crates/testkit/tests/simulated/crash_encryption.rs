@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Power cuts while an encrypted image is written to, and while its key slots change.
 
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::encryption::{LuksArea, SlotChange, change_slots};
 use cowshed_image::secret::Secret;
 use cowshed_simulator::{Config, PageMap, World};

@@ -3,7 +3,7 @@
 //! case, `COWSHED_SEEDS=A..B` a range.
 
 use cowshed_block::Errno;
-use cowshed_image::create::{CreateRequest, prepare_sized};
+use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_simulator::{Config, Effect, Fault, OpKind};

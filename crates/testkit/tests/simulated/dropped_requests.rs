@@ -2,7 +2,7 @@
 //! Requests whose futures are dropped half-way, on the simulated disk. The kernel carries on with the I/O of such a request, so the
 //! request must keep its rights to the clusters until that I/O ends.
 
-use cowshed_image::create::{CreateRequest, prepare_sized};
+use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::options::BlockdevOptions;

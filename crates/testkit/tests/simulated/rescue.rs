@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Rescues: what can be reached is read, what is lost is named, and the damaged image stays as it is.
 
-use cowshed_image::create::{CreateRequest, prepare};
+use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::secret::Secret;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};

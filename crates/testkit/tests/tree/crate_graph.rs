@@ -43,6 +43,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
         ],
     ),
+    ("cowshed-create", &["cowshed-block", "cowshed-crypto", "cowshed-image", "cowshed-layout", "cowshed-storage"]),
     ("cowshed-nbd-proto", &["cowshed-block"]),
     ("cowshed-fuse-proto", &[]),
     ("cowshed-fuse", &["cowshed-block", "cowshed-fuse-proto", "cowshed-image", "cowshed-storage"]),
@@ -56,6 +57,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &[
             "cowshed-block",
             "cowshed-codec",
+            "cowshed-create",
             "cowshed-layout",
             "cowshed-offline",
             "cowshed-qcow2",
@@ -68,6 +70,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed",
         &[
             "cowshed-block",
+            "cowshed-create",
             "cowshed-layout",
             "cowshed-offline",
             "cowshed-qcow2",
@@ -84,6 +87,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed-daemon",
         &[
             "cowshed-block",
+            "cowshed-create",
             "cowshed-fuse",
             "cowshed-http-server",
             "cowshed-image",
@@ -102,6 +106,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &[
             "cowshed-block",
             "cowshed-codec",
+            "cowshed-create",
             "cowshed-layout",
             "cowshed-offline",
             "cowshed-qcow2",

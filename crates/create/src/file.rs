@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Puts fresh images into files.
 
-pub(super) use super::created::Failed;
-use super::created::{Created, take_back};
-use super::encryption::NewEncryption;
-use super::layout::FreshLayout;
-use super::qcow2::Qcow2CreateOptions;
-use crate::encryption::{Cipher, encrypt};
-use crate::node::Preallocation;
-use crate::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
+pub(super) use crate::created::Failed;
+use crate::created::{Created, take_back};
+use crate::encryption::NewEncryption;
+use crate::layout::FreshLayout;
+use crate::qcow2::Qcow2CreateOptions;
 use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result, slip};
+use cowshed_image::encryption::{Cipher, encrypt};
+use cowshed_image::node::Preallocation;
+use cowshed_image::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, rt, sync_folder_of, text_of_path,
 };
@@ -176,7 +176,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how:
     match &options.data_file {
         Some(name) => {
             check_data_file_name(name)?;
-            let made = create_data_file(path, &super::path_of_name(name), options, how).await;
+            let made = create_data_file(path, &crate::path_of_name(name), options, how).await;
             data_file = made.map_err(|error| error.file(name))?;
         }
         None => check_space(path, options.preallocation)?,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The encryption of a new image: its options, and the LUKS header that they come to.
 
-use super::schema::OptionValues;
-use crate::encryption::{Cipher, SectorsOf};
-use crate::secret::Secret;
+use crate::schema::OptionValues;
 use cowshed_block::{Error, Result};
 use cowshed_crypto::luks::{self, MasterKey, Volume, iterations_for};
 use cowshed_crypto::{Algorithm, Chaining, CipherSpec, Hash, InitialVector, SectorCipher, legacy_aes};
+use cowshed_image::encryption::{Cipher, SectorsOf};
+use cowshed_image::secret::Secret;
 use cowshed_layout::luks::HEADER_BYTES;
 use cowshed_storage::{File, IoBuf, rt};
 use std::sync::Arc;
@@ -248,16 +248,16 @@ impl NewVolume {
     /// barrier.
     pub(crate) async fn write_rest(&self, file: &File, offset: u64) -> Result<()> {
         let header = self.volume.header().encode();
-        let (_, rest) = header.split_at(crate::encryption::SECTOR_BYTES as usize);
+        let (_, rest) = header.split_at(cowshed_image::encryption::SECTOR_BYTES as usize);
         let material = self.volume.key_material(0).start;
         file.write_at(IoBuf::copy_from(&self.material), offset + material).await.0?;
-        file.write_at(IoBuf::copy_from(rest), offset + crate::encryption::SECTOR_BYTES).await.0
+        file.write_at(IoBuf::copy_from(rest), offset + cowshed_image::encryption::SECTOR_BYTES).await.0
     }
 
     /// See [`NewVolume::write_rest`].
     pub(crate) async fn write_first_sector(&self, file: &File, offset: u64) -> Result<()> {
         let header: [u8; HEADER_BYTES] = self.volume.header().encode();
-        file.write_at(IoBuf::copy_from(&header[..crate::encryption::SECTOR_BYTES as usize]), offset).await.0
+        file.write_at(IoBuf::copy_from(&header[..cowshed_image::encryption::SECTOR_BYTES as usize]), offset).await.0
     }
 }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New images of formats without an engine: each is a few pieces, which `layout` knows.
 
-use super::file::{Failed, Manner, NewName, write_zeroes};
-use super::qcow2::{layout_hints, round_size};
-use super::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
-use super::{Created, path_of};
-use crate::open::{OpenRequest, open, resolve_name};
+use crate::file::{Failed, Manner, NewName, write_zeroes};
+use crate::qcow2::{layout_hints, round_size};
+use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
+use crate::{Created, path_of};
 use cowshed_block::{Error, Result};
+use cowshed_image::open::{OpenRequest, open, resolve_name};
 use cowshed_layout::fresh::{FreshFile, Piece};
 use cowshed_layout::parallels::NewParallels;
 use cowshed_layout::qcow::NewQcow;

@@ -9,12 +9,12 @@ pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
-use crate::graph::files_below;
-use crate::node::Preallocation;
-use crate::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
-use crate::options::DriverSchema;
-use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::graph::files_below;
+use cowshed_image::node::Preallocation;
+use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
+use cowshed_image::options::DriverSchema;
+use cowshed_image::secret::Secret;
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};

@@ -5,8 +5,8 @@
 //! one after the other from cluster 0 on. Further refcount blocks, which only a large L1 table or preallocation needs,
 //! come next. At the end stands each preallocated L2 table with its data clusters.
 
-use super::encryption::ImageEncryption;
-use super::qcow2::{Qcow2CreateOptions, too_large};
+use crate::encryption::ImageEncryption;
+use crate::qcow2::{Qcow2CreateOptions, too_large};
 use cowshed_block::{Compression, Result, name_of_text};
 use cowshed_layout::qcow2::{EncryptionHeader, Extension, Header, features, refcount};
 use std::collections::BTreeMap;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The options of a fresh qcow2 image and their rules.
 
-use super::encryption::ImageEncryption;
-use super::schema::OptionValues;
-use crate::node::Preallocation;
-use crate::secret::Secret;
+use crate::encryption::ImageEncryption;
+use crate::schema::OptionValues;
 use cowshed_block::{Compression, Error, Result, name_of_text};
+use cowshed_image::node::Preallocation;
+use cowshed_image::secret::Secret;
 use cowshed_storage::LayoutHints;
 
 /// Largest L1 table, bytes: QEMU opens no image with a larger one.

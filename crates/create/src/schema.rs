@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `-o` options of `create`, per format, and the parser of their lists.
 
-use crate::options::{parse_on_off, parse_size, size_expected};
 use cowshed_block::{Error, Result};
+use cowshed_image::options::{parse_on_off, parse_size, size_expected};
 
 /// The type of an option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -222,7 +222,7 @@ pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
         "qcow2" => Some(QCOW2),
         "luks" => Some(LUKS),
         "raw" | "file" => Some(RAW),
-        name => super::fresh::find(name).map(|format| format.options),
+        name => crate::fresh::find(name).map(|format| format.options),
     }
 }
 
