@@ -328,7 +328,7 @@ impl Engine {
     /// The guest bytes that a new host cluster takes over from the old one: with extended L2 entries from the first to the
     /// last subcluster that has data. `u64::MAX..0` when it takes nothing over.
     fn carried(&self, found: &Found, cluster: u64) -> Range<u64> {
-        let nothing = u64::MAX..0;
+        let nothing = Range { start: u64::MAX, end: 0 };
         let Class::New { carries: true } = found.class else { return nothing };
         let guest = cluster << self.geometry.cluster_bits();
         if !self.geometry.extended_l2() || matches!(found.cluster, Cluster::Compressed(_)) {
