@@ -83,7 +83,7 @@ pub(super) async fn begin<'a>(
         if style != Style::Fixed {
             return Err(Error::unsupported("the server has no TLS").qemu("Server does not support STARTTLS"));
         }
-        handshake.expect_ack(code::STARTTLS, "the server refuses TLS").await?;
+        handshake.start_tls().await?;
         if !handshake.receiver.is_empty() {
             return Err(broken(Malformed("the server went on without waiting for TLS")));
         }
@@ -189,17 +189,21 @@ impl Handshake<'_> {
     async fn is_acked(&mut self, option: u32) -> Result<bool> {
         match self.ask(option, &[]).await? {
             End::Ack => Ok(true),
-            End::Refused(rep::ERR_TLS_REQD, message) => Err(refused(rep::ERR_TLS_REQD, &message, "")),
             End::Refused(..) => Ok(false),
         }
     }
 
-    async fn expect_ack(&mut self, option: u32, what: &str) -> Result<()> {
-        match self.ask(option, &[]).await? {
-            End::Ack => Ok(()),
-            End::Refused(_, message) if message.is_empty() => Err(Error::unsupported(what)),
-            End::Refused(_, message) => Err(Error::unsupported(format!("{what}: {message}"))),
-        }
+    async fn start_tls(&mut self) -> Result<()> {
+        let (kind, message) = match self.ask(code::STARTTLS, &[]).await? {
+            End::Ack => return Ok(()),
+            End::Refused(kind, message) => (kind, message),
+        };
+        let because = if message.is_empty() { String::new() } else { format!(": {message}") };
+        let error = Error::unsupported(format!("the server refuses TLS{because}"));
+        Err(match kind {
+            rep::ERR_POLICY => error.qemu(format!("Denied by server for option 5 (starttls){}", reported(&message))),
+            _ => error,
+        })
     }
 
     /// Sends an option and takes the answers up to the last one.
@@ -255,17 +259,27 @@ impl Handshake<'_> {
     }
 }
 
-pub(super) fn refused(kind: u32, message: &str, export: &str) -> Error {
+fn refused(kind: u32, message: &str, export: &str) -> Error {
     let because = if message.is_empty() { String::new() } else { format!(": {message}") };
     match kind {
-        rep::ERR_UNKNOWN => {
-            let said = if message.is_empty() { String::new() } else { format!("\nserver reported: {message}") };
-            Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}"))
-                .qemu(format!("Requested export not available{said}"))
-        }
-        rep::ERR_TLS_REQD => Error::new(ErrorKind::PermissionDenied, format!("the server insists on TLS{because}")),
+        rep::ERR_UNKNOWN => Error::new(ErrorKind::NotFound, format!("the server has no export '{export}'{because}"))
+            .qemu(format!("Requested export not available{}", reported(message))),
+        rep::ERR_TLS_REQD => insists_on_tls("7 (go)", message),
         rep::ERR_SHUTDOWN => Error::new(ErrorKind::Busy, format!("the server is stopping{because}")),
         rep::ERR_POLICY => Error::new(ErrorKind::PermissionDenied, format!("the server refuses the export{because}")),
         _ => Error::new(ErrorKind::InvalidArgument, format!("the server refuses the export '{export}'{because}")),
     }
+}
+
+/// `option` is the one that the server refuses, in QEMU's words.
+pub(super) fn insists_on_tls(option: &str, message: &str) -> Error {
+    let because = if message.is_empty() { String::new() } else { format!(": {message}") };
+    let sentence = format!("TLS negotiation required before option {option}\nDid you forget a valid tls-creds?");
+    Error::new(ErrorKind::PermissionDenied, format!("the server insists on TLS{because}"))
+        .qemu(format!("{sentence}{}", reported(message)))
+}
+
+/// What the server says, as QEMU adds it to an error.
+fn reported(message: &str) -> String {
+    if message.is_empty() { String::new() } else { format!("\nserver reported: {message}") }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The exports of a server.
 
-use super::handshake::{End, Handshake, Style, begin, refused};
+use super::handshake::{End, Handshake, Style, begin, insists_on_tls};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -58,7 +58,7 @@ impl Handshake<'_> {
         self.choose_replies().await?;
         if let End::Refused(kind, message) = self.ask(code::LIST, &[]).await? {
             return Err(match kind {
-                rep::ERR_TLS_REQD => refused(kind, &message, ""),
+                rep::ERR_TLS_REQD => insists_on_tls("3 (list)", &message),
                 _ => Error::new(ErrorKind::PermissionDenied, format!("the server doesn't list its exports: {message}")),
             });
         }

@@ -4,9 +4,9 @@
 use super::credentials::{ClientTls, ServerTls, server_name};
 use super::identity::distinguished_name;
 use super::{Plain, failed};
-use cowshed_block::Result;
+use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
-use rustls::{ClientConnection, Connection, ServerConnection};
+use rustls::{CertificateError, ClientConnection, Connection, ServerConnection};
 use std::io::{Read, Write};
 
 /// Encrypted bytes that are received at once.
@@ -25,6 +25,20 @@ impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Session")
     }
+}
+
+/// An error of the handshake, with QEMU's words for certificates.
+fn refused(error: &rustls::Error) -> Error {
+    let words = match error {
+        rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
+            "The certificate hasn't got a known issuer".to_owned()
+        }
+        rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { expected, .. }) => {
+            format!("Certificate does not match the hostname {}", expected.to_str())
+        }
+        _ => return failed(error),
+    };
+    failed(error).qemu(words)
 }
 
 impl Session {
@@ -111,7 +125,7 @@ impl Session {
         let mut bytes = &self.raw[self.start..self.end];
         let count = self.connection.read_tls(&mut bytes).map_err(|error| failed(&error))?;
         self.start += count;
-        self.connection.process_new_packets().map_err(|error| failed(&error))?;
+        self.connection.process_new_packets().map_err(|error| refused(&error))?;
         Ok(true)
     }
 }
