@@ -163,12 +163,16 @@ fn check_deletable(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     if daemon.graph.attachments().iter().any(uses) {
         return Err(QmpError::generic(format!("Node {name} is in use")));
     }
-    daemon.jobs.check_free(node)?;
+    // In QEMU a backup is a user of its source, as a filter is.
+    let is_source = daemon.jobs.back_up(node);
+    if !is_source {
+        daemon.jobs.check_free(node)?;
+    }
     names::check_no_overlay(daemon, node)?;
     if !daemon.graph.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node)) {
         return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
     }
-    if !names::parents(daemon, node).is_empty() {
+    if is_source || !names::parents(daemon, node).is_empty() {
         return Err(QmpError::generic(format!("Block device {name} is in use")));
     }
     Ok(())

@@ -473,6 +473,20 @@ impl Jobs {
         found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotActive, format!("Block job '{id}' not found")))
     }
 
+    /// True while backups read the node and no other job works on it.
+    pub fn back_up(&self, node: &Arc<Node>) -> bool {
+        let list = self.list.borrow();
+        let mut users = list
+            .iter()
+            .filter(|job| !matches!(job.status(), Status::Concluded | Status::Null))
+            .filter(|job| job.nodes.borrow().iter().any(|used| Arc::ptr_eq(used, node)))
+            .peekable();
+        let reads = |job: &Rc<Job>| {
+            job.kind == "backup" && job.nodes.borrow().first().is_some_and(|source| Arc::ptr_eq(source, node))
+        };
+        users.peek().is_some() && users.all(reads)
+    }
+
     /// Refused while a job works on the node.
     pub fn check_free(&self, node: &Arc<Node>) -> QmpResult<()> {
         self.check_free_as(node, node.name())
