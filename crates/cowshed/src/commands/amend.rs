@@ -100,8 +100,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 /// qemu-img has opened the image and read the options by then.
 fn is_refused_by_format(error: &Error) -> bool {
-    let fields = ["backing_file", "compat", "data_file", "data_file_raw", "keyslot", "lazy_refcounts", "refcount_bits"];
-    error.field_name().is_some_and(|field| fields.contains(&field)) && !error.message().contains("arameter")
+    let fields = ["compat", "data_file", "data_file_raw", "keyslot", "lazy_refcounts", "refcount_bits"];
+    let is_late = error.field_name().is_some_and(|field| fields.contains(&field));
+    let is_backing = error.message().starts_with("Cannot amend the backing file");
+    (is_late || is_backing) && !error.message().contains("arameter")
 }
 
 fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
