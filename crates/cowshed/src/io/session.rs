@@ -197,7 +197,7 @@ async fn with_driver(spec: &OpenSpec, tree: BlockdevOptions) -> Result<BlockdevO
 /// A temporary overlay over the image. Its file has no name any more when this returns.
 async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<Arc<Node>> {
     // A server may serve one client only: the overlay stands on what is open.
-    let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_else(Graph::new)), ..spec.clone() };
+    let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_default()), ..spec.clone() };
     let reading = OpenSpec { read_only: true, ..spec.clone() };
     let base = open_image(reading.request(Some(base.unwrap_or_default()))?).await?;
     match overlay_over(&spec, &base).await {
