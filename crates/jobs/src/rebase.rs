@@ -244,10 +244,11 @@ impl Move<'_> {
 
     /// What is looked at, and written, as a whole: what is compressed is a cluster.
     fn unit(&self) -> u64 {
-        geometry(self.image).map_or(runs::PIECE_BYTES, |geometry| match self.options.compressed {
-            true => geometry.cluster_bytes,
-            false => geometry.allocation_unit_bytes,
-        })
+        match geometry(self.image) {
+            Some(geometry) if self.options.compressed => geometry.cluster_bytes,
+            Some(geometry) => geometry.allocation_unit_bytes,
+            None => self.image.description().and_then(|known| known.cluster_bytes).unwrap_or(runs::PIECE_BYTES),
+        }
     }
 
     /// Writes those units of `bytes`, which stand at `start`, that differ from what would be read there; `differs` also gets

@@ -154,6 +154,10 @@ impl QedHeader {
 pub const FEATURES_AT: u64 = 16;
 /// Where the header has the features that a program must clear that doesn't know them.
 pub const AUTOCLEAR_FEATURES_AT: u64 = 32;
+/// What [`QedHeader::rename`] wants of a file: its first sector.
+pub const FIRST_BYTES: usize = SECTOR_BYTES as usize;
+/// Where a name goes whose place beside the header is taken by the old one. The header's cluster has at least 4 KiB.
+const FAR_NAME_AT: u64 = 2048;
 /// Where the header has the size of the disk.
 pub const SIZE_AT: u64 = 48;
 
@@ -163,6 +167,43 @@ impl QedHeader {
         let backing = if self.backing_name.is_some() { FEATURE_BACKING_FILE } else { 0 };
         let raw = if self.backing_is_raw { FEATURE_BACKING_IS_RAW } else { 0 };
         (backing | raw).to_le_bytes()
+    }
+
+    /// What writes another backing file's name and whether that is raw to the header: stages of writes, offset and bytes, with a
+    /// barrier between. `first` is the first [`FIRST_BYTES`] bytes of the file, or fewer where there are no more. Each stage but the
+    /// last changes bytes that nothing refers to; the last is one write of the first sector.
+    pub fn rename(&self, first: &[u8], backing: Option<(&[u8], bool)>) -> Result<Vec<Vec<(u64, Vec<u8>)>>> {
+        let name = backing.map_or(&b""[..], |(name, _)| name);
+        if name.len() > MAX_BACKING_NAME_BYTES as usize {
+            return Err(Error::invalid_argument("Backing file name too long").field("backing_file"));
+        }
+        let sector = first.get(..SECTOR_BYTES as usize).filter(|sector| sector.starts_with(MAGIC));
+        let mut sector = sector.ok_or_else(|| wrong("header", 0, first.len(), "the QED header is cut short"))?.to_vec();
+        let (beside, len) = (HEADER_BYTES as u64, name.len() as u64);
+        let old = self.backing_name.map_or(0..0, |(at, len)| at..at + u64::from(len));
+        // A name that isn't all in the first sector comes to a place beside the old one first.
+        let (place, in_sector) = match beside + len <= SECTOR_BYTES {
+            true => (beside, true),
+            false if old.start < beside + len && beside < old.end => (FAR_NAME_AT, false),
+            false => (beside, false),
+        };
+        let mut stages = Vec::new();
+        if in_sector {
+            sector[HEADER_BYTES..HEADER_BYTES + name.len()].copy_from_slice(name);
+        } else {
+            stages.push(vec![(place, name.to_vec())]);
+            let shared = usize::try_from(SECTOR_BYTES.saturating_sub(place)).unwrap_or(0);
+            sector[SECTOR_BYTES as usize - shared..].copy_from_slice(&name[..shared]);
+        }
+        let features = le64_at(&sector, FEATURES_AT as usize).unwrap_or(0);
+        let features = features & !(FEATURE_BACKING_FILE | FEATURE_BACKING_IS_RAW)
+            | if backing.is_some() { FEATURE_BACKING_FILE } else { 0 }
+            | if backing.is_some_and(|(_, is_raw)| is_raw) { FEATURE_BACKING_IS_RAW } else { 0 };
+        sector[FEATURES_AT as usize..][..8].copy_from_slice(&features.to_le_bytes());
+        sector[56..60].copy_from_slice(&(place as u32).to_le_bytes());
+        sector[60..64].copy_from_slice(&(len as u32).to_le_bytes());
+        stages.push(vec![(0, sector)]);
+        Ok(stages)
     }
 
     /// The largest disk that the tables can describe, in bytes.

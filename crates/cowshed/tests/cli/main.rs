@@ -29,6 +29,7 @@ mod onto_itself;
 mod oracle;
 mod package;
 mod program;
+mod rebased_formats;
 mod refusals;
 mod running;
 mod samples;

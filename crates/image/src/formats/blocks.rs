@@ -99,6 +99,17 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
+    /// Whether the image's header can name another backing file, in an image that is there already.
+    const RENAMES_BACKING: bool = false;
+    /// Has the header name another backing file, or none, durably.
+    fn rename_backing(
+        &self,
+        _file: &File,
+        _name: Option<&str>,
+        _format: Option<&str>,
+    ) -> impl Future<Output = Result<()>> {
+        async { Err(Error::unsupported("the format has no way to name another backing file")) }
+    }
     /// Forgets what it has read of tables.
     fn forget(&self) {}
     /// Where on the whole disk its own begins, in bytes.
@@ -448,6 +459,17 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
 
     fn writer(&self) -> Option<&dyn MappedWriter> {
         self.writer.get().is_some().then_some(self)
+    }
+
+    fn renames_backing(&self) -> bool {
+        F::RENAMES_BACKING
+    }
+
+    fn rename_backing<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.flush(&self.format, &self.file).await?;
+            self.format.rename_backing(&self.file.storage(), name, format).await
+        })
     }
 
     fn start_writing(&self) -> Work<'_> {

@@ -5,7 +5,8 @@
 
 use crate::buffers::join;
 use crate::node::{
-    Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    Backing, BackingName, Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work,
+    ZeroFlags, done,
 };
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -114,6 +115,14 @@ pub(crate) trait MappedFormat: Send + Sync {
     /// The part that writes, of an image that was opened for that.
     fn writer(&self) -> Option<&dyn MappedWriter> {
         None
+    }
+    /// Whether the header of an image can come to name another backing file.
+    fn renames_backing(&self) -> bool {
+        false
+    }
+    /// Has the header name another backing file, or none. All that was written before is durable by then.
+    fn rename_backing<'a>(&'a self, _name: Option<&'a str>, _format: Option<&'a str>) -> Work<'a> {
+        done(Err(Error::unsupported("the format has no way to name another backing file")))
     }
     /// Makes the part that writes, for an image whose files have become writable.
     fn start_writing(&self) -> Work<'_>;
@@ -400,12 +409,51 @@ impl Driver for MappedDriver {
         Some((description.backing_name, description.backing_format.map(str::to_owned)))
     }
 
+    fn backing(&self) -> Option<&dyn Backing> {
+        self.format.renames_backing().then_some(self)
+    }
+
     fn tells_damage(&self) -> bool {
         true
     }
 
     fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
         self.written(Some(self.format.start_writing()))
+    }
+}
+
+impl BackingName for MappedDriver {
+    fn name(&self) -> Option<String> {
+        self.format.describe().backing_name
+    }
+
+    fn format(&self) -> Option<String> {
+        self.format.describe().backing_format.map(str::to_owned)
+    }
+
+    fn is_left_out(&self) -> bool {
+        self.no_backing
+    }
+
+    /// Zeroes over a backing file are always the image's own, however long that one is.
+    fn plan_for(&self, _bytes: Option<u64>) {}
+
+    fn can_be_emptied(&self) -> bool {
+        false
+    }
+}
+
+impl Backing for MappedDriver {
+    fn link(&self, backing: Option<Arc<Node>>) {
+        self.backing.set(backing);
+    }
+
+    fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
+        self.written(Some(self.format.rename_backing(name, format)))
+    }
+
+    fn make_empty(&self) -> Work<'_> {
+        done(Err(Error::unsupported("the format has no way to empty an image").file(self.filename.clone())))
     }
 }
 

@@ -7,14 +7,15 @@ use super::units::Units;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, name_of_text};
 use cowshed_layout::qed::{
-    AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
+    AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "qed",
@@ -29,19 +30,28 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 struct Qed {
     header: QedHeader,
     l1: Table,
-    backing_name: Option<String>,
+    backing: Mutex<BackingFile>,
     /// Size of the disk in bytes.
     size: AtomicU64,
     /// The header says that the image needs a check.
     needs_check: AtomicBool,
 }
 
+/// The backing file as the header names it.
+#[derive(Clone)]
+struct BackingFile {
+    name: Option<String>,
+    is_raw: bool,
+    /// Offset and length in the file.
+    place: Option<(u64, u32)>,
+}
+
 /// Opens a QED image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let qed = load(&file).await.map_err(|error| file.named(error))?;
-    let format = qed.backing_format().map(str::to_owned);
-    let backing = NamedBacking { name: qed.backing_name.clone(), format };
+    let named = qed.backing();
+    let backing = NamedBacking { format: named.format().map(str::to_owned), name: named.name };
     finish(opener, draft, file, qed, backing).await
 }
 
@@ -54,12 +64,25 @@ async fn load(file: &ImageFile) -> Result<Qed> {
         None => None,
     };
     let (size, needs_check) = (AtomicU64::new(header.size), AtomicBool::new(header.needs_check));
-    Ok(Qed { header, l1, backing_name, size, needs_check })
+    let backing = BackingFile { name: backing_name, is_raw: header.backing_is_raw, place: header.backing_name };
+    Ok(Qed { header, l1, backing: Mutex::new(backing), size, needs_check })
+}
+
+impl BackingFile {
+    fn format(&self) -> Option<&'static str> {
+        self.is_raw.then_some("raw")
+    }
 }
 
 impl Qed {
-    fn backing_format(&self) -> Option<&'static str> {
-        self.header.backing_is_raw.then_some("raw")
+    fn backing(&self) -> BackingFile {
+        self.backing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The header as it is now. What can change is the backing file, the mark of a check, and the size.
+    fn header_now(&self) -> QedHeader {
+        let backing = self.backing();
+        QedHeader { backing_name: backing.place, backing_is_raw: backing.is_raw, ..self.header.clone() }
     }
 
     /// A place in the file that an entry of a table names.
@@ -128,12 +151,17 @@ impl Qed {
     /// Writes to the header that no check is needed.
     async fn mark_clean(&self, file: &File) -> Result<()> {
         if self.needs_check.load(Ordering::Relaxed) {
-            file.write_at(IoBuf::copy_from(&self.header.clean_features()), FEATURES_AT).await.0?;
+            file.write_at(IoBuf::copy_from(&self.header_now().clean_features()), FEATURES_AT).await.0?;
             file.sync().await?;
             self.needs_check.store(false, Ordering::Relaxed);
         }
         Ok(())
     }
+}
+
+async fn read_header(file: &File) -> Result<IoBuf> {
+    let (result, header) = file.read_at(IoBuf::zeroed(HEADER_BYTES), 0).await;
+    result.map(|()| header)
 }
 
 impl BlockFormat for Qed {
@@ -156,11 +184,31 @@ impl BlockFormat for Qed {
         file.sync().await
     }
 
+    const RENAMES_BACKING: bool = true;
+
+    async fn rename_backing(&self, file: &File, name: Option<&str>, format: Option<&str>) -> Result<()> {
+        let bytes = name.map(name_of_text);
+        let is_raw = bytes.is_some() && format == Some("raw");
+        let (result, first) = file.read_at(IoBuf::zeroed(FIRST_BYTES), 0).await;
+        result?;
+        for stage in self.header_now().rename(&first, bytes.as_deref().map(|name| (name, is_raw)))? {
+            for (offset, bytes) in stage {
+                file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
+            }
+            file.sync().await?;
+        }
+        let place = QedHeader::parse(&read_header(file).await?)?.backing_name;
+        *self.backing.lock().unwrap_or_else(PoisonError::into_inner) =
+            BackingFile { name: name.map(str::to_owned), is_raw, place };
+        Ok(())
+    }
+
     fn describe(&self) -> Description {
+        let backing = self.backing();
         Description {
             cluster_bytes: Some(self.header.cluster_bytes),
-            backing_name: self.backing_name.clone(),
-            backing_format: self.backing_format(),
+            backing_format: backing.format(),
+            backing_name: backing.name,
             ..Description::default()
         }
     }

@@ -27,6 +27,11 @@ pub trait BackingName: Send + Sync {
     /// as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or discarded. `None`: as
     /// the backing file is; it may have grown. No request runs.
     fn plan_for(&self, bytes: Option<u64>);
+
+    /// Whether [`Node::make_empty`] can give the image's clusters back.
+    fn can_be_emptied(&self) -> bool {
+        true
+    }
 }
 
 /// How the header of an image names the image below it.

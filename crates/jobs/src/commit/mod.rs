@@ -52,7 +52,7 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     if options.keep || options.base.is_some() || !Arc::ptr_eq(outer, top) {
         return Ok(());
     }
-    match top.backing_name() {
+    match top.backing_name().filter(|backing| backing.can_be_emptied()) {
         Some(_) => {
             let emptied = top.make_empty().await;
             emptied.map_err(|error| in_work(error, format!("Failed to empty {}", top.reference())))

@@ -3,7 +3,7 @@
 //! is old or new, and the image takes writes again.
 
 use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, vdi_count};
-use cowshed_image::ZeroFlags;
+use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
@@ -176,4 +176,41 @@ fn formats_without_reference_counts_survive_power_cuts() {
     }
     println!("formats: {total}");
     assert!(total.distinct() > 1800, "{total}");
+}
+
+/// Names within the first sector and beyond it, and none.
+#[test]
+fn a_power_cut_leaves_the_old_name_of_a_backing_file_or_the_new_one() {
+    let (long, longer) = ("d/".repeat(300), "e".repeat(1023));
+    let names = [None, Some("a.raw"), Some(&long[..]), Some(&longer[..]), Some("b.raw"), Some(&longer[..]), None];
+    let (kind, image) = kinds().into_iter().find(|(kind, _)| kind.format == "qed").expect("it is there");
+    let mut total = CrashReport::default();
+    for seed in 1..=4 {
+        let world = World::new(Config::new(seed));
+        world.add_file(IMAGE, PageMap::from_bytes(&image));
+        let node = world.run(opened(kind.format, true));
+        let mut ends = vec![world.position()];
+        for name in &names[1..] {
+            world.run(node.change_backing_file(*name, Some("raw"))).expect("it is renamed");
+            ends.push(world.position());
+        }
+        world.run(node.close()).expect("it closes");
+        let plan = CrashPlan { max_distinct: 400, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let left = World::with_files(Config::new(0), &case.state.files);
+            let request = OpenRequest::file(IMAGE).format(kind.format).no_backing().writable(true);
+            let node = left.run(open(request)).map_err(|error| error.to_string())?;
+            let name = node.backing_name().and_then(|backing| backing.name());
+            left.run(node.close()).map_err(|error| error.to_string())?;
+            let durable = ends.iter().rposition(|end| *end <= case.position).unwrap_or(0);
+            let allowed = &names[durable..(durable + 2).min(names.len())];
+            match allowed.contains(&name.as_deref()) {
+                true => Ok(()),
+                false => Err(format!("the name is {name:?} and may be one of {allowed:?}")),
+            }
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
+    }
+    println!("names: {total}");
+    assert!(total.distinct() > 20, "{total}");
 }
