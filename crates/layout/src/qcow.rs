@@ -6,7 +6,7 @@ use crate::bytes::{be32_at, be64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
 use crate::qcow2::MAGIC;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, ErrorKind, Result};
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 48;
@@ -127,6 +127,16 @@ impl QcowHeader {
     /// Length of an L2 table in bytes.
     pub fn l2_bytes(&self) -> u64 {
         ENTRY_BYTES << self.l2_bits
+    }
+
+    /// The entry of an L2 table for a compressed cluster. An error where the place is too far away for one.
+    pub fn compressed_entry(&self, host: u64, len: u64) -> Result<u64> {
+        let shift = 63 - self.cluster_bits;
+        if len == 0 || len >= self.cluster_bytes() || host >> shift != 0 {
+            let message = "a compressed cluster lies too far back in the file";
+            return Err(Error::new(ErrorKind::NoSpace, message).offset(host));
+        }
+        Ok(COMPRESSED | len << shift | host)
     }
 
     /// What an entry of an L2 table says.

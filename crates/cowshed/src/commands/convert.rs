@@ -283,13 +283,15 @@ fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
             return Err(Failure::new(format!("Invalid parameter '{key}'")));
         }
     }
-    if format != "qcow2" && args.backing.is_some() {
+    let lacks = |name: &str| !known.iter().any(|option| option.name == name);
+    if lacks("backing_file") && args.backing.is_some() {
         return Err(Failure::new(format!("Backing file not supported for file format '{format}'")));
     }
-    if format != "qcow2" && args.backing_format.is_some() {
+    if lacks("backing_fmt") && args.backing_format.is_some() {
         return Err(Failure::new(format!("Backing file format not supported for file format '{format}'")));
     }
-    if format != "qcow2" && args.compress {
+    // Of VMDK disks one kind is compressed: its options decide.
+    if !convert::COMPRESSED_FORMATS.contains(&format) && format != "vmdk" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
     Ok(())

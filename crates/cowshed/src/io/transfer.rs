@@ -335,7 +335,7 @@ pub(super) async fn write_zeroes(node: &Node, range: Range, arguments: &Argument
 }
 
 async fn write_compressed(node: &Node, image: &Node, range: Range, mut data: IoBuf) -> Result<()> {
-    let cluster = image.cluster_bytes();
+    let cluster = image.compressed_cluster_bytes();
     let cluster = cluster.ok_or_else(|| Error::unsupported("this format has no compressed clusters"))?;
     let mut clusters = Vec::new();
     let mut at = range.offset;

@@ -8,6 +8,7 @@ mod block_formats;
 mod block_formats_damage;
 mod check;
 mod combinations;
+mod compressed_qcow;
 mod containers;
 mod damage;
 mod documents;

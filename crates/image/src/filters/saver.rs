@@ -230,7 +230,7 @@ impl Saver {
             let written = if crate::node::is_zero(&buf) {
                 target.write_zeroes_boxed(at, len as u64, ZEROES).await
             } else if self.compress.load(Ordering::Relaxed) {
-                let cluster = target.cluster_bytes().unwrap_or(self.part_bytes()) as usize;
+                let cluster = target.compressed_cluster_bytes().unwrap_or(self.part_bytes()) as usize;
                 let places = (at..).step_by(cluster);
                 let clusters = places.zip(buf.chunks(cluster)).map(|(at, bytes)| (at, IoBuf::copy_from(bytes)));
                 target.write_compressed_boxed(clusters.collect()).await

@@ -2,6 +2,7 @@
 //! The common part of formats that keep a disk in blocks of one length, found by tables. The tables are read in pages, of
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
+use super::holes::Holes;
 use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
 use super::patches::Patches;
 use super::units::Units;
@@ -50,6 +51,16 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn unpack(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<Vec<u8>>> {
         async move { Err(Error::internal("this format packs no blocks").offset(block)) }
     }
+    /// Unpacks a block from `len` bytes at `host`.
+    fn unpack_at(&self, _file: &ImageFile, host: u64, _len: u64) -> impl Future<Output = Result<Vec<u8>>> {
+        async move { Err(Error::internal("this format packs no blocks").offset(host)) }
+    }
+    /// The entry for a block that is packed into `len` bytes at `host`, of formats with [`BlockFormat::PACKS`].
+    fn packed_entry(&self, host: u64, _len: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format packs no blocks").offset(host))
+    }
+    /// Whether new blocks can be packed.
+    const PACKS: bool = false;
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
     fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
@@ -208,6 +219,9 @@ pub(crate) struct ImageFile {
     /// In an array, as those want it who ask for all files of an image.
     node: [Arc<Node>; 1],
     pages: Mutex<Pages>,
+    holes: Holes,
+    /// A page of a hole.
+    empty: OnceLock<Arc<IoBuf>>,
     /// What the file is to hold instead, here and there.
     patches: Option<Patches>,
 }
@@ -221,7 +235,13 @@ impl ImageFile {
 
     /// A file that is open already.
     pub(crate) fn of(node: Arc<Node>) -> ImageFile {
-        ImageFile { node: [node], pages: Mutex::default(), patches: None }
+        ImageFile {
+            node: [node],
+            pages: Mutex::default(),
+            holes: Holes::default(),
+            empty: OnceLock::new(),
+            patches: None,
+        }
     }
 
     /// Has the file read as if these changes were made.
@@ -245,6 +265,7 @@ impl ImageFile {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         pages.changes += 1;
         pages.kept.clear();
+        self.holes.forget();
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -358,6 +379,10 @@ impl ImageFile {
             }
             pages.changes
         };
+        if self.patches.is_none() && len == PAGE_BYTES && self.holes.end_of(&self.node[0], offset, len).await.is_some()
+        {
+            return Ok(Arc::clone(self.empty.get_or_init(|| Arc::new(IoBuf::zeroed(PAGE_BYTES as usize)))));
+        }
         let page = Arc::new(self.read(offset, len as usize).await?);
         let pages = &mut *pages();
         if pages.changes != changes {
@@ -446,7 +471,12 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
     }
 
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
-        Box::pin(self.format.unpack(&self.file, block))
+        Box::pin(async move {
+            match self.writer.get() {
+                Some(writer) => writer.unpack(&self.format, &self.file, block).await,
+                None => self.format.unpack(&self.file, block).await,
+            }
+        })
     }
 
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
@@ -495,6 +525,19 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
                 Err(error) => (Err(error), buf),
             }
         })
+    }
+
+    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            if !F::PACKS {
+                return Err(Error::unsupported("Compression not supported for this file format"));
+            }
+            self.open_writer()?.write_packed(&self.format, &self.file, backing, clusters).await
+        })
+    }
+
+    fn compresses(&self) -> bool {
+        F::PACKS
     }
 
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {

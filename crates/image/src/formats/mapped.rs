@@ -32,6 +32,8 @@ pub struct Description {
     pub backing_name: Option<String>,
     /// The backing file's format as the image names it.
     pub backing_format: Option<&'static str>,
+    /// The image takes whole clusters, compressed, and each once.
+    pub takes_stream: bool,
     /// What only this format has, with QEMU's keys; null for nothing.
     pub specific: Value,
 }
@@ -133,7 +135,7 @@ pub(crate) trait MappedWriter {
     /// Writes a buffer; what `backing` has around it stays as it was.
     fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
     /// Writes whole clusters compressed, where the format [`MappedWriter::compresses`].
-    fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+    fn write_compressed<'a>(&'a self, _clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Compression not supported for this file format")))
     }
     /// True when it can write compressed clusters.
@@ -163,7 +165,15 @@ pub(crate) struct MappedDriver {
     no_backing: bool,
     /// So much may still be unpacked, in bytes.
     unpack_budget: AtomicU64,
-    kept: Mutex<Vec<(u64, Arc<Vec<u8>>)>>,
+    kept: Mutex<Kept>,
+}
+
+/// Unpacked blocks.
+#[derive(Default)]
+struct Kept {
+    /// Counts the times that packed blocks were written.
+    changes: u64,
+    blocks: Vec<(u64, Arc<Vec<u8>>)>,
 }
 
 impl MappedDriver {
@@ -230,7 +240,13 @@ impl MappedDriver {
             Place::Packed { block } => {
                 let unpacked = match self.unpacked(block).await {
                     Ok(unpacked) => unpacked,
-                    Err(error) => return (Err(error), part),
+                    // Another request wrote to it meanwhile, and it isn't packed any more.
+                    Err(error) => match self.map(run.start, run.len, 1).await {
+                        Ok(runs) if runs.first().is_some_and(|now| now.place != run.place) => {
+                            return self.read(run.start, part).await;
+                        }
+                        _ => return (Err(error), part),
+                    },
                 };
                 let skip = (run.start - block) as usize;
                 match unpacked.get(skip..skip + part.len()) {
@@ -246,9 +262,13 @@ impl MappedDriver {
 
     async fn unpacked(&self, block: u64) -> Result<Arc<Vec<u8>>> {
         let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, bytes)) = kept().iter().find(|(known, _)| *known == block) {
-            return Ok(Arc::clone(bytes));
-        }
+        let changes = {
+            let kept = kept();
+            if let Some((_, bytes)) = kept.blocks.iter().find(|(known, _)| *known == block) {
+                return Ok(Arc::clone(bytes));
+            }
+            kept.changes
+        };
         let bytes = Arc::new(self.format.unpack(block).await?);
         let len = bytes.len() as u64;
         let within = self.unpack_budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
@@ -259,8 +279,10 @@ impl MappedDriver {
             return Err(Error::new(ErrorKind::Limit, message).offset(block));
         }
         let mut kept = kept();
-        kept.truncate(KEPT_BLOCKS - 1);
-        kept.insert(0, (block, Arc::clone(&bytes)));
+        if kept.changes == changes {
+            kept.blocks.truncate(KEPT_BLOCKS - 1);
+            kept.blocks.insert(0, (block, Arc::clone(&bytes)));
+        }
         Ok(bytes)
     }
 }
@@ -357,7 +379,15 @@ impl Driver for MappedDriver {
     }
 
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
-        self.written(self.format.writer().map(|writer| writer.write_compressed(clusters)))
+        let Some(writer) = self.format.writer() else { return done(Err(self.refusal())) };
+        Box::pin(async move {
+            let written = writer.write_compressed(clusters, &self.backing).await;
+            // What was unpacked may be what stood there before.
+            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.changes += 1;
+            kept.blocks.clear();
+            written.map_err(|error| self.named(error))
+        })
     }
 
     fn compresses(&self) -> bool {

@@ -3,6 +3,7 @@
 
 pub(crate) mod blocks;
 mod context;
+pub(crate) mod holes;
 pub mod luks;
 pub(crate) mod mapped;
 pub(crate) mod parallels;

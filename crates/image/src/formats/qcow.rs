@@ -71,6 +71,14 @@ impl Qcow {
     }
 }
 
+impl Qcow {
+    /// For how many of the `len` bytes from byte `at` of the disk on there is no L2 table, where there is none for `at`.
+    async fn without_table(&self, file: &ImageFile, at: u64, len: u64) -> Result<u64> {
+        let span = self.header.l2_span_bytes();
+        file.same::<8>(self.l1, at / span, (at, len, span)).await
+    }
+}
+
 impl BlockFormat for Qcow {
     const NAME: &'static str = SCHEMA.name;
 
@@ -88,8 +96,7 @@ impl BlockFormat for Qcow {
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let Some((cluster, l2, index)) = self.cluster(file, at).await? else {
-            let span = self.header.l2_span_bytes();
-            return Ok((Place::Unallocated, len.min(span - at % span)));
+            return Ok((Place::Unallocated, self.without_table(file, at, len).await?));
         };
         let skip = at % self.header.cluster_bytes();
         let (all, len) = (len, len.min(self.header.cluster_bytes() - skip));
@@ -126,6 +133,10 @@ impl BlockFormat for Qcow {
         let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, block).await? else {
             return Err(Error::internal("a packed cluster went away").offset(block));
         };
+        self.unpack_at(file, host, len).await
+    }
+
+    async fn unpack_at(&self, file: &ImageFile, host: u64, len: u64) -> Result<Vec<u8>> {
         // A cluster is 64 KiB at most, and what is compressed is shorter.
         let packed = file.read(host, len as usize).await?;
         let cluster_bytes = self.header.cluster_bytes() as usize;
@@ -136,6 +147,12 @@ impl BlockFormat for Qcow {
         })
         .await
         .map_err(|error: Error| error.offset(host))
+    }
+
+    const PACKS: bool = true;
+
+    fn packed_entry(&self, host: u64, len: u64) -> Result<Vec<u8>> {
+        Ok(self.header.compressed_entry(host, len)?.to_be_bytes().to_vec())
     }
 
     fn units(&self) -> Option<Units> {
@@ -149,16 +166,29 @@ impl BlockFormat for Qcow {
         if let Some((at, len)) = self.header.backing_name {
             try_push(&mut parts, (at, at + u64::from(len)))?;
         }
-        for index in 0..self.header.size.div_ceil(span) {
-            let Some((_, table, _)) = self.cluster(file, index * span).await? else { continue };
-            file.check_table(&table)?;
-            try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
-            // Compressed clusters are no blocks of their own: nothing may lie on them either.
-            for at in (index * span..((index + 1) * span).min(self.header.size)).step_by(cluster_bytes as usize) {
-                if let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, at).await? {
-                    try_push(&mut parts, (host, host + len))?;
-                }
+        let mut at = 0;
+        while at < self.header.size {
+            let rest = self.header.size - at;
+            let Some((cluster, table, index)) = self.cluster(file, at).await? else {
+                at += self.without_table(file, at, rest).await?;
+                continue;
+            };
+            if at.is_multiple_of(span) {
+                file.check_table(&table)?;
+                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
             }
+            at += match cluster {
+                // Compressed clusters are no blocks of their own: nothing may lie on them either.
+                QcowCluster::Compressed { host, len } => {
+                    match parts.last_mut() {
+                        Some(last) if last.1 == host => last.1 = host + len,
+                        _ => try_push(&mut parts, (host, host + len))?,
+                    }
+                    cluster_bytes
+                }
+                QcowCluster::At(_) => cluster_bytes,
+                QcowCluster::Unallocated => file.same::<8>(table, index, (at, rest, cluster_bytes)).await?,
+            };
         }
         Ok(parts)
     }

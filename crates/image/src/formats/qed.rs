@@ -7,7 +7,7 @@ use super::units::Units;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;
-use cowshed_block::{Error, Result, name_of_text};
+use cowshed_block::{Error, Result, name_of_text, slip};
 use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
@@ -191,12 +191,16 @@ impl BlockFormat for Qed {
         let is_raw = bytes.is_some() && format == Some("raw");
         let (result, first) = file.read_at(IoBuf::zeroed(FIRST_BYTES), 0).await;
         result?;
-        for stage in self.header_now().rename(&first, bytes.as_deref().map(|name| (name, is_raw)))? {
+        let stages = self.header_now().rename(&first, bytes.as_deref().map(|name| (name, is_raw)))?;
+        for (index, stage) in stages.into_iter().enumerate() {
+            if index > 0 && !slip!("qed_name_led_to_before_it_is_durable") {
+                file.sync().await?;
+            }
             for (offset, bytes) in stage {
                 file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
             }
-            file.sync().await?;
         }
+        file.sync().await?;
         let place = QedHeader::parse(&read_header(file).await?)?.backing_name;
         *self.backing.lock().unwrap_or_else(PoisonError::into_inner) =
             BackingFile { name: name.map(str::to_owned), is_raw, place };
@@ -216,7 +220,7 @@ impl BlockFormat for Qed {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let (cluster_bytes, span) = (self.header.cluster_bytes, self.header.l2_span_bytes());
         let Some(l2) = self.l2(file, at).await? else {
-            return Ok((Place::Unallocated, len.min(span - at % span)));
+            return Ok((Place::Unallocated, file.same::<8>(self.l1, at / span, (at, len, span)).await?));
         };
         let skip = at % cluster_bytes;
         let index = at % span / cluster_bytes;

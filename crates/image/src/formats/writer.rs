@@ -4,6 +4,7 @@
 //! disk ever names bytes that aren't there: docs/formats/block-formats.md.
 
 mod linking;
+mod packing;
 mod room;
 
 use super::blocks::{BlockFormat, ImageFile};
@@ -13,7 +14,7 @@ use crate::buffers::join;
 use crate::node::{Link, ZeroFlags};
 use crate::protocols::{discard_file, zero_file};
 use cowshed_block::memory::try_push;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::{File, IoBuf};
 use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
 use room::EntryRoom;
@@ -38,13 +39,23 @@ pub(crate) struct Usage {
     pub end: u64,
 }
 
-/// In place of an offset: the entry will say zeroes.
-const ZERO: u64 = u64::MAX;
+/// What the entry of a block is to say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pending {
+    /// The data begin at this offset.
+    At(u64),
+    Zero,
+    /// It is packed: so many bytes at this offset.
+    Packed {
+        host: u64,
+        len: u64,
+    },
+}
 
 #[derive(Default)]
 struct State {
-    /// Blocks whose data are written and whose entries are not: where the data are, or [`ZERO`].
-    pending: BTreeMap<u64, u64>,
+    /// Blocks whose data are written and whose entries are not.
+    pending: BTreeMap<u64, Pending>,
     /// New tables that nothing leads to yet: by the place of the entry that will, where they are.
     tables: BTreeMap<u64, u64>,
     /// Where the next unit goes.
@@ -134,8 +145,12 @@ impl Writer {
             let next = state.pending.range(block + 1..).next().map(|(block, _)| *block);
             (state.pending.get(&block).copied(), next)
         };
-        if let Some(host) = here {
-            let place = if host == ZERO { Place::Zero } else { Place::Data { file: units.file, host: host + skip } };
+        if let Some(here) = here {
+            let place = match here {
+                Pending::At(host) => Place::Data { file: units.file, host: host + skip },
+                Pending::Zero => Place::Zero,
+                Pending::Packed { .. } => Place::Packed { block: at - skip },
+            };
             return Ok((place, len.min(units.block_bytes - skip)));
         }
         let len = next.map_or(len, |next| len.min(next * units.block_bytes - at));
@@ -175,15 +190,15 @@ impl Writer {
                 Err(error) => return (Err(error), join(Some(join(done, part)), rest)),
             }
         }
-        let result = match self.state().pending.len() > MAX_PENDING {
-            true => None,
-            false => Some(Ok(())),
-        };
-        let result = match result {
-            Some(result) => result,
-            None => self.flush(format, image).await,
-        };
-        (result, join(done, rest))
+        (self.bound_pending(format, image).await, join(done, rest))
+    }
+
+    /// Runs a cycle where too many entries wait for a flush.
+    async fn bound_pending<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
+        if self.state().pending.len() <= MAX_PENDING {
+            return Ok(());
+        }
+        self.flush(format, image).await
     }
 
     async fn overwrite<F: BlockFormat>(
@@ -256,7 +271,7 @@ impl Writer {
         let mut state = self.state();
         for (index, block) in blocks.enumerate() {
             let host = reserved.start + index as u64 * units.unit_bytes() + units.head.len() as u64;
-            state.pending.insert(block, host);
+            state.pending.insert(block, Pending::At(host));
         }
         (Ok(true), part)
     }
@@ -316,6 +331,10 @@ impl Writer {
 
     /// Space for `count` units, or for something else that is no shorter than the grid.
     async fn reserve_bytes(&self, units: &Units, bytes: u64, count: u64) -> Result<Reserved> {
+        self.reserve_at(units, bytes, count, false).await
+    }
+
+    async fn reserve_at(&self, units: &Units, bytes: u64, count: u64, is_packed: bool) -> Result<Reserved> {
         loop {
             {
                 let mut state = self.state();
@@ -324,23 +343,24 @@ impl Writer {
                 {
                     return Ok(Reserved { start, count, fresh: u64::MAX });
                 }
-                let start = state.next;
+                // Packed blocks are shorter than the grid.
+                let start = if is_packed { state.next } else { units.behind(state.next) };
                 if start.saturating_add(bytes) <= state.room {
                     state.next = start + bytes;
                     return Ok(Reserved { start, count, fresh: state.fresh });
                 }
             }
-            self.grow(units, bytes).await?;
+            self.grow(units, bytes, is_packed).await?;
         }
     }
 
     /// Makes the file longer, for `bytes` more bytes of units. What stands at its end is at the new end durably before
     /// anything is written over the old one.
-    async fn grow(&self, units: &Units, bytes: u64) -> Result<()> {
+    async fn grow(&self, units: &Units, bytes: u64, is_packed: bool) -> Result<()> {
         let _growing = self.growing.lock().await;
         let (next, room) = {
             let state = self.state();
-            (state.next, state.room)
+            (if is_packed { state.next } else { units.behind(state.next) }, state.room)
         };
         let needed = next.checked_add(bytes).filter(|end| i64::try_from(*end).is_ok());
         let needed = needed.ok_or_else(|| Error::new(ErrorKind::NoSpace, "the image file would be too long"))?;
@@ -414,7 +434,7 @@ impl Writer {
             let last = (end.div_ceil(block_bytes) * block_bytes).min(format.size());
             for (from, to) in [(first, at), (end, last)] {
                 if from < to
-                    && let Some(old) = old(format, image, backing, place, (from, to)).await?
+                    && let Some(old) = self.old(format, image, backing, place, (from, to)).await?
                 {
                     self.file.write_at(old, host(from)).await.0?;
                 }
@@ -490,7 +510,7 @@ impl Writer {
             return Ok(0);
         }
         self.prepare_slot(format, image, units, block).await?;
-        self.state().pending.insert(block, ZERO);
+        self.state().pending.insert(block, Pending::Zero);
         Ok(len)
     }
 
@@ -532,7 +552,9 @@ impl Writer {
             return self.file.sync().await;
         }
         format.before_entries(&self.file, usage).await?;
-        self.file.sync().await?;
+        if !slip!("blocks_named_before_they_are_durable") {
+            self.file.sync().await?;
+        }
         let mut entries: Vec<(u64, Vec<u8>)> = Vec::new();
         for (block, host) in &pending {
             let (table, index) = self.slot(format, image, *block).await?;
@@ -551,6 +573,9 @@ impl Writer {
                 let place = table.offset + index * entry.len() as u64;
                 try_push(&mut entries, (place, entry))?;
             }
+        }
+        if slip!("new_tables_linked_before_their_entries") {
+            self.link(format, image, tables.clone(), usage).await?;
         }
         format.write_entries(image, &self.file, entries, usage).await?;
         self.link(format, image, tables, usage).await?;
@@ -625,10 +650,11 @@ async fn look_through<F: BlockFormat>(
 }
 
 /// The entry for a place of data, or for zeroes.
-fn entry<F: BlockFormat>(format: &F, host: u64) -> Result<Vec<u8>> {
-    match host {
-        ZERO => format.zero_entry().ok_or_else(|| Error::internal("this format has no entry for zeroes")),
-        host => format.entry(host),
+fn entry<F: BlockFormat>(format: &F, pending: Pending) -> Result<Vec<u8>> {
+    match pending {
+        Pending::Zero => format.zero_entry().ok_or_else(|| Error::internal("this format has no entry for zeroes")),
+        Pending::At(host) => format.entry(host),
+        Pending::Packed { host, len } => format.packed_entry(host, len),
     }
 }
 
@@ -648,30 +674,5 @@ impl Drop for Turns<'_> {
                 busy.remove(&block);
             }
         }
-    }
-}
-
-/// The data of a part of a block before it is allocated here; `None`: zeroes.
-async fn old<F: BlockFormat>(
-    format: &F,
-    image: &ImageFile,
-    backing: &Link,
-    place: Place,
-    (from, to): (u64, u64),
-) -> Result<Option<IoBuf>> {
-    let backing = backing.load().clone();
-    match (place, backing) {
-        (Place::Unallocated, Some(backing)) => {
-            let (result, bytes) =
-                backing.read_padded(from + format.disk_start(), IoBuf::try_zeroed((to - from) as usize)?).await;
-            result.map(|()| Some(bytes))
-        }
-        (Place::Packed { block }, _) => {
-            let bytes = format.unpack(image, block).await?;
-            let range = (from - block) as usize..(to - block) as usize;
-            let bytes = bytes.get(range).ok_or_else(|| Error::internal("a packed block is too short").offset(block))?;
-            Ok(Some(IoBuf::copy_from(bytes)))
-        }
-        _ => Ok(None),
     }
 }

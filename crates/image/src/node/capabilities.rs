@@ -183,6 +183,12 @@ impl Node {
         self.driver.compresses() && !self.is_filter()
     }
 
+    /// The length of what the image compresses as one, in bytes; `None` where it takes no compressed clusters itself.
+    pub fn compressed_cluster_bytes(&self) -> Option<u64> {
+        let cluster = self.cluster_bytes().or_else(|| self.description()?.cluster_bytes);
+        cluster.filter(|_| self.compresses())
+    }
+
     /// True when the driver takes whole sectors for a size, and no other number.
     pub fn is_sized_in_sectors(&self) -> bool {
         self.driver.allocation().is_some()

@@ -3,6 +3,8 @@
 //! panics, and no image gets memory or time for the asking. A write changes what it is to change, or is refused.
 
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::node::ChildRole;
+use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_layout::{vhdx, vpc};
 use cowshed_storage::{IoBuf, rt};
@@ -342,5 +344,54 @@ fn an_image_in_use_takes_no_second_writer() {
             rt::block_on(first.close()).unwrap();
         }
         rt::block_on(opened(true).unwrap().close()).unwrap();
+    }
+}
+
+/// Tables that were never written are holes of the file: an opening for writing asks for them, and reads the others.
+#[test]
+fn a_large_disk_with_little_data_is_opened_without_reading_its_tables() {
+    let folder = cowshed_testkit::qemu::temp_dir();
+    let at = (1 << 39) + 4096;
+    for (format, size, most_bytes) in [("vmdk", "16T", 5 << 20), ("qcow", "1T", 1 << 20), ("qed", "16T", 1 << 20)] {
+        run(folder.path(), "qemu-img", &["create", "-q", "-f", format, "made", size]);
+        run(folder.path(), "cp", &["--sparse=always", "made", "image"]);
+        let write = format!("write -P 5 {at} 64k");
+        run(folder.path(), "qemu-io", &["-f", format, "-c", &write, "image"]);
+        let path = folder.path().join("image");
+        rt::block_on(async {
+            let request = OpenRequest::file(path.to_str().unwrap()).format(format).writable(true);
+            let node = open(request).await.unwrap();
+            let below = node.children().into_iter().find(|child| child.role == ChildRole::File).unwrap().node;
+            let before = below.statistics();
+            let read = before.kind(IoKind::Read);
+            assert!(read.bytes < most_bytes && read.operations < 300, "{format}: {read:?}");
+            // Beside the data of another program, and where the table is a hole.
+            for at in [at + (64 << 10), at + (1 << 38)] {
+                node.write(at, IoBuf::copy_from(&[7; 8192])).await.0.unwrap();
+            }
+            let (result, bytes) = node.read(at, IoBuf::zeroed(72 << 10)).await;
+            result.unwrap();
+            assert!(bytes[..64 << 10] == [5; 64 << 10] && bytes[64 << 10..] == [7; 8192], "{format}");
+            node.close().await.unwrap();
+            let after = below.statistics();
+            let read = after.kind(IoKind::Read);
+            assert!(read.bytes < 2 * most_bytes, "{format}, with the writes: {read:?}");
+        });
+        let second = at + (1 << 38);
+        let reads = [
+            format!("read -P 5 {at} 64k"),
+            format!("read -P 7 {} 8k", at + (64 << 10)),
+            format!("read -P 7 {second} 8k"),
+            format!("read -P 0 {} 8k", second + 8192),
+        ];
+        let mut arguments = vec!["-f", format, "-r"];
+        arguments.extend(reads.iter().flat_map(|read| ["-c", read]));
+        arguments.push("image");
+        let output = Command::new("qemu-io").current_dir(folder.path()).args(&arguments).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && !said.contains("failed"), "{format}: {said}");
+        for name in ["made", "image"] {
+            std::fs::remove_file(folder.path().join(name)).unwrap();
+        }
     }
 }

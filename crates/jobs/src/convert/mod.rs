@@ -13,6 +13,7 @@ use copy::{Copy, CopySettings};
 use cowshed_block::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
+pub use target::COMPRESSED_FORMATS;
 use target::Target;
 
 /// `-S` where the user gives none: zeroes of at least so many bytes become holes.

@@ -59,7 +59,9 @@ impl Target {
                 // A new encrypted volume decrypts to garbage.
                 let is_blank = node.luks().is_none() && !is_device(&options.target.name);
                 let fresh = !options.skip_create && !has_backing && is_blank;
-                let packed = packed_cluster(&node).filter(|_| geometry.is_none());
+                let packed = node.compressed_cluster_bytes().filter(|_| geometry.is_none());
+                let is_stream = node.description().is_some_and(|known| known.takes_stream);
+                let packed = packed.filter(|_| options.compressed || is_stream);
                 Ok(Target {
                     is_compressed: options.compressed || packed.is_some(),
                     cluster_bytes: geometry.map(|geometry| geometry.cluster_bytes).or(packed),
@@ -80,10 +82,8 @@ impl Target {
     }
 }
 
-/// The length of what another format than qcow2 compresses at once.
-fn packed_cluster(node: &Node) -> Option<u64> {
-    node.description().filter(|_| node.compresses())?.cluster_bytes
-}
+/// Formats whose new images take compressed clusters. Of VMDK, one kind does.
+pub const COMPRESSED_FORMATS: &[&str] = &["qcow2", "qcow"];
 
 /// True when the new image is one whose grains are compressed, each written once.
 fn is_stream(options: &ConvertOptions) -> bool {
@@ -134,8 +134,8 @@ type Extra = Vec<(&'static str, String)>;
 /// Creates it, and says what is needed besides to open it, whether it has space of its own, and what files are new.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
-    if options.compressed && format != "qcow2" && !is_stream(options) {
-        return Err(Error::unsupported(format!("compression not supported for file format '{format}'")));
+    if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_stream(options) {
+        return Err(Error::unsupported("Compression not supported for this file format"));
     }
     let request = CreateRequest {
         filename: options.target.name.clone(),

@@ -2,9 +2,9 @@
 //! Power cuts while images of formats without reference counts are written to. Flushed data read back, a sector that was written since
 //! is old or new, and the image takes writes again.
 
-use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, vdi_count};
+use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, split_vmdk, vdi_count};
 use cowshed_image::{OpenRequest, ZeroFlags, open};
-use cowshed_simulator::{Config, PageMap, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -19,8 +19,8 @@ struct Step {
     write: Option<(Range<usize>, u8)>,
 }
 
-/// Requests in groups that run together, with flushes between some.
-fn work(world: &World, kind: Kind, seed: u64) -> Vec<Step> {
+/// Requests in groups that run together, with flushes between some. `packs`: whole blocks are written compressed.
+fn work(world: &World, kind: Kind, seed: u64, packs: bool) -> Vec<Step> {
     let random = &mut Random::new(seed);
     let mut steps = Vec::new();
     let mut value = 0;
@@ -31,6 +31,9 @@ fn work(world: &World, kind: Kind, seed: u64) -> Vec<Step> {
         for _ in 0..1 + random.below(4) {
             let len = [1, 3, 8, 20][random.below(4) as usize];
             let start = random.below((SECTORS - len) as u64) as usize;
+            // Half of the requests are about whole blocks.
+            let (start, len) =
+                if packs && value % 2 == 0 { (start / 8 * 8, len.next_multiple_of(8)) } else { (start, len) };
             if taken[start..start + len].iter().any(|taken| *taken) {
                 continue;
             }
@@ -45,7 +48,14 @@ fn work(world: &World, kind: Kind, seed: u64) -> Vec<Step> {
             async move {
                 for part in kind.parts(sectors.clone()) {
                     let (at, len) = (kind.offset(part.start), part.len() * SECTOR);
+                    let block = kind.block_bytes;
+                    let is_whole = at.is_multiple_of(block) && (len as u64).is_multiple_of(block);
                     match value {
+                        value if packs && is_whole => {
+                            let whole = || IoBuf::copy_from(&vec![*value; block as usize]);
+                            let blocks = (at..at + len as u64).step_by(block as usize).map(|at| (at, whole()));
+                            node.write_compressed(blocks.collect()).await
+                        }
                         0 => node.write_zeroes(at, len as u64, ZeroFlags::default()).await,
                         value => node.write(at, IoBuf::copy_from(&vec![*value; len])).await.0,
                     }
@@ -149,11 +159,14 @@ fn content_by_qemu(kind: Kind, seed: u64, path: &std::path::Path) -> Vec<u8> {
 fn formats_without_reference_counts_survive_power_cuts() {
     let mut total = CrashReport::default();
     let folder = temp_dir();
-    for (kind, image) in kinds() {
+    let single = kinds().into_iter().map(|(kind, image)| (kind, vec![(IMAGE.to_owned(), image)]));
+    for (kind, files) in single.chain([split_vmdk()]) {
         for seed in 1..=3 {
             let world = World::new(Config::new(seed));
-            world.add_file(IMAGE, PageMap::from_bytes(&image));
-            let steps = work(&world, kind, seed);
+            for (name, bytes) in &files {
+                world.add_file(name, PageMap::from_bytes(bytes));
+            }
+            let steps = work(&world, kind, seed, kind.format == "qcow" && seed % 2 == 0);
             let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(seed) };
             let report = explore(&world.trace(), &plan, |case| {
                 let left = World::with_files(Config::new(0), &case.state.files);
@@ -162,9 +175,11 @@ fn formats_without_reference_counts_survive_power_cuts() {
                 }
                 let content = judge(&left, kind, &allowed(&steps, case.position))?;
                 if kind.format != "vdi" && case.number % 60 == 0 {
-                    let path = folder.path().join("left");
-                    let bytes = left.contents(IMAGE).ok_or("the file is gone")?.to_vec();
-                    std::fs::write(&path, bytes).map_err(|error| error.to_string())?;
+                    for (name, _) in &files {
+                        let bytes = left.contents(name).ok_or("a file is gone")?.to_vec();
+                        std::fs::write(folder.path().join(name), bytes).map_err(|error| error.to_string())?;
+                    }
+                    let path = folder.path().join(IMAGE);
                     if content_by_qemu(kind, case.number as u64, &path) != content {
                         return Err("qemu-img reads another disk".to_owned());
                     }
@@ -212,5 +227,47 @@ fn a_power_cut_leaves_the_old_name_of_a_backing_file_or_the_new_one() {
         total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
     }
     println!("names: {total}");
-    assert!(total.distinct() > 20, "{total}");
+    assert!(total.distinct() > 15, "{total}");
+}
+
+/// A log that is carried out when an image is opened is there until its changes are.
+#[test]
+fn a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk() {
+    let (kind, image) = kinds().into_iter().find(|(kind, _)| kind.format == "vhdx").expect("it is there");
+    let (mut total, mut with_log) = (CrashReport::default(), 0);
+    for seed in 1..=3 {
+        let world = World::new(Config::new(seed));
+        world.add_file(IMAGE, PageMap::from_bytes(&image));
+        work(&world, kind, seed, false);
+        let plan = CrashPlan { max_distinct: 150, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let read = |files: &Snapshot| {
+                let left = World::with_files(Config::new(0), files);
+                let read = left.run(async {
+                    let node = opened(kind.format, false).await;
+                    let (result, bytes) = node.read(0, IoBuf::zeroed(node.size() as usize)).await;
+                    result?;
+                    node.close().await.map(|()| bytes.to_vec())
+                });
+                read.map_err(|error| error.to_string())
+            };
+            let content = read(&case.state.files)?;
+            let again = World::with_files(Config::new(case.number as u64), &case.state.files);
+            let opened = again.run(async { opened(kind.format, true).await.close().await });
+            opened.map_err(|error| error.to_string())?;
+            if again.trace().log.is_empty() {
+                return Ok(());
+            }
+            with_log += 1;
+            let plan = CrashPlan { max_distinct: 12, ..CrashPlan::new(case.number as u64) };
+            let inner = explore(&again.trace(), &plan, |case| match read(&case.state.files)? == content {
+                true => Ok(()),
+                false => Err("the disk is another one".to_owned()),
+            });
+            inner.map(drop).map_err(|failure| format!("the second cut: {failure}"))
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
+    }
+    println!("logs: {total}, {with_log} carried out");
+    assert!(with_log > 20, "{total}, {with_log} carried out");
 }

@@ -109,11 +109,11 @@ fn parallels() -> Vec<u8> {
     bytes_of(&NewParallels { size, cluster_bytes: u64::from(BLOCK_BYTES) }.lay_out().expect("a layout"))
 }
 
-/// A VMDK disk in one sparse file, with the grains that QEMU makes.
-fn vmdk(block_bytes: u64) -> Vec<u8> {
-    let new = NewVmdk {
-        size: SECTORS as u64 / SECTORS_OF_BLOCK as u64 * block_bytes,
-        kind: NEW_KINDS[0],
+/// A VMDK disk with the grains that QEMU makes.
+fn new_vmdk(size: u64, kind: &str) -> NewVmdk<'static> {
+    NewVmdk {
+        size,
+        kind: *NEW_KINDS.iter().find(|known| known.name == kind).expect("a known kind"),
         adapter: "ide",
         hardware: "4",
         tools: "2147483647",
@@ -121,8 +121,28 @@ fn vmdk(block_bytes: u64) -> Vec<u8> {
         cid: 0x1234,
         parent: None,
         name: IMAGE,
-    };
-    bytes_of(&new.lay_out().expect("a layout").image)
+    }
+}
+
+/// The same in one sparse file.
+fn vmdk(block_bytes: u64) -> Vec<u8> {
+    let size = SECTORS as u64 / SECTORS_OF_BLOCK as u64 * block_bytes;
+    bytes_of(&new_vmdk(size, "monolithicSparse").lay_out().expect("a layout").image)
+}
+
+/// A VMDK disk in two sparse files beside the descriptor. QEMU's are longer.
+pub fn split_vmdk() -> (Kind, Vec<(String, Vec<u8>)>) {
+    let size = SECTORS as u64 / SECTORS_OF_BLOCK as u64 * VMDK_BLOCK_BYTES;
+    let files = new_vmdk(size / 2, "twoGbMaxExtentSparse").lay_out().expect("a layout");
+    // The text is shorter than a sector.
+    let text = String::from_utf8(files.image.mark.expect("a mark").1).expect("a text");
+    let line = text.lines().find(|line| line.starts_with("RW ")).expect("an extent");
+    let both = format!("{line}\n{}", line.replace("s001", "s002"));
+    let part = bytes_of(&files.parts[0].1);
+    let names = [format!("{IMAGE}-s001"), format!("{IMAGE}-s002")];
+    let mut all = vec![(IMAGE.to_owned(), text.replace(line, &both).into_bytes())];
+    all.extend(names.map(|name| (name, part.clone())));
+    (Kind { format: "vmdk", block_bytes: VMDK_BLOCK_BYTES }, all)
 }
 
 /// An image of each format.

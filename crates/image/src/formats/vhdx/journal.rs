@@ -6,7 +6,7 @@
 use crate::formats::blocks::ImageFile;
 use crate::node::ZeroFlags;
 use crate::protocols::zero_file;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_crypto::luks::fill_random;
 use cowshed_layout::vhdx::{
     Guid, HEADER_OFFSETS, LOG_SECTOR_BYTES, LogWrite, NewLogEntry, Replay, UNIT_BYTES, VhdxHeader,
@@ -71,7 +71,9 @@ impl Journal {
                 LogWrite::Sector(at, bytes) => file.write_at(IoBuf::copy_from(&bytes), at).await.0?,
             }
         }
-        file.sync().await?;
+        if !slip!("vhdx_log_emptied_before_its_changes_are_durable") {
+            file.sync().await?;
+        }
         let header = VhdxHeader { log_guid: Guid::ZERO, ..state.header.clone() };
         state.publish(file, header).await
     }
@@ -179,7 +181,9 @@ impl State {
         for (at, bytes) in &log.late {
             file.write_at(IoBuf::copy_from(bytes), *at).await.0?;
         }
-        file.sync().await?;
+        if !slip!("vhdx_entries_without_their_barrier") {
+            file.sync().await?;
+        }
         log.late.clear();
         log.tail = None;
         Ok(())
@@ -213,7 +217,9 @@ impl State {
         if first < bytes.len() {
             file.write_at(IoBuf::copy_from(&bytes[first..]), offset).await.0?;
         }
-        file.sync().await?;
+        if !slip!("vhdx_log_named_before_it_is_durable") {
+            file.sync().await?;
+        }
         log.tail = Some(tail);
         log.number += 1;
         log.next = (log.next + bytes.len() as u64) % room;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One extent: from an offset inside it to the place of its bytes.
 
+use crate::formats::holes::Holes;
 use crate::formats::mapped::Place;
 use crate::node::Node;
 use cowshed_block::memory::try_collect;
@@ -48,6 +49,8 @@ pub(super) struct Sparse {
     /// The same from the redundant directory, for tables that the first one doesn't lead to.
     pub redundant: Vec<u32>,
     pub tables: Tables,
+    /// Where tables were never written.
+    pub holes: Holes,
 }
 
 /// Grain tables by their index, the least recently used leaving first.
@@ -196,6 +199,12 @@ impl Sparse {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
         let table_index = at / span;
         let until_table_end = span - at % span;
+        if let Some(tables) = self.unwritten(files, table_index).await {
+            return Ok((
+                Place::Unallocated,
+                until_table_end.saturating_add((tables - 1).saturating_mul(span)).min(len),
+            ));
+        }
         let Some(table) = self.table(files, table_index).await? else {
             // An empty disk has many tables that aren't there: they are one run.
             let next = usize::try_from(table_index + 1).unwrap_or(usize::MAX);
@@ -235,6 +244,22 @@ impl Sparse {
         }
         let place = if first == Grain::Zero { Place::Zero } else { Place::Unallocated };
         Ok((place, end.min(len)))
+    }
+
+    /// How many tables from `index` on lie in a hole of the file, or aren't there, and the first one does.
+    async fn unwritten(&self, files: &[Arc<Node>], index: u64) -> Option<u64> {
+        let slot = usize::try_from(index).ok()?;
+        let first = u64::from(*self.directory.get(slot).filter(|sector| **sector != 0)?) * SECTOR_BYTES;
+        if self.tables.find(index).is_some() {
+            return None;
+        }
+        let len = self.header.table_bytes() as u64;
+        let end = self.holes.end_of(files.get(self.file)?, first, len).await?;
+        let is_within = |sector: &u32| {
+            let start = u64::from(*sector) * SECTOR_BYTES;
+            *sector == 0 || (first <= start && start + len <= end)
+        };
+        Some(self.directory.get(slot..)?.iter().take_while(|sector| is_within(sector)).count() as u64)
     }
 
     /// Where `len` bytes are, from `skip` bytes into the grain at `sector` on; they must be in the file.

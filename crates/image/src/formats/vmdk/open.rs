@@ -3,6 +3,7 @@
 
 use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
 use super::{SCHEMA, Vmdk};
+use crate::formats::holes::Holes;
 use crate::formats::mapped::{MappedDriver, MappedFormat};
 use crate::node::{ChildRole, Node};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
@@ -217,7 +218,16 @@ async fn open_sparse(
             return Err(Error::invalid_image("gdOffset", sector, "the grain directory is not in the file"));
         }
     };
-    Ok(Sparse { file, header, is_stream, kind, directory, redundant, tables: Tables::default() })
+    Ok(Sparse {
+        file,
+        header,
+        is_stream,
+        kind,
+        directory,
+        redundant,
+        tables: Tables::default(),
+        holes: Holes::default(),
+    })
 }
 
 /// Where a table of `len` bytes at a sector is, in bytes; `None` when it isn't in the file. Sector 0 is the header.

@@ -84,7 +84,12 @@ impl Grains<'_> {
         let copies = if self.sparse.redundant == self.sparse.directory { &[][..] } else { &self.sparse.redundant };
         for sector in self.sparse.directory.iter().chain(copies).filter(|sector| **sector != 0) {
             let start = u64::from(*sector) * SECTOR_BYTES;
-            try_push(&mut parts, (start, start + header.table_bytes() as u64))?;
+            let end = start + header.table_bytes() as u64;
+            match parts.last_mut() {
+                // Most tables follow each other.
+                Some(last) if last.1 == start => last.1 = end,
+                _ => try_push(&mut parts, (start, end))?,
+            }
         }
         parts.sort_unstable();
         for pair in parts.windows(2) {
@@ -164,6 +169,7 @@ impl BlockFormat for Grains<'_> {
 
     fn forget(&self) {
         self.sparse.tables.forget();
+        self.sparse.holes.forget();
     }
 }
 
@@ -313,7 +319,7 @@ impl Vmdk {
     }
 
     /// The stream that the disk is, if it is one.
-    fn stream(&self) -> Option<&StreamWriter> {
+    pub(super) fn stream(&self) -> Option<&StreamWriter> {
         match self.writer.get()?.extents.first() {
             Some(ExtentWriter::Stream(stream)) => Some(stream),
             _ => None,
@@ -417,7 +423,7 @@ impl Vmdk {
 }
 
 impl MappedWriter for Vmdk {
-    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
         Box::pin(async move {
             let no_stream = || Error::unsupported("Compression not supported for this file format");
             self.open_writer()?.change(self).await?;
