@@ -10,6 +10,7 @@ pub mod crc32c;
 pub mod fresh;
 pub mod luks;
 pub mod parallels;
+pub mod parents;
 pub mod probe;
 pub mod qcow;
 pub mod qcow2;

@@ -45,12 +45,16 @@ pub struct VdiHeader {
     pub blocks: u32,
     /// Entries that lead to a block, as the header counts them.
     pub allocated: u32,
+    /// What names the image, and its present content.
+    pub uuids: [[u8; 16]; 2],
+    /// The same of the image that this one is a difference to.
+    pub parent: Option<[[u8; 16]; 2]>,
 }
 
 /// An entry of the block map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VdiBlock {
-    /// Never written: zeroes.
+    /// Never written: zeroes, or as in the parent.
     Unallocated,
     /// Discarded: zeroes.
     Zero,
@@ -94,20 +98,16 @@ impl VdiHeader {
         let is_fixed = match image_type {
             1 => false,
             2 => true,
-            3 | 4 => {
-                let message = "VDI images that are a difference to another one are not supported";
-                return Some(Err(refused("image_type", 76, image_type, message)));
-            }
+            3 | 4 => false,
             _ => return Some(Err(wrong("image_type", 76, image_type, "unknown type of VDI image"))),
         };
-        for (field, at) in [("uuid_link", 424), ("uuid_parent", 440)] {
-            let uuid: [u8; 16] = array_at(bytes, at)?;
-            if uuid != [0; 16] {
-                let value: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-                let message = "VDI images that are a difference to another one are not supported";
-                return Some(Err(refused(field, at as u64, value, message)));
-            }
+        let parent: [[u8; 16]; 2] = [array_at(bytes, 424)?, array_at(bytes, 440)?];
+        let is_difference = matches!(image_type, 3 | 4);
+        if is_difference && parent[0] == [0; 16] {
+            return Some(Err(wrong("uuid_link", 424, 0, "the image is a difference, and doesn't say to what")));
         }
+        // Whatever the type says: there is another image below.
+        let parent = (is_difference || parent != [[0; 16]; 2]).then_some(parent);
         let header = Self {
             is_fixed,
             map_offset: u64::from(le32_at(bytes, 340)?),
@@ -116,6 +116,8 @@ impl VdiHeader {
             block_bytes: u64::from(le32_at(bytes, 376)?),
             blocks: le32_at(bytes, 384)?,
             allocated: le32_at(bytes, 388)?,
+            uuids: [array_at(bytes, 392)?, array_at(bytes, 408)?],
+            parent,
         };
         let sector_size = le32_at(bytes, 360)?;
         if sector_size != SECTOR_BYTES {

@@ -6,6 +6,7 @@
 use crate::bytes::{array_at, be16_at, be32_at, be64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
+use crate::parents::utf16;
 use cowshed_block::{Error, Result};
 
 /// Length of the footer, and of its copy at the start of a dynamic disk, in bytes.
@@ -44,6 +45,8 @@ pub enum VpcKind {
     Fixed,
     /// In blocks; the header of the dynamic disk is at this offset in bytes.
     Dynamic(u64),
+    /// The same, with sectors that are in another image: [`VpcParent`].
+    Differencing(u64),
 }
 
 /// The footer of an image, checked.
@@ -55,6 +58,8 @@ pub struct VpcFooter {
     pub creator: [u8; 4],
     /// Size of the disk in bytes, by the rule for its creator: see [`VpcFooter::parse`].
     pub size: u64,
+    /// What names the image; differences to it know it.
+    pub uuid: [u8; 16],
 }
 
 impl VpcFooter {
@@ -90,10 +95,7 @@ impl VpcFooter {
         let kind = match disk_type {
             2 => VpcKind::Fixed,
             3 => VpcKind::Dynamic(data_offset),
-            4 => {
-                let message = "VHD images that are a difference to another one are not supported";
-                return Some(Err(refused("disk_type", 60, disk_type, message)));
-            }
+            4 => VpcKind::Differencing(data_offset),
             _ => return Some(Err(wrong("disk_type", 60, disk_type, "unknown type of VHD image"))),
         };
         let (cylinders, heads, sectors) = (be16_at(bytes, 56)?, *bytes.get(58)?, *bytes.get(59)?);
@@ -106,7 +108,7 @@ impl VpcFooter {
         if i64::try_from(size).is_err() {
             return Some(Err(wrong("current_size", 48, current_size, "the VHD disk is too large")));
         }
-        Some(Ok(Self { kind, creator, size }))
+        Some(Ok(Self { kind, creator, size, uuid: array_at(bytes, 68)? }))
     }
 }
 
@@ -180,6 +182,50 @@ impl VpcDynamicHeader {
     /// Where the data of a block are, in bytes, as an entry of the table says; `None`: not allocated, zeroes.
     pub fn block(&self, entry: u32) -> Option<u64> {
         (entry != UNALLOCATED).then(|| u64::from(entry) * SECTOR_BYTES + self.bitmap_bytes())
+    }
+}
+
+/// What the header of a dynamic disk says of the image that it is a difference to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VpcParent {
+    /// The parent's [`VpcFooter::uuid`].
+    pub uuid: [u8; 16],
+    /// Its name, mostly an absolute path of Windows.
+    pub name: String,
+    /// Where the file has its relative path and its absolute one, in UTF-16LE: offset and length in bytes.
+    pub relative: Option<(u64, u32)>,
+    /// See [`VpcParent::relative`].
+    pub absolute: Option<(u64, u32)>,
+}
+
+/// The longest name of a parent, in bytes.
+pub const MAX_LOCATOR_BYTES: u32 = 4096;
+
+impl VpcParent {
+    /// Parses [`DYNAMIC_HEADER_BYTES`] bytes.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let cut_short = || wrong("dynamic header", 0, bytes.len(), "the header of the dynamic disk is cut short");
+        Self::parse_fields(bytes).ok_or_else(cut_short)?
+    }
+
+    fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
+        let name = utf16(bytes.get(64..576)?, true);
+        let mut parent = Self { uuid: array_at(bytes, 40)?, name, relative: None, absolute: None };
+        for index in 0..8 {
+            let at = 576 + index * 24;
+            let place = match &array_at::<4>(bytes, at)? {
+                b"W2ru" => &mut parent.relative,
+                b"W2ku" => &mut parent.absolute,
+                _ => continue,
+            };
+            let (len, offset) = (be32_at(bytes, at + 8)?, be64_at(bytes, at + 16)?);
+            if len > MAX_LOCATOR_BYTES {
+                let message = format!("a name of the parent has more than {MAX_LOCATOR_BYTES} bytes");
+                return Some(Err(wrong("platform_data_length", at as u64 + 8, len, message)));
+            }
+            *place = Some((offset, len));
+        }
+        Some(Ok(parent))
     }
 }
 

@@ -64,3 +64,130 @@ fn a_vhdx_file_that_is_shorter_than_its_log_knows_is_refused() {
         assert!(message.contains("FlushedFileOffset") && message.contains("cut off"), "{message}");
     }
 }
+
+/// The disk by the tables of a VHD of type 4: a sector whose bit is set is in this file, every other one in the parent.
+fn merged_vhd(child: &[u8], parent: &[u8]) -> Vec<u8> {
+    let be32 = |at: usize| u32::from_be_bytes(child[at..at + 4].try_into().unwrap()) as usize;
+    let header = be32(child.len() - 512 + 20);
+    let (table, blocks, block_bytes) = (be32(header + 20), be32(header + 28), be32(header + 32));
+    let mut disk = parent[..parent.len() - 512].to_vec();
+    for block in 0..blocks {
+        let entry = be32(table + block * 4);
+        if entry == 0xffff_ffff {
+            continue;
+        }
+        let (bitmap, data) = (entry * 512, entry * 512 + 512);
+        for sector in 0..block_bytes / 512 {
+            if child[bitmap + sector / 8] >> (7 - sector % 8) & 1 == 1 {
+                let (from, to) = (data + sector * 512, block * block_bytes + sector * 512);
+                disk[to..to + 512].copy_from_slice(&child[from..from + 512]);
+            }
+        }
+    }
+    disk
+}
+
+/// QEMU 11 reads the difference without its parent, and says nothing.
+#[test]
+fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
+    let oracle = Oracle::new();
+    unpack(&oracle, "windows-fat-parent.vhd", "fat-parent.vhd");
+    unpack(&oracle, "windows-fat-differential.vhd", "child.vhd");
+    let read = |name: &str| fs::read(oracle.work().join(name)).unwrap();
+    let truth = merged_vhd(&read("child.vhd"), &read("fat-parent.vhd"));
+    fs::write(oracle.work().join("truth"), &truth).unwrap();
+    ours(&oracle, "convert -f vpc -O raw child.vhd out");
+    assert!(read("out") == truth && truth != read("fat-parent.vhd")[..truth.len()]);
+    ours(&oracle, "compare -f vpc -F raw child.vhd truth");
+    let info = ours(&oracle, "info -f vpc --output=json --backing-chain child.vhd");
+    assert!(info.contains("\"backing-filename\": \"fat-parent.vhd\""), "{info}");
+    let map = ours(&oracle, "map -f vpc child.vhd");
+    assert!(map.contains("fat-parent.vhd") && map.contains("child.vhd"), "{map}");
+    ours(&oracle, "create -q -f qcow2 -b child.vhd -F vpc top.qcow2");
+    ours(&oracle, "compare -f qcow2 -F raw top.qcow2 truth");
+    // It is read, and not written.
+    let message = oracle.refused("resize -f vpc child.vhd 8M");
+    assert!(message.contains("can only be read"), "{message}");
+    // The policy for untrusted images: no file on the image's word.
+    let message = oracle.refused("convert --untrusted -f vpc -O raw child.vhd out");
+    assert!(message.contains("fat-parent.vhd"), "{message}");
+    ours(&oracle, "convert --untrusted --allow backing -f vpc -O raw child.vhd out");
+    assert!(read("out") == truth);
+    // Another disk in the parent's place, and none.
+    oracle.make("create -q -f vpc -o subformat=fixed,force_size=on fat-parent.vhd 4M");
+    let message = oracle.refused("convert -f vpc -O raw child.vhd out");
+    assert!(message.contains("is not the parent of this disk"), "{message}");
+    fs::remove_file(oracle.work().join("fat-parent.vhd")).unwrap();
+    let message = oracle.refused("convert -f vpc -O raw child.vhd out");
+    assert!(message.contains("fat-parent.vhd"), "{message}");
+}
+
+#[test]
+fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
+    let oracle = Oracle::new();
+    unpack(&oracle, "windows-fat-parent.vhdx", "fat-parent.vhdx");
+    unpack(&oracle, "windows-fat-differential.vhdx", "child.vhdx");
+    let read = |name: &str| fs::read(oracle.work().join(name)).unwrap();
+    ours(&oracle, "convert -f vhdx -O raw child.vhdx out");
+    ours(&oracle, "convert -f vhdx -O raw fat-parent.vhdx parent");
+    let (child, parent, disk) = (read("child.vhdx"), read("parent"), read("out"));
+    assert!(disk != parent && disk.len() == parent.len());
+    // Where the disk isn't the parent's, its sectors are in the file, and its blocks are there in part.
+    for (at, sector) in disk.chunks(512).enumerate() {
+        let is_parents = sector == &parent[at * 512..at * 512 + 512];
+        assert!(is_parents || child.chunks(512).any(|other| other == sector), "sector {at}");
+    }
+    let map = ours(&oracle, "map -f vhdx child.vhdx");
+    assert!(map.contains("fat-parent.vhdx") && map.contains("child.vhdx"), "{map}");
+    // The file systems are sound: the same files with other content than the parent's.
+    assert_eq!(disk[510..512], [0x55, 0xaa]);
+    let message = oracle.refused("convert --untrusted -f vhdx -O raw child.vhdx out");
+    assert!(message.contains("fat-parent.vhdx"), "{message}");
+    let message = oracle.refused("resize -f vhdx child.vhdx 8M");
+    assert!(message.contains("can only be read"), "{message}");
+    // A write to the parent gives it another GUID: the difference belongs to what it was.
+    let script = ["-f", "vhdx", "-c", "write -P 1 0 512", "fat-parent.vhdx"];
+    let done = Command::new(oracle.qemu.io_path()).args(script).current_dir(oracle.work()).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let message = oracle.refused("convert -f vhdx -O raw child.vhdx out");
+    assert!(message.contains("was changed since"), "{message}");
+}
+
+/// VirtualBox names a parent by its UUID alone: the user says which file that is.
+#[test]
+fn a_vdi_that_is_a_difference_is_read_over_the_parent_that_is_given() {
+    let oracle = Oracle::new();
+    for (name, pattern, at) in [("parent.vdi", 1, "0"), ("child.vdi", 2, "1M")] {
+        oracle.make(&format!("create -q -f vdi {name} 4M"));
+        let write = format!("write -P {pattern} {at} 2M");
+        let script = ["-f", "vdi", "-c", &write, name];
+        let done = Command::new(oracle.qemu.io_path()).args(script).current_dir(oracle.work()).output().unwrap();
+        assert!(done.status.success());
+    }
+    let path = oracle.work().join("child.vdi");
+    let (parent, mut child) = (fs::read(oracle.work().join("parent.vdi")).unwrap(), fs::read(&path).unwrap());
+    child[76] = 4;
+    child[424..440].copy_from_slice(&parent[392..408]);
+    child[440..456].copy_from_slice(&parent[408..424]);
+    fs::write(&path, &child).unwrap();
+    let message = oracle.refused("convert -f vdi -O raw child.vdi out");
+    assert!(message.contains("doesn't say which file its parent is"), "{message}");
+    let line = "convert -O raw --image-opts driver=vdi,file.driver=file,file.filename=child.vdi,backing.driver=vdi,\
+                backing.file.driver=file,backing.file.filename=parent.vdi out";
+    ours(&oracle, line);
+    let disk = fs::read(oracle.work().join("out")).unwrap();
+    let mut model = vec![0; 4 << 20];
+    model[..1 << 20].fill(1);
+    model[1 << 20..3 << 20].fill(2);
+    assert!(disk == model);
+    // A block of zeroes covers the parent's.
+    child[512..516].copy_from_slice(&0xffff_fffe_u32.to_le_bytes());
+    fs::write(&path, &child).unwrap();
+    ours(&oracle, line);
+    model[..1 << 20].fill(0);
+    assert!(fs::read(oracle.work().join("out")).unwrap() == model);
+    // A parent that changed, by its header.
+    child[440] ^= 1;
+    fs::write(&path, &child).unwrap();
+    assert!(oracle.refused(line).contains("is not the parent of this disk"));
+}

@@ -47,6 +47,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds: at least one, and not
     /// more than to the end of a block that is allocated.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    /// Refuses a parent that is another one than the image was made of.
+    fn check_parent(&self, _parent: &Node) -> Result<()> {
+        Ok(())
+    }
     /// Unpacks the block that begins at byte `block` of the disk, all of it.
     fn unpack(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<Vec<u8>>> {
         async move { Err(Error::internal("this format packs no blocks").offset(block)) }
@@ -399,6 +403,33 @@ impl ImageFile {
     }
 }
 
+/// The parent of a difference. `name`: its file, relative to the image, where the image says that. `what` names it otherwise.
+pub(crate) fn parent_of<F: BlockFormat>(
+    opener: &Opener,
+    draft: &Draft,
+    name: Option<String>,
+    what: &str,
+) -> Result<NamedBacking> {
+    if name.is_none() && opener.opens_backing(draft) && draft.options.get("backing").is_none() {
+        let message =
+            format!("the disk is a difference, and doesn't say which file its parent is: give '{what}' as 'backing'");
+        return Err(Error::invalid_image("parent", "missing", message));
+    }
+    Ok(NamedBacking { name, format: Some(F::NAME.to_owned()) })
+}
+
+/// Refuses a parent whose content is another than the image was made of. A parent of another format is the user's choice.
+pub(crate) fn check_identity(parent: &Node, field: &'static str, wanted: &[String]) -> Result<()> {
+    match parent.description().and_then(|known| known.identity) {
+        Some(found) if !wanted.contains(&found) => {
+            let message =
+                format!("'{}' is not the parent of this disk, or was changed since: it is {found}", parent.filename());
+            Err(Error::invalid_image(field, wanted.join(", "), message))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Ends an opening: opens the backing file, if there is one, and puts the driver together.
 pub(crate) async fn finish<F: BlockFormat + 'static>(
     opener: &Rc<Opener>,
@@ -409,7 +440,10 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
 ) -> Opened {
     let filename = file.node[0].filename();
     opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;
-    let (_, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
+    let (parent, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
+    if let Some(parent) = &parent {
+        format.check_parent(parent).map_err(|error| file.named(error))?;
+    }
     let link = draft.children.link(ChildRole::Backing).unwrap_or_default();
     draft.children.share(ChildRole::Backing, Arc::clone(&link));
     let unpacked = opener.policy().max_decompressed_bytes;

@@ -32,6 +32,8 @@ pub struct Description {
     pub backing_name: Option<String>,
     /// The backing file's format as the image names it.
     pub backing_format: Option<&'static str>,
+    /// What names the image's content to disks that are differences to it: lower case hexadecimal.
+    pub identity: Option<String>,
     /// The image takes whole clusters, compressed, and each once.
     pub takes_stream: bool,
     /// What only this format has, with QEMU's keys; null for nothing.

@@ -12,6 +12,7 @@ pub(crate) mod qcow;
 pub mod qcow2;
 pub(crate) mod qed;
 pub mod raw;
+pub(crate) mod sector_map;
 pub(crate) mod units;
 pub(crate) mod vdi;
 pub(crate) mod vhdx;

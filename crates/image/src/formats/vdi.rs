@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VDI: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, check_identity, finish, parent_of};
 use super::mapped::{Description, MappedCheck, Place};
 use super::units::Units;
 use super::writer::Usage;
+use crate::node::Node;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use cowshed_layout::vhdx::Guid;
 use cowshed_storage::{File, IoBuf};
 use std::rc::Rc;
 
-const SCHEMA: DriverSchema =
-    DriverSchema { name: "vdi", kind: DriverKind::Format, about: "VirtualBox's image format", keys: &[FILE_KEY] };
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "vdi",
+    kind: DriverKind::Format,
+    about: "VirtualBox's image format",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
@@ -27,7 +33,11 @@ struct Vdi {
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let vdi = load(&file).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, vdi, NamedBacking::default()).await
+    let backing = match &vdi.header.parent {
+        Some(parent) => parent_of::<Vdi>(opener, draft, None, &identity(parent)).map_err(|error| file.named(error))?,
+        None => NamedBacking::default(),
+    };
+    finish(opener, draft, file, vdi, backing).await
 }
 
 async fn load(file: &ImageFile) -> Result<Vdi> {
@@ -39,6 +49,11 @@ async fn load(file: &ImageFile) -> Result<Vdi> {
     Ok(Vdi { header, map })
 }
 
+/// Names of an image and of its content, as VirtualBox writes them.
+fn identity(uuids: &[[u8; 16]; 2]) -> String {
+    uuids.map(|uuid| Guid::of(uuid).to_string()).join(", content ")
+}
+
 impl BlockFormat for Vdi {
     const NAME: &'static str = SCHEMA.name;
 
@@ -47,15 +62,36 @@ impl BlockFormat for Vdi {
     }
 
     fn describe(&self) -> Description {
-        Description { cluster_bytes: Some(self.header.block_bytes), ..Description::default() }
+        Description {
+            cluster_bytes: Some(self.header.block_bytes),
+            identity: Some(identity(&self.header.uuids)),
+            ..Description::default()
+        }
+    }
+
+    fn check_parent(&self, parent: &Node) -> Result<()> {
+        match &self.header.parent {
+            Some(wanted) => check_identity(parent, "uuid_link", &[identity(wanted)]),
+            None => Ok(()),
+        }
+    }
+
+    async fn before_writing(&self, _file: &ImageFile) -> Result<()> {
+        match self.header.parent {
+            Some(_) => Err(Error::new(ErrorKind::ReadOnly, "VDI images that are a difference can only be read")),
+            None => Ok(()),
+        }
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let block_bytes = self.header.block_bytes;
         let (block, skip) = (at / block_bytes, at % block_bytes);
         let entry = u32::from_le_bytes(file.entry(self.map, block).await?);
-        let VdiBlock::At(number) = VdiBlock::of(entry) else {
-            return Ok((Place::Zero, file.same::<4>(self.map, block, (at, len, block_bytes)).await?));
+        let found = VdiBlock::of(entry);
+        let VdiBlock::At(number) = found else {
+            let is_below = found == VdiBlock::Unallocated && self.header.parent.is_some();
+            let place = if is_below { Place::Unallocated } else { Place::Zero };
+            return Ok((place, file.same::<4>(self.map, block, (at, len, block_bytes)).await?));
         };
         let len = len.min(block_bytes - skip);
         // 2^32 blocks of 256 MiB at most, far from 2^64.

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
 use super::mapped::{Description, Place};
+use super::sector_map::SectorMap;
 use super::units::Units;
+use crate::node::Node;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener, Telling};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::parents::{beside, utf16};
 use cowshed_layout::vpc::{
-    COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind,
+    COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind, VpcParent,
 };
 use cowshed_storage::{File, IoBuf};
 use std::collections::HashSet;
@@ -21,6 +24,7 @@ const SCHEMA: DriverSchema = DriverSchema {
     about: "Virtual PC's image format (VHD)",
     keys: &[
         FILE_KEY,
+        BACKING_KEY,
         Key {
             name: "force_size_calc",
             value: KeyType::Text,
@@ -47,6 +51,14 @@ struct Vpc {
     footer: VpcFooter,
     /// None for fixed disks.
     dynamic: Option<Dynamic>,
+    /// What the disk is a difference to.
+    parent: Option<Parent>,
+}
+
+struct Parent {
+    uuid: [u8; 16],
+    /// The name of its file, relative to the image.
+    name: Option<String>,
 }
 
 struct Dynamic {
@@ -79,7 +91,12 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     };
     let file = ImageFile::open(opener, draft).await?;
     let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, vpc, NamedBacking::default()).await
+    let backing = match &vpc.parent {
+        Some(parent) => parent_of::<Vpc>(opener, draft, parent.name.clone(), &hexadecimal(&parent.uuid))
+            .map_err(|error| file.named(error))?,
+        None => NamedBacking::default(),
+    };
+    finish(opener, draft, file, vpc, backing).await
 }
 
 /// The footer. The one at the end counts: what a fixed disk has at its start is its guest's. The copy at the start is for
@@ -120,19 +137,23 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     if i64::try_from(footer.size).is_err() {
         return Err(Error::invalid_image("current_size", footer.size, "the VHD disk is too large"));
     }
-    let VpcKind::Dynamic(header_offset) = footer.kind else {
+    let (VpcKind::Dynamic(header_offset) | VpcKind::Differencing(header_offset)) = footer.kind else {
         let there = file.len().saturating_sub(FOOTER_BYTES as u64);
         if footer.size > there {
             let message = format!("the file is too short for the disk: {there} bytes and the footer");
             return Err(Error::invalid_image("size", footer.size, message));
         }
-        return Ok(Vpc { footer, dynamic: None });
+        return Ok(Vpc { footer, dynamic: None, parent: None });
     };
     if header_offset < FOOTER_BYTES as u64 || header_offset >= file.len() {
         let message = "the header of the dynamic disk is not in the file behind the footer's copy";
         return Err(Error::invalid_image("data_offset", header_offset, message));
     }
     let header = file.read(header_offset, DYNAMIC_HEADER_BYTES).await?;
+    let parent = match footer.kind {
+        VpcKind::Differencing(_) => Some(read_parent(file, &header).await?),
+        _ => None,
+    };
     let header = VpcDynamicHeader::parse(&header, footer.size)?;
     // The table may have more entries than the disk has blocks.
     let bytes = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
@@ -151,7 +172,29 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     Ok(Vpc {
         footer,
         dynamic: Some(Dynamic { header, place, table, whole_table, first, tail, marked: Mutex::default() }),
+        parent,
     })
+}
+
+/// What the disk is a difference to.
+async fn read_parent(file: &ImageFile, header: &[u8]) -> Result<Parent> {
+    let parent = VpcParent::parse(header)?;
+    let path = async |place: Option<(u64, u32)>| -> Result<Option<String>> {
+        let Some((offset, len)) = place else { return Ok(None) };
+        let bytes = file.read(offset, len as usize).await?;
+        if bytes.len() < len as usize {
+            let message = "the name of the parent is not in the file";
+            return Err(Error::invalid_image("parent locator", offset, message));
+        }
+        Ok(Some(utf16(&bytes, false)))
+    };
+    let (relative, absolute) = (path(parent.relative).await?, path(parent.absolute).await?);
+    let name = beside(relative.as_deref(), &[absolute.as_deref(), Some(&parent.name)]);
+    Ok(Parent { uuid: parent.uuid, name })
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl BlockFormat for Vpc {
@@ -163,7 +206,27 @@ impl BlockFormat for Vpc {
 
     fn describe(&self) -> Description {
         let cluster_bytes = self.dynamic.as_ref().map(|dynamic| dynamic.header.block_bytes);
-        Description { cluster_bytes, ..Description::default() }
+        Description {
+            cluster_bytes,
+            backing_name: self.parent.as_ref().and_then(|parent| parent.name.clone()),
+            backing_format: self.parent.as_ref().map(|_| SCHEMA.name),
+            identity: Some(hexadecimal(&self.footer.uuid)),
+            ..Description::default()
+        }
+    }
+
+    fn check_parent(&self, parent: &Node) -> Result<()> {
+        match &self.parent {
+            Some(wanted) => check_identity(parent, "parent_unique_id", &[hexadecimal(&wanted.uuid)]),
+            None => Ok(()),
+        }
+    }
+
+    async fn before_writing(&self, _file: &ImageFile) -> Result<()> {
+        match self.parent {
+            Some(_) => Err(Error::new(ErrorKind::ReadOnly, "VHD images that are a difference can only be read")),
+            None => Ok(()),
+        }
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
@@ -173,7 +236,8 @@ impl BlockFormat for Vpc {
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
         let Some(start) = header.block(entry) else {
-            return Ok((Place::Zero, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
+            let place = if self.parent.is_some() { Place::Unallocated } else { Place::Zero };
+            return Ok((place, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
         };
         let len = len.min(header.block_bytes - skip);
         let unit_bytes = header.bitmap_bytes() + header.block_bytes;
@@ -182,9 +246,15 @@ impl BlockFormat for Vpc {
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }
-        // What the sector bitmap says is not asked, as in QEMU: a sector that was never written is zeroes in the block.
         file.check_data("block allocation table entry", start + skip, len, at)?;
-        Ok((Place::Data { file: 0, host: start + skip }, len))
+        let data = Place::Data { file: 0, host: start + skip };
+        if self.parent.is_some() {
+            let table = Table { field: "sector bitmap", offset: unit, bytes: header.bitmap_bytes() };
+            let map = SectorMap { table, sector_bytes: SECTOR_BYTES, is_high_first: true };
+            return map.place(file, skip, len, data).await;
+        }
+        // Without a parent the sector bitmap is not asked, as in QEMU: a sector that was never written is zeroes in the block.
+        Ok((data, len))
     }
 
     fn units(&self) -> Option<Units> {

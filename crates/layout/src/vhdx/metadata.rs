@@ -3,6 +3,7 @@
 
 use super::{Guid, MAX_ENTRIES, refused, wrong};
 use crate::bytes::{le16_at, le32_at, le64_at};
+use crate::parents::{beside, utf16};
 use cowshed_block::Result;
 
 /// Length of the table at the start of the region in bytes; the items follow it.
@@ -45,16 +46,25 @@ pub(super) const KNOWN: [(Guid, Option<MetadataItem>, u32); 6] = [
         Some(MetadataItem::LogicalSectorSize),
         4,
     ),
-    // The disk's identity, the physical sector size, the parent's place: not needed to read the disk.
+    // The disk's identity, the physical sector size: not needed to read the disk. The parent's place.
     (Guid::new(0xbeca_12ab, 0xb2e6, 0x4523, [0x93, 0xef, 0xc3, 0x09, 0xe0, 0x00, 0xc7, 0x46]), None, 0),
     (Guid::new(0xcda3_48c7, 0x445d, 0x4471, [0x9c, 0xc9, 0xe9, 0x88, 0x52, 0x51, 0xc5, 0x56]), None, 0),
-    (Guid::new(0xa8d3_5f2d, 0xb30b, 0x454d, [0xab, 0xf7, 0xd3, 0xd8, 0x48, 0x34, 0xab, 0x0c]), None, 0),
+    (PARENT_LOCATOR, None, 0),
 ];
+const PARENT_LOCATOR: Guid = Guid::new(0xa8d3_5f2d, 0xb30b, 0x454d, [0xab, 0xf7, 0xd3, 0xd8, 0x48, 0x34, 0xab, 0x0c]);
+/// The one type of parents' places.
+const VHDX_LOCATOR: Guid = Guid::new(0xb04a_efb7, 0xd19e, 0x4a81, [0xb7, 0x89, 0x25, 0xb8, 0xe9, 0x44, 0x59, 0x13]);
+/// Entries of that item: five are known.
+const MAX_LOCATOR_ENTRIES: usize = 64;
+/// The longest item that says where the parent is, in bytes.
+const MAX_LOCATOR_BYTES: u32 = 64 << 10;
 
 /// Where the items are, in bytes from the start of the region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetadataTable {
     items: [u64; 3],
+    /// Where the item with the parent's place is, and its length.
+    pub parent_locator: Option<(u64, u32)>,
 }
 
 impl MetadataTable {
@@ -74,7 +84,7 @@ impl MetadataTable {
             let message = format!("a metadata table has at most {MAX_ENTRIES} entries");
             return Err(wrong("EntryCount", offset + 10, count, message));
         }
-        let mut items = [None; 3];
+        let (mut items, mut parent_locator) = ([None; 3], None);
         for index in 0..usize::from(count) {
             let at = 32 + index * 32;
             let entry = || Some((Guid::at(bytes, at)?, le32_at(bytes, at + 16)?, le32_at(bytes, at + 20)?));
@@ -86,7 +96,17 @@ impl MetadataTable {
                 }
                 return Err(refused("ItemId", place, guid, "metadata that must be understood are not known"));
             };
-            let Some(item) = item else { continue };
+            let Some(item) = item else {
+                if guid == PARENT_LOCATOR {
+                    let end = u64::from(start) + u64::from(len);
+                    if (start as usize) < METADATA_TABLE_BYTES || end > region_bytes || len > MAX_LOCATOR_BYTES {
+                        let message = "the item with the parent's place is not in the region, or too long";
+                        return Err(wrong("Offset", place + 16, start, message));
+                    }
+                    parent_locator = Some((u64::from(start), len));
+                }
+                continue;
+            };
             if len < *least {
                 return Err(wrong("Length", place + 20, len, "an item of the metadata is too short"));
             }
@@ -100,7 +120,7 @@ impl MetadataTable {
         let missing =
             || wrong("metadata item", offset, "missing", "block size, disk size or sector size are not given");
         let [Some(parameters), Some(size), Some(sector)] = items else { return Err(missing()) };
-        Ok(Self { items: [parameters, size, sector] })
+        Ok(Self { items: [parameters, size, sector], parent_locator })
     }
 
     /// Where an item is, in bytes from the start of the region; 8 bytes of it are enough.
@@ -118,6 +138,10 @@ pub struct VhdxDisk {
     pub size: u64,
     /// Payload blocks for each block of the sector bitmap; a power of two.
     pub chunk_ratio: u64,
+    /// Length of a sector in bytes.
+    pub sector_bytes: u64,
+    /// The disk is a difference to another one.
+    pub has_parent: bool,
 }
 
 impl VhdxDisk {
@@ -129,10 +153,6 @@ impl VhdxDisk {
         let flags = le32_at(&parameters, 4).unwrap_or_default();
         let sector_bytes = le32_at(&sector, 0).unwrap_or_default();
         let size = le64_at(&size, 0).unwrap_or_default();
-        if flags & FLAG_HAS_PARENT != 0 {
-            let message = "VHDX images that are a difference to another one are not supported";
-            return Err(cowshed_block::Error::unsupported(message).field("HasParent").value(1));
-        }
         if !block_bytes.is_power_of_two() || !(MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&block_bytes) {
             let message = "the block size is no power of two from 1 MiB to 256 MiB".to_owned();
             return field("BlockSize", u64::from(block_bytes), message);
@@ -150,7 +170,8 @@ impl VhdxDisk {
         }
         let block_bytes = u64::from(block_bytes);
         let chunk_ratio = BITMAP_SECTORS * u64::from(sector_bytes) / block_bytes;
-        Ok(Self { block_bytes, size, chunk_ratio })
+        let has_parent = flags & FLAG_HAS_PARENT != 0;
+        Ok(Self { block_bytes, size, chunk_ratio, sector_bytes: u64::from(sector_bytes), has_parent })
     }
 
     /// The entry of the BAT for a payload block: behind those of each chunk stands one of its sector bitmap.
@@ -158,9 +179,60 @@ impl VhdxDisk {
         block + block / self.chunk_ratio
     }
 
-    /// Entries of the BAT that the disk needs.
+    /// The entry of the BAT for the sector bitmap of the chunk that a payload block is in.
+    pub fn bitmap_entry_of(&self, block: u64) -> u64 {
+        (block / self.chunk_ratio + 1) * (self.chunk_ratio + 1) - 1
+    }
+
+    /// Entries of the BAT that the disk needs: with a parent, those of all sector bitmaps too.
     pub fn entries(&self) -> u64 {
-        self.entry_of(self.size.div_ceil(self.block_bytes) - 1) + 1
+        let last = self.size.div_ceil(self.block_bytes) - 1;
+        if self.has_parent { self.bitmap_entry_of(last) + 1 } else { self.entry_of(last) + 1 }
+    }
+}
+
+/// Where the parent of a difference is, and which one it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VhdxParent {
+    /// GUIDs of the parent's data that are right, in lower case.
+    pub linkages: Vec<String>,
+    /// The name of a file relative to the image.
+    pub name: Option<String>,
+}
+
+impl VhdxParent {
+    /// Parses the item with the parent's place.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let cut_short = || wrong("parent locator", 0, bytes.len(), "the item with the parent's place is cut short");
+        let kind = Guid::at(bytes, 0).ok_or_else(cut_short)?;
+        if kind != VHDX_LOCATOR {
+            return Err(refused("LocatorType", 0, kind, "the parent's place is of a kind that is not known"));
+        }
+        let count = usize::from(le16_at(bytes, 18).ok_or_else(cut_short)?);
+        if count > MAX_LOCATOR_ENTRIES {
+            let message = format!("the parent's place has more than {MAX_LOCATOR_ENTRIES} entries");
+            return Err(wrong("KeyValueCount", 18, count, message));
+        }
+        let (mut linkages, mut relative, mut absolute, mut volume) = (Vec::new(), None, None, None);
+        for index in 0..count {
+            let at = 20 + index * 12;
+            let text = |offset: usize, len: usize| {
+                let (start, len) = (le32_at(bytes, at + offset)? as usize, usize::from(le16_at(bytes, at + len)?));
+                Some(utf16(bytes.get(start..start.checked_add(len)?)?, false))
+            };
+            let (key, value) = (text(0, 8).ok_or_else(cut_short)?, text(4, 10).ok_or_else(cut_short)?);
+            match key.as_str() {
+                "parent_linkage" | "parent_linkage2" => {
+                    linkages.push(value.trim_matches(['{', '}']).to_ascii_lowercase());
+                }
+                "relative_path" => relative = Some(value),
+                "absolute_win32_path" => absolute = Some(value),
+                "volume_path" => volume = Some(value),
+                _ => (),
+            }
+        }
+        let name = beside(relative.as_deref(), &[absolute.as_deref(), volume.as_deref()]);
+        Ok(Self { linkages, name })
     }
 }
 
@@ -218,8 +290,9 @@ mod tests {
             assert!(error.contains(part), "{error}");
         }
         let child = (1u64 << 33 | 1 << 20).to_le_bytes();
-        let error = VhdxDisk::parse(child, 512u64.to_le_bytes(), 512u64.to_le_bytes()).unwrap_err().to_string();
-        assert!(error.contains("HasParent"), "{error}");
+        let child = VhdxDisk::parse(child, (9u64 << 30).to_le_bytes(), 512u64.to_le_bytes()).unwrap();
+        assert!(child.has_parent && child.bitmap_entry_of(4095) == 4096 && child.bitmap_entry_of(4096) == 8193);
+        assert_eq!(child.entries(), 3 * 4097);
     }
 
     #[test]

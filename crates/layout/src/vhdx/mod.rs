@@ -9,7 +9,7 @@ mod metadata;
 
 pub use create::NewVhdx;
 pub use log::{LogWrite, MAX_LOG_BYTES, NewLogEntry, Replay, replay_of};
-pub use metadata::{METADATA_TABLE_BYTES, MetadataItem, MetadataTable, VhdxDisk};
+pub use metadata::{METADATA_TABLE_BYTES, MetadataItem, MetadataTable, VhdxDisk, VhdxParent};
 
 use crate::bytes::{array_at, le16_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
@@ -61,6 +61,11 @@ impl Guid {
         guid.0[7] = guid.0[7] & 0x0f | 0x40;
         guid.0[8] = guid.0[8] & 0x3f | 0x80;
         guid
+    }
+
+    /// From its bytes as files have them.
+    pub const fn of(bytes: [u8; 16]) -> Guid {
+        Guid(bytes)
     }
 
     fn at(bytes: &[u8], at: usize) -> Option<Guid> {
@@ -272,7 +277,9 @@ impl VhdxRegions {
 /// What an entry of the BAT says of a payload block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VhdxBlock {
-    /// Reads as zeroes: never written, discarded, or zeroed.
+    /// Never written: zeroes, or as in the parent.
+    Absent,
+    /// Reads as zeroes: discarded, or zeroed.
     Zero,
     /// At this offset in bytes.
     At(u64),
@@ -287,7 +294,8 @@ impl VhdxBlock {
     pub fn of(entry: u64) -> VhdxBlock {
         match entry & 7 {
             // 5 was "unmapped" in version 0.95 of the specification, and is so to QEMU.
-            0..=3 | 5 => VhdxBlock::Zero,
+            0 => VhdxBlock::Absent,
+            1..=3 | 5 => VhdxBlock::Zero,
             6 => VhdxBlock::At(entry >> 20 << 20),
             7 => VhdxBlock::Partial,
             state => VhdxBlock::Unknown(state as u8),
@@ -383,7 +391,7 @@ mod tests {
         assert_eq!(
             [0, 1, 2, 5, 4, 0x70_0006, 0x70_0007].map(VhdxBlock::of),
             [
-                VhdxBlock::Zero,
+                VhdxBlock::Absent,
                 VhdxBlock::Zero,
                 VhdxBlock::Zero,
                 VhdxBlock::Zero,

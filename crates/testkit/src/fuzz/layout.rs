@@ -16,9 +16,11 @@ use cowshed_layout::parallels::ParallelsHeader;
 use cowshed_layout::qcow::{QcowCluster, QcowHeader};
 use cowshed_layout::qed::QedHeader;
 use cowshed_layout::vdi::{VdiBlock, VdiHeader};
-use cowshed_layout::vhdx::{self, MetadataItem, MetadataTable, VhdxBlock, VhdxDisk, VhdxHeader, VhdxRegions};
+use cowshed_layout::vhdx::{
+    self, MetadataItem, MetadataTable, VhdxBlock, VhdxDisk, VhdxHeader, VhdxParent, VhdxRegions,
+};
 use cowshed_layout::vmdk::{CompressedGrain, Descriptor, Grain, SparseHeader, limits, sectors_to_bytes};
-use cowshed_layout::vpc::{VpcDynamicHeader, VpcFooter, VpcKind};
+use cowshed_layout::vpc::{MAX_LOCATOR_BYTES, VpcDynamicHeader, VpcFooter, VpcKind, VpcParent};
 
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[
@@ -221,12 +223,17 @@ pub fn block_formats(data: &[u8]) {
     if let Ok(vpc) = VpcFooter::parse_unverified(data) {
         assert!(vpc.size <= LARGEST);
         let header = match vpc.kind {
-            VpcKind::Dynamic(at) => usize::try_from(at).ok().and_then(|at| data.get(at..)).unwrap_or_default(),
+            VpcKind::Dynamic(at) | VpcKind::Differencing(at) => {
+                usize::try_from(at).ok().and_then(|at| data.get(at..)).unwrap_or_default()
+            }
             VpcKind::Fixed => data,
         };
         if let Ok(dynamic) = VpcDynamicHeader::parse_unverified(header, vpc.size) {
             assert!(dynamic.table_offset.checked_add(dynamic.table_bytes()).is_some());
             assert!(words.clone().all(|entry| dynamic.block(entry as u32).is_none_or(|host| host <= LARGEST)));
+        }
+        if let Ok(parent) = VpcParent::parse(header) {
+            assert!(parent.relative.is_none_or(|(_, len)| len <= MAX_LOCATOR_BYTES));
         }
         let _ = VpcFooter::parse(data);
     }
@@ -270,13 +277,15 @@ fn vhdx_pieces(data: &[u8]) {
             assert!((vhdx::METADATA_TABLE_BYTES as u64..1 << 20).contains(&table.offset(item)));
         }
     }
+    if let Ok(parent) = VhdxParent::parse(data) {
+        assert!(parent.name.is_none_or(|name| !name.starts_with('/') && !name.contains(['\\', ':'])));
+    }
     let word = |at: usize| data.get(at..at + 8).and_then(|word| word.try_into().ok()).unwrap_or([0; 8]);
     if let Ok(disk) = VhdxDisk::parse(word(0), word(8), word(16)) {
         assert!(disk.entries() <= (64 << 20) + (1 << 14) && disk.chunk_ratio >= 16);
-        assert!(matches!(
-            VhdxBlock::of(disk.size),
-            VhdxBlock::Zero | VhdxBlock::At(_) | VhdxBlock::Partial | VhdxBlock::Unknown(_)
-        ));
+        if let VhdxBlock::At(host) = VhdxBlock::of(disk.size) {
+            assert!(host.is_multiple_of(vhdx::UNIT_BYTES));
+        }
     }
 }
 

@@ -3,26 +3,32 @@
 
 mod journal;
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, check_identity, finish, parent_of};
 use super::mapped::{Description, MappedCheck, Place};
 use super::patches::Patches;
+use super::sector_map::SectorMap;
 use super::units::Units;
 use super::writer::Usage;
+use crate::node::Node;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::vhdx::{
     ENTRY_BYTES, HEADER_BYTES, HEADER_OFFSETS, MAX_LOG_BYTES, METADATA_TABLE_BYTES, MetadataItem, MetadataTable,
-    REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, Replay, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, VhdxRegions,
-    check_signature, replay_of,
+    REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, Replay, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, VhdxParent,
+    VhdxRegions, check_signature, replay_of,
 };
 use cowshed_offline::check::Repair;
 use cowshed_storage::File;
 use journal::Journal;
 use std::rc::Rc;
 
-const SCHEMA: DriverSchema =
-    DriverSchema { name: "vhdx", kind: DriverKind::Format, about: "Hyper-V's image format", keys: &[FILE_KEY] };
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "vhdx",
+    kind: DriverKind::Format,
+    about: "Hyper-V's image format",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
@@ -35,6 +41,9 @@ struct Vhdx {
     journal: Journal,
     /// The log held changes when the image was opened.
     had_log: bool,
+    /// What names the disk's content to differences.
+    data_guid: String,
+    parent: Option<VhdxParent>,
 }
 
 /// Opens a VHDX image. What its log holds is carried out: in the file where that is opened for writing, else in memory.
@@ -42,7 +51,12 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let mut file = ImageFile::open(opener, draft).await?;
     let is_written = !draft.settings.read_only;
     let vhdx = load(&mut file, is_written).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, vhdx, NamedBacking::default()).await
+    let backing = match &vhdx.parent {
+        Some(parent) => parent_of::<Vhdx>(opener, draft, parent.name.clone(), &parent.linkages.join(", "))
+            .map_err(|error| file.named(error))?,
+        None => NamedBacking::default(),
+    };
+    finish(opener, draft, file, vhdx, backing).await
 }
 
 async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
@@ -80,6 +94,10 @@ async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
         item(MetadataItem::VirtualDiskSize).await?,
         item(MetadataItem::LogicalSectorSize).await?,
     )?;
+    let parent = match disk.has_parent {
+        true => Some(read_parent(file, offset, &table).await?),
+        false => None,
+    };
     let bat = Table { field: "FileOffset", offset: regions.bat.0, bytes: disk.entries() * ENTRY_BYTES };
     if bat.bytes > regions.bat.1 {
         let message = format!("the block allocation table is too short for a disk of {} bytes", disk.size);
@@ -87,7 +105,16 @@ async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
     }
     file.check_table(&bat)?;
     let bat_region = Table { bytes: regions.bat.1, ..bat };
-    Ok(Vhdx { disk, bat, taken: [bat_region, metadata, log], journal, had_log })
+    let data_guid = header.data_guid.to_string();
+    Ok(Vhdx { disk, bat, taken: [bat_region, metadata, log], journal, had_log, data_guid, parent })
+}
+
+/// Where the parent is, by the metadata at `offset`.
+async fn read_parent(file: &ImageFile, offset: u64, table: &MetadataTable) -> Result<VhdxParent> {
+    let (start, len) = table.parent_locator.ok_or_else(|| {
+        Error::invalid_image("parent locator", "missing", "the disk is a difference, and doesn't say to what")
+    })?;
+    VhdxParent::parse(&file.read(offset + start, len as usize).await?)
 }
 
 /// The header that counts, and which of the two it is.
@@ -153,7 +180,21 @@ impl BlockFormat for Vhdx {
     }
 
     fn describe(&self) -> Description {
-        Description { cluster_bytes: Some(self.disk.block_bytes), ..Description::default() }
+        Description {
+            cluster_bytes: Some(self.disk.block_bytes),
+            backing_name: self.parent.as_ref().and_then(|parent| parent.name.clone()),
+            backing_format: self.parent.as_ref().map(|_| SCHEMA.name),
+            identity: Some(self.data_guid.clone()),
+            ..Description::default()
+        }
+    }
+
+    /// A parent that was written to since is another disk than the one that the differences belong to.
+    fn check_parent(&self, parent: &Node) -> Result<()> {
+        match &self.parent {
+            Some(wanted) => check_identity(parent, "parent_linkage", &wanted.linkages),
+            None => Ok(()),
+        }
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
@@ -166,13 +207,16 @@ impl BlockFormat for Vhdx {
             Err(Error::invalid_image("block allocation table entry", format!("{entry:#x}"), message))
         };
         let start = match VhdxBlock::of(entry) {
-            VhdxBlock::Zero => {
+            empty @ (VhdxBlock::Zero | VhdxBlock::Absent) => {
+                let is_below = self.parent.is_some() && empty == VhdxBlock::Absent;
+                let place = if is_below { Place::Unallocated } else { Place::Zero };
                 // Behind the blocks of a chunk comes the entry of its sector bitmap.
                 let chunk_bytes = self.disk.chunk_ratio * block_bytes;
                 let len = len.min(chunk_bytes - at % chunk_bytes);
-                return Ok((Place::Zero, file.same::<8>(self.bat, index, (at, len, block_bytes)).await?));
+                return Ok((place, file.same::<8>(self.bat, index, (at, len, block_bytes)).await?));
             }
             VhdxBlock::At(start) => start,
+            VhdxBlock::Partial if self.parent.is_some() => entry >> 20 << 20,
             VhdxBlock::Partial => return wrong("only an image with a parent has blocks that are there in part"),
             VhdxBlock::Unknown(_) => return wrong("the state of a block is unknown"),
         };
@@ -181,14 +225,29 @@ impl BlockFormat for Vhdx {
             return wrong("a block lies on the metadata");
         }
         file.check_data("block allocation table entry", start, skip + len, at)?;
-        Ok(file.data(start + skip, at, len))
+        if VhdxBlock::of(entry) != VhdxBlock::Partial {
+            return Ok(file.data(start + skip, at, len));
+        }
+        let bitmap = u64::from_le_bytes(file.entry(self.bat, self.disk.bitmap_entry_of(block)).await?);
+        let VhdxBlock::At(offset) = VhdxBlock::of(bitmap) else {
+            return wrong("a block is there in part, and the bitmap of its sectors is missing");
+        };
+        let table = Table { field: "sector bitmap", offset, bytes: UNIT_BYTES };
+        let map = SectorMap { table, sector_bytes: self.disk.sector_bytes, is_high_first: false };
+        let chunk_bytes = self.disk.chunk_ratio * block_bytes;
+        match map.run(file, at % chunk_bytes, len).await? {
+            (true, len) => Ok(file.data(start + skip, at, len)),
+            (false, len) => Ok((Place::Unallocated, len)),
+        }
     }
 
     /// A sector that the log has: as no image for writing has one, it is found by its place.
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
         let entry = u64::from_le_bytes(file.entry(self.bat, self.disk.entry_of(block / self.disk.block_bytes)).await?);
-        let VhdxBlock::At(start) = VhdxBlock::of(entry) else {
-            return Err(Error::internal("a block went away").offset(block));
+        let start = match VhdxBlock::of(entry) {
+            VhdxBlock::At(start) => start,
+            VhdxBlock::Partial => entry >> 20 << 20,
+            _ => return Err(Error::internal("a block went away").offset(block)),
         };
         let host = start + block % self.disk.block_bytes;
         let bytes = file.patches().and_then(|patches| patches.bytes_at(host));
@@ -208,6 +267,9 @@ impl BlockFormat for Vhdx {
     }
 
     async fn before_writing(&self, file: &ImageFile) -> Result<()> {
+        if self.parent.is_some() {
+            return Err(Error::new(ErrorKind::ReadOnly, "VHDX images that are a difference can only be read"));
+        }
         if file.patches().is_some() {
             let message = "the image has a log that was carried out in memory: open it for writing from the start";
             return Err(Error::unsupported(message).field("LogGuid"));

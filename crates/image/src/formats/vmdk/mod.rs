@@ -126,6 +126,7 @@ impl MappedFormat for Vmdk {
             cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
             backing_format: backing_name.is_some().then_some(SCHEMA.name),
             backing_name,
+            identity: None,
             takes_stream: self.stream().is_some(),
             specific: self.specific(),
         }
