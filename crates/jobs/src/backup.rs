@@ -14,6 +14,8 @@ use cowshed_image::node::BitmapUse;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{DirtyBits, Node};
 use cowshed_storage::{PermissionSet, Permissions, rt};
+use futures_util::future::{Either, select};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -161,8 +163,16 @@ impl Backup {
         self.bitmap.as_ref().is_some_and(|bitmap| bitmap.mode != BitmapMode::Never)
     }
 
-    /// Copies everything that is wanted. Progress counts bytes that the target no longer lacks.
+    /// Copies everything that is wanted. Progress counts bytes that the target no longer lacks. A cancelled `job` does not wait
+    /// for a target that hangs: [`Backup::end`] does.
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
+        match select(pin!(self.copy_parts(job, judge)), pin!(job.cancelled())).await {
+            Either::Left((copied, _)) => copied,
+            Either::Right(_) => job.pause_point().await,
+        }
+    }
+
+    async fn copy_parts(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         let saver = self.saver()?;
         let size = self.request.source.size();
         if self.request.sync == Sync::None {
@@ -215,14 +225,17 @@ impl Backup {
         Ok(())
     }
 
-    /// Makes the target durable.
-    pub async fn flush(&self) -> Result<()> {
-        self.request.target.flush().await
+    /// Makes the target durable. A target may never answer: a cancelled `job` doesn't wait for it.
+    pub async fn flush(&self, job: &JobHandle) -> Result<()> {
+        match select(pin!(self.request.target.flush()), pin!(job.cancelled())).await {
+            Either::Left((flushed, _)) => flushed,
+            Either::Right(_) => job.pause_point().await,
+        }
     }
 
     /// Makes the target durable and ends.
     pub async fn finish(&self) -> Result<()> {
-        let flushed = self.flush().await;
+        let flushed = self.request.target.flush().await;
         let succeeded = flushed.is_ok();
         flushed.and(self.end_as(succeeded).await)
     }
@@ -238,6 +251,12 @@ impl Backup {
     }
 
     async fn end_as(&self, succeeded: bool) -> Result<()> {
+        if !succeeded {
+            // The disk's users go on while the target has not answered. The drain below would hold them.
+            let saver = self.saver()?;
+            saver.abandon();
+            saver.idle().await;
+        }
         let settled = match &self.bitmap {
             Some(bitmap) => self.settle_bitmap(bitmap, succeeded).await,
             None => Ok(()),

@@ -116,6 +116,8 @@ impl Writer {
     }
 }
 
+/// How long a change of the copy mode waits for the target.
+const SWITCHING: Duration = Duration::from_secs(30);
 /// A target that takes longer to answer is left to answer when it can.
 const LETTING_GO: Duration = Duration::from_millis(500);
 
@@ -401,22 +403,34 @@ impl Mirror {
     }
 
     /// Once this has returned, writes to the source go to the target too before they are over, by a filter of this name; as if
-    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before. Fails when `job` is
-    /// cancelled while it waits for the target.
+    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before, or fails with its next
+    /// piece. Fails when `job` is cancelled while it waits for the target, and when the target does not answer within 30 s.
     pub async fn hold_writes(&self, name: &str, job: &JobHandle) -> Result<()> {
-        let has_ended = self.piece.lock().await;
-        if *has_ended {
-            return Err(Error::new(ErrorKind::Busy, "the job has ended"));
+        if matches!(self.writer(), Writer::Filter(_)) {
+            return Ok(());
         }
-        let Writer::Job(writer) = self.writer() else { return Ok(()) };
         if self.opened.is_some() {
             return Err(Error::unsupported("a commit into a base copies in the background only"));
         }
         // A target that hangs must not keep the source's users waiting: its requests end first.
-        let idle = async { drop(self.graph.drain(&[&self.target]).await) };
-        if let Either::Right(_) = select(pin!(idle), pin!(job.cancelled())).await {
-            return job.pause_point().await;
+        let idle = async {
+            let has_ended = self.piece.lock().await;
+            drop(self.graph.drain(&[&self.target]).await);
+            has_ended
+        };
+        let (cancelled, late) = (pin!(job.cancelled()), pin!(rt::sleep(SWITCHING)));
+        let has_ended = match select(pin!(idle), select(cancelled, late)).await {
+            Either::Left((has_ended, _)) => has_ended,
+            Either::Right((Either::Left(_), _)) => return job.pause_point().await,
+            Either::Right((Either::Right(_), _)) => {
+                let message = format!("the target of the job has not answered for {} s", SWITCHING.as_secs());
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
+        };
+        if *has_ended {
+            return Err(Error::new(ErrorKind::Busy, "the job has ended"));
         }
+        let Writer::Job(writer) = self.writer() else { return Ok(()) };
         // Nothing is written between the moment when the job lets the target go and the filter's having it.
         let _drained = self.graph.drain(&[&self.source, &self.target]).await;
         self.check_place()?;
@@ -456,8 +470,9 @@ impl Mirror {
             let copied = match select(pin!(piece), pin!(cancelled)).await {
                 Either::Left((copied, _)) => copied,
                 Either::Right((_, piece)) => {
-                    // Past the gates nothing keeps the target for a write that goes on without the job.
-                    if matches!(self.writer(), Writer::Filter(_)) {
+                    // Past the gates nothing keeps the target for a write that goes on without the job. The disk's users go on.
+                    if let Some(filter) = self.writer().filter() {
+                        filter.abandon();
                         let _ = piece.await;
                     }
                     return job.pause_point().await;
@@ -555,10 +570,28 @@ impl Mirror {
             }
             Either::Right(_) => return self.end().await.and(job.pause_point().await),
         }
-        let drained = self.graph.drain(&[&self.source, &self.target]).await;
-        let mirror = Rc::clone(self);
-        let rest: LocalFuture<'static, Result<()>> = Box::pin(async move { mirror.copy_rest().await });
+        let ends = [&self.source, &self.target];
+        let mut drain = Box::pin(self.graph.drain(&ends));
+        let drained = match select(&mut drain, pin!(job.cancelled())).await {
+            Either::Left((drained, _)) => Some(drained),
+            Either::Right(_) => None,
+        };
+        drop(drain);
+        let Some(drained) = drained else { return self.end().await.and(job.pause_point().await) };
+        let (mirror, copying_job) = (Rc::clone(self), job.clone());
+        let rest: LocalFuture<'static, Result<()>> = Box::pin(async move { mirror.copy_rest(&copying_job).await });
         let result = match (&self.opened, self.writer()) {
+            (None, Writer::Filter(filter)) => match select(rest, pin!(job.cancelled())).await {
+                Either::Left((result, _)) => result,
+                Either::Right(((), rest)) => {
+                    drop(drained);
+                    if let Some(filter) = filter.write_blocking() {
+                        filter.abandon();
+                    }
+                    let _ = rest.await;
+                    return self.end().await.and(job.pause_point().await);
+                }
+            },
             (None, Writer::Job(writer)) => match select(rest, pin!(job.cancelled())).await {
                 Either::Left((result, _)) => result,
                 Either::Right(((), rest)) => {
@@ -574,7 +607,17 @@ impl Mirror {
             },
             _ => rest.await,
         };
-        let released = self.writer().end(&self.graph).await;
+        let released = match (&self.opened, self.writer(), &result) {
+            // The target is flushed, and may hang from now on: the source's users wait.
+            (None, Writer::Job(writer), Ok(())) => writer.hand_over().await,
+            (None, Writer::Job(writer), Err(_)) => {
+                drop(drained);
+                let ended = self.reader.detach().await;
+                let given_back = give_back_in_time(&self.graph, writer).await;
+                return result.and(ended).and(given_back);
+            }
+            (_, writer, _) => writer.end(&self.graph).await,
+        };
         let result = match result.and(released) {
             Ok(()) if pivot => {
                 let replaced = self.replaces.as_ref().unwrap_or(&self.source);
@@ -594,14 +637,21 @@ impl Mirror {
         result.and(closed).and(ended).and(unused).and(freed)
     }
 
-    /// Under a drain: copies what is left, and flushes the target.
-    async fn copy_rest(&self) -> Result<()> {
+    /// Under a drain: copies what is left, and flushes the target. Once `job` is cancelled the drain is over, and nothing more is
+    /// begun.
+    async fn copy_rest(&self, job: &JobHandle) -> Result<()> {
+        let go_on = || match job.is_cancelled() {
+            true => Err(Error::new(ErrorKind::Cancelled, "the job was cancelled")),
+            false => Ok(()),
+        };
         self.check_place()?;
         while let Some(range) = self.dirty.take_next(0, self.chunk_bytes) {
             let missing = Missing { map: &self.dirty, range: &range };
             let copied = self.copy(&Ends::Nodes(&self.source, &self.target), &range).await;
             copied.map(|()| missing.came()).map_err(|failure| failure.error)?;
+            go_on()?;
         }
+        go_on()?;
         self.target.flush().await
     }
 
@@ -611,6 +661,11 @@ impl Mirror {
 
     /// Ends without making the target complete.
     pub async fn end(&self) -> Result<()> {
+        if let Some(filter) = self.writer().filter() {
+            // The disk's users go on while the target has not answered. Taking the filter out would hold them.
+            filter.abandon();
+            filter.idle().await;
+        }
         self.note_end().await;
         if let (None, Writer::Job(writer)) = (&self.opened, self.writer()) {
             // The source first: it doesn't depend on a target that never answers.

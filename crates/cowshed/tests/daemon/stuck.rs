@@ -374,6 +374,41 @@ fn a_mirror_whose_target_hangs_at_its_end_is_cancelled() {
     bench.await_free(&mut monitor);
 }
 
+/// A copy mode that can't be changed is told in time, and the monitor goes on.
+#[test]
+fn a_change_of_the_copy_mode_of_a_silent_target_is_refused() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    ready_mirror(&bench, &mut monitor);
+    let before = bench.reads(&mut monitor);
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
+    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    let mode = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
+    let refused = monitor.refusal("block-job-change", &mode);
+    assert!(refused.contains("has not answered for 30 s"), "{refused}");
+    cancel_and_write(&bench, &mut monitor);
+    bench.server.signal("CONT");
+    bench.await_free(&mut monitor);
+}
+
+/// A target that is given back while it is silent is in use, and nothing else waits for it.
+#[test]
+fn a_target_that_is_given_back_while_it_is_silent_holds_no_change() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    ready_mirror(&bench, &mut monitor);
+    // No request is in flight: the job's flush is the first that the target doesn't answer.
+    monitor.command("block-job-complete", json!({"device": "m"}));
+    await_that("the job ends", || monitor.command("query-jobs", json!({}))[0]["status"] == "pending");
+    cancel_and_write(&bench, &mut monitor);
+    let refused = monitor.refusal("blockdev-del", &json!({"node-name": "remote"}));
+    assert!(refused.contains("in use"), "{refused}");
+    let export = json!({"type": "nbd", "id": "more", "node-name": "disk", "name": "more"});
+    monitor.command("block-export-add", export);
+    bench.server.signal("CONT");
+    bench.await_free(&mut monitor);
+}
+
 /// A write of the job that is on its way keeps the target until it ends: else it could land on what the target is used for next.
 #[test]
 fn a_cancelled_mirror_keeps_its_target_while_a_write_is_on_its_way() {
@@ -396,6 +431,57 @@ fn a_cancelled_mirror_keeps_its_target_while_a_write_is_on_its_way() {
     bench.server.signal("CONT");
     await_that("the job is gone", || monitor.command("query-jobs", json!({})) == json!([]));
     bench.await_free(&mut monitor);
+}
+
+/// Starts a job from `disk` to `remote`, which falls silent, and a write to `disk` that waits for it. Once the job is cancelled the
+/// users of `disk` go on; the job ends when the target answers.
+fn cancelled_job_lets_the_source_go(name: &str, arguments: Value) {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 1M", &bench.uri("disk")]).expect_ok();
+    monitor.command(name, arguments);
+    let jobs = |monitor: &mut Monitor| monitor.command("query-jobs", json!({}));
+    let started = |job: &Value| matches!(job["status"].as_str(), Some("running" | "ready"));
+    await_that("the job runs", || started(&jobs(&mut monitor)[0]));
+    bench.server.signal("STOP");
+    let uri = bench.uri("disk");
+    let write = ["io", "-f", "raw", "-c", "write -P 8 4M 64k", "-c", "flush", uri.as_str()];
+    let guest = Command::new(COWSHED).args(write).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut guest = Killed(guest.expect("our own binary runs"));
+    // The write is on its way by then.
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(guest.0.try_wait().expect("a child").is_none(), "the write did not wait for the target");
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    await_that("the write is done", || guest.0.try_wait().expect("a child").is_some());
+    assert!(guest.0.wait().expect("a child").success());
+    let more = ["-f", "raw", "-c", "read -P 8 4M 64k", "-c", "write -P 9 4M 64k", "-c", "write -P 9 5M 1M", &uri];
+    Qemu::system().io(more).expect_ok();
+    let refused = monitor.refusal("blockdev-del", &json!({"node-name": "remote"}));
+    assert!(refused.contains("in use"), "{refused}");
+    bench.server.signal("CONT");
+    await_that("the job is gone", || jobs(&mut monitor) == json!([]));
+    bench.await_free(&mut monitor);
+    Qemu::system().io(["-f", "raw", "-c", "read -P 9 4M 64k", "-c", "read -P 7 0 1M", &uri]).expect_ok();
+}
+
+#[test]
+fn a_cancelled_mirror_lets_the_writes_go_that_it_holds() {
+    let mirror =
+        json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "top", "copy-mode": "write-blocking"});
+    cancelled_job_lets_the_source_go("blockdev-mirror", mirror);
+}
+
+#[test]
+fn a_cancelled_backup_lets_the_writes_go_that_it_holds() {
+    let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full", "speed": 65536});
+    cancelled_job_lets_the_source_go("blockdev-backup", backup);
+}
+
+#[test]
+fn a_cancelled_backup_of_what_is_overwritten_lets_the_writes_go_that_it_holds() {
+    let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "none"});
+    cancelled_job_lets_the_source_go("blockdev-backup", backup);
 }
 
 #[test]

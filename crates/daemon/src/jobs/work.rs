@@ -84,7 +84,7 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
             }
         })
     });
-    (result, finish.behind(move || Box::pin(async move { target.flush().await })))
+    (result, finish.behind(move || Box::pin(async move { target.flush(&job.handle).await })))
 }
 
 /// The target of a job that was opened for it.

@@ -10,7 +10,7 @@ use crate::node::{
     below_filters, done, nodes_below,
 };
 use crate::options::BlockdevOptions;
-use cowshed_block::{Errno, Error, Result, slip};
+use cowshed_block::{Errno, Error, ErrorKind, Result, slip};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, Permissions, rt};
 use futures_util::future::{Either, select};
@@ -134,7 +134,7 @@ impl CopyBeforeWrite {
     pub fn copy(&self, offset: u64, len: u64) -> impl Future<Output = Result<(), CopyFailure>> + use<> {
         let saver = Arc::clone(&self.saver);
         rt::to_completion(async move {
-            let running = saver.begin_copy();
+            let running = saver.copies().begin();
             let copied = saver.copy(offset, len).await;
             drop(running);
             copied
@@ -147,8 +147,15 @@ impl CopyBeforeWrite {
     }
 
     /// Waits until nothing is copied for requests that ended without waiting for it.
-    pub(crate) async fn idle(&self) {
-        self.saver.idle().await;
+    pub async fn idle(&self) {
+        self.saver.copies().idle().await;
+    }
+
+    /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
+    /// see [`CopyBeforeWrite::idle`].
+    pub fn abandon(&self) {
+        self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
+        self.saver.copies().give_up();
     }
 
     pub(crate) async fn read_kept(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -171,7 +178,14 @@ impl CopyBeforeWrite {
         }
         if self.saver.pending().is_dirty(offset, len) {
             let copied = match self.timeout {
-                None => self.saver.copy(offset, len).await,
+                None => {
+                    let saver = Arc::clone(&self.saver);
+                    let copy = async move { saver.copy(offset, len).await };
+                    match self.saver.copies().wait_for(copy).await {
+                        Some(copied) => copied,
+                        None => return Ok(()),
+                    }
+                }
                 Some(timeout) => self.copy_within(timeout, offset, len).await,
             };
             match copied {
@@ -194,7 +208,8 @@ impl CopyBeforeWrite {
     async fn copy_within(&self, timeout: Duration, offset: u64, len: u64) -> Result<(), CopyFailure> {
         let attempt = Arc::new(Attempt::default());
         let copying = {
-            let (saver, attempt, running) = (Arc::clone(&self.saver), Arc::clone(&attempt), self.saver.begin_copy());
+            let (saver, attempt, running) =
+                (Arc::clone(&self.saver), Arc::clone(&attempt), self.saver.copies().begin());
             async move {
                 attempt.settle(saver.copy(offset, len).await);
                 drop(running);

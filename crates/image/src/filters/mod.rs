@@ -2,6 +2,7 @@
 //! Filters: nodes with one child that see the requests pass. A graph without filters doesn't pay for them.
 
 mod compress;
+mod copies;
 mod copy_before_write;
 mod copy_on_read;
 mod fault;

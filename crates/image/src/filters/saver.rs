@@ -3,15 +3,15 @@
 //! it while the disk itself goes on.
 
 use super::CopyFailure;
+use super::copies::Copies;
 use crate::dirty::DirtyMap;
-use crate::events::Events;
 use crate::node::{Below, Link, Node, StatusExtent, ZeroFlags};
 use crate::node::{Ranges, Readers, Reading};
 use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::IoBuf;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is copied in one piece is at most this long, in bytes, or one cluster of the target.
@@ -42,18 +42,7 @@ pub(super) struct Saver {
     /// Why the target will never hold the disk as it was.
     broken: Mutex<Option<Error>>,
     /// Copies that go on although their request may have ended.
-    copies: AtomicUsize,
-    ended: Events,
-}
-
-/// A copy that goes on by itself, until dropped.
-pub(super) struct Copying(Arc<Saver>);
-
-impl Drop for Copying {
-    fn drop(&mut self) {
-        self.0.copies.fetch_sub(1, Ordering::SeqCst);
-        self.0.ended.notify();
-    }
+    copies: Arc<Copies>,
 }
 
 /// A run of the disk as it was, on one node.
@@ -94,8 +83,7 @@ impl Saver {
             compress: AtomicBool::new(false),
             discard_source: AtomicBool::new(false),
             broken: Mutex::default(),
-            copies: AtomicUsize::new(0),
-            ended: Events::default(),
+            copies: Arc::default(),
         })
     }
 
@@ -124,21 +112,8 @@ impl Saver {
         self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 
-    /// Counts a copy that goes on by itself.
-    pub(super) fn begin_copy(self: &Arc<Self>) -> Copying {
-        self.copies.fetch_add(1, Ordering::SeqCst);
-        Copying(Arc::clone(self))
-    }
-
-    /// Waits until no copy goes on by itself.
-    pub(super) async fn idle(&self) {
-        loop {
-            let seen = self.ended.now();
-            if self.copies.load(Ordering::SeqCst) == 0 {
-                return;
-            }
-            self.ended.wait(seen).await;
-        }
+    pub(super) fn copies(&self) -> &Arc<Copies> {
+        &self.copies
     }
 
     fn target(&self) -> Result<Arc<Node>> {

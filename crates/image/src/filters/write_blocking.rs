@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The filter of a mirror that holds writes until they are on the target too (`copy-mode=write-blocking`).
 
+use super::copies::Copies;
 use super::{Filter, keeps_writers_away};
 use crate::dirty::DirtyMap;
 use crate::node::{Below, Link, Node, Preallocation, Transfer, Work, ZeroFlags, done};
@@ -18,19 +19,20 @@ pub struct WriteBlocking {
     /// Until the mirror has one, writes only pass.
     dirty: OnceLock<Arc<DirtyMap>>,
     ranges: Arc<Ranges>,
+    copies: Arc<Copies>,
 }
 
 /// A range that nobody else writes or copies, until it is dropped.
 pub struct Claimed(#[allow(dead_code)] Claim);
 
 /// The parts that a write touches, claimed, and which of them it leaves clean when it has reached the target.
-struct Touched<'a> {
-    dirty: &'a DirtyMap,
+struct Touched {
+    dirty: Arc<DirtyMap>,
     clean: std::ops::Range<u64>,
     _claim: Claim,
 }
 
-impl Touched<'_> {
+impl Touched {
     fn settle(self, on_target: &Result<()>) {
         match on_target {
             Ok(()) => self.dirty.clear(self.clean.start, self.clean.end - self.clean.start),
@@ -42,7 +44,7 @@ impl Touched<'_> {
 
 impl WriteBlocking {
     pub(crate) fn new(below: Below, target: Arc<Link>) -> WriteBlocking {
-        WriteBlocking { below, target, dirty: OnceLock::new(), ranges: Arc::default() }
+        WriteBlocking { below, target, dirty: OnceLock::new(), ranges: Arc::default(), copies: Arc::default() }
     }
 
     /// From now on writes go to the target too. `dirty` has every part that the target lacks, and is marked by all writes to the
@@ -56,13 +58,26 @@ impl WriteBlocking {
         Claimed(self.ranges.claim(start, len).await)
     }
 
-    async fn touch<'a>(&'a self, dirty: &'a DirtyMap, offset: u64, len: u64) -> Touched<'a> {
+    /// The mirror counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes
+    /// on: see [`WriteBlocking::idle`].
+    pub fn abandon(&self) {
+        self.copies.give_up();
+    }
+
+    /// Waits until no request writes to the target.
+    pub async fn idle(&self) {
+        self.copies.idle().await;
+    }
+
+    /// `None`: requests pass by the target.
+    async fn touch(&self, offset: u64, len: u64) -> Option<Touched> {
+        let dirty = self.dirty.get().filter(|_| !self.copies.is_given_up())?;
         let part = dirty.granularity_bytes();
         let end = offset.saturating_add(len);
         let start = offset / part * part;
         // The last part may be cut off by the end of the disk.
         let whole_end = end.checked_next_multiple_of(part).unwrap_or(u64::MAX);
-        let claim = self.ranges.claim(start, whole_end - start).await;
+        let claim = self.copies.unless_given_up(self.ranges.claim(start, whole_end - start)).await?;
         let mut clean = start..whole_end;
         if !slip!("head_of_a_held_write_unchecked") && offset != start && dirty.is_dirty(start, 1) {
             clean.start += part;
@@ -71,7 +86,7 @@ impl WriteBlocking {
             clean.end -= part;
         }
         clean.end = clean.end.max(clean.start);
-        Touched { dirty, clean, _claim: claim }
+        Some(Touched { dirty: Arc::clone(dirty), clean, _claim: claim })
     }
 
     fn target(&self) -> Result<Arc<Node>> {
@@ -90,50 +105,66 @@ impl Filter for WriteBlocking {
 
     fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(async move {
-            let Some(dirty) = self.dirty.get() else { return self.below.write(offset, buf).await };
-            let touched = self.touch(dirty, offset, buf.len() as u64).await;
+            let len = buf.len();
+            let Some(touched) = self.touch(offset, len as u64).await else {
+                return self.below.write(offset, buf).await;
+            };
             let (result, buf) = self.below.write(offset, buf).await;
             if result.is_err() {
                 return (result, buf);
             }
-            let (on_target, buf) = match self.target() {
-                Ok(target) => target.write_boxed(offset, buf).await,
-                Err(error) => (Err(error), buf),
+            let target = match self.target() {
+                Ok(target) => target,
+                Err(error) => {
+                    touched.settle(&Err(error));
+                    return (Ok(()), buf);
+                }
             };
-            touched.settle(&on_target);
-            (Ok(()), buf)
+            let copy = async move {
+                let (on_target, buf) = target.write_boxed(offset, buf).await;
+                touched.settle(&on_target);
+                buf
+            };
+            // A target that is given up keeps the memory.
+            let buf = self.copies.wait_for(copy).await;
+            (Ok(()), buf.unwrap_or_else(|| IoBuf::zeroed(len)))
         })
     }
 
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Box::pin(async move {
-            let Some(dirty) = self.dirty.get() else { return self.below.write_compressed(clusters).await };
             let mut spans = clusters.iter().map(|(offset, buf)| (*offset, offset + buf.len() as u64));
             let first = spans.next().unwrap_or_default();
             let (start, end) = spans.fold(first, |(start, end), (from, to)| (start.min(from), end.max(to)));
-            let _touched = self.touch(dirty, start, end - start).await;
+            let _touched = self.touch(start, end - start).await;
             self.below.write_compressed(clusters).await
         })
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         Box::pin(async move {
-            let Some(dirty) = self.dirty.get() else { return self.below.write_zeroes(offset, len, flags).await };
-            let touched = self.touch(dirty, offset, len).await;
-            self.below.write_zeroes(offset, len, flags).await?;
-            let on_target = match self.target() {
-                Ok(target) => target.write_zeroes_boxed(offset, len, ZeroFlags { no_fallback: false, ..flags }).await,
-                Err(error) => Err(error),
+            let Some(touched) = self.touch(offset, len).await else {
+                return self.below.write_zeroes(offset, len, flags).await;
             };
-            touched.settle(&on_target);
+            self.below.write_zeroes(offset, len, flags).await?;
+            let target = self.target();
+            let copy = async move {
+                let on_target = match target {
+                    Ok(target) => {
+                        target.write_zeroes_boxed(offset, len, ZeroFlags { no_fallback: false, ..flags }).await
+                    }
+                    Err(error) => Err(error),
+                };
+                touched.settle(&on_target);
+            };
+            let _ = self.copies.wait_for(copy).await;
             Ok(())
         })
     }
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         Box::pin(async move {
-            let Some(dirty) = self.dirty.get() else { return self.below.discard(offset, len).await };
-            let _touched = self.touch(dirty, offset, len).await;
+            let _touched = self.touch(offset, len).await;
             self.below.discard(offset, len).await
         })
     }

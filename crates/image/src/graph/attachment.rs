@@ -172,44 +172,38 @@ impl Attachment {
     /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
     /// changes nothing; later, the node is given back all the same.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
-        // In this order, or a request that never ends would keep every other change of the graph waiting.
+        // In this order, or a request or a flush that never ends would keep every other change of the graph waiting.
         let drained = self.drain().await;
-        let one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
-        let attachment = Arc::clone(self);
-        rt::to_completion(async move {
-            let _one_change = one_change;
-            attachment.detach_drained(drained, true).await
-        })
-        .await
+        let flushes = self.is_writable() && !self.detached.load(Ordering::SeqCst) && !slip!("no_flush_at_detach");
+        let flushed = if flushes { self.node().flush().await } else { Ok(()) };
+        flushed.and(self.give_back(drained).await)
     }
 
-    /// As [`Attachment::detach`], without a flush: what was written is the next user's to make durable. The node must be drained.
+    /// As [`Attachment::detach`], without a flush: what was written is durable, or the next user's to make durable.
     pub async fn hand_over(self: &Arc<Self>) -> Result<()> {
         let drained = self.drain().await;
+        self.give_back(drained).await
+    }
+
+    async fn give_back(self: &Arc<Self>, drained: Drained) -> Result<()> {
         let one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;
-            attachment.detach_drained(drained, false).await
+            attachment.release_drained(drained).await
         })
         .await
     }
 
-    /// See [`Attachment::detach`].
-    async fn detach_drained(&self, drained: Drained, flushes: bool) -> Result<()> {
+    async fn release_drained(&self, drained: Drained) -> Result<()> {
         if self.detached.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
         let node = self.node();
-        let flushes = flushes && self.is_writable() && !slip!("no_flush_at_detach");
-        let flushed = if flushes { node.flush().await } else { Ok(()) };
         let unused = node.release(&user_of(&self.name));
         self.graph.forget_attachment(self);
         drop(drained);
-        if unused {
-            return flushed.and(node.close().await);
-        }
-        flushed
+        if unused { node.close().await } else { Ok(()) }
     }
 
     /// What went through it so far.
