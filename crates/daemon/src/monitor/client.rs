@@ -154,12 +154,13 @@ pub enum InputEnd {
 }
 
 /// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more: what it
-/// left is not run then. `hang_up` ends the connection, and with it the reader's wait for more, when the daemon stops first.
+/// left is not run then. `negotiated` is called once the client has said its capabilities. `hang_up` ends the connection, and with it
+/// the reader's wait for more, when the daemon stops first.
 pub fn serve(
     context: &MonitorContext,
     (mut input, end): (impl Read, InputEnd),
     output: impl Write + Send + 'static,
-    is_gone: impl Fn() -> bool,
+    (is_gone, negotiated): (impl Fn() -> bool, impl Fn()),
     hang_up: impl FnOnce() + Send + 'static,
 ) {
     let outlet = Outlet::new(context.properties.is_pretty());
@@ -174,7 +175,7 @@ pub fn serve(
         tracing::error!("there is no thread for a monitor's client");
         return;
     };
-    converse(context, &mut input, &outlet, is_gone);
+    converse(context, &mut input, &outlet, (is_gone, negotiated));
     if end == InputEnd::Stays {
         outlet.wait_for_close();
     }
@@ -188,7 +189,12 @@ pub(crate) fn silent_greeting(context: &MonitorContext) -> Vec<u8> {
     encode(&json!({"QMP": {"version": version(), "capabilities": []}}), context.properties.is_pretty())
 }
 
-fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet>, is_gone: impl Fn() -> bool) {
+fn converse(
+    context: &MonitorContext,
+    input: &mut impl Read,
+    outlet: &Arc<Outlet>,
+    (is_gone, negotiated): (impl Fn() -> bool, impl Fn()),
+) {
     let mut session = Session::new(Arc::clone(&context.schema), outlet.pretty);
     outlet.put(session.greeting(version()));
     let mut listens = false;
@@ -229,6 +235,7 @@ fn converse(context: &MonitorContext, input: &mut impl Read, outlet: &Arc<Outlet
             }
             if session.wants_events() && !listens {
                 listens = true;
+                negotiated();
                 let listener: Weak<dyn Listener> = Arc::downgrade(outlet) as Weak<dyn Listener>;
                 context.events.subscribe(listener);
             }

@@ -36,14 +36,19 @@ impl Connection {
         Ok(Connection(OwnedFd::from(stream).into()))
     }
 
-    /// Speaks with the client until it goes.
-    pub fn serve(self, context: &MonitorContext) {
+    /// The same connection once more, to end it.
+    pub fn line(&self) -> io::Result<UnixStream> {
+        self.0.try_clone()
+    }
+
+    /// Speaks with the client until it goes. `negotiated` is called once it has said its capabilities.
+    pub fn serve(self, context: &MonitorContext, negotiated: impl Fn()) {
         let stream = self.0;
         // A connection that is gone already needs no hanging up.
         let served = stream.try_clone().and_then(|output| {
             let line = stream.try_clone()?;
             let hang_up = move || drop(line.shutdown(Shutdown::Both));
-            serve(context, (&stream, InputEnd::Goes), output, || is_gone(&stream), hang_up);
+            serve(context, (&stream, InputEnd::Goes), output, (|| is_gone(&stream), &negotiated), hang_up);
             Ok(())
         });
         if let Err(error) = served {
@@ -227,7 +232,7 @@ impl Outgoing {
             loop {
                 let made = shared.lock().take(own);
                 if let Some(connection) = made {
-                    connection.serve(&context);
+                    connection.serve(&context, || ());
                     shared.lock().connected = None;
                     // A daemon that has stopped needs no word.
                     let _ = context.control.send(Message::MonitorClosed(Arc::clone(&context.properties)));

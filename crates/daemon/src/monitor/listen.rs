@@ -9,18 +9,45 @@ use crate::socket::{SocketFile, bind_unix};
 use cowshed_block::{Error, Result};
 use cowshed_storage::Socket;
 use cowshed_storage::socket::SocketAddress;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Clients of one monitor at a time; further ones are turned away.
+/// Clients of one monitor at a time. The oldest of those that have not negotiated makes room for a further one; without any that one is
+/// turned away.
 const MAX_CLIENTS: usize = 64;
+
+/// The connections of clients that have not negotiated yet, the oldest first, by number.
+#[derive(Default)]
+struct Newcomers(Mutex<BTreeMap<u64, UnixStream>>);
+
+impl Newcomers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, UnixStream>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, number: u64, line: UnixStream) {
+        self.lock().insert(number, line);
+    }
+
+    fn remove(&self, number: u64) {
+        self.lock().remove(&number);
+    }
+
+    /// Ends the oldest connection; false when there is none.
+    fn end_oldest(&self) -> bool {
+        let oldest = self.lock().pop_first();
+        // One that is gone already needs no end.
+        oldest.map(|(_, line)| drop(line.shutdown(Shutdown::Both))).is_some()
+    }
+}
 
 /// Where a monitor is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,7 +131,7 @@ impl Bound {
         let stopped = Arc::new(AtomicBool::new(false));
         match self.listener.clone() {
             None => start("monitor-stdio", move || {
-                serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), || false, || ())
+                serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), (|| false, || ()), || ())
             })?,
             Some(listener) => {
                 let stopped = Arc::clone(&stopped);
@@ -177,6 +204,7 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
 /// Takes clients until the monitor is stopped.
 fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
     let clients = Arc::new(AtomicUsize::new(0));
+    let (newcomers, mut number) = (Arc::new(Newcomers::default()), 0);
     loop {
         let connection = match listener {
             Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::unix(stream)),
@@ -194,14 +222,24 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
                 continue;
             }
         };
-        if clients.load(Ordering::SeqCst) >= MAX_CLIENTS {
+        if clients.load(Ordering::SeqCst) >= MAX_CLIENTS && !newcomers.end_oldest() {
             tracing::warn!("a monitor has {MAX_CLIENTS} clients; one more is turned away");
             continue;
         }
-        let (context, counted) = (context.clone(), Arc::clone(&clients));
+        let line = match connection.line() {
+            Ok(line) => line,
+            Err(error) => {
+                tracing::warn!(%error, "a monitor's client is turned away");
+                continue;
+            }
+        };
+        number += 1;
+        newcomers.add(number, line);
+        let (context, counted, waiting) = (context.clone(), Arc::clone(&clients), Arc::clone(&newcomers));
         counted.fetch_add(1, Ordering::SeqCst);
         let started = start("monitor-in", move || {
-            connection.serve(&context);
+            connection.serve(&context, || waiting.remove(number));
+            waiting.remove(number);
             if counted.fetch_sub(1, Ordering::SeqCst) == 1 {
                 // A daemon that has stopped needs no word.
                 let _ = context.control.send(Message::MonitorClosed(context.properties));
@@ -209,6 +247,7 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
         });
         if let Err(error) = started {
             clients.fetch_sub(1, Ordering::SeqCst);
+            newcomers.remove(number);
             tracing::warn!(%error, "a monitor's client is turned away");
         }
     }

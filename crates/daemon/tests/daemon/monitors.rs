@@ -64,6 +64,21 @@ fn a_client_that_never_reads_holds_nobody() {
     drop(rude);
 }
 
+/// Clients that say nothing keep no others out, and those that speak keep their places.
+#[test]
+fn silent_clients_make_room_for_others() {
+    let daemon = Running::start(Vec::new());
+    let mut first = daemon.client();
+    let connect = || UnixStream::connect(daemon.path("m.sock")).expect("the monitor listens");
+    let silent: Vec<UnixStream> = (0..150).map(|_| connect()).collect();
+    let mut others: Vec<Client> = (0..3).map(|_| daemon.client()).collect();
+    for client in others.iter_mut().chain([&mut first]) {
+        assert_eq!(client.command("query-version", json!({}))["qemu"]["major"], 11);
+    }
+    daemon.stop().expect("stopped in order");
+    drop(silent);
+}
+
 /// A server that accepts connections and never says a word: `blockdev-add` of its disk waits until it is dropped.
 struct Silent {
     _listener: UnixListener,
