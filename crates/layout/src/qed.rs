@@ -20,6 +20,9 @@ const FEATURE_BACKING_IS_RAW: u64 = 4;
 const KNOWN_FEATURES: u64 = FEATURE_BACKING_FILE | FEATURE_NEED_CHECK | FEATURE_BACKING_IS_RAW;
 const MAX_BACKING_NAME_BYTES: u32 = 1023;
 
+/// Bytes to write, each with its offset in the file.
+pub type Writes = Vec<(u64, Vec<u8>)>;
+
 /// The header of an image, checked. Sizes and offsets in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QedHeader {
@@ -172,7 +175,7 @@ impl QedHeader {
     /// What writes another backing file's name and whether that is raw to the header: stages of writes, offset and bytes, with a
     /// barrier between. `first` is the first [`FIRST_BYTES`] bytes of the file, or fewer where there are no more. Each stage but the
     /// last changes bytes that nothing refers to; the last is one write of the first sector.
-    pub fn rename(&self, first: &[u8], backing: Option<(&[u8], bool)>) -> Result<Vec<Vec<(u64, Vec<u8>)>>> {
+    pub fn rename(&self, first: &[u8], backing: Option<(&[u8], bool)>) -> Result<Vec<Writes>> {
         let name = backing.map_or(&b""[..], |(name, _)| name);
         if name.len() > MAX_BACKING_NAME_BYTES as usize {
             return Err(Error::invalid_argument("Backing file name too long").field("backing_file"));
