@@ -574,9 +574,6 @@ impl Writer {
                 try_push(&mut entries, (place, entry))?;
             }
         }
-        if slip!("new_tables_linked_before_their_entries") {
-            self.link(format, image, tables.clone(), usage).await?;
-        }
         format.write_entries(image, &self.file, entries, usage).await?;
         self.link(format, image, tables, usage).await?;
         image.forget();

@@ -160,21 +160,6 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_formats", "formats_without_reference_counts_survive_power_cuts"),
     },
     Mutant {
-        name: "new_tables_linked_before_their_entries",
-        about: "in formats without reference counts a new table is led to before its entries are written",
-        test: ("crash_formats", "formats_without_reference_counts_survive_power_cuts"),
-    },
-    Mutant {
-        name: "vhdx_log_named_before_it_is_durable",
-        about: "a VHDX header names a log whose first entry may not be there",
-        test: ("crash_formats", "formats_without_reference_counts_survive_power_cuts"),
-    },
-    Mutant {
-        name: "vhdx_entries_without_their_barrier",
-        about: "a VHDX log is taken for carried out before its changes are durable in their places",
-        test: ("crash_formats", "formats_without_reference_counts_survive_power_cuts"),
-    },
-    Mutant {
         name: "vhdx_log_emptied_before_its_changes_are_durable",
         about: "an opening that carries a VHDX log out empties it before its changes are durable",
         test: ("crash_formats", "a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk"),

@@ -181,9 +181,7 @@ impl State {
         for (at, bytes) in &log.late {
             file.write_at(IoBuf::copy_from(bytes), *at).await.0?;
         }
-        if !slip!("vhdx_entries_without_their_barrier") {
-            file.sync().await?;
-        }
+        file.sync().await?;
         log.late.clear();
         log.tail = None;
         Ok(())
@@ -217,9 +215,7 @@ impl State {
         if first < bytes.len() {
             file.write_at(IoBuf::copy_from(&bytes[first..]), offset).await.0?;
         }
-        if !slip!("vhdx_log_named_before_it_is_durable") {
-            file.sync().await?;
-        }
+        file.sync().await?;
         log.tail = Some(tail);
         log.number += 1;
         log.next = (log.next + bytes.len() as u64) % room;
