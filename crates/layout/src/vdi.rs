@@ -271,12 +271,27 @@ mod tests {
     }
 
     #[test]
+    fn a_difference_says_to_what() {
+        assert_eq!(VdiHeader::parse(&header()).unwrap().parent, None);
+        for (at, parent) in [(424, [1, 0]), (440, [0, 1])] {
+            let mut header = header();
+            header[at] = 1;
+            let found = VdiHeader::parse(&header).unwrap().parent.expect("there is another image below");
+            assert_eq!(found.map(|uuid| uuid[0]), parent);
+        }
+        let mut header = header();
+        (header[76], header[424]) = (4, 7);
+        let parsed = VdiHeader::parse(&header).unwrap();
+        assert!(!parsed.is_fixed && parsed.parent.expect("a parent")[0][0] == 7);
+    }
+
+    #[test]
     fn each_rule_is_held() {
         for (at, bytes, part) in [
             (64, &[0][..], "signature"),
             (68, &[2], "version"),
             (72, &[0, 0], "header_size"),
-            (76, &[4], "image_type"),
+            (76, &[4], "uuid_link"),
             (76, &[9], "image_type"),
             (340, &[1], "offset_bmap"),
             (340, &[0, 0], "offset_bmap"),
@@ -290,8 +305,6 @@ mod tests {
             (379, &[0x20], "block_size"),
             (380, &[1], "block_extra"),
             (384, &[2], "blocks_in_image"),
-            (424, &[1], "uuid_link"),
-            (440, &[1], "uuid_parent"),
         ] {
             let mut header = header();
             header[at..at + bytes.len()].copy_from_slice(bytes);

@@ -455,6 +455,12 @@ mod tests {
     }
 
     #[test]
+    fn a_difference_is_a_kind_of_its_own() {
+        let parsed = VpcFooter::parse(&footer(&[(60, &[0, 0, 0, 4]), (68, &[7; 16])])).unwrap();
+        assert_eq!((parsed.kind, parsed.uuid), (VpcKind::Differencing(512), [7; 16]));
+    }
+
+    #[test]
     fn the_header_of_a_dynamic_disk_is_read() {
         let parsed = VpcDynamicHeader::parse(&dynamic(&[]), 10 << 20).unwrap();
         assert_eq!((parsed.table_offset, parsed.entries, parsed.block_bytes), (1536, 5, 2 << 20));
@@ -467,7 +473,6 @@ mod tests {
         for (at, bytes, part) in [
             (0, &b"x"[..], "cookie"),
             (12, &[0, 2], "file_format_version"),
-            (60, &[0, 0, 0, 4], "disk_type"),
             (60, &[0, 0, 0, 9], "disk_type"),
             (48, &[0xff; 8], "current_size"),
         ] {

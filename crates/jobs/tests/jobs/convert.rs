@@ -314,7 +314,7 @@ fn what_makes_no_sense_is_refused() {
         (ConvertOptions { requests: 17, ..plain() }, "1 to 16"),
         (ConvertOptions { sources: Vec::new(), ..plain() }, "no image"),
         (ConvertOptions { target_is_zero: true, ..plain() }, "-n"),
-        (ConvertOptions { compressed: true, ..options(&bench, &["a.raw"], "b.raw", "") }, "compression"),
+        (ConvertOptions { compressed: true, ..options(&bench, &["a.raw"], "b.raw", "") }, "Compression not supported"),
         (
             ConvertOptions { compressed: true, ..options(&bench, &["a.raw"], "b.qcow2", "preallocation=full") },
             "preallocation",
