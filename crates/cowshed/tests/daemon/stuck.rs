@@ -484,6 +484,31 @@ fn a_cancelled_backup_of_what_is_overwritten_lets_the_writes_go_that_it_holds() 
     cancelled_job_lets_the_source_go("blockdev-backup", backup);
 }
 
+/// A copy that goes on behind the cancellation does not discard what a client has written meanwhile.
+#[test]
+fn a_cancelled_backup_that_discards_loses_no_write() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 8M", &bench.uri("disk")]).expect_ok();
+    bench.server.signal("STOP");
+    let before = bench.reads(&mut monitor);
+    let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full", "discard-source": true});
+    monitor.command("blockdev-backup", backup);
+    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
+    let uri = bench.uri("disk");
+    let write = ["io", "-f", "raw", "-c", "write -P 8 0 64k", "-c", "flush", uri.as_str()];
+    let guest = Command::new(COWSHED).args(write).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut guest = Killed(guest.expect("our own binary runs"));
+    std::thread::sleep(Duration::from_secs(1));
+    bench.server.signal("CONT");
+    await_that("the job is gone", || monitor.command("query-jobs", json!({})) == json!([]));
+    assert!(guest.0.wait().expect("a child").success());
+    Qemu::system().io(["-f", "raw", "-c", "read -P 8 0 64k", "-c", "read -P 7 2M 6M", &uri]).expect_ok();
+    bench.await_free(&mut monitor);
+}
+
 #[test]
 fn a_second_interrupt_ends_a_daemon_at_once() {
     let mut bench = Bench::start(&["--stop-timeout", "0"]);

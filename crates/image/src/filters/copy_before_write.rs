@@ -152,10 +152,12 @@ impl CopyBeforeWrite {
     }
 
     /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
-    /// see [`CopyBeforeWrite::idle`].
+    /// see [`CopyBeforeWrite::idle`]. Where copied parts are discarded on the disk, requests still wait for the copies that run.
     pub fn abandon(&self) {
         self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
-        self.saver.copies().give_up();
+        if !self.saver.discards_source() {
+            self.saver.copies().give_up();
+        }
     }
 
     pub(crate) async fn read_kept(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -173,7 +175,14 @@ impl CopyBeforeWrite {
     /// Saves what a request is about to change.
     async fn save(&self, offset: u64, len: u64) -> Result<()> {
         // Once the copy is spoiled nobody trusts it.
-        if len == 0 || self.broken().is_some() {
+        if len == 0 {
+            return Ok(());
+        }
+        if self.broken().is_some() {
+            // A copy that runs may discard its part of the disk in the end.
+            if self.saver.discards_source() {
+                self.saver.copied(offset, len).await;
+            }
             return Ok(());
         }
         if self.saver.pending().is_dirty(offset, len) {
@@ -183,6 +192,7 @@ impl CopyBeforeWrite {
                     let copy = async move { saver.copy(offset, len).await };
                     match self.saver.copies().wait_for(copy).await {
                         Some(copied) => copied,
+                        // See `abandon`: the copy discards nothing.
                         None => return Ok(()),
                     }
                 }
@@ -199,7 +209,7 @@ impl CopyBeforeWrite {
         }
         // Those who found nothing on the target read the disk now. Later ones find what was saved.
         if let Some(readers) = &self.target_readers {
-            readers.left(offset, len).await;
+            let _ = self.saver.copies().unless_given_up(readers.left(offset, len)).await;
         }
         Ok(())
     }

@@ -103,6 +103,17 @@ impl Saver {
         self.discard_source.store(discard, Ordering::Relaxed);
     }
 
+    /// True when what has been copied is discarded on the disk.
+    pub(super) fn discards_source(&self) -> bool {
+        self.discard_source.load(Ordering::Relaxed)
+    }
+
+    /// Waits for the copies of the parts that a range touches.
+    pub(super) async fn copied(&self, offset: u64, len: u64) {
+        let (start, len) = self.touched_parts(offset, len);
+        drop(self.ranges.claim(start, len).await);
+    }
+
     pub(super) fn broken(&self) -> Option<Error> {
         self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -147,6 +158,10 @@ impl Saver {
             }
             let stop = range.end.min(end).min(size);
             self.copy_run(&source, &target, range.start..stop).await?;
+            // Writes no longer wait for this copy: what is there now may be newer than what was copied.
+            if self.broken().is_some() {
+                return Ok(());
+            }
             // While it is still pending: a write that comes waits for the claim.
             if self.discard_source.load(Ordering::Relaxed) {
                 source.discard_boxed(range.start, stop - range.start).await.map_err(CopyFailure::reading)?;

@@ -4,7 +4,7 @@
 use super::copies::Copies;
 use super::{Filter, keeps_writers_away};
 use crate::dirty::DirtyMap;
-use crate::node::{Below, Link, Node, Preallocation, Transfer, Work, ZeroFlags, done};
+use crate::node::{Below, Link, LocalFuture, Node, Preallocation, Transfer, Work, ZeroFlags, done};
 use crate::node::{Claim, Ranges};
 use cowshed_block::{Error, Result, slip};
 use cowshed_storage::{IoBuf, Permissions};
@@ -105,8 +105,7 @@ impl Filter for WriteBlocking {
 
     fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(async move {
-            let len = buf.len();
-            let Some(touched) = self.touch(offset, len as u64).await else {
+            let Some(touched) = self.touch(offset, buf.len() as u64).await else {
                 return self.below.write(offset, buf).await;
             };
             let (result, buf) = self.below.write(offset, buf).await;
@@ -120,14 +119,11 @@ impl Filter for WriteBlocking {
                     return (Ok(()), buf);
                 }
             };
-            let copy = async move {
-                let (on_target, buf) = target.write_boxed(offset, buf).await;
-                touched.settle(&on_target);
-                buf
-            };
-            // A target that is given up keeps the memory.
-            let buf = self.copies.wait_for(copy).await;
-            (Ok(()), buf.unwrap_or_else(|| IoBuf::zeroed(len)))
+            // A copy: a target that is given up keeps the memory.
+            let copied = IoBuf::copy_from(&buf);
+            let copy = async move { touched.settle(&target.write_boxed(offset, copied).await.0) };
+            let _ = self.copies.wait_for(copy).await;
+            (Ok(()), buf)
         })
     }
 
@@ -175,6 +171,17 @@ impl Filter for WriteBlocking {
 
     fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
         keeps_writers_away(wanted)
+    }
+
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.idle())
+    }
+
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        Box::pin(async move {
+            self.idle().await;
+            Ok(())
+        })
     }
 }
 

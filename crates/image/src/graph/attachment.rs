@@ -170,12 +170,16 @@ impl Attachment {
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that
     /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
-    /// changes nothing; later, the node is given back all the same.
+    /// or for the flush changes nothing; later, the node is given back all the same.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
         // In this order, or a request or a flush that never ends would keep every other change of the graph waiting.
         let drained = self.drain().await;
         let flushes = self.is_writable() && !self.detached.load(Ordering::SeqCst) && !slip!("no_flush_at_detach");
-        let flushed = if flushes { self.node().flush().await } else { Ok(()) };
+        let node = self.node();
+        let flushed = if flushes { node.flush().await } else { Ok(()) };
+        // Another change may have moved the attachment, which has written nothing to the new place, and closed the old one.
+        let flushed = if Arc::ptr_eq(&node, &self.node()) { flushed } else { Ok(()) };
+        drop(node);
         flushed.and(self.give_back(drained).await)
     }
 
