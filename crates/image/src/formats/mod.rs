@@ -13,6 +13,7 @@ pub mod qcow2;
 pub(crate) mod qed;
 pub mod raw;
 pub(crate) mod sector_map;
+mod survey;
 pub(crate) mod units;
 pub(crate) mod vdi;
 pub(crate) mod vhdx;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Parallels' format: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Survey, Table, finish};
+use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
+use super::survey::Survey;
 use super::units::Units;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};

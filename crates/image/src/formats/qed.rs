@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! QED: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Survey, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::{Description, MappedCheck, Place};
+use super::survey::Survey;
 use super::units::Units;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VDI: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, check_identity, finish, parent_of};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
 use super::mapped::{Description, MappedCheck, Place};
+use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
 use crate::node::Node;

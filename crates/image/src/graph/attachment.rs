@@ -74,6 +74,8 @@ pub struct Attachment {
     generation: AtomicU64,
     gate: Gate,
     detached: AtomicBool,
+    /// Held by the one that gives the node back.
+    ending: futures_util::lock::Mutex<()>,
     /// Counters of queues that are gone.
     past: Mutex<Past>,
     counted: bool,
@@ -116,6 +118,7 @@ impl Attachment {
             generation: AtomicU64::new(0),
             gate: Gate::default(),
             detached: AtomicBool::new(false),
+            ending: futures_util::lock::Mutex::default(),
             past: Mutex::default(),
             counted: request.counted,
             observing: AtomicBool::new(false),
@@ -170,31 +173,38 @@ impl Attachment {
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that
     /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
-    /// or for the flush changes nothing; later, the node is given back all the same.
+    /// changes nothing; later, the node is given back all the same.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
-        // In this order, or a request or a flush that never ends would keep every other change of the graph waiting.
-        let drained = self.drain().await;
-        let flushes = self.is_writable() && !self.detached.load(Ordering::SeqCst) && !slip!("no_flush_at_detach");
-        let node = self.node();
-        let flushed = if flushes { node.flush().await } else { Ok(()) };
-        // Another change may have moved the attachment, which has written nothing to the new place, and closed the old one.
-        let flushed = if Arc::ptr_eq(&node, &self.node()) { flushed } else { Ok(()) };
-        drop(node);
-        flushed.and(self.give_back(drained).await)
+        self.end(true).await
     }
 
     /// As [`Attachment::detach`], without a flush: what was written is durable, or the next user's to make durable.
     pub async fn hand_over(self: &Arc<Self>) -> Result<()> {
-        let drained = self.drain().await;
-        self.give_back(drained).await
+        self.end(false).await
     }
 
-    async fn give_back(self: &Arc<Self>, drained: Drained) -> Result<()> {
-        let one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
+    async fn end(self: &Arc<Self>, flushes: bool) -> Result<()> {
+        // Before the turn, too.
+        let drained = self.drain().await;
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
-            let _one_change = one_change;
-            attachment.release_drained(drained).await
+            // One at a time: another end closes the node, which is not to be flushed then.
+            let _alone = attachment.ending.lock().await;
+            if attachment.detached.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            let node = attachment.node();
+            let flushes = flushes && attachment.is_writable() && !slip!("no_flush_at_detach");
+            // Before the turn: a flush that never ends would keep every other change of the graph waiting.
+            let first = if flushes { node.flush().await } else { Ok(()) };
+            let _one_change = attachment.graph.changing_in(Scope::Attachment(Arc::downgrade(&attachment))).await;
+            // A change that ran meanwhile may have moved the attachment, or have stopped writes to the node for a time.
+            let was_changing = matches!(&first, Err(error) if error.kind() == ErrorKind::ReadOnly);
+            let flushed = match flushes && (was_changing || !Arc::ptr_eq(&node, &attachment.node())) {
+                true => attachment.node().flush().await,
+                false => first,
+            };
+            flushed.and(attachment.release_drained(drained).await)
         })
         .await
     }

@@ -3,10 +3,11 @@
 
 mod journal;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Survey, Table, check_identity, finish, parent_of};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
 use super::mapped::{Description, MappedCheck, Place};
 use super::patches::Patches;
 use super::sector_map::SectorMap;
+use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
 use crate::node::Node;
