@@ -72,7 +72,7 @@ fn qcow_images_are_compressed_and_then_written_to_in_turns() {
             fs::write(tools.path("source"), &model).unwrap();
             tools.done(&tools.img, "convert -c -f raw -O qcow source image");
             tools.check(&model, &format!("seed {seed}, {size} bytes, converted"));
-            // Whoever writes next changes parts of compressed clusters, and compresses others again.
+            // The next writer changes parts of compressed clusters, and compresses others again.
             for (round, tool) in [&tools.io, Qemu::newest().io_path(), &tools.io].into_iter().enumerate() {
                 let mut line = words("-f qcow");
                 for _ in 0..6 {

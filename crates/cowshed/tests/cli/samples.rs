@@ -99,6 +99,17 @@ fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
     ours(&oracle, "convert -f vpc -O raw child.vhd out");
     assert!(read("out") == truth && truth != read("fat-parent.vhd")[..truth.len()]);
     ours(&oracle, "compare -f vpc -F raw child.vhd truth");
+    // One that is no difference has no parent, whatever its opening says.
+    for (driver, name) in [("vpc", "fat-parent.vhd"), ("vdi", "new.vdi"), ("vhdx", "new.vhdx")] {
+        if driver != "vpc" {
+            oracle.make(&format!("create -q -f {driver} {name} 1M"));
+        }
+        let options = format!(
+            "driver={driver},file.filename={name},backing.driver=raw,backing.file.driver=file,backing.file.filename=truth"
+        );
+        let message = oracle.refused(&format!("convert -O raw --image-opts {options} out"));
+        assert!(message.contains("Driver doesn't support backing files"), "{message}");
+    }
     let info = ours(&oracle, "info -f vpc --output=json --backing-chain child.vhd");
     assert!(info.contains("\"backing-filename\": \"fat-parent.vhd\""), "{info}");
     let map = ours(&oracle, "map -f vpc child.vhd");
@@ -137,6 +148,7 @@ fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
         let is_parents = sector == &parent[at * 512..at * 512 + 512];
         assert!(is_parents || child.chunks(512).any(|other| other == sector), "sector {at}");
     }
+    ours(&oracle, "check -f vhdx child.vhdx");
     let map = ours(&oracle, "map -f vhdx child.vhdx");
     assert!(map.contains("fat-parent.vhdx") && map.contains("child.vhdx"), "{map}");
     // The file systems are sound: the same files with other content than the parent's.

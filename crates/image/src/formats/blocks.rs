@@ -46,6 +46,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds: at least one, and not
     /// more than to the end of a block that is allocated.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    /// True for an image that may have a backing file.
+    fn takes_backing(&self) -> bool {
+        true
+    }
     /// Refuses a parent that is another one than the image was made of.
     fn check_parent(&self, _parent: &Node) -> Result<()> {
         Ok(())
@@ -441,6 +445,9 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;
     let (parent, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
     if let Some(parent) = &parent {
+        if !format.takes_backing() {
+            return Err(file.named(Error::invalid_argument("Driver doesn't support backing files")));
+        }
         format.check_parent(parent).map_err(|error| file.named(error))?;
     }
     let link = draft.children.link(ChildRole::Backing).unwrap_or_default();

@@ -20,7 +20,7 @@ pub(crate) struct Survey {
 }
 
 impl Survey {
-    /// Looks every block up. What is wrong with one, or stands in two places of the disk, is a corruption.
+    /// Looks every block up. A wrong entry, or a block in two places of the disk, is a corruption.
     pub(crate) async fn of<F: BlockFormat>(
         format: &F,
         file: &ImageFile,
@@ -29,9 +29,14 @@ impl Survey {
     ) -> Result<Survey> {
         let mut survey = Survey { max, ..Survey::default() };
         let (mut at, mut last_end, mut neighbour_end) = (0, None, None);
+        // A block that is there in part comes in several runs.
+        let mut last_block = None;
         while at < format.size() && survey.check.findings.len() < max {
             match format.place(file, at, format.size() - at).await {
+                Ok((Place::Data { .. }, len)) if last_block == Some(at / block_bytes) => at += len,
                 Ok((Place::Data { host, .. }, len)) => {
+                    last_block = Some(at / block_bytes);
+                    let host = host.saturating_sub(at % block_bytes);
                     let counters = &mut survey.check.counters;
                     counters.allocated_clusters += 1;
                     counters.fragmented_clusters += u64::from(last_end.is_some_and(|end| end != host));

@@ -70,6 +70,10 @@ impl BlockFormat for Vdi {
         }
     }
 
+    fn takes_backing(&self) -> bool {
+        self.header.parent.is_some()
+    }
+
     fn check_parent(&self, parent: &Node) -> Result<()> {
         match &self.header.parent {
             Some(wanted) => check_identity(parent, "uuid_link", &[identity(wanted)]),

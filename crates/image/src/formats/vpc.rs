@@ -215,6 +215,10 @@ impl BlockFormat for Vpc {
         }
     }
 
+    fn takes_backing(&self) -> bool {
+        self.parent.is_some()
+    }
+
     fn check_parent(&self, parent: &Node) -> Result<()> {
         match &self.parent {
             Some(wanted) => check_identity(parent, "parent_unique_id", &[hexadecimal(&wanted.uuid)]),

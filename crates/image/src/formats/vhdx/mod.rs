@@ -190,6 +190,10 @@ impl BlockFormat for Vhdx {
         }
     }
 
+    fn takes_backing(&self) -> bool {
+        self.parent.is_some()
+    }
+
     /// A parent that was written to since is another disk than the one that the differences belong to.
     fn check_parent(&self, parent: &Node) -> Result<()> {
         match &self.parent {
