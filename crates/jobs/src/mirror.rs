@@ -659,14 +659,20 @@ impl Mirror {
         *self.piece.lock().await = true;
     }
 
-    /// Ends without making the target complete.
-    pub async fn end(&self) -> Result<()> {
+    async fn abandon_filter(&self) {
         if let Some(filter) = self.writer().filter() {
-            // The disk's users go on while the target has not answered. Taking the filter out would hold them.
             filter.abandon();
             filter.idle().await;
         }
+    }
+
+    /// Ends without making the target complete.
+    pub async fn end(&self) -> Result<()> {
+        // The disk's users go on while the target has not answered. Taking the filter out would hold them.
+        self.abandon_filter().await;
         self.note_end().await;
+        // A change of the copy mode may have made it meanwhile.
+        self.abandon_filter().await;
         if let (None, Writer::Job(writer)) = (&self.opened, self.writer()) {
             // The source first: it doesn't depend on a target that never answers.
             let source = self.reader.detach().await;

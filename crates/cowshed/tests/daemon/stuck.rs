@@ -479,6 +479,12 @@ fn a_cancelled_backup_lets_the_writes_go_that_it_holds() {
 }
 
 #[test]
+fn a_cancelled_backup_that_discards_lets_the_writes_go_that_it_holds() {
+    let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full", "speed": 65536, "discard-source": true});
+    cancelled_job_lets_the_source_go("blockdev-backup", backup);
+}
+
+#[test]
 fn a_cancelled_backup_of_what_is_overwritten_lets_the_writes_go_that_it_holds() {
     let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "none"});
     cancelled_job_lets_the_source_go("blockdev-backup", backup);

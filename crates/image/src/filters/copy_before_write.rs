@@ -152,12 +152,10 @@ impl CopyBeforeWrite {
     }
 
     /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
-    /// see [`CopyBeforeWrite::idle`]. Where copied parts are discarded on the disk, requests still wait for the copies that run.
+    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
     pub fn abandon(&self) {
         self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
-        if !self.saver.discards_source() {
-            self.saver.copies().give_up();
-        }
+        self.saver.copies().give_up();
     }
 
     pub(crate) async fn read_kept(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
@@ -179,10 +177,7 @@ impl CopyBeforeWrite {
             return Ok(());
         }
         if self.broken().is_some() {
-            // A copy that runs may discard its part of the disk in the end.
-            if self.saver.discards_source() {
-                self.saver.copied(offset, len).await;
-            }
+            self.saver.discarded(offset, len).await;
             return Ok(());
         }
         if self.saver.pending().is_dirty(offset, len) {
@@ -192,8 +187,10 @@ impl CopyBeforeWrite {
                     let copy = async move { saver.copy(offset, len).await };
                     match self.saver.copies().wait_for(copy).await {
                         Some(copied) => copied,
-                        // See `abandon`: the copy discards nothing.
-                        None => return Ok(()),
+                        None => {
+                            self.saver.discarded(offset, len).await;
+                            return Ok(());
+                        }
                     }
                 }
                 Some(timeout) => self.copy_within(timeout, offset, len).await,
@@ -201,7 +198,10 @@ impl CopyBeforeWrite {
             match copied {
                 Ok(()) => {}
                 Err(failure) if self.breaks_writes => return Err(failure.error),
-                Err(failure) => self.saver.break_with(failure.error),
+                Err(failure) => {
+                    self.saver.break_with(failure.error);
+                    self.saver.discarded(offset, len).await;
+                }
             }
         }
         if !slip!("readers_of_the_past_overtaken") {

@@ -35,6 +35,8 @@ pub(super) struct Saver {
     /// Those of the kept parts that the target lacks.
     pending: DirtyMap,
     ranges: Arc<Ranges>,
+    /// Held while a range is discarded on the disk.
+    discarding: Arc<Ranges>,
     readers: Arc<Readers>,
     compress: AtomicBool,
     /// What was copied is given back on the disk.
@@ -79,6 +81,7 @@ impl Saver {
             kept,
             pending,
             ranges: Arc::default(),
+            discarding: Arc::default(),
             readers: Arc::default(),
             compress: AtomicBool::new(false),
             discard_source: AtomicBool::new(false),
@@ -108,10 +111,12 @@ impl Saver {
         self.discard_source.load(Ordering::Relaxed)
     }
 
-    /// Waits for the copies of the parts that a range touches.
-    pub(super) async fn copied(&self, offset: u64, len: u64) {
-        let (start, len) = self.touched_parts(offset, len);
-        drop(self.ranges.claim(start, len).await);
+    /// Waits for the discards that run in the parts that a range touches. Where the copy is broken no other one begins.
+    pub(super) async fn discarded(&self, offset: u64, len: u64) {
+        if self.discards_source() {
+            let (start, len) = self.touched_parts(offset, len);
+            drop(self.discarding.claim(start, len).await);
+        }
     }
 
     pub(super) fn broken(&self) -> Option<Error> {
@@ -158,13 +163,19 @@ impl Saver {
             }
             let stop = range.end.min(end).min(size);
             self.copy_run(&source, &target, range.start..stop).await?;
+            let discards = self.discards_source();
+            let _discarding = match discards {
+                true => Some(self.discarding.claim(range.start, stop - range.start).await),
+                false => None,
+            };
             // Writes no longer wait for this copy: what is there now may be newer than what was copied.
             if self.broken().is_some() {
                 return Ok(());
             }
             // While it is still pending: a write that comes waits for the claim.
-            if self.discard_source.load(Ordering::Relaxed) {
-                source.discard_boxed(range.start, stop - range.start).await.map_err(CopyFailure::reading)?;
+            if discards && let Err(error) = source.discard_boxed(range.start, stop - range.start).await {
+                // A part of it may be gone, so the range can't be copied again.
+                tracing::warn!(%error, "what was copied could not be discarded");
             }
             self.pending.clear(range.start, stop - range.start);
             at = stop;

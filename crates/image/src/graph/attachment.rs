@@ -201,7 +201,11 @@ impl Attachment {
             // A change that ran meanwhile may have moved the attachment, or have stopped writes to the node for a time.
             let was_changing = matches!(&first, Err(error) if error.kind() == ErrorKind::ReadOnly);
             let flushed = match flushes && (was_changing || !Arc::ptr_eq(&node, &attachment.node())) {
-                true => attachment.node().flush().await,
+                true => {
+                    let second = attachment.node().flush().await;
+                    // An error of the medium counts wherever the attachment is now.
+                    if was_changing { second } else { first.and(second) }
+                }
                 false => first,
             };
             flushed.and(attachment.release_drained(drained).await)
