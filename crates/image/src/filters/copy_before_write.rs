@@ -6,8 +6,8 @@ use super::saver::Saver;
 use super::{CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
 use crate::node::{
-    Below, ChildRole, Link, LocalFuture, Node, Preallocation, Readers, StatusExtent, Transfer, Work, ZeroFlags,
-    below_filters, done, nodes_below,
+    Below, ChildRole, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, below_filters,
+    done, nodes_below,
 };
 use crate::options::BlockdevOptions;
 use cowshed_block::{Errno, Error, ErrorKind, Result, slip};
@@ -40,8 +40,6 @@ pub struct CopyBeforeWrite {
     saver: Arc<Saver>,
     breaks_writes: bool,
     timeout: Option<Duration>,
-    /// Those who read the target, where it reads from the disk what it lacks.
-    target_readers: Option<Arc<Readers>>,
 }
 
 /// What became of a copy that goes on by itself.
@@ -82,9 +80,9 @@ impl CopyBeforeWrite {
             _ => None,
         };
         let part_bytes = cluster_bytes.max(LEAST_PART_BYTES).max(options.least_part_bytes);
-        let saver = Saver::new(below, target, (part_bytes, cluster_bytes), options.bits.as_deref())?;
+        let saver = Saver::new(below, target, target_readers, (part_bytes, cluster_bytes), options.bits.as_deref())?;
         let SavingOptions { breaks_writes, timeout, .. } = options;
-        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout, target_readers })
+        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout })
     }
 
     /// Writes to the target compressed from now on. The target must be able to.
@@ -152,7 +150,8 @@ impl CopyBeforeWrite {
     }
 
     /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
-    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
+    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs, and for those who read the disk as
+    /// it was.
     pub fn abandon(&self) {
         self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
         self.saver.copies().give_up();
@@ -198,19 +197,11 @@ impl CopyBeforeWrite {
             match copied {
                 Ok(()) => {}
                 Err(failure) if self.breaks_writes => return Err(failure.error),
-                Err(failure) => {
-                    self.saver.break_with(failure.error);
-                    self.saver.discarded(offset, len).await;
-                }
+                Err(failure) => self.saver.break_with(failure.error),
             }
         }
-        if !slip!("readers_of_the_past_overtaken") {
-            self.saver.readers_left(offset, len).await;
-        }
-        // Those who found nothing on the target read the disk now. Later ones find what was saved.
-        if let Some(readers) = &self.target_readers {
-            let _ = self.saver.copies().unless_given_up(readers.left(offset, len)).await;
-        }
+        self.saver.discarded(offset, len).await;
+        self.saver.readers_left(offset, len).await;
         Ok(())
     }
 
@@ -289,7 +280,12 @@ impl Filter for CopyBeforeWrite {
     }
 
     fn settle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(self.idle())
+        Box::pin(async move {
+            // Once the target is given up its copies only read the disk, and a drain holds the disk's clients.
+            if self.saver.copies().unless_given_up(self.idle()).await.is_none() {
+                self.saver.discarded(0, u64::MAX).await;
+            }
+        })
     }
 
     fn close(&self, _read_only: bool) -> Work<'_> {

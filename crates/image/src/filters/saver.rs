@@ -35,9 +35,11 @@ pub(super) struct Saver {
     /// Those of the kept parts that the target lacks.
     pending: DirtyMap,
     ranges: Arc<Ranges>,
-    /// Held while a range is discarded on the disk.
+    /// Held until a range that was copied is discarded on the disk.
     discarding: Arc<Ranges>,
     readers: Arc<Readers>,
+    /// Those who read the target, where it reads from the disk what it lacks.
+    target_readers: Option<Arc<Readers>>,
     compress: AtomicBool,
     /// What was copied is given back on the disk.
     discard_source: AtomicBool,
@@ -61,6 +63,7 @@ impl Saver {
     pub(super) fn new(
         below: Below,
         target: Arc<Link>,
+        target_readers: Option<Arc<Readers>>,
         (part_bytes, cluster_bytes): (u64, u64),
         bits: Option<&DirtyBits>,
     ) -> Result<Saver> {
@@ -83,6 +86,7 @@ impl Saver {
             ranges: Arc::default(),
             discarding: Arc::default(),
             readers: Arc::default(),
+            target_readers,
             compress: AtomicBool::new(false),
             discard_source: AtomicBool::new(false),
             broken: Mutex::default(),
@@ -111,7 +115,8 @@ impl Saver {
         self.discard_source.load(Ordering::Relaxed)
     }
 
-    /// Waits for the discards that run in the parts that a range touches. Where the copy is broken no other one begins.
+    /// Waits for the discards in the parts that a range touches. None begins later in a part that the target has, or where the
+    /// copy is broken.
     pub(super) async fn discarded(&self, offset: u64, len: u64) {
         if self.discards_source() {
             let (start, len) = self.touched_parts(offset, len);
@@ -172,15 +177,26 @@ impl Saver {
             if self.broken().is_some() {
                 return Ok(());
             }
-            // While it is still pending: a write that comes waits for the claim.
-            if discards && let Err(error) = source.discard_boxed(range.start, stop - range.start).await {
-                // A part of it may be gone, so the range can't be copied again.
-                tracing::warn!(%error, "what was copied could not be discarded");
-            }
+            // New readers find the range on the target. A write that comes waits for the discard.
             self.pending.clear(range.start, stop - range.start);
+            if discards {
+                self.discard(&source, range.start, stop - range.start).await;
+            }
             at = stop;
         }
         Ok(())
+    }
+
+    /// Discards what the target has on the disk, once its readers have left.
+    async fn discard(&self, source: &Node, offset: u64, len: u64) {
+        self.readers_left(offset, len).await;
+        // Given up meanwhile: those who read the target may still be there.
+        if self.broken().is_some() {
+            return;
+        }
+        if let Err(error) = source.discard_boxed(offset, len).await {
+            tracing::warn!(%error, "what was copied could not be discarded");
+        }
     }
 
     /// Copies what is known to be zero as zeroes, part by part, and the rest as data.
@@ -244,9 +260,15 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits for those who read a range from the disk. It is saved, so there will be no new ones.
+    /// Waits for those who read a range from the disk. It is saved, so later ones read the target. Those who read through the
+    /// target are waited for until it is given up.
     pub(super) async fn readers_left(&self, offset: u64, len: u64) {
-        self.readers.left(offset, len).await;
+        if !slip!("readers_of_the_past_overtaken") {
+            self.readers.left(offset, len).await;
+        }
+        if let Some(readers) = &self.target_readers {
+            let _ = self.copies.unless_given_up(readers.left(offset, len)).await;
+        }
     }
 
     /// Takes the parts that a range touches out of what is kept.

@@ -175,10 +175,8 @@ impl Filter for WriteBlocking {
 
     fn settle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async move {
-            // What is left then touches the target alone, and a drain holds the disk's clients.
-            if !self.copies.is_given_up() {
-                self.idle().await;
-            }
+            // Once the target is given up its copies touch nothing else, and a drain holds the disk's clients.
+            let _ = self.copies.unless_given_up(self.idle()).await;
         })
     }
 

@@ -74,8 +74,8 @@ pub struct Attachment {
     generation: AtomicU64,
     gate: Gate,
     detached: AtomicBool,
-    /// Held by the one that gives the node back.
-    ending: futures_util::lock::Mutex<()>,
+    /// Held by the one that gives the node back, and its result afterwards.
+    ending: futures_util::lock::Mutex<Option<Result<()>>>,
     /// Counters of queues that are gone.
     past: Mutex<Past>,
     counted: bool,
@@ -173,7 +173,8 @@ impl Attachment {
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that
     /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
-    /// changes nothing; later, the node is given back all the same.
+    /// changes nothing; later, the node is given back all the same, which may wait for a change of the graph. A second call
+    /// returns what the first did.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
         self.end(true).await
     }
@@ -189,28 +190,34 @@ impl Attachment {
         let attachment = Arc::clone(self);
         rt::to_completion(async move {
             // One at a time: another end closes the node, which is not to be flushed then.
-            let _alone = attachment.ending.lock().await;
-            if attachment.detached.load(Ordering::SeqCst) {
-                return Ok(());
+            let mut ending = attachment.ending.lock().await;
+            if let Some(ended) = &*ending {
+                return ended.clone();
             }
-            let node = attachment.node();
-            let flushes = flushes && attachment.is_writable() && !slip!("no_flush_at_detach");
-            // Before the turn: a flush that never ends would keep every other change of the graph waiting.
-            let first = if flushes { node.flush().await } else { Ok(()) };
-            let _one_change = attachment.graph.changing_in(Scope::Attachment(Arc::downgrade(&attachment))).await;
-            // A change that ran meanwhile may have moved the attachment, or have stopped writes to the node for a time.
-            let was_changing = matches!(&first, Err(error) if error.kind() == ErrorKind::ReadOnly);
-            let flushed = match flushes && (was_changing || !Arc::ptr_eq(&node, &attachment.node())) {
-                true => {
-                    let second = attachment.node().flush().await;
-                    // An error of the medium counts wherever the attachment is now.
-                    if was_changing { second } else { first.and(second) }
-                }
-                false => first,
-            };
-            flushed.and(attachment.release_drained(drained).await)
+            let ended = attachment.end_alone(flushes, drained).await;
+            ending.insert(ended).clone()
         })
         .await
+    }
+
+    async fn end_alone(self: &Arc<Self>, flushes: bool, drained: Drained) -> Result<()> {
+        let node = self.node();
+        let flushes = flushes && self.is_writable() && !slip!("no_flush_at_detach");
+        // Before the turn: a flush that never ends would keep every other change of the graph waiting.
+        let first = if flushes { node.flush().await } else { Ok(()) };
+        let _one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
+        // A change that ran meanwhile may have moved the attachment, with the node closed, or have stopped writes to the node
+        // for a time.
+        let was_changing = node.is_closed() || matches!(&first, Err(error) if error.kind() == ErrorKind::ReadOnly);
+        let flushed = match flushes && (was_changing || !Arc::ptr_eq(&node, &self.node())) {
+            true => {
+                let second = self.node().flush().await;
+                // An error of the medium counts wherever the attachment is now.
+                if was_changing { second } else { first.and(second) }
+            }
+            false => first,
+        };
+        flushed.and(self.release_drained(drained).await)
     }
 
     async fn release_drained(&self, drained: Drained) -> Result<()> {

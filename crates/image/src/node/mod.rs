@@ -446,8 +446,13 @@ impl Node {
         if rt::is_deep() { self.this.upgrade() } else { None }
     }
 
+    /// True once it is being closed.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     fn check_open(&self) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             return Err(Error::invalid_argument("the node was closed").file(self.filename.clone()));
         }
         Ok(())
