@@ -3,7 +3,7 @@
 
 use super::arguments::{NamingArgs, Objects, cache_mode};
 use super::untrusted::Use;
-use super::{Verb, create_options, new_image, sizes, work};
+use super::{Verb, create_options, new_image, ova, sizes, work};
 use crate::invocation::Persona;
 use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
@@ -16,6 +16,8 @@ use cowshed_image::options::{BareKey, parse_list};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_ova::Package;
+use cowshed_storage::path_of_text;
 use std::time::Instant;
 
 /// Requests in flight with `-m`.
@@ -43,7 +45,11 @@ pub const VERB: Verb = Verb {
   cowshed convert -O qcow2 -b golden.qcow2 -F qcow2 vm1.raw vm1.qcow2
       Only what differs from golden.qcow2.
   cowshed convert -n --target-is-zero -O raw disk.qcow2 /dev/vg/disk
-      Into a device that exists already.",
+      Into a device that exists already.
+  cowshed convert --disk 2 machine.ova disk.qcow2
+      The second disk of a package, compared with its manifest.
+  cowshed convert -O ova --for vmware --vm-cpus 2 --vm-memory 4G system.qcow2 data.qcow2 machine.ova
+      A machine with two disks, for an import.",
     in_qemu_img: true,
     arguments: ConvertArgs::augment_args,
     run,
@@ -143,6 +149,14 @@ struct ConvertArgs {
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
+    /// Of a package with several disks (OVA, OVF): the one with this name, id or number
+    #[arg(long, value_name = "DISK")]
+    disk: Option<String>,
+    /// With -O ova: the importers that are to take it: vmware, virtualbox or both [default: both]
+    #[arg(long = "for", value_name = "PLATFORM")]
+    platform: Option<String>,
+    #[command(flatten)]
+    machine: ova::target::MachineArgs,
     /// One or more sources, and the target
     #[arg(value_name = "SRC_FILE... TGT_FILE", value_hint = clap::ValueHint::FilePath)]
     files: Vec<String>,
@@ -159,6 +173,16 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify image file name"));
     };
     check_combination(&args, sources.len())?;
+    if console.persona == Persona::Cowshed && ova::target::is_meant(args.target_format.as_deref(), target) {
+        if is_package(&mut args, sources, console)? {
+            return Err(Failure::new("a package is made of disks: convert those of the other one first"));
+        }
+        return pack(args, sources, target, console);
+    }
+    if !args.machine.is_empty() || args.platform.is_some() {
+        return Err(Failure::new("--for and --vm-... are for packages: they need -O ova"));
+    }
+    let is_package = is_package(&mut args, sources, console)?;
     let mut chosen = None;
     if !args.no_create {
         let of_name = new_image::format(args.target_format.as_deref(), target, "-O", console)?;
@@ -172,16 +196,30 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
     guard(&args, &options, console)?;
+    let packed = is_package.then(|| unpack(&args, &options, console)).transpose()?;
+    if let Some(disk) = &packed {
+        options.sources = vec![disk.spec.clone()];
+    }
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?.saying_end_again();
     let persona = console.persona;
     let failed = |error: &Error| {
         let failure = failed(persona, &options, error);
         let is_source = options.sources.iter().any(|source| source.name == options.target.name);
-        if is_source { sources_first(persona, &args, &options, failure) } else { failure }
+        let failure = if is_source { sources_first(persona, &args, &options, failure) } else { failure };
+        match &packed {
+            Some(disk) => disk.named(failure),
+            None => failure,
+        }
     };
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
     if let Some(chosen) = chosen {
         chosen.tell(args.quiet, console);
+    }
+    if let Some((disk, said)) = packed.as_ref().and_then(|disk| Some((disk, disk.capacity_bytes?)))
+        && said != outcome.size
+    {
+        let (name, size) = (&disk.shown, outcome.size);
+        console.complain(format_args!("warning: {name} has {size} bytes, and its package says {said}"));
     }
     for error in &outcome.unknown {
         console.complain(format_args!("warning: {}", error.sentence()));
@@ -198,6 +236,83 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     if console.persona == Persona::Cowshed && !args.quiet {
         summary(&outcome, target, started, console);
+    }
+    Ok(0)
+}
+
+/// True where the source is a package. A format on the command line, but for "ova", is that of the file itself.
+fn is_package(args: &mut ConvertArgs, sources: &[String], console: &Console) -> Result<bool, Failure> {
+    let is_named = args.format.as_deref() == Some("ova");
+    let may_be = console.persona == Persona::Cowshed && !args.naming.image_opts && (is_named || args.format.is_none());
+    let is_one = |source: &String| may_be && (is_named || Package::is_one(&path_of_text(source)));
+    match (sources, sources.iter().any(is_one)) {
+        ([_], true) => {
+            args.format = None;
+            Ok(true)
+        }
+        (_, true) => Err(Failure::new("a package (OVA, OVF) is converted by itself, one disk at a time")),
+        (_, false) if args.disk.is_some() => Err(Failure::new("--disk chooses a disk of a package (OVA, OVF)")),
+        _ => Ok(false),
+    }
+}
+
+/// The disk of the package that is the source.
+fn unpack(args: &ConvertArgs, options: &ConvertOptions, console: &Console) -> Result<ova::source::Chosen, Failure> {
+    let [image] = options.sources.as_slice() else { return Err(Failure::new("one package at a time")) };
+    let job = work::Foreground::new(console.persona, false, true, "checking")?;
+    let target = path_of_text(&options.target.name);
+    let is_untrusted = args.naming.untrusted.is_on();
+    let choose = async |handle| {
+        let package = Package::open(&path_of_text(&image.name))?;
+        if is_untrusted && !package.is_archive() {
+            let message = "--untrusted takes a package in one file (.ova): `cowshed ova pack` makes one";
+            return Err(Error::unsupported(message).file(&image.name));
+        }
+        let disk = ova::source::choose(&package, args.disk.as_deref(), image, &target, is_untrusted, &handle);
+        disk.map_err(|error| error.file(&image.name))
+    };
+    job.run(choose, |error| Failure::new(error.to_string()))
+}
+
+/// `-O ova`.
+fn pack(args: ConvertArgs, sources: &[String], target: &str, console: &mut Console) -> Result<u8, Failure> {
+    if args.naming.untrusted.is_on() {
+        // Its disks have other names at first, and a confined process can't rename or remove files.
+        return Err(Failure::new(
+            "--untrusted makes no packages: convert the image to qcow2 with it first, and then to a package without",
+        ));
+    }
+    for (wrong, option) in [
+        (args.no_create, "-n"),
+        (!args.options.is_empty(), "-o"),
+        (args.compress, "-c"),
+        (args.backing.is_some() || args.backing_format.is_some(), "-b"),
+        (args.bitmaps, "--bitmaps"),
+        (args.copy_range_offloading, "-C"),
+        (args.target_cache.is_some(), "-t"),
+        (args.disk.is_some(), "--disk"),
+    ] {
+        if wrong {
+            return Err(Failure::new(format!("{option} has no meaning for a package (-O ova)")));
+        }
+    }
+    let importer = ova::target::importer(args.platform.as_deref())?;
+    let path = path_of_text(target);
+    let machine = args.machine.machine(&path, importer)?;
+    let args = ConvertArgs { target_format: Some("vmdk".to_owned()), ..args };
+    let options = options(&args, sources, target)?;
+    let started = Instant::now();
+    guard(&args, &options, console)?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "packing")?;
+    let persona = console.persona;
+    let work = async |handle| ova::target::pack(&options, machine, &path, args.force, &handle).await;
+    let packed = job.run(work, |error| failed(persona, &options, error))?;
+    if !args.quiet {
+        let size: u64 = packed.disks.iter().map(|disk| disk.size).sum();
+        let (disks, seconds) = (packed.disks.len(), started.elapsed().as_secs_f64());
+        let what = if disks == 1 { "disk" } else { "disks" };
+        let (size, len) = (human(size), human(packed.len));
+        console.line(format_args!("{target}: a machine with {disks} {what} of {size}, in {len}, in {seconds:.1} s"));
     }
     Ok(0)
 }

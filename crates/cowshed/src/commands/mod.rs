@@ -22,6 +22,7 @@ pub mod man;
 pub mod map;
 pub mod measure;
 mod new_image;
+pub mod ova;
 pub mod parser;
 pub mod rebase;
 pub mod rescue;
@@ -75,6 +76,7 @@ pub const COMMANDS: &[Verb] = &[
     commit::VERB,
     rebase::VERB,
     dd::VERB,
+    ova::VERB,
     bench::VERB,
     io::VERB,
     daemon::serve::VERB,

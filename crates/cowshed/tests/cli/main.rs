@@ -28,6 +28,7 @@ mod old_bytes;
 mod on_servers;
 mod onto_itself;
 mod oracle;
+mod ova;
 mod package;
 mod program;
 mod rebased_formats;

@@ -6,5 +6,6 @@ pub mod fuse;
 pub mod image;
 pub mod layout;
 pub mod nbd;
+pub mod ova;
 pub mod replay;
 pub mod vhost;

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `ova`: packages of virtual machines.
+
+pub mod archive;
+pub mod source;
+pub mod target;
+
+use super::arguments::OutputFormat;
+use super::{Verb, untrusted, work};
+use crate::output::{Console, Failure, json, size::human};
+use archive::{Archive, Content};
+use clap::{ArgMatches, Args, FromArgMatches, Subcommand, ValueEnum};
+use cowshed_block::{Error, Result};
+use cowshed_jobs::JobHandle;
+use cowshed_ova::Package;
+use cowshed_ova::checks::{self, Finding, Weight};
+use cowshed_ova::envelope::resource;
+use cowshed_ova::machine::Importer;
+use cowshed_ova::manifest::{DigestKind, Line};
+use cowshed_ova::tar::printable;
+use cowshed_storage::path_of_text;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The exit code for a package that is damaged, or that an importer rejects.
+const REJECTED: u8 = 2;
+
+pub const VERB: Verb = Verb {
+    name: "ova",
+    about: "Look at, check, unpack and pack packages of virtual machines",
+    operands: "info|verify|unpack|pack FILE...",
+    details: "A package is an OVF descriptor with its disks, in one tar file (.ova) or in a folder (.ovf). `convert` reads \
+              a disk out of it (convert X.ova disk.qcow2), and makes one of disks (convert -O ova disk.qcow2 X.ova).\n\n\
+              verify compares every file with the manifest, and lists what importers reject. Exit code: 0 nothing \
+              wrong, 1 it could not be looked at, 2 something is wrong. See docs/formats/ova.md.",
+    examples: "  cowshed ova info machine.ova
+  cowshed ova verify --for vmware machine.ova
+  cowshed ova unpack machine.ova folder
+      Compares the files with the manifest first, and overwrites nothing.
+  cowshed ova pack folder/machine.ovf machine.ova
+      With a new manifest, in the order that importers want.",
+    in_qemu_img: false,
+    arguments: OvaArgs::augment_args,
+    run,
+};
+
+#[derive(Args, Clone, Debug)]
+struct OvaArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// The programs that are to import a package.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum ForArg {
+    Vmware,
+    Virtualbox,
+    #[default]
+    Both,
+}
+
+impl From<ForArg> for Importer {
+    fn from(given: ForArg) -> Importer {
+        match given {
+            ForArg::Vmware => Importer::Vmware,
+            ForArg::Virtualbox => Importer::VirtualBox,
+            ForArg::Both => Importer::Both,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum Action {
+    /// Show the machine and its disks
+    Info {
+        /// Text or JSON
+        #[arg(long, value_enum, default_value_t, value_name = "human|json")]
+        output: OutputFormat,
+        /// The package
+        #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+        file: String,
+    },
+    /// Compare the files with the manifest, and list what importers reject
+    Verify {
+        /// The importers that are to take it
+        #[arg(long = "for", value_enum, default_value_t, value_name = "vmware|virtualbox|both")]
+        importer: ForArg,
+        /// The package
+        #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+        file: String,
+    },
+    /// Write the files of a package to a folder
+    Unpack {
+        /// The package
+        #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+        file: String,
+        /// The folder [default: the package's name without its ending]
+        #[arg(value_name = "FOLDER", value_hint = clap::ValueHint::DirPath)]
+        folder: Option<String>,
+    },
+    /// Make one file of a descriptor and the files that it names
+    Pack {
+        /// Overwrite an OVA that exists
+        #[arg(long)]
+        force: bool,
+        /// The descriptor
+        #[arg(value_name = "OVF", value_hint = clap::ValueHint::FilePath)]
+        file: String,
+        /// The package
+        #[arg(value_name = "OVA", value_hint = clap::ValueHint::FilePath)]
+        target: String,
+    },
+}
+
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
+    match OvaArgs::from_arg_matches(matches)?.action {
+        Action::Info { output, file } => info(&file, output, console),
+        Action::Verify { importer, file } => verify(&file, importer.into(), console),
+        Action::Unpack { file, folder } => unpack(&file, folder.as_deref(), console),
+        Action::Pack { force, file, target } => pack(&file, &target, force, console),
+    }
+}
+
+/// Opens a package in a process that reads nothing else.
+fn open(file: &str, console: &mut Console) -> Result<Package, Failure> {
+    let path = path_of_text(file);
+    if !path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("ovf")) && path.is_file() {
+        untrusted::confine_to(file, console)?;
+    }
+    Package::open(&path).map_err(failed)
+}
+
+fn failed(error: Error) -> Failure {
+    Failure::new(error.to_string())
+}
+
+fn info(file: &str, output: OutputFormat, console: &mut Console) -> Result<u8, Failure> {
+    let package = open(file, console)?;
+    let envelope = &package.envelope;
+    let disks: Vec<_> = package.disks().collect();
+    let quantity = |kind| envelope.quantity(kind);
+    let machine = envelope.machines.first();
+    if output == OutputFormat::Json {
+        let disks = disks.iter().map(|disk| match disk {
+            Ok(disk) => json!({
+                "number": disk.number, "id": disk.id, "filename": disk.name, "format": disk.format,
+                "virtual-size": disk.capacity_bytes, "gzip": disk.is_gzip,
+                "file-length": disk.pieces.iter().map(|piece| piece.len).sum::<u64>(), "pieces": disk.pieces.len(),
+            }),
+            Err(error) => json!({ "error": error.to_string() }),
+        });
+        let value = json!({
+            "filename": file,
+            "name": machine.and_then(|machine| machine.name.clone()),
+            "hardware": machine.map(|machine| machine.families.clone()),
+            "cpus": quantity(resource::PROCESSOR),
+            "memory-bytes": quantity(resource::MEMORY),
+            "firmware": machine.and_then(|machine| machine.firmware.clone()),
+            "manifest": package.manifest.is_some(),
+            "disks": disks.collect::<Vec<_>>(),
+            "files": package.members.iter().map(|member| json!({ "name": member.name, "length": member.len }))
+                .collect::<Vec<_>>(),
+        });
+        console.line(json::pretty(&value));
+        return Ok(0);
+    }
+    console.line(format_args!("package: {}", printable(file)));
+    for machine in &envelope.machines {
+        let name = machine.name.as_deref().unwrap_or(&machine.id);
+        console.line(format_args!("machine: {}", printable(name)));
+        console.line(format_args!("hardware: {}", printable(&machine.families.join(" "))));
+        if let Some(firmware) = &machine.firmware {
+            console.line(format_args!("firmware: {}", printable(firmware)));
+        }
+    }
+    if let Some(cpus) = quantity(resource::PROCESSOR) {
+        console.line(format_args!("CPUs: {cpus}"));
+    }
+    if let Some(memory) = quantity(resource::MEMORY) {
+        console.line(format_args!("memory: {}", human(memory)));
+    }
+    console.line(format_args!("manifest: {}", if package.manifest.is_some() { "yes" } else { "no" }));
+    for disk in &disks {
+        match disk {
+            Ok(disk) => {
+                let len: u64 = disk.pieces.iter().map(|piece| piece.len).sum();
+                let capacity = disk.capacity_bytes.map_or("unknown".to_owned(), human);
+                let (number, name, format) = (disk.number, printable(&disk.name), disk.format);
+                let pieces = match disk.pieces.len() {
+                    1 => String::new(),
+                    count => format!(", in {count} pieces"),
+                };
+                console.line(format_args!(
+                    "disk {number}: {name}, {format}, {capacity} ({} in the file{pieces})",
+                    human(len)
+                ));
+            }
+            Err(error) => console.line(format_args!("{error}")),
+        }
+    }
+    Ok(0)
+}
+
+fn verify(file: &str, importer: Importer, console: &mut Console) -> Result<u8, Failure> {
+    let package = open(file, console)?;
+    let findings = checks::findings(&package, importer, true).map_err(failed)?;
+    for Finding { weight, text } in &findings {
+        let word = if *weight == Weight::Error { "error" } else { "warning" };
+        console.line(format_args!("{word}: {text}"));
+    }
+    let has_errors = findings.iter().any(|finding| finding.weight == Weight::Error);
+    if !has_errors {
+        let digests = package.manifest.as_ref().map_or(0, |manifest| manifest.lines.len());
+        console.line(format_args!("{}: nothing wrong ({digests} digests compared)", printable(file)));
+    }
+    Ok(if has_errors { REJECTED } else { 0 })
+}
+
+fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8, Failure> {
+    let path = path_of_text(file);
+    let package = Package::open(&path).map_err(failed)?;
+    let folder = match folder {
+        Some(folder) => path_of_text(folder),
+        None => {
+            let stem = path.file_stem().map(PathBuf::from).unwrap_or_default();
+            if stem.as_os_str().is_empty() || path.extension().is_none() {
+                return Err(Failure::new("name the folder to unpack to"));
+            }
+            stem
+        }
+    };
+    let job = work::Foreground::new(console.persona, false, true, "unpacking")?;
+    let unpacked =
+        job.run(async |handle| unpack_to(&package, &folder, &handle), |error| Failure::new(error.to_string()));
+    let count = unpacked?;
+    let missing = if package.manifest.is_none() { ", unchecked: there is no manifest" } else { "" };
+    console.line(format_args!("{}: {count} files{missing}", folder.display()));
+    Ok(0)
+}
+
+/// Writes the files; after an error none of them is there.
+fn unpack_to(package: &Package, folder: &Path, job: &JobHandle) -> Result<usize> {
+    if let Some(manifest) = &package.manifest {
+        for line in &manifest.lines {
+            package.check_digest(&line.name)?;
+        }
+    }
+    let named =
+        |path: &Path, error: &std::io::Error, doing: &str| Error::io(error, doing).file(path.display().to_string());
+    let is_new = match fs::create_dir(folder) {
+        Ok(()) => true,
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => false,
+        Err(error) => return Err(named(folder, &error, "could not make the folder")),
+    };
+    let mut made = Vec::new();
+    let result = package.members.iter().try_for_each(|member| {
+        let path = folder.join(&member.name);
+        let mut target = fs::File::create_new(&path).map_err(|error| named(&path, &error, "could not make"))?;
+        made.push(path.clone());
+        archive::copy(&mut *package.reader(member)?, &mut target, job)
+            .and_then(|_| target.sync_all().map_err(|error| Error::io(&error, "could not flush")))
+            .map_err(|error| error.file(path.display().to_string()))
+    });
+    if result.is_err() {
+        made.iter().for_each(|path| drop(fs::remove_file(path)));
+        if is_new {
+            let _ = fs::remove_dir(folder);
+        }
+    }
+    result.map(|()| package.members.len())
+}
+
+fn pack(file: &str, target: &str, force: bool, console: &mut Console) -> Result<u8, Failure> {
+    let path = path_of_text(file);
+    let package = Package::open(&path).map_err(failed)?;
+    if package.is_archive() {
+        return Err(Failure::new(format!("{file}: it is packed already; pack wants a descriptor (.ovf)")));
+    }
+    let target_path = path_of_text(target);
+    archive::check_absent(&target_path, force).map_err(failed)?;
+    let job = work::Foreground::new(console.persona, false, true, "packing")?;
+    job.run(async |handle| pack_to(&package, &target_path, force, &handle), |error| Failure::new(error.to_string()))?;
+    console.line(format_args!("{target}: {} files", package.members.len()));
+    Ok(0)
+}
+
+fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Result<()> {
+    // What is wrong now is wrong before any importer sees it.
+    for reference in &package.envelope.files {
+        package.pieces(reference)?;
+    }
+    if let Some(manifest) = &package.manifest {
+        for line in &manifest.lines {
+            package.check_digest(&line.name)?;
+        }
+    }
+    let is_manifest = |name: &str| package.manifest_name.as_deref() == Some(name);
+    let files: Vec<_> = package.members.iter().filter(|member| !is_manifest(&member.name)).collect();
+    let mut lines = Vec::new();
+    for member in &files {
+        let digest = DigestKind::Sha256.of(&mut *package.reader(member)?);
+        let digest = digest.map_err(|error| Error::io(&error, format!("could not read '{}'", member.name)))?;
+        lines.push(Line { kind: DigestKind::Sha256, name: member.name.clone(), digest });
+        if job.is_cancelled() {
+            return job_ended();
+        }
+    }
+    let mut archive = Archive::create(target)?;
+    let manifest: String = lines.iter().map(Line::text).collect();
+    for (index, member) in files.iter().enumerate() {
+        let content = Content { reader: package.reader(member)?, len: member.len };
+        archive.add(&member.name, content, job)?;
+        if index == 0 {
+            let name = manifest_name(&package.descriptor);
+            archive.add(&name, Content::of(manifest.as_bytes()), job)?;
+        }
+    }
+    archive.finish(target, force)
+}
+
+fn job_ended() -> Result<()> {
+    Err(Error::new(cowshed_block::ErrorKind::Cancelled, "cancelled"))
+}
+
+/// The name of the manifest of a descriptor.
+fn manifest_name(descriptor: &str) -> String {
+    let stem = descriptor.rsplit_once('.').map_or(descriptor, |(stem, _)| stem);
+    format!("{stem}.mf")
+}

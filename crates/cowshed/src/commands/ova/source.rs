@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A disk of a package as the source of a conversion.
+
+use super::archive::{beside, copy};
+use crate::output::Failure;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::open::Policy;
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_ova::tar::printable;
+use cowshed_ova::{Package, PackedDisk};
+use serde_json::json;
+use std::path::Path;
+use tempfile::NamedTempFile;
+
+/// A chosen disk.
+pub struct Chosen {
+    /// How it is opened.
+    pub spec: ImageSpec,
+    /// Its length by the descriptor, in bytes.
+    pub capacity_bytes: Option<u64>,
+    /// What messages call it in place of the name in `spec`.
+    pub shown: String,
+    /// What messages may call it.
+    names: [String; 2],
+    /// The file that pieces were put together in.
+    joined: Option<NamedTempFile>,
+}
+
+/// Chooses a disk and compares its files with the manifest. `target` is where pieces are put together; `is_untrusted`: in a
+/// process that can make no other files.
+pub fn choose(
+    package: &Package,
+    wanted: Option<&str>,
+    image: &ImageSpec,
+    target: &Path,
+    is_untrusted: bool,
+    job: &JobHandle,
+) -> Result<Chosen> {
+    let disk = find(package, wanted)?;
+    if disk.is_gzip {
+        let message = format!("disk '{}' is stored with gzip: unpack the package first", printable(&disk.name));
+        return Err(Error::unsupported(message));
+    }
+    for name in disk.pieces.iter().map(|piece| piece.name.as_str()).chain([package.descriptor.as_str()]) {
+        if package.manifest.is_some() && !package.check_digest(name)? {
+            let message = format!("the manifest has no digest of '{}'", printable(name));
+            return Err(Error::new(ErrorKind::InvalidImage, message));
+        }
+        if job.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
+        }
+    }
+    let (name, joined) = match disk.pieces.as_slice() {
+        // A window of a file has whole sectors.
+        [piece] if !package.is_archive() || piece.len.is_multiple_of(512) => {
+            let file = json!({ "driver": "file", "filename": piece.path.display().to_string() });
+            let file = match package.is_archive() {
+                true => json!({ "driver": "raw", "offset": piece.offset, "size": piece.len, "file": file }),
+                false => file,
+            };
+            (json!({ "driver": disk.format, "file": file }), None)
+        }
+        _ if is_untrusted => {
+            let message =
+                "a disk in pieces is put together in another file first, which --untrusted doesn't make: unpack it";
+            return Err(Error::unsupported(message));
+        }
+        pieces => {
+            let mut joined = beside(target)?;
+            for piece in pieces {
+                let member = package.member(&piece.name).ok_or_else(|| Error::internal("a piece without a file"))?;
+                copy(&mut *package.reader(member)?, joined.as_file_mut(), job)?;
+            }
+            let file = json!({ "driver": "file", "filename": joined.path().display().to_string() });
+            (json!({ "driver": disk.format, "file": file }), Some(joined))
+        }
+    };
+    let policy = Policy {
+        // What it names lies outside of the package.
+        allow_backing: false,
+        allow_data_file: false,
+        allow_extents: false,
+        allow_json: false,
+        ..image.policy.clone()
+    };
+    let names = [format!("json:{name}"), format!("json:{}", name["file"])];
+    let name = names[0].clone();
+    let shown = format!("{}: disk '{}'", image.name, printable(&disk.name));
+    let spec = ImageSpec { name, format: None, image_opts: false, policy, ..image.clone() };
+    Ok(Chosen { spec, capacity_bytes: disk.capacity_bytes, shown, names, joined })
+}
+
+impl Chosen {
+    /// An error or a message about the disk, in words that the user gave.
+    pub fn named(&self, failure: Failure) -> Failure {
+        let mut message = failure.message.clone();
+        for name in &self.names {
+            message = message.replace(name, &self.shown);
+        }
+        let joined = self.joined.as_ref().and_then(|file| file.path().file_name()?.to_str().map(str::to_owned));
+        if let Some((_, behind)) =
+            joined.and_then(|name| message.rsplit_once(&name).map(|(a, b)| (a.to_owned(), b.to_owned())))
+        {
+            message = format!("{}{behind}", self.shown);
+        }
+        // What a disk names lies outside of its package, whatever is allowed.
+        if let Some((before, hint)) = message.split_once(" ('--allow ")
+            && let Some((_, behind)) = hint.split_once(" does)")
+        {
+            message = format!("{before}{behind}");
+        }
+        Failure { message, ..failure }
+    }
+}
+
+/// The disk with this number, name or id; the only one where none is wanted.
+fn find(package: &Package, wanted: Option<&str>) -> Result<PackedDisk> {
+    let disks: Vec<Result<PackedDisk>> = package.disks().collect();
+    let name = |(index, disk): (usize, &Result<PackedDisk>)| {
+        let name = disk.as_ref().map_or("?".to_owned(), |disk| printable(&disk.name));
+        format!("{} ({name})", index + 1)
+    };
+    let names: Vec<String> = disks.iter().enumerate().map(name).collect();
+    let names = names.join(", ");
+    let Some(wanted) = wanted else {
+        let mut disks = disks;
+        return match disks.len() {
+            0 => Err(Error::new(ErrorKind::InvalidImage, "the package has no disk")),
+            1 => disks.remove(0),
+            _ => {
+                Err(Error::invalid_argument(format!("the package has several disks: choose one with --disk: {names}")))
+            }
+        };
+    };
+    let is_wanted = |disk: &PackedDisk| {
+        wanted == disk.name || wanted == disk.id || wanted.parse::<usize>().is_ok_and(|number| number == disk.number)
+    };
+    let position = disks.iter().position(|disk| disk.as_ref().is_ok_and(&is_wanted));
+    // A disk that can't be read is chosen by its number.
+    let position = position.or_else(|| wanted.parse::<usize>().ok().and_then(|number| number.checked_sub(1)));
+    position.and_then(|index| disks.into_iter().nth(index)).unwrap_or_else(|| {
+        Err(Error::new(ErrorKind::NotFound, format!("the package has no disk '{}': it has {names}", printable(wanted))))
+    })
+}
