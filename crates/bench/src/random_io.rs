@@ -5,7 +5,7 @@ use crate::Settings;
 use crate::fixture;
 use crate::table::{Outcome, Row};
 use cowshed_image::node::Node;
-use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::random::Random;
 use rustix::time::{ClockId, clock_gettime};

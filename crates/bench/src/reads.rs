@@ -7,7 +7,7 @@ use crate::bare;
 use crate::fixture;
 use crate::nbd::{Served, Server};
 use crate::table::{Outcome, Row};
-use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::random::Random;
 use std::fs::File;

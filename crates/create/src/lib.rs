@@ -12,9 +12,9 @@ pub mod schema;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::files_below;
 use cowshed_image::node::Preallocation;
-use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, open, resolve_name};
-use cowshed_image::options::DriverSchema;
+use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, resolve_name};
 use cowshed_image::secret::Secret;
+use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
@@ -176,7 +176,7 @@ async fn check_backing(
 
 /// What QEMU finds out only while it makes the image, after it has said what it is going to make.
 fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
-    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DriverSchema::is_known(name))?;
+    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DRIVERS.is_known(name))?;
     let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
     Some(Error::invalid_argument(message).field("backing_fmt"))
 }

@@ -4,7 +4,8 @@
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
 use crate::objects::REFUSED_OBJECTS;
 use cowshed_block::{Error, Result};
-use cowshed_image::options::{COMMON, DriverSchema, Key, KeyType, REQUIRED};
+use cowshed_image::DRIVERS;
+use cowshed_image::options::{COMMON, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
 
 /// Types of exports that QEMU has, and why there are none here.
@@ -37,7 +38,7 @@ pub(crate) fn build() -> Result<Schema> {
 }
 
 fn add_drivers(schema: &mut Schema) {
-    let names = DriverSchema::all().map(|driver| driver.name.to_owned()).collect();
+    let names = DRIVERS.schemas().map(|driver| driver.name.to_owned()).collect();
     schema.define_other("BlockdevDriver", Alternative::Enum(names));
     let options = || Type::Named(BLOCKDEV_OPTIONS.to_owned());
     schema.define_other("BlockdevRef", Alternative::Alternate(vec![Type::Str, options()]));
@@ -49,7 +50,7 @@ fn add_drivers(schema: &mut Schema) {
     }
     base.members.push(Member { name: crate::untrusted::OPTION.to_owned(), value: Type::Bool, optional: true });
     base.tag = Some("driver".to_owned());
-    for driver in DriverSchema::all() {
+    for driver in DRIVERS.schemas() {
         let name = format!("{BLOCKDEV_OPTIONS}-{}", driver.name);
         let object = object_type(schema, &name, driver.keys);
         schema.define_object(name.clone(), object);

@@ -100,7 +100,7 @@ impl Daemon {
     pub fn new(control: Sender<Message>, schema: Schema, settings: &Settings) -> Daemon {
         let events = EventBus::default();
         Daemon {
-            graph: Graph::new(),
+            graph: Graph::new(&cowshed_image::DRIVERS),
             inactive: InactiveNodes::default(),
             inserted_filters: InsertedFilters::default(),
             servers: Rc::new(Servers::new(events.clone())),

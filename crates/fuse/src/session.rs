@@ -309,7 +309,7 @@ mod tests {
         std::fs::write(&point, "").unwrap();
         let options = format!("driver=raw,node-name=d,file.driver=file,file.filename={}", image.display());
         let request = OpenRequest::image_opts(&options).unwrap().writable(true);
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = rt::block_on(async {
             let node = graph.add_with(request).await.unwrap();
             graph.attach(&node, AttachRequest::export("m", true)).await.unwrap()

@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mode = mode.trim_end_matches("-write");
     let depth = 16;
     rt::block_on(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let options = BlockdevOptions::from_keyval(&options)?.with("node-name", "n");
         let node = graph.add(options).await?;
         let mut request = AttachRequest::export("e", true);

@@ -18,5 +18,14 @@ pub mod secret;
 pub mod stats;
 
 pub use cowshed_qcow2::{Budget, DirtyBits};
+pub use drivers::DRIVERS;
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
-pub use open::{OpenRequest, TlsCredentials, open};
+pub use open::{OpenRequest, TlsCredentials};
+
+use cowshed_block::Result;
+use std::sync::Arc;
+
+/// Opens an image with its whole chain, takes the locks, and returns its top node.
+pub async fn open(request: OpenRequest) -> Result<Arc<Node>> {
+    DRIVERS.open(request).await
+}

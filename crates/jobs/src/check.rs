@@ -6,8 +6,8 @@ mod undo;
 
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_image::formats::MappedCheck;
 use cowshed_image::node::ChildRole;
+use cowshed_image::node::MappedCheck;
 use cowshed_image::{Node, OpenRequest};
 use cowshed_offline::check as offline_check;
 pub use cowshed_offline::check::{CheckReport, Repair};

@@ -9,8 +9,8 @@ mod vmdk;
 
 use crate::layer::Qcow2Layer;
 use cowshed_block::Result;
-use cowshed_image::formats::{self, PROBE_BYTES, PROBE_TAIL_BYTES};
 use cowshed_image::open::Policy;
+use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, COMPAT_KNOWN, FeatureKind};
 use cowshed_layout::qcow2::{Extension, Header};
 use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions, path_of_text};
@@ -114,7 +114,7 @@ pub async fn run(path: &str) -> Result<Inspection> {
     let mut inspection = Inspection {
         verdict: Verdict::Suspicious,
         filename: path.to_owned(),
-        format: formats::probe(&first, &last).to_owned(),
+        format: probe_with_tail(&first, &last).as_str().to_owned(),
         file_size: file.len(),
         virtual_size: None,
         asks_for: Vec::new(),

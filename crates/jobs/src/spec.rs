@@ -2,8 +2,9 @@
 //! How the user names an image.
 
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
-use cowshed_image::open::{Policy, options_of_name};
+use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
@@ -66,7 +67,7 @@ impl ImageSpec {
             (Some(aio), _) => OpenRequest::options(self.tree_with_aio(aio)?),
             (None, true) => OpenRequest::image_opts(&self.name)?,
             (None, false) if !self.extra.is_empty() => {
-                let options = options_of_name(&self.name, self.format.as_deref())?;
+                let options = DRIVERS.options_of_name(&self.name, self.format.as_deref())?;
                 OpenRequest::options(self.extra.iter().fold(
                     options,
                     |options, (key, value)| match key.split_once('.') {
@@ -98,7 +99,7 @@ impl ImageSpec {
     fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
         let mut tree = match self.image_opts {
             true => BlockdevOptions::from_image_opts(&self.name).map_err(|error| error.file(&self.name))?,
-            false => options_of_name(&self.name, self.format.as_deref())?,
+            false => DRIVERS.options_of_name(&self.name, self.format.as_deref())?,
         };
         let is_cached = !matches!(self.cache.as_deref(), Some("none" | "directsync"));
         if tree.set_aio(aio) && aio == "native" && is_cached {

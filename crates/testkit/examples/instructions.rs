@@ -214,7 +214,7 @@ async fn attached(graph: &Arc<Graph>, path: &Path, throttled: bool) -> Arc<Attac
 
 /// Reads as exports do.
 async fn queued(path: &Path, throttled: bool, count: u64) {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let attachment = attached(&graph, path, throttled).await;
     let (queue, mut buf) = (attachment.queue(), IoBuf::zeroed(BYTES as usize));
     let known = (0..WINDOW).step_by(CLUSTER as usize);
@@ -234,7 +234,7 @@ fn served(path: &Path, throttled: bool, count: u64) {
     let known = (0..WINDOW).step_by(CLUSTER as usize);
     let client = Client::new(theirs, known.chain((0..count).map(place)).collect());
     rt::Local::simulated(Rc::new(client)).block_on(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = attached(&graph, path, throttled).await;
         let server = Server::new(ServerConfig::default()).expect("a server");
         server.add_export(Export::new("e", attachment)).expect("an export");

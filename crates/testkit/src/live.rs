@@ -13,6 +13,7 @@ use crate::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps, run_ste
 use crate::scenario::{ImageDisk, Prepared, Trial};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_create::{CreateRequest, prepare_sized};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
@@ -85,7 +86,7 @@ fn driver_options(name: &str, file: &str, direct: bool, more: &str) -> Result<Bl
 
 impl LiveDisk {
     async fn open(world: &World, top: &str, trial: &Trial, overlay_options: Option<&str>) -> Result<LiveDisk> {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let node = graph.add(driver_options("n0", top, trial.config.direct, "")?).await?;
         let attachment = graph.attach(&node, AttachRequest::export("guest", true)).await?;
         let history = Mutex::new(History { bottom: top.to_owned(), taken: Vec::new() });

@@ -9,7 +9,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{Error, ErrorKind};
 use cowshed_create::schema::help_lines;
-use cowshed_image::options::DriverSchema;
+use cowshed_image::DRIVERS;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::amend::{self, AmendOptions};
 
@@ -108,7 +108,7 @@ fn is_refused_by_format(error: &Error) -> bool {
 
 fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
     let Some(options) = amend::options_of(format) else {
-        return Err(match DriverSchema::is_format(format) {
+        return Err(match DRIVERS.is_format(format) {
             true => Failure::new(format!("Format driver '{format}' does not support option amendment")),
             false => Failure::new(format!("Unknown file format '{format}'")),
         });

@@ -5,6 +5,7 @@ use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_daemon::{refused_object, tls_credentials};
+use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::Graph;
@@ -138,7 +139,7 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
             "tls-creds-x509" => objects.tls.push((id, tls_credentials(definition)?)),
             "throttle-group" => {
                 let limits = limits(&options)?;
-                objects.graph.get_or_insert_with(Graph::new).throttle_groups().create(&id, limits)?;
+                objects.graph.get_or_insert_with(|| Graph::new(&DRIVERS)).throttle_groups().create(&id, limits)?;
             }
             _ => objects.unused.push(id),
         }

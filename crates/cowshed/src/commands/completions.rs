@@ -8,7 +8,8 @@ use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use clap_complete::Shell;
 use cowshed_create::schema::options_of;
-use cowshed_image::options::{DriverKind, DriverSchema};
+use cowshed_image::DRIVERS;
+use cowshed_image::options::DriverKind;
 
 pub const VERB: Verb = Verb {
     name: "completions",
@@ -68,7 +69,7 @@ fn values(arg: &Arg) -> Option<Vec<String>> {
     }
     if name.ends_with("FMT") || (name == "FORMAT" && arg.get_short() == Some('f')) {
         let is_new = arg.get_short() == Some('O');
-        let formats = DriverSchema::all().filter(|schema| schema.kind == DriverKind::Format).map(|schema| schema.name);
+        let formats = DRIVERS.schemas().filter(|schema| schema.kind == DriverKind::Format).map(|schema| schema.name);
         let formats = formats.filter(|name| !is_new || options_of(name).is_some());
         return texts(&formats.collect::<Vec<_>>());
     }

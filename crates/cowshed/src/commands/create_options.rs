@@ -4,6 +4,7 @@
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use cowshed_create::schema::{CreateOption, help_lines, options_of};
+use cowshed_image::DRIVERS;
 use cowshed_image::options::{DriverKind, DriverSchema};
 
 /// True when one of the lists asks for help: an element `help` or `?`.
@@ -18,7 +19,7 @@ const ONLY_READ: [&str; 4] = ["bochs", "cloop", "dmg", "vvfat"];
 pub fn refusal(format: &str) -> String {
     let makes_none =
         |schema: &DriverSchema| schema.kind == DriverKind::Filter || ["null-co", "null-aio"].contains(&format);
-    match DriverSchema::find(format).filter(|_| format != "fault") {
+    match DRIVERS.schema(format).filter(|_| format != "fault") {
         Some(schema) if makes_none(schema) => format!("Format driver '{format}' does not support image creation"),
         None if ONLY_READ.contains(&format) => format!("Format driver '{format}' does not support image creation"),
         _ => format!("Unknown file format '{format}'"),

@@ -5,7 +5,7 @@ use super::{COMMANDS, Verb, parser};
 use crate::invocation::QEMU_IMG_LEVEL;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_image::options::DriverSchema;
+use cowshed_image::DRIVERS;
 
 pub const VERB: Verb = Verb {
     name: "help",
@@ -29,7 +29,7 @@ struct HelpArgs {
 fn formats() -> String {
     const MOST_COLUMNS: usize = 76;
     // A driver of ours that QEMU lacks.
-    let drivers = DriverSchema::all().filter(|driver| driver.name != "fault");
+    let drivers = DRIVERS.schemas().filter(|driver| driver.name != "fault");
     let mut names: Vec<_> = drivers.map(|driver| driver.name).collect();
     names.sort_unstable();
     let mut lines = vec![String::from(" ")];

@@ -8,7 +8,8 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
-use cowshed_image::options::{DriverKind, DriverSchema};
+use cowshed_image::DRIVERS;
+use cowshed_image::options::DriverKind;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
 use cowshed_offline::snapshots::SnapshotName;
@@ -117,7 +118,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 /// Formats that no image can be created in have no size that could be told; neither have protocols.
 fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
-    let is_image = |name: &str| match DriverSchema::find(name) {
+    let is_image = |name: &str| match DRIVERS.schema(name) {
         Some(schema) => schema.kind != DriverKind::Filter && !name.starts_with("null-"),
         None => false,
     };

@@ -9,8 +9,8 @@ use crate::output::failure::is_unreached;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
+use cowshed_image::DRIVERS;
 use cowshed_image::open::resolve_name;
-use cowshed_image::options::DriverSchema;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rebase::{self, RebaseOptions};
 
@@ -78,7 +78,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     let spec = args.naming.spec(file, args.format.as_ref())?;
     if let Some(format) = &args.backing_format
-        && !DriverSchema::is_known(format)
+        && !DRIVERS.is_known(format)
     {
         let later = Failure::new(format!("Invalid format name: '{format}'"));
         // Only the image itself is opened to change its name.

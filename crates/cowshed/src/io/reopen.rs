@@ -6,9 +6,10 @@ use super::Shell;
 use super::arguments::Arguments;
 use super::outcome::{Done, Failed};
 use super::session::{OpenSpec, close, open, options_of};
+use cowshed_image::DRIVERS;
 use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
-use cowshed_image::options::{BlockdevOptions, DriverSchema};
+use cowshed_image::options::BlockdevOptions;
 use serde_json::Value;
 
 /// Options of every node that may change.
@@ -78,7 +79,7 @@ fn changes(
     let refused = |key: &str| Err(Failed::complaint(format!("Cannot change the option '{key}'")));
     let driver = node.driver_name();
     let own = BY_DRIVER.iter().find(|(name, _)| *name == driver).map_or(&[][..], |(_, keys)| keys);
-    let schema = DriverSchema::find(driver);
+    let schema = DRIVERS.schema(driver);
     let mut changed = BlockdevOptions::new();
     for (key, value) in options.iter() {
         let child = match key.as_str() {

@@ -8,9 +8,10 @@ use crate::invocation::Persona;
 use crate::output::{Failure, warning};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_create::CreateRequest;
+use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
-use cowshed_image::open::{CACHE_MODES, Policy, options_with_name};
+use cowshed_image::open::{CACHE_MODES, Policy};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open as open_image};
@@ -100,7 +101,7 @@ impl OpenSpec {
             _ if self.image_opts => options_of(path)?,
             _ if is_plain => return Ok(None),
             "" => self.options.clone().unwrap_or_default(),
-            name => options_with_name(self.options.clone().unwrap_or_default(), name)?,
+            name => DRIVERS.options_with_name(self.options.clone().unwrap_or_default(), name)?,
         };
         if let Some(format) = self.format.as_deref().filter(|_| tree.get("driver").is_none()) {
             tree.insert("driver", format);
@@ -197,7 +198,7 @@ async fn with_driver(spec: &OpenSpec, tree: BlockdevOptions) -> Result<BlockdevO
 /// A temporary overlay over the image. Its file has no name any more when this returns.
 async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<Arc<Node>> {
     // A server may serve one client only: the overlay stands on what is open.
-    let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_default()), ..spec.clone() };
+    let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_else(|| Graph::new(&DRIVERS))), ..spec.clone() };
     let reading = OpenSpec { read_only: true, ..spec.clone() };
     let base = open_image(reading.request(Some(base.unwrap_or_default()))?).await?;
     match overlay_over(&spec, &base).await {

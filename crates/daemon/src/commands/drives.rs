@@ -9,8 +9,8 @@ use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
 use crate::jobs::{Closing, Needed, Work};
 use crate::state::Daemon;
 use cowshed_create::CreateRequest;
+use cowshed_image::DRIVERS;
 use cowshed_image::Node;
-use cowshed_image::open::options_of_name;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::Value;
 use std::rc::Rc;
@@ -65,7 +65,7 @@ impl Target {
             true => None,
             false => Some(create(daemon, source, below.as_ref(), file, format.unwrap_or("raw")).await?),
         };
-        let mut options = options_of_name(file, format).map_err(failed)?;
+        let mut options = DRIVERS.options_of_name(file, format).map_err(failed)?;
         options.insert("node-name", name);
         let is_discarding = arguments.flag("unmap", true);
         options.insert("discard", if is_discarding { "unmap" } else { "ignore" });

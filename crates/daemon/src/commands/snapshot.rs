@@ -10,9 +10,9 @@ use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::state::Daemon;
 use cowshed_create::CreateRequest;
+use cowshed_image::DRIVERS;
 use cowshed_image::Node;
 use cowshed_image::graph::SnapshotTaken;
-use cowshed_image::open::options_of_name;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -347,7 +347,7 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
     };
     let existing = arguments.maybe_text("mode") == Some("existing");
     let created = if existing { None } else { Some(create(daemon, &node, file, format).await?) };
-    let opened = match options_of_name(file, Some(format)) {
+    let opened = match DRIVERS.options_of_name(file, Some(format)) {
         Ok(options) => {
             let discard = if node.discards() { "unmap" } else { "ignore" };
             let options = options.with("node-name", overlay_name).with("backing", Value::Null).with("discard", discard);

@@ -6,9 +6,10 @@ use crate::commands;
 use crate::state::Daemon;
 use crate::warnings;
 use cowshed_block::{Error, Result};
+use cowshed_image::DRIVERS;
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::open::{Cache, Policy, options_of_name};
+use cowshed_image::open::{Cache, Policy};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off};
 use cowshed_image::stats::Accounting;
 use cowshed_offline::snapshots::SnapshotName;
@@ -53,7 +54,7 @@ const OF_A_DEVICE: &[&str] = &["if", "index", "media", "bus", "unit", "serial", 
 impl Drive {
     /// The image `name`, as `id`.
     pub fn file(id: &str, name: &str, format: Option<&str>, writable: bool) -> Result<Drive> {
-        let options = options_of_name(name, format)?;
+        let options = DRIVERS.options_of_name(name, format)?;
         Ok(Drive::new(id, options, writable))
     }
 
@@ -129,7 +130,7 @@ impl Drive {
             }
         }
         let mut options = match name {
-            Some(name) => options_of_name(&name, format.as_deref())?,
+            Some(name) => DRIVERS.options_of_name(&name, format.as_deref())?,
             None if rest.iter().any(|(key, _)| key.starts_with("file.")) => {
                 format.map_or_else(BlockdevOptions::new, |format| BlockdevOptions::new().with("driver", format))
             }

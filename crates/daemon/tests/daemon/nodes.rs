@@ -284,7 +284,7 @@ fn every_driver_is_added_by_name_and_serves() {
         ("quorum", json!({"vote-threshold": 2, "children": [raw("q.raw"), raw("r.raw")]}), Some(7)),
     ];
     let mut named: Vec<&str> = drivers.iter().map(|(driver, ..)| *driver).collect();
-    let mut known: Vec<&str> = cowshed_image::options::DriverSchema::all().map(|driver| driver.name).collect();
+    let mut known: Vec<&str> = cowshed_image::DRIVERS.schemas().map(|driver| driver.name).collect();
     named.sort_unstable();
     known.sort_unstable();
     assert_eq!(named, known, "each driver has its line here");

@@ -3,11 +3,12 @@
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
 use super::holes::Holes;
-use super::mapped::{Description, MappedCheck, MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
 use crate::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
+use crate::node::{Description, MappedCheck};
 use crate::open::{Draft, NamedBacking, Opened, Opener};
 use crate::options::{Key, KeyType, REQUIRED};
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};

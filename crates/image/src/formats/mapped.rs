@@ -5,15 +5,14 @@
 
 use crate::buffers::join;
 use crate::node::{
-    Backing, BackingName, Driver, Link, LocalFuture, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work,
-    ZeroFlags, done,
+    Backing, BackingName, Described, Description, Driver, Link, LocalFuture, MappedCheck, NamedBacking, Node,
+    Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_offline::check::{Counters, Repair};
+use cowshed_offline::check::Repair;
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
-use serde_json::Value;
 use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,32 +21,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 const MAX_RUNS: usize = 256;
 /// Unpacked blocks that are kept: small reads in a row don't unpack the same block again.
 const KEPT_BLOCKS: usize = 4;
-
-/// What a format says of itself, for `info` and for those who stand on it.
-#[derive(Clone, Debug, Default)]
-pub struct Description {
-    /// Allocation unit in bytes, where there is one.
-    pub cluster_bytes: Option<u64>,
-    /// The backing file as the image names it.
-    pub backing_name: Option<String>,
-    /// The backing file's format as the image names it.
-    pub backing_format: Option<&'static str>,
-    /// What names the image's content to disks that are differences to it: lower case hexadecimal.
-    pub identity: Option<String>,
-    /// The image takes whole clusters, compressed, and each once.
-    pub takes_stream: bool,
-    /// What only this format has, with QEMU's keys; null for nothing.
-    pub specific: Value,
-}
-
-/// What a check of a format without reference counts found.
-#[derive(Clone, Debug, Default)]
-pub struct MappedCheck {
-    /// qemu-img's counters; totals of 0 where it has none for the format.
-    pub counters: Counters,
-    /// What is wrong, a line each.
-    pub findings: Vec<String>,
-}
 
 /// Where a run of the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -294,6 +267,10 @@ impl Driver for MappedDriver {
         self.format.name()
     }
 
+    fn described(&self) -> Option<&dyn Described> {
+        Some(self)
+    }
+
     fn size(&self) -> u64 {
         self.format.size()
     }
@@ -489,27 +466,17 @@ impl Backing for MappedDriver {
     }
 }
 
-impl Node {
-    fn mapped(&self) -> Option<&MappedDriver> {
-        self.driver().downcast()
+impl Described for MappedDriver {
+    fn describe(&self) -> Description {
+        self.format.describe()
     }
 
-    /// What an image of a read-only format says of itself.
-    pub fn description(&self) -> Option<Description> {
-        self.mapped().map(|mapped| mapped.format.describe())
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(async move { self.format.check(max).await.map_err(|error| self.named(error)) })
     }
 
-    /// Looks for damage in an image of a read-only format, and tells `max` findings at most. `None` for other drivers; the
-    /// inner one for formats that have no check.
-    pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<MappedCheck>>> {
-        let mapped = self.mapped()?;
-        Some(mapped.format.check(max).await.map_err(|error| mapped.named(error)))
-    }
-
-    /// As [`Node::check_mapped`], and repairs what it can.
-    pub async fn repair_mapped(&self, what: Repair, max: usize) -> Option<Result<Option<MappedCheck>>> {
-        let mapped = self.mapped()?;
-        Some(mapped.format.repair(what, max).await.map_err(|error| mapped.named(error)))
+    fn repair(&self, what: Repair, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(async move { self.format.repair(what, max).await.map_err(|error| self.named(error)) })
     }
 }
 

@@ -23,12 +23,23 @@ pub(crate) mod writer;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
-pub use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES};
+use crate::node::Node;
 
-pub use mapped::{Description, MappedCheck};
+/// A node's driver, for what only its format has.
+pub trait DriverOf {
+    /// The qcow2 driver.
+    fn qcow2(&self) -> Option<&qcow2::Qcow2Driver>;
 
-/// The format that a file's first bytes (up to [`PROBE_BYTES`]) and its last ones (up to [`PROBE_TAIL_BYTES`]) look like;
-/// "raw" when they look like none.
-pub fn probe(first_bytes: &[u8], last_bytes: &[u8]) -> &'static str {
-    cowshed_layout::probe::probe_with_tail(first_bytes, last_bytes).as_str()
+    /// The LUKS driver.
+    fn luks(&self) -> Option<&luks::LuksDriver>;
+}
+
+impl DriverOf for Node {
+    fn qcow2(&self) -> Option<&qcow2::Qcow2Driver> {
+        self.driver().downcast()
+    }
+
+    fn luks(&self) -> Option<&luks::LuksDriver> {
+        self.driver().downcast()
+    }
 }

@@ -2,9 +2,10 @@
 //! Parallels' format: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::{Description, MappedCheck, Place};
+use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
+use crate::node::{Description, MappedCheck};
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};

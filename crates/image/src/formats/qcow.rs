@@ -2,8 +2,9 @@
 //! qcow, version 1: docs/formats/block-formats.md.
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
-use super::mapped::{Description, Place};
+use super::mapped::Place;
 use super::units::Units;
+use crate::node::Description;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::memory::try_push;

@@ -2,7 +2,8 @@
 //! The look at every block of a disk that a check of the block formats begins with.
 
 use super::blocks::{BlockFormat, ImageFile};
-use super::mapped::{MappedCheck, Place};
+use super::mapped::Place;
+use crate::node::MappedCheck;
 use cowshed_block::memory::grow_map;
 use cowshed_block::{ErrorKind, Result};
 use std::collections::HashMap;

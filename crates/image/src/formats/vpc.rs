@@ -2,9 +2,10 @@
 //! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
-use super::mapped::{Description, Place};
+use super::mapped::Place;
 use super::sector_map::SectorMap;
 use super::units::Units;
+use crate::node::Description;
 use crate::node::Node;
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener, Telling};
 use crate::options::{DriverKind, DriverSchema, Key, KeyType};

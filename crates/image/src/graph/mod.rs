@@ -46,6 +46,7 @@ pub use votes::QuorumObserver;
 use crate::filters::throttle::Groups;
 use crate::nbd_client::ClientTls;
 use crate::node::{Home, Node, Reporter};
+use crate::options::Schemas;
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
 use owned::Owned;
@@ -59,8 +60,9 @@ const MAX_NAME_BYTES: usize = 31;
 
 /// A set of named nodes. The graph keeps the nodes alive that were added by name ([`Graph::add`]); the others are kept by
 /// their users and parents.
-#[derive(Default)]
 pub struct Graph {
+    /// The drivers that nodes may have.
+    schemas: &'static dyn Schemas,
     snapshot: RwLock<Arc<GraphSnapshot>>,
     generated: AtomicU32,
     owned: Mutex<Owned>,
@@ -123,9 +125,28 @@ impl GraphSnapshot {
 }
 
 impl Graph {
-    /// An empty graph.
-    pub fn new() -> Arc<Graph> {
-        Arc::default()
+    /// An empty graph, whose nodes may have these drivers.
+    pub(crate) fn with_schemas(schemas: &'static dyn Schemas) -> Arc<Graph> {
+        Arc::new(Graph {
+            schemas,
+            snapshot: RwLock::default(),
+            generated: AtomicU32::default(),
+            owned: Mutex::default(),
+            credentials: Mutex::default(),
+            secrets: Mutex::default(),
+            throttle_groups: Groups::default(),
+            on_failed: OnceLock::default(),
+            observers: corruption::Observers::default(),
+            threshold_observers: threshold::Observers::default(),
+            quorum_observers: votes::Observers::default(),
+            changes: changes::Changes::default(),
+            keep_locks: AtomicU32::default(),
+        })
+    }
+
+    /// The drivers that its nodes may have.
+    pub(crate) fn schemas(&self) -> &'static dyn Schemas {
+        self.schemas
     }
 
     /// The nodes as they are now.

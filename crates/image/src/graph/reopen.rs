@@ -9,7 +9,7 @@ use super::owned::no_such_node;
 use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
 use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes};
-use crate::options::{self, BlockdevOptions, DriverSchema};
+use crate::options::{self, BlockdevOptions};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, rt};
 use serde_json::{Map, Value};
@@ -104,7 +104,7 @@ impl Graph {
         let node = self.find(&name).ok_or_else(|| no_such_node(&name))?;
         let old = node.options();
         let driver = node.driver_name();
-        let schema = DriverSchema::find(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
+        let schema = self.schemas().schema(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
         if options.text("driver").is_some_and(|wanted| wanted != driver) {
             let live = node.driver().live_options().map(LiveOptions::keys).unwrap_or_default();
             let can_go = |key: &str| live.contains(&key) && !schema.requires(key);

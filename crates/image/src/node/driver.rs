@@ -3,8 +3,8 @@
 //! carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, Below, Bitmaps, Compressing, LiveOptions, Metadata, Node, Preallocation, Snapshots, StatusExtent, VmState,
-    ZeroFlags,
+    Backing, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation, Snapshots,
+    StatusExtent, VmState, ZeroFlags,
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
@@ -238,6 +238,11 @@ pub(crate) trait Driver: Any + Send + Sync {
 
     /// See [`Backing`].
     fn backing(&self) -> Option<&dyn Backing> {
+        None
+    }
+
+    /// See [`Described`].
+    fn described(&self) -> Option<&dyn Described> {
         None
     }
 

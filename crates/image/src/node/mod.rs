@@ -6,6 +6,7 @@ mod bitmaps;
 mod capabilities;
 mod chain;
 mod deadline;
+mod description;
 mod driver;
 mod edge;
 mod guess;
@@ -31,6 +32,8 @@ pub(crate) use capabilities::{Apply, Backing, LiveOptions, Snapshots, VmState};
 pub use capabilities::{BackingName, Compressing, HeaderName, Metadata};
 pub use chain::{Chain, Holder};
 pub(crate) use deadline::Deadline;
+pub(crate) use description::Described;
+pub use description::{Description, MappedCheck};
 pub use driver::LocalFuture;
 pub(crate) use driver::{
     Driver, Intent, Mapped, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors,

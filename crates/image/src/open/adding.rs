@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes that a graph opens and keeps.
 
-use super::{OpenRequest, open};
+use super::{Drivers, OpenRequest};
 use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::BlockdevOptions;
@@ -9,6 +9,11 @@ use cowshed_block::{Error, Result};
 use std::sync::Arc;
 
 impl Graph {
+    /// An empty graph, whose nodes may have these drivers.
+    pub fn new(drivers: &'static Drivers) -> Arc<Graph> {
+        Graph::with_schemas(drivers)
+    }
+
     /// Opens a node with everything below it, as `blockdev-add` does: it needs a `node-name`, is opened for writing
     /// unless the options say otherwise, and stays until [`Graph::delete`].
     pub async fn add(self: &Arc<Self>, options: BlockdevOptions) -> Result<Arc<Node>> {
@@ -21,7 +26,7 @@ impl Graph {
             return Err(Error::invalid_argument("'node-name' must be specified for the root node"));
         }
         let _one_change = self.changing_named(&request.texts()).await;
-        let node = open(request.for_monitor(self)).await?;
+        let node = Drivers::of(self).open(request.for_monitor(self)).await?;
         self.adopt(&node);
         Ok(node)
     }

@@ -5,17 +5,16 @@ use super::line::DriverLine;
 use super::names::{driver_for, instead_of, protocol_options};
 use super::naming::given;
 use super::policy::{Files, Policy};
-use super::{BackingPolicy, OpenRequest, Source, TlsCredentials};
-use crate::drivers;
-use crate::formats;
+use super::{BackingPolicy, Drivers, OpenRequest, Source, TlsCredentials};
 use crate::graph::{Graph, check_children};
 use crate::node::{
     ChildRole, Children, Deadline, Driver, Edge, Link, LocalFuture, LockSource, MONITOR, Node, NodeParts, NodeSettings,
     detect_zeroes,
 };
-use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
+use crate::options::{self, BlockdevOptions};
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_layout::probe::probe_with_tail;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
@@ -28,12 +27,15 @@ use std::sync::Arc;
 /// The user of a node that [`open`] returns: its caller.
 const ROOT: &str = "#root";
 
-pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
+pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Result<Arc<Node>> {
     if request.force_share && request.writable {
         return Err(Error::invalid_argument("force-share needs a read-only image").file(request.name()));
     }
+    let graph = request.graph.unwrap_or_else(|| Graph::new(drivers));
+    // A graph has brought its own table.
+    let drivers = Drivers::of(&graph);
     let options = match request.source {
-        Source::Name(ref name) => named(name, request.format.as_deref(), &*request.files)?,
+        Source::Name(ref name) => named(drivers, name, request.format.as_deref(), &*request.files)?,
         Source::Options(options) if request.format.is_none() => options,
         Source::Options(ref options) => {
             let message = "a format can't be given together with image options";
@@ -56,7 +58,8 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
     };
     let wants_snapshot = request.snapshot.is_some();
     let opener = Rc::new(Opener {
-        graph: request.graph.unwrap_or_default(),
+        graph,
+        drivers,
         secrets: request.secrets,
         tls: request.tls,
         files: request.files,
@@ -93,29 +96,33 @@ pub(super) async fn open(request: OpenRequest) -> Result<Arc<Node>> {
 }
 
 /// The option tree for a file name and perhaps a format.
-pub(super) fn named(name: &str, format: Option<&str>, files: &dyn Files) -> Result<BlockdevOptions> {
-    let inner = match BlockdevOptions::from_json_name(name) {
-        Some(options) => options.map_err(|error| error.file(name))?,
-        None => {
-            let protocol = protocol_options(name, files)?;
-            match format.and_then(DriverSchema::find) {
-                // A protocol as "format": the node itself, without a format above it.
-                Some(driver) if driver.kind == DriverKind::Protocol => return Ok(protocol.with("driver", driver.name)),
-                _ => BlockdevOptions::new().with("file", protocol),
-            }
+pub(super) fn named(drivers: &Drivers, name: &str, format: Option<&str>, files: &dyn Files) -> Result<BlockdevOptions> {
+    let inner = match format {
+        // A protocol as "format": the node itself, without a format above it.
+        Some(driver) if drivers.is_protocol(driver) && BlockdevOptions::from_json_name(name).is_none() => {
+            return Ok(protocol_options(name, files)?.with("driver", driver));
         }
+        _ => without_format(name, files)?,
     };
     let Some(format) = format else { return Ok(inner) };
     match inner.text("driver").map(str::to_owned) {
         None => Ok(inner.with("driver", format)),
         Some(driver) if driver == format => Ok(inner),
-        Some(driver) if DriverSchema::find(&driver).is_some_and(|schema| schema.kind == DriverKind::Protocol) => {
+        Some(driver) if drivers.is_protocol(&driver) => {
             Ok(BlockdevOptions::new().with("driver", format).with("file", inner))
         }
         Some(driver) => {
             let message = format!("the format is '{format}', but the name says driver '{driver}'");
             Err(Error::invalid_argument(message).file(name))
         }
+    }
+}
+
+/// The option tree for a file name, of a format that isn't said.
+pub(super) fn without_format(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    match BlockdevOptions::from_json_name(name) {
+        Some(options) => options.map_err(|error| error.file(name)),
+        None => Ok(BlockdevOptions::new().with("file", protocol_options(name, files)?)),
     }
 }
 
@@ -162,6 +169,8 @@ pub(super) struct OpenedFile {
 
 pub(crate) struct Opener {
     pub graph: Arc<Graph>,
+    /// The table of the graph.
+    pub(super) drivers: &'static Drivers,
     pub secrets: Vec<(String, Secret)>,
     pub(super) tls: Vec<(String, TlsCredentials)>,
     pub files: Arc<dyn Files>,
@@ -231,7 +240,8 @@ impl Opener {
         let children = Children::of(&name);
         let is_metadata = place.is_metadata;
         // A driver that isn't named is a format that the child's first bytes decide.
-        place.is_metadata |= !options.text("driver").and_then(drivers::find).is_some_and(|line| line.passes_on);
+        place.is_metadata |=
+            !options.text("driver").and_then(|name| self.drivers.find(name)).is_some_and(|line| line.passes_on);
         let mut draft = Draft { name, options, place, settings, children, is_metadata };
         if self.locks_by_users {
             draft.settings.locks = LockSource::Users { share_all: draft.place.force_share };
@@ -282,7 +292,7 @@ impl Opener {
                 format.to_owned()
             }
         };
-        drivers::find(&name).ok_or_else(|| match drivers::refused(&name) {
+        self.drivers.find(&name).ok_or_else(|| match self.drivers.refused(&name) {
             Some(about) => Error::unsupported(format!(
                 "images of format '{name}' ({about}) can't be opened; the format 'raw' takes the file's bytes as they are"
             )),
@@ -290,7 +300,7 @@ impl Opener {
                 Error::unsupported(format!("Unknown driver '{name}': {instead}"))
             }
             None => {
-                let known: Vec<&str> = DriverSchema::all().map(|driver| driver.name).collect();
+                let known: Vec<&str> = self.drivers.schemas().map(|driver| driver.name).collect();
                 let error = Error::invalid_argument(format!("Unknown driver '{name}'"));
                 error.hint(format!(": one of {} is expected", known.join(", ")))
             }
@@ -311,7 +321,7 @@ impl Opener {
             return Err(Error::new(ErrorKind::PermissionDenied, message).file(name));
         }
         let [first, last] = child.read_ends().await?;
-        let format = formats::probe(&first, &last);
+        let format = probe_with_tail(&first, &last).as_str();
         let written = !draft.settings.read_only;
         // Also where it is only read: it may become writable.
         draft.settings.probed_raw = format == "raw";
@@ -380,7 +390,7 @@ impl Opener {
                 );
             }
         };
-        let line = draft.options.text("driver").and_then(drivers::find);
+        let line = draft.options.text("driver").and_then(|name| self.drivers.find(name));
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
             draft.settings.read_only = true;

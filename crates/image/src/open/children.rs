@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The children of an image: its data file and its backing file, from the options or on the header's word.
+//! The backing file of an image, from the options or on the header's word, and keys.
 
 use super::BackingPolicy;
 use super::build::{Draft, Opener, Place, Role, named};
 use super::names::{driver_for, file_options, resolve};
-use crate::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use crate::node::{ChildRole, Node};
 use crate::options::{BlockdevOptions, first_leaf};
 use crate::secret::Secret;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_layout::qcow2::Header;
-use cowshed_storage::File;
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,58 +19,7 @@ pub(crate) struct NamedBacking {
     pub format: Option<String>,
 }
 
-fn encrypt_option<'a>(draft: &'a Draft, key: &str) -> Option<&'a str> {
-    let Some(Value::Object(map)) = draft.options.get("encrypt") else { return None };
-    map.get(key).and_then(Value::as_str)
-}
-
-/// The id of the secret that opens a qcow2 image, where the options name one.
-pub(crate) fn encrypt_key(draft: &Draft) -> Option<&str> {
-    encrypt_option(draft, "key-secret")
-}
-
 impl Opener {
-    /// Opens the children of the image in `file` and puts together what its driver needs.
-    pub(crate) async fn qcow2_children(
-        self: &Rc<Self>,
-        draft: &mut Draft,
-        image: &str,
-        file: File,
-        header: &Header,
-        options: Qcow2RuntimeOptions,
-    ) -> Result<OpenContext> {
-        let data_file = self.data_file(draft, image, header).await?;
-        let named = NamedBacking {
-            name: header.backing_file_name().map(|name| name.into_owned()),
-            format: header.backing_format().map(|format| format.into_owned()),
-        };
-        let (backing, no_backing) = self.backing_child(draft, image, &named).await?;
-        let encryption = self.encryption(draft, header.crypt_method != 0).map_err(|error| error.file(image))?;
-        Ok(OpenContext {
-            encryption,
-            file,
-            file_name: image.to_owned(),
-            data_file,
-            backing,
-            options,
-            writable: !draft.settings.read_only,
-            check: self.checks(draft),
-            no_backing,
-            no_data: draft.settings.no_data,
-            snapshot: self.snapshot.clone().filter(|_| draft.place.role == Role::Root),
-            max_decompressed_bytes: self.policy.max_decompressed_bytes,
-        })
-    }
-
-    /// What the options say of encryption. Who only asks what the image says of itself needs no key.
-    fn encryption(&self, draft: &Draft, is_encrypted: bool) -> Result<EncryptionOptions> {
-        let secret = match encrypt_key(draft) {
-            Some(id) if is_encrypted && self.needs_keys(draft) => Some(self.secret(id)?),
-            _ => None,
-        };
-        Ok(EncryptionOptions { format: encrypt_option(draft, "format").map(str::to_owned), secret })
-    }
-
     /// False for who only asks what an image says of itself.
     pub(crate) fn needs_keys(&self, draft: &Draft) -> bool {
         draft.is_metadata || (!self.no_io && (!self.check || self.try_keys))
@@ -98,6 +44,14 @@ impl Opener {
         let given = self.secrets.iter().find(|(known, _)| known == id).map(|(_, secret)| secret.clone());
         let secret = given.or_else(|| self.graph.secret(id));
         secret.ok_or_else(|| Error::invalid_argument(format!("No secret with id '{id}'")))?.passphrase(id)
+    }
+
+    /// The options of the file that an image names as its data file. Other than a backing file's name, this one is relative to
+    /// the working directory, as in QEMU: when the image is made, too. It names a file also where it looks like an address or
+    /// like options.
+    pub(crate) fn data_file_by_name(&self, name: &str, image: &str) -> Result<BlockdevOptions> {
+        self.policy.check(self.policy.allow_data_file, "the data file", name, image)?;
+        Ok(file_options(driver_for(name, &*self.files), name))
     }
 
     /// True when the backing file is to be opened, or the options name one.
@@ -129,40 +83,6 @@ impl Opener {
         }
         let given = draft.options.get("backing").cloned();
         Ok((self.backing_file(draft, image, named, given).await?, false))
-    }
-
-    async fn data_file(self: &Rc<Self>, draft: &mut Draft, image: &str, header: &Header) -> Result<Option<File>> {
-        let given = draft.options.get("data-file").cloned();
-        if !header.has_data_file() {
-            // As in QEMU it is nothing wrong to give one: the image needs no second file.
-            return Ok(None);
-        }
-        let spec = match (given, header.data_file_name()) {
-            // Who only asks what the image says of itself needs no data: nothing is opened on the image's word then.
-            _ if self.no_io && !draft.is_metadata => {
-                draft.settings.no_data = true;
-                draft.options.remove("data-file");
-                return Ok(None);
-            }
-            (Some(spec), _) => spec,
-            (None, None) => {
-                let message = "'data-file' is required for this image: its header names none";
-                return Err(Error::invalid_argument(message)
-                    .file(image)
-                    .qemu("'data-file' is required for this image"));
-            }
-            (None, Some(name)) => {
-                self.policy.check(self.policy.allow_data_file, "the data file", &name, image)?;
-                // Other than a backing file's name, this one is relative to the working directory, as in QEMU: when the
-                // image is made, too. It names a file also where it looks like an address or like options.
-                file_options(driver_for(&name, &*self.files), &name).into()
-            }
-        };
-        let place =
-            Place { is_metadata: draft.is_metadata, ..draft.place.storage("data-file", !draft.settings.read_only) };
-        let node = self.child(draft, ChildRole::DataFile, spec, place).await;
-        let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
-        Ok(Some(node.storage()))
     }
 
     /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
@@ -238,7 +158,7 @@ impl Opener {
         self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
-        let options = named(&name, header.format.as_deref(), &*self.files)?;
+        let options = named(self.drivers, &name, header.format.as_deref(), &*self.files)?;
         self.policy.check_drivers(&options.clone().into(), &name, image)?;
         Ok(options)
     }

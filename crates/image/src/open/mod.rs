@@ -5,6 +5,7 @@ mod adding;
 mod build;
 mod cache;
 mod children;
+mod drivers;
 mod extents;
 pub(crate) mod filters;
 mod line;
@@ -16,18 +17,18 @@ mod policy;
 pub(crate) mod protocols;
 
 pub use crate::node::HeaderName;
-pub(crate) use build::{Draft, Opened, Opener};
+pub(crate) use build::{Draft, Opened, Opener, Place, Role};
 pub use cache::{CACHE_MODES, Cache};
-pub(crate) use children::{NamedBacking, encrypt_key};
+pub(crate) use children::NamedBacking;
+pub use drivers::Drivers;
 pub(crate) use line::{DriverLine, FirstUse, Telling};
-pub use names::{check_file_name, options_with_name, resolve as resolve_name};
+pub use names::{check_file_name, resolve as resolve_name};
 pub use naming::check_header_name;
 pub use nbd::{TlsCredentials, is_nbd_name, open_nbd_file};
 pub use policy::{FileKind, Files, HostFiles, Policy};
 pub use protocols::is_read_only_device;
 
 use crate::graph::Graph;
-use crate::node::Node;
 use crate::options::BlockdevOptions;
 use crate::secret::Secret;
 use cowshed_block::Result;
@@ -313,14 +314,4 @@ impl From<String> for OpenRequest {
     fn from(name: String) -> Self {
         OpenRequest::file(name)
     }
-}
-
-/// The option tree that a file name means, with a format if it is given: to add options to before opening.
-pub fn options_of_name(name: &str, format: Option<&str>) -> Result<BlockdevOptions> {
-    build::named(name, format, &HostFiles)
-}
-
-/// Opens an image with its whole chain, takes the locks, and returns its top node.
-pub async fn open(request: OpenRequest) -> Result<Arc<Node>> {
-    build::open(request).await
 }

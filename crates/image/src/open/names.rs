@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names: pseudo protocols, and names that are relative to the image that holds them.
 
-use super::HostFiles;
 use super::policy::{FileKind, Files};
-use crate::options::{self, BlockdevOptions, DriverKind, DriverSchema};
+use super::{Drivers, HostFiles};
+use crate::options::{self, BlockdevOptions, DriverKind};
 use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_storage::path_of_text;
@@ -111,13 +111,16 @@ pub(super) fn file_options(driver: &str, path: &str) -> BlockdevOptions {
     BlockdevOptions::new().with("driver", driver).with("filename", path)
 }
 
-/// Options of a node with a file name beside them, as `open -o OPTIONS NAME` of qemu-io takes them. The name, and what its
-/// protocol means, belong to the lowest `file` of the options. Options that are given count more than the name's.
-pub fn options_with_name(mut options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
+/// See [`Drivers::options_with_name`].
+pub(super) fn options_with_name(
+    drivers: &Drivers,
+    mut options: BlockdevOptions,
+    name: &str,
+) -> Result<BlockdevOptions> {
     let of_name = match BlockdevOptions::from_json_name(name) {
         Some(of_name) => of_name.map_err(|error| error.file(name))?,
         None => {
-            let driver = options.text("driver").and_then(DriverSchema::find);
+            let driver = options.text("driver").and_then(|driver| drivers.schema(driver));
             let child = match driver {
                 Some(driver) if driver.name == "blkdebug" && name.starts_with("blkdebug:") => None,
                 Some(driver) if driver.name == "blkdebug" => Some("image"),
@@ -132,7 +135,7 @@ pub fn options_with_name(mut options: BlockdevOptions, name: &str) -> Result<Blo
                 Some(Value::Object(map)) => {
                     let nested = BlockdevOptions::from_map(map)?;
                     match nested.get("driver") {
-                        Some(_) => options_with_name(nested, name)?,
+                        Some(_) => options_with_name(drivers, nested, name)?,
                         None => with_protocol_name(nested, name)?,
                     }
                 }
@@ -194,7 +197,11 @@ pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::open::HostFiles;
+    use crate::open::{HostFiles, filters, protocols};
+
+    /// The drivers that have no format.
+    static OWN: Drivers =
+        Drivers::new(&[protocols::FILE, protocols::NBD, filters::BLKDEBUG, filters::COPY_ON_READ], &[]);
 
     #[test]
     fn files_are_made_only_under_names_that_open_them() {
@@ -246,7 +253,7 @@ mod tests {
                 text => BlockdevOptions::from_keyval(text).unwrap(),
             };
             let expected = BlockdevOptions::from_json(expected).unwrap();
-            assert_eq!(options_with_name(given, name).unwrap(), expected, "{options} {name}");
+            assert_eq!(options_with_name(&OWN, given, name).unwrap(), expected, "{options} {name}");
         }
     }
 

@@ -4,11 +4,11 @@
 //! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
 //! name says them, children by their own options and not by their node-names.
 
+use super::Drivers;
 use super::line::{DriverLine, Telling};
 use super::names::resolve as resolve_name;
-use crate::drivers;
 use crate::node::{ChildRole, HeaderName, Node};
-use crate::options::{BlockdevOptions, COMMON, DriverKind, DriverSchema, parse_size};
+use crate::options::{BlockdevOptions, COMMON, DriverKind, parse_size};
 use cowshed_block::{Error, Result, name_of_text};
 use cowshed_storage::{path_of_text, text_of_path};
 use serde_json::{Map, Value};
@@ -82,6 +82,8 @@ struct Named {
     is_path: bool,
     options: Value,
     driver: &'static str,
+    /// The drivers of the graph.
+    drivers: &'static Drivers,
     /// Of a raw disk: its format was guessed from its content.
     is_probed_raw: bool,
 }
@@ -99,13 +101,13 @@ impl Named {
     }
 
     fn is_protocol(&self) -> bool {
-        is_protocol(self.driver)
+        is_protocol(self.drivers, self.driver)
     }
 
     /// Its bytes are those of a file.
     fn is_bytes(&self) -> bool {
         let is_plain = |line: &DriverLine| line.schema.kind == DriverKind::Format && line.passes_on;
-        drivers::find(self.driver).is_some_and(is_plain) || self.is_protocol()
+        self.drivers.find(self.driver).is_some_and(is_plain) || self.is_protocol()
     }
 }
 
@@ -190,7 +192,8 @@ impl Node {
             plain = None;
             own.push(("backing".to_owned(), backing));
         }
-        Ok(Named { plain, is_path, options: sorted(own), driver, is_probed_raw: self.is_probed_raw() })
+        let drivers = Drivers::of(self.graph());
+        Ok(Named { plain, is_path, options: sorted(own), driver, drivers, is_probed_raw: self.is_probed_raw() })
     }
 
     /// The storage below an image.
@@ -244,7 +247,7 @@ impl Node {
         let driver = self.driver_name();
         let options = self.options();
         let mut flat = given(&options);
-        let telling = drivers::find(driver).map_or(Telling::Keys(&[]), |line| line.telling);
+        let telling = Drivers::of(self.graph()).find(driver).map_or(Telling::Keys(&[]), |line| line.telling);
         let is_given = |key: &str| self.given().iter().any(|(given, _)| given == key);
         flat.retain(|(key, value)| match telling {
             _ if value.is_null() => false,
@@ -314,14 +317,16 @@ impl Node {
 /// True when a file opened in this format, or in the one that it seems to have, is the node below.
 fn opens_as(format: Option<&str>, backing: &Named, purpose: Purpose) -> bool {
     match format {
-        Some(format) => format == backing.driver || (backing.is_bytes() && (format == "raw" || is_protocol(format))),
+        Some(format) => {
+            format == backing.driver
+                || (backing.is_bytes() && (format == "raw" || is_protocol(backing.drivers, format)))
+        }
         None => purpose == Purpose::Shown || !backing.is_bytes() || backing.is_probed_raw,
     }
 }
 
-fn is_protocol(driver: &str) -> bool {
-    DriverSchema::find(driver).is_some_and(|schema| schema.kind == DriverKind::Protocol)
-        || ["blkdebug", "blkverify"].contains(&driver)
+fn is_protocol(drivers: &Drivers, driver: &str) -> bool {
+    drivers.is_protocol(driver) || ["blkdebug", "blkverify"].contains(&driver)
 }
 
 fn without_prefix(name: &str) -> &str {

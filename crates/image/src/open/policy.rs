@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The gate: which files may be opened on whose word, and how a file is opened at all.
 
-use super::build::named;
+use super::build::without_format;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
@@ -118,7 +118,7 @@ impl Policy {
         self.check(self.allow_backing, "the backing file", name, image)?;
         self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;
         // A name that means nothing is an error of its own where it is opened.
-        match named(name, None, &HostFiles) {
+        match without_format(name, &HostFiles) {
             Ok(options) => self.check_drivers(&options.into(), name, image),
             Err(_) => Ok(()),
         }

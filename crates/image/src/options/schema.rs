@@ -6,6 +6,7 @@ use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
 use cowshed_block::{Error, Result};
 use serde_json::Value;
+use std::any::Any;
 
 /// What a driver does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +30,12 @@ pub struct DriverSchema {
     pub about: &'static str,
     /// Its keys, besides those that every driver takes.
     pub keys: &'static [Key],
+}
+
+/// The drivers of a program, by their names.
+pub trait Schemas: Any + Sync {
+    /// The keys of the driver with this name.
+    fn schema(&self, name: &str) -> Option<&'static DriverSchema>;
 }
 
 /// An option of a driver.

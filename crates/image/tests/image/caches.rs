@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sizes of the metadata caches: how they follow each other, what is refused, and that they change in use.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
@@ -98,7 +99,7 @@ fn touch(node: &Arc<Node>, graph: &Arc<Graph>) {
 fn sizes_and_cleaning_change_while_the_image_is_in_use() {
     let folder = folder();
     let path = image(&folder, "a.qcow2", "256M", "cluster_size=64k,preallocation=metadata");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let add = format!("driver=qcow2,node-name=n,file.filename={path},l2-cache-entry-size=512,cache-clean-interval=0");
     let node = rt::block_on(graph.add(BlockdevOptions::from_keyval(&add).unwrap())).unwrap();
     let reopen = |changes: &str| {

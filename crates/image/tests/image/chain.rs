@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Backing chains and data files: found, overridden, read through, mapped.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
@@ -155,7 +156,7 @@ fn the_backing_file_can_be_overridden_or_left_out() {
     // Options without a place are about the file that the header names.
     let named = open_now(opts("backing.node-name=mid,backing.file.locking=off"));
     assert_eq!((first(&named), named.backing().unwrap().name()), (1, "mid"));
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = OpenRequest::image_opts(&format!("driver=raw,node-name=base,file.filename={}", at("other.raw")));
     let base = open_now(node.unwrap().graph(Arc::clone(&graph)));
     let by_name = open_now(opts("backing=base").graph(graph));
@@ -385,7 +386,7 @@ fn long_chains_read_as_the_layers_say() {
 #[test]
 fn a_long_chain_that_becomes_shorter_in_use_reads_the_same() {
     let chain = LongChain::new(99);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let options = format!("driver=qcow2,node-name=top,file.filename={}", chain.top());
     let node = rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
     chain.verify(&node);
@@ -442,7 +443,7 @@ fn overlays_of_one_base_have_its_mapping_in_memory_once() {
     assert_eq!(read_all(&tops[3])[4096], 9);
     assert_eq!(read_all(&tops[4])[4096], 7);
     // A base that others read can't be written to; by the last one it can.
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let base = |name: &str, more: &str| {
         let file = folder.path().join("base.qcow2");
         let text = format!("driver=qcow2,node-name={name},file.filename={}{more}", file.display());

@@ -49,7 +49,7 @@ fn attempt(
     how: &str,
     offset: u64,
 ) -> (cowshed_block::Result<()>, cowshed_block::Result<()>, Vec<Corruption>) {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
     let sink = Arc::clone(&told);
     graph.observe_corruptions(Arc::new(move |corruption| sink.lock().unwrap().push(corruption.clone())));

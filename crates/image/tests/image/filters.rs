@@ -80,7 +80,7 @@ fn used_behind(between: &str) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
     qemu_img(&["create", "-q", "-f", "qcow2", &path, "16M"]);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     graph.throttle_groups().create("g", Limits::new()).unwrap();
     let options = format!("driver=qcow2,node-name=q,discard=unmap,{}", between.replace("{}", &path));
     let options = BlockdevOptions::from_keyval(&options).unwrap();

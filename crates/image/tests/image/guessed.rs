@@ -2,9 +2,9 @@
 //! A raw disk whose format was guessed stays raw, whatever its guest asks for.
 
 use cowshed_block::{ErrorKind, Result};
-use cowshed_image::formats::{PROBE_BYTES, PROBE_TAIL_BYTES, probe};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
+use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;
 use std::path::Path;
@@ -46,7 +46,8 @@ fn guessed(path: &Path) -> Arc<Node> {
 /// The format that the next guess of a file finds.
 fn found(path: &Path) -> &'static str {
     let bytes = std::fs::read(path).unwrap();
-    probe(&bytes[..bytes.len().min(PROBE_BYTES)], &bytes[bytes.len().saturating_sub(PROBE_TAIL_BYTES)..])
+    probe_with_tail(&bytes[..bytes.len().min(PROBE_BYTES)], &bytes[bytes.len().saturating_sub(PROBE_TAIL_BYTES)..])
+        .as_str()
 }
 
 fn footer() -> Vec<u8> {

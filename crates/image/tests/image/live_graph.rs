@@ -2,6 +2,7 @@
 //! The graph changes while requests run: none is lost, none fails, and every byte is where it belongs.
 
 use cowshed_block::{ErrorKind, Result};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::HeaderName;
@@ -156,7 +157,7 @@ fn check_all(attachment: &Arc<Attachment>, versions: &[u64]) {
 fn snapshots_under_load_lose_nothing() {
     let folder = folder();
     let base = image(folder.path(), "base.qcow2", "8M", "cluster_size=4k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n0,file.filename={base}")).unwrap();
     let attachment = export(&graph, &node, "e", true).unwrap();
     let hammer = Hammer::start(&attachment, 3, 512);
@@ -207,7 +208,7 @@ fn snapshots_under_load_lose_nothing() {
 fn filters_come_and_go_under_load() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path}")).unwrap();
     let attachment = export(&graph, &node, "e", true).unwrap();
     let hammer = Hammer::start(&attachment, 2, 256);
@@ -252,7 +253,7 @@ const WRITER: [u64; 5] = [100, 101, 103, 201, 203];
 fn reopening_changes_options_locks_and_the_right_to_write() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path},read-only=on")).unwrap();
     assert_eq!(locks(&path), READER);
     let reader = export(&graph, &node, "r", false).unwrap();
@@ -303,7 +304,7 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
 fn the_caches_change_their_shape_and_the_page_cache_its_use_under_writers() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "16M", "cluster_size=4k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path}")).unwrap();
     let attachment = export(&graph, &node, "e", true).unwrap();
     let hammer = Hammer::start(&attachment, 2, 64);
@@ -341,7 +342,7 @@ fn a_file_with_native_operations_stays_past_the_page_cache() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
     let words = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     // The file by itself, and as it was described with its image.
     let file = "driver=file,node-name=f,filename=F,aio=native,cache.direct=".replace('F', &path);
     let node = add(&graph, &format!("{file}on")).unwrap();
@@ -369,7 +370,7 @@ fn a_file_with_native_operations_stays_past_the_page_cache() {
 fn a_mapping_that_images_share_keeps_its_shape() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=4k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let nodes = ["a", "b"]
         .map(|name| add(&graph, &format!("driver=qcow2,node-name={name},file.filename={path},read-only=on")).unwrap());
     let smaller = [changed(&nodes[0], "read-only=on,l2-cache-entry-size=512")];
@@ -388,7 +389,7 @@ fn a_reopen_of_several_nodes_changes_all_or_none() {
         image(folder.path(), "a.qcow2", "1M", "preallocation=off"),
         image(folder.path(), "b.qcow2", "1M", "preallocation=off"),
     );
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let a = add(&graph, &format!("driver=qcow2,node-name=a,file.filename={one},read-only=on")).unwrap();
     let b = add(&graph, &format!("driver=qcow2,node-name=b,file.filename={two},read-only=on")).unwrap();
     // Somebody else reads the second one and shares with readers only.
@@ -414,7 +415,7 @@ fn a_reopen_of_several_nodes_changes_all_or_none() {
 fn a_drain_holds_requests_back_and_lets_them_go_on() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path}")).unwrap();
     let attachment = export(&graph, &node, "e", true).unwrap();
     rt::block_on(async {
@@ -437,7 +438,7 @@ fn what_is_in_use_stays_and_what_does_not_fit_is_refused() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
     let other = image(folder.path(), "b.qcow2", "4M", "cluster_size=64k");
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path},read-only=on")).unwrap();
     assert_eq!(
         add(&graph, &format!("driver=qcow2,file.filename={other}")).unwrap_err().kind(),
@@ -483,7 +484,7 @@ fn a_relink_that_fails_leaves_header_and_graph_as_they_were() {
         |name: &str, below: &str| image(folder.path(), name, "1M", &format!("backing_file={below},backing_fmt=qcow2"));
     let path = over("image", &base);
     let above = over("above", &path);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let base_node = add(&graph, &format!("driver=qcow2,node-name=base,file.filename={base},read-only=on")).unwrap();
     let options = format!("driver=qcow2,node-name=image,file.filename={path},backing=base,read-only=on");
     let node = add(&graph, &options).unwrap();
@@ -508,7 +509,7 @@ fn a_raw_window_moves_while_clients_use_it() {
     let path = folder.path().join("disk");
     let bytes: Vec<u8> = (0..4u8).flat_map(|part| vec![part + 1; 65536]).collect();
     std::fs::write(&path, &bytes).unwrap();
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let options = |more: &str| {
         let text = format!("driver=raw,node-name=r,file.driver=file,file.filename={}{more}", path.display());
         BlockdevOptions::from_keyval(&text).unwrap()

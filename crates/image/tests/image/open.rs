@@ -318,7 +318,7 @@ fn null_disks_read_zeroes_and_forget_writes() {
 fn nodes_have_unique_names_and_are_found_by_them() {
     let folder = folder();
     let name = raw_file(&folder, "disk.raw", &[5; 4096]);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let open_in = |opts: &str| open_now(OpenRequest::image_opts(opts).unwrap().graph(Arc::clone(&graph)));
     let node = open_in(&format!("driver=raw,node-name=disk,file.node-name=store,file.filename={name}")).unwrap();
     assert!(Arc::ptr_eq(&graph.find("disk").unwrap(), &node));
@@ -342,7 +342,7 @@ fn nodes_have_unique_names_and_are_found_by_them() {
 fn a_writer_and_another_user_of_one_node_conflict() {
     let folder = folder();
     let name = raw_file(&folder, "disk.raw", &[5; 4096]);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let opts = format!("driver=raw,file.node-name=store,file.filename={name}");
     let node = open_now(OpenRequest::image_opts(&opts).unwrap().writable(true).graph(Arc::clone(&graph))).unwrap();
     let second = || OpenRequest::image_opts("driver=raw,file=store").unwrap().graph(Arc::clone(&graph));

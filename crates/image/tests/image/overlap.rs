@@ -166,7 +166,7 @@ const TEMPLATES: [&str; 4] = ["none", "constant", "cached", "all"];
 
 /// Opens with the options, changes guest cluster 1, and gives the error and what the graph's observer was told.
 fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_block::Result<()>, Vec<Corruption>) {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
     let sink = Arc::clone(&told);
     graph.observe_corruptions(Arc::new(move |corruption| sink.lock().unwrap().push(corruption.clone())));

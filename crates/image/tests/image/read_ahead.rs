@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading compressed clusters one after the other: what is inflated ahead is what a reader would have got anyway.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{FileOp, IoBuf, rt};
 use std::process::Command;

@@ -103,7 +103,7 @@ fn a_compress_filter_follows_the_clusters_of_an_overlay() {
             let cluster = format!("cluster_size={cluster}");
             qemu_img(&["create", "-q", "-f", "qcow2", "-o", &cluster, &files.text(name), "8M"]);
         }
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let add = |options: String| rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
         let base = add(format!("driver=qcow2,node-name=base,file.driver=file,file.filename={}", files.text("base")));
         let filter = add("driver=compress,node-name=filter,discard=unmap,file=base".to_owned());
@@ -193,7 +193,7 @@ fn space_ahead_goes_when_the_disk_stops_writing() {
         "driver=qcow2,node-name=n,file.driver=preallocate,file.prealloc-size=8M,file.prealloc-align=1M,file.file.driver=file,\
          file.file.filename={path}"
     );
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
     for (at, byte) in [(0, 1), (16 * MIB, 2)] {
         let attachment = rt::block_on(graph.attach(&node, AttachRequest::export("w", true))).unwrap();

@@ -33,7 +33,7 @@ fn in_simulation<F: Future<Output = ()>>(work: F) {
 #[test]
 fn outcomes_bytes_and_times_are_counted_apart() {
     in_simulation(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = slow_disk(&graph).await;
         assert_eq!(attachment.statistics().idle_ns, None);
         let queue = attachment.queue();
@@ -72,7 +72,7 @@ fn outcomes_bytes_and_times_are_counted_apart() {
 #[test]
 fn failed_requests_count_for_latencies_unless_told_otherwise() {
     in_simulation(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = slow_disk(&graph).await;
         attachment.set_intervals(&[60]).unwrap();
         attachment.node().fault().unwrap().arm(FaultRule::always(FaultOp::Flush, Errno::EIO));
@@ -103,7 +103,7 @@ fn what_formats_do_with_their_files_is_counted_there() {
         std::process::Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("64M").status();
     assert!(made.expect("qemu-img must be installed").success());
     rt::block_on(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let name = path.to_str().unwrap();
         let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={name},file.node-name=p")).await;
         let file = graph.node("p").unwrap();
@@ -134,7 +134,7 @@ fn what_formats_do_with_their_files_is_counted_there() {
 #[test]
 fn intervals_and_histograms_show_latencies() {
     in_simulation(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = slow_disk(&graph).await;
         assert!(attachment.set_intervals(&[0]).is_err() && attachment.set_intervals(&[1; 17]).is_err());
         assert!(attachment.set_histogram(IoKind::Read, &[5, 5]).is_err());
@@ -179,7 +179,7 @@ fn intervals_and_histograms_show_latencies() {
 #[test]
 fn dirty_maps_follow_every_kind_of_change() {
     in_simulation(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let attachment = slow_disk(&graph).await;
         let (node, queue) = (attachment.node(), attachment.queue());
         queue.write(0, IoBuf::zeroed(512)).await.0.unwrap();

@@ -61,7 +61,7 @@ fn load(attachment: &Arc<Attachment>, depth: usize, until: Duration) -> Rc<Cell<
 fn rates_hold_and_members_share_on_a_virtual_clock() {
     let world = World::new(Config::new(1));
     world.run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         graph.throttle_groups().create("g", limits(&[("iops-total", 1000)])).unwrap();
         graph.throttle_groups().create("h", limits(&[("bps-total", 40_960_000)])).unwrap();
         let (one, two) = (throttled(&graph, "a", "g").await, throttled(&graph, "b", "g").await);
@@ -93,7 +93,7 @@ fn rates_hold_and_members_share_on_a_virtual_clock() {
 fn limits_change_for_requests_that_wait() {
     let world = World::new(Config::new(1));
     world.run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let group = graph.throttle_groups().create("g", limits(&[("iops-total", 1)])).unwrap();
         let slow = graph.throttle_groups().create("slow", limits(&[("iops-total", 1)])).unwrap();
         let attachment = throttled(&graph, "a", "g").await;
@@ -124,7 +124,7 @@ fn limits_change_for_requests_that_wait() {
 #[test]
 fn a_drain_does_not_wait_for_limits() {
     rt::block_on(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         // A request each quarter of an hour.
         let hold = limits(&[("bps-total", 10)]);
         graph.throttle_groups().create("g", hold).unwrap();
@@ -152,7 +152,7 @@ fn a_drain_does_not_wait_for_limits() {
 fn threads_share_a_group_and_never_exceed_it() {
     const RATE: u64 = 20_000;
     const EACH: u64 = 1500;
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     graph.throttle_groups().create("g", limits(&[("iops-total", RATE)])).unwrap();
     let attachments: Vec<_> = ["a", "b", "c"].map(|name| rt::block_on(throttled(&graph, name, "g"))).into();
     let start = Instant::now();
@@ -194,7 +194,7 @@ fn threads_share_a_group_and_never_exceed_it() {
 #[test]
 fn requests_that_go_past_a_filter_are_counted_there_and_obey_every_change() {
     World::new(Config::new(1)).run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let group = graph.throttle_groups().create("g", limits(&[("iops-total", 1000)])).unwrap();
         let attachment = throttled(&graph, "a", "g").await;
         let (filter, queue) = (attachment.node(), attachment.queue());
@@ -249,7 +249,7 @@ fn requests_that_go_past_a_filter_are_counted_there_and_obey_every_change() {
 #[test]
 fn wrong_options_of_filters_are_named() {
     rt::block_on(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let disk = "file.driver=null-co";
         let error = add(&graph, &format!("driver=throttle,node-name=t,throttle-group=zz,{disk}")).await.unwrap_err();
         assert!(error.to_string().contains("Throttle group 'zz' does not exist"), "{error}");
@@ -282,7 +282,7 @@ fn copy_on_read_copies_down_to_its_bottom() {
     for (bottom, copied_base) in [("", true), (",bottom=m", false)] {
         run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &mid, &top]);
         rt::block_on(async {
-            let graph = Graph::new();
+            let graph = Graph::new(&cowshed_image::DRIVERS);
             add(&graph, &format!("driver=qcow2,node-name=m,file.filename={mid},read-only=on")).await.unwrap();
             let image = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={top},backing=m")).await.unwrap();
             let attachment = graph.attach(&image, AttachRequest::export("e", true)).await.unwrap();

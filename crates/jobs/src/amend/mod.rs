@@ -8,6 +8,7 @@ use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
 use cowshed_block::{Error, Result};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use cowshed_offline::amend::{self, Amendment, BackingName};
 use std::sync::Arc;

@@ -10,9 +10,10 @@ use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_block::Result;
+use cowshed_image::DRIVERS;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, below_filters};
 use cowshed_image::open::{HeaderName, check_header_name};
-use cowshed_image::options::{DriverKind, DriverSchema};
+use cowshed_image::options::DriverKind;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
 use futures_util::future::join_all;
@@ -188,7 +189,7 @@ pub(crate) fn check_name(overlay: &Node, base: &Node, given: Option<&str>) -> Re
 }
 
 fn is_protocol(driver: &str) -> bool {
-    DriverSchema::find(driver).is_some_and(|schema| schema.kind == DriverKind::Protocol)
+    DRIVERS.schema(driver).is_some_and(|schema| schema.kind == DriverKind::Protocol)
 }
 
 enum Stopped {

@@ -9,6 +9,7 @@ use cowshed_codec::Codec;
 use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_create::{CreateRequest, Created};
 use cowshed_image::Node;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;

@@ -33,7 +33,7 @@ impl Fixture {
         let dir = cowshed_testkit::qemu::temp_dir();
         let file = dir.path().join("disk.raw");
         std::fs::write(&file, vec![0; 1 << 20]).expect("write");
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let mut limits = Limits::new();
         limits.set("iops-total", iops).expect("a limit");
         graph.throttle_groups().create("g", limits).expect("a group");

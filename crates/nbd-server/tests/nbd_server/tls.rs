@@ -164,7 +164,7 @@ fn credentials_can_be_named_by_an_id() {
     let dir = temp_dir();
     make_credentials(dir.path());
     let (served, port, content) = serve(dir.path(), 1);
-    let graph = cowshed_image::graph::Graph::new();
+    let graph = cowshed_image::graph::Graph::new(&cowshed_image::DRIVERS);
     graph.set_tls_credentials("tls0", Some(ClientTls::from_dir(dir.path(), true).expect("credentials")));
     let options = format!("driver=nbd,server.type=inet,server.host=localhost,server.port={port},tls-creds=tls0");
     rt::block_on(async {

@@ -6,7 +6,7 @@ use super::ops::Op;
 use crate::qemu::{MapEntry, coalesce};
 use cowshed_block::Result;
 use cowshed_image::node::{Node, ZeroFlags};
-use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use futures_util::future::join_all;
 use std::path::Path;

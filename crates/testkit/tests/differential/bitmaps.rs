@@ -2,6 +2,7 @@
 //! Dirty bitmaps, changed and recorded into by the real QEMU and by us in turns, on one image, over the matrix of
 //! options. Each is compared with a plain set of granules, which QEMU and we must find exactly.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};

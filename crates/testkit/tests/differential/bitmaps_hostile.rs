@@ -3,6 +3,7 @@
 //! reading the disk goes on. And disks that get full, or fail, while bitmaps are changed.
 
 use cowshed_block::{Errno, Result};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, Repair, check};

@@ -2,6 +2,7 @@
 //! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge. And what
 //! is remembered of a chain: by layers that are written to later, and by a whole chain that nobody writes to.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::Node;
 use cowshed_image::options::BlockdevOptions;
@@ -206,7 +207,7 @@ fn the_places_of_a_layer_are_forgotten_when_it_may_be_written_to() {
     fill("top.qcow2", "mid.qcow2", "");
     let mut model = vec![1; 1 << 20];
     model[128 << 10..384 << 10].fill(2);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let name = |name: &str| at.join(name).display().to_string();
     let options = format!(
         "driver=qcow2,node-name=top,file.filename={},backing.driver=qcow2,backing.node-name=mid,backing.discard=unmap,\
@@ -280,7 +281,7 @@ fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
             let layers = bench.chain(&format!("seen{seed}-{number}-"));
             let image = layers.last().unwrap();
             let model = bench.content(image);
-            let graph = Graph::new();
+            let graph = Graph::new(&cowshed_image::DRIVERS);
             let top = open_read_only(&graph, image);
             assert_eq!(top.size(), model.len() as u64);
             for _ in 0..3000 {
@@ -322,7 +323,7 @@ fn an_image_is_passed_over_only_while_nobody_may_write_to_it() {
     model[512 << 10..768 << 10].fill(0);
     model[960 << 10..].fill(3);
 
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let top = open_read_only(&graph, &(path("top"), "qcow2"));
     let hits = || top.qcow2().unwrap().statistics().l2_hits;
     let verify = |model: &[u8], when: &str| {
@@ -373,7 +374,7 @@ fn what_an_image_has_is_read_without_its_backing_file() {
     let backing = format!("cluster_size=64k,backing_file={},backing_fmt=qcow2", path("base").display());
     qemu.create(&path("top"), "qcow2", &backing, 128 << 20);
     qemu.io_commands(&path("top"), "qcow2", &["write -P 2 96M 128k".to_owned()]).expect_ok();
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let top = open_read_only(&graph, &(path("top"), "qcow2"));
     let base = top.backing().unwrap();
     let asked = || {

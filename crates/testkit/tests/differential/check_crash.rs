@@ -2,7 +2,7 @@
 //! Repairs on the simulated disk: the power is cut everywhere, and no disk that is left may be worse than the damaged
 //! one was. A second repair must come to the same good end.
 
-use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{
     CheckOptions, CheckReport, Finding, FindingKind, Repair, Structure, UndoReport, check, undo,
 };

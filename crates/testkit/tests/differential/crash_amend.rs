@@ -4,6 +4,7 @@
 //! again after the first.
 
 use cowshed_block::Result;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};

@@ -4,6 +4,7 @@
 //! flushed or not.
 
 use cowshed_block::Result;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_offline::check::{CheckOptions, CheckReport, check};

@@ -112,7 +112,7 @@ async fn read_past(past: Arc<Attachment>, before: Vec<u8>, over: Rc<Cell<bool>>)
 
 /// Guests write above a copy-before-write filter while its past is read, and in the end given up.
 async fn fleece(world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Run> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     drop((add(&graph, "source", &prepared.top).await?, add(&graph, "target", TARGET).await?));
     let keyval = "driver=copy-before-write,node-name=filter,file=source,target=target";
     let filter = graph.add(BlockdevOptions::from_keyval(keyval)?).await?;
@@ -136,7 +136,7 @@ async fn fleece(world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Ru
 }
 
 async fn run(job: Job, world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Run> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let (source, target) = (add(&graph, "source", &prepared.top).await?, add(&graph, "target", TARGET).await?);
     let user = graph.attach(&source, AttachRequest::export("guest", true)).await?;
     let handle = JobHandle::new();

@@ -69,7 +69,7 @@ async fn add(graph: &Arc<Graph>, name: &str, below: Option<&str>) -> Result<Arc<
 }
 
 async fn act(action: Action) -> Result<()> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let mut nodes: Vec<Arc<Node>> = Vec::new();
     for name in FILES {
         let below = nodes.last().map(|node| node.name().to_owned());

@@ -3,6 +3,7 @@
 //! of the disk and of each snapshot included, and nothing is wrong with it but leaked clusters.
 
 use cowshed_block::{ErrorKind, Result};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, CheckReport, Repair, check};
 use cowshed_offline::snapshots::{self, SnapshotName, SnapshotOptions};

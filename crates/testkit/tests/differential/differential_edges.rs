@@ -2,7 +2,7 @@
 //! Single cases where engines differ or go wrong, each held against the real QEMU.
 
 use cowshed_image::node::{Node, Preallocation, ZeroFlags};
-use cowshed_image::open::{OpenRequest, open};
+use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::images::{Executor, Library, Op, QemuIo, Reader, Texture};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

@@ -3,6 +3,7 @@
 //! created, written and changed by the real QEMU and by us in turns. Each is compared with a plain copy of the disk's
 //! bytes and a set of granules.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_jobs::amend::{self, AmendOptions};

@@ -147,7 +147,7 @@ async fn give_up_at_random(past: Arc<Attachment>, known: Rc<RefCell<Known>>, see
 
 async fn fleece(prepared: &Prepared, seed: u64) -> Result<()> {
     let mut random = Random::new(seed);
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let source =
         add(&graph, &format!("driver=qcow2,node-name=source,discard=unmap,file.filename={}", prepared.top)).await?;
     add(&graph, &format!("driver=qcow2,node-name=target,discard=unmap,file.filename={TARGET}")).await?;
@@ -228,7 +228,7 @@ fn world_with_a_disk(seed: u64) -> World {
 
 /// A filter whose target takes five seconds for each request.
 async fn with_slow_target(policy: &str) -> Result<(Arc<Graph>, Arc<Attachment>, Arc<Attachment>)> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
     add(&graph, &format!("driver=null-co,node-name=target,size={SIZE},latency-ns=5000000000")).await?;
     let options = format!("driver=copy-before-write,node-name=filter,file=source,target=target,cbw-timeout=2,{policy}");
@@ -298,7 +298,7 @@ fn saving_that_takes_too_long_breaks_the_past_where_that_is_wanted() {
 fn the_smallest_part_is_what_the_options_and_the_target_say() {
     World::new(Config::new(3)).run(async {
         for (least, part) in [("0", PART), ("4k", PART), ("256k", 256 << 10)] {
-            let graph = Graph::new();
+            let graph = Graph::new(&cowshed_image::DRIVERS);
             add(&graph, &format!("driver=null-co,node-name=a,size={SIZE}")).await.expect("a node");
             add(&graph, &format!("driver=null-co,node-name=b,size={SIZE}")).await.expect("a node");
             let options = format!("driver=copy-before-write,node-name=f,file=a,target=b,min-cluster-size={least}");
@@ -307,7 +307,7 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
             drop(filter);
             graph.close_all().await.expect("closed");
         }
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         add(&graph, &format!("driver=null-co,node-name=a,size={SIZE}")).await.expect("a node");
         add(&graph, &format!("driver=null-co,node-name=b,size={SIZE}")).await.expect("a node");
         add(&graph, "driver=null-co,node-name=other,size=4M").await.expect("a node");
@@ -354,7 +354,7 @@ fn a_write_waits_for_a_slow_reader_through_an_overlay() {
         World::with_files(Config::new(5), &Snapshot::from([disk, target]))
     };
     world.run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await.expect("a disk");
         let overlay = format!("driver=qcow2,node-name=target,file.filename={TARGET},backing=source");
         add(&graph, &overlay).await.expect("an overlay");

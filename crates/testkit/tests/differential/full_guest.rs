@@ -4,6 +4,7 @@
 //! `crash_engine.rs`; verbs: `full_disk.rs`.)
 
 use cowshed_block::{Errno, ErrorKind, Result};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, Effect, Event, Fault, Features, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::IoBuf;

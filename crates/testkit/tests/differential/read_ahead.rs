@@ -4,6 +4,7 @@
 //! what the image holds.
 
 use cowshed_block::Result;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
@@ -78,7 +79,7 @@ struct Scene {
 
 impl Scene {
     async fn begin(world: &World) -> Scene {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let node = add(&graph, "driver=qcow2,node-name=disk,discard=unmap,file.filename=disk").await.expect("the disk");
         let disk = graph.attach(&node, AttachRequest::export("guest", true)).await.expect("attached");
         let before = content(1);

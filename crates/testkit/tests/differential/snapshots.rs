@@ -2,6 +2,7 @@
 //! Internal snapshots, taken, applied, deleted and written over by the real QEMU and by us in turns, on one image, over
 //! the matrix of options. Each is compared with a plain copy of the disk's bytes.
 
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};

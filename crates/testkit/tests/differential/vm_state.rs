@@ -3,6 +3,7 @@
 //! with the image keeps it. It is written under power cuts, too.
 
 use cowshed_block::Result;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};

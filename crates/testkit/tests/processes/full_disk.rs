@@ -4,6 +4,7 @@
 //! `crash_amend.rs`, `bitmaps_hostile.rs`.)
 
 use cowshed_block::{Errno, ErrorKind, Result};
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_jobs::bench::{Bench, BenchOptions};
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions};

@@ -3,6 +3,7 @@
 //! they had been told is held against what QEMU finds.
 
 use cowshed_block::ErrorKind;
+use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_simulator::PageMap;
 use cowshed_storage::{IoBuf, rt};

@@ -102,7 +102,7 @@ async fn run(
     prepared: &Prepared,
     steps: &[cowshed_testkit::operations::Step],
 ) -> Result<Outcome> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let node = graph.add(BlockdevOptions::from_keyval(&above.options(&prepared.top))?).await?;
     let user = graph.attach(&node, AttachRequest::export("guest", true)).await?;
     let (outcome, _) = run_steps(Disk(Arc::clone(&user)), world, Model::new(prepared.content.clone()), steps).await;

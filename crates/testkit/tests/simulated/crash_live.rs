@@ -91,7 +91,7 @@ fn a_live_snapshot_waits_for_a_write_that_is_under_way() {
     let world = prepared.world(&trial);
     let top = prepared.top.clone();
     let seen = world.run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let options = |name: &str, file: &str, more: &str| {
             BlockdevOptions::from_keyval(&format!("driver=qcow2,node-name={name},file.filename={file}{more}"))
         };

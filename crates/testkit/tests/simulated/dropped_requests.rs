@@ -168,7 +168,7 @@ struct Guest {
 
 impl Guest {
     async fn open(top: &str, filter: &str) -> Guest {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let options = format!("driver=qcow2,node-name=n,file.filename={top},discard=unmap");
         let node = graph.add(keyval(&options)).await.expect("it opens");
         let permissions = cowshed_storage::Permissions {

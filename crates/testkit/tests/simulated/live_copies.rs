@@ -35,7 +35,7 @@ async fn add(graph: &Arc<Graph>, options: &str) -> Result<Arc<Node>> {
 
 /// The disk, the target, and a guest of the disk.
 async fn start() -> Result<(Arc<Graph>, Arc<Node>, Arc<Node>, Arc<Attachment>)> {
-    let graph = Graph::new();
+    let graph = Graph::new(&cowshed_image::DRIVERS);
     let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
     let target = add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
     let guest = graph.attach(&source, AttachRequest::export("guest", true)).await?;
@@ -130,7 +130,7 @@ fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
 #[test]
 fn a_backup_of_what_is_dirty_has_all_of_each_dirty_part() {
     let copied = world().run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
         let target = add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
         let change = BitmapChange::Add { name: "b".into(), granularity_bytes: Some(4096), enabled: true };
@@ -181,7 +181,7 @@ fn a_detach_flushes_and_tells_of_a_flush_that_fails() {
 #[test]
 fn a_drain_lets_throttled_requests_go_at_once() {
     let took = world().run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let limits = json!({"iops-total": 1});
         let limits = Limits::from_json(limits.as_object().expect("an object"))?;
         graph.throttle_groups().create("g", limits)?;

@@ -325,7 +325,7 @@ const STILL_NAMED: &[(&str, &[&str])] = &[
 #[test]
 fn only_the_table_chooses_by_the_name_of_a_driver() {
     let image = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../image/src");
-    let drivers: Vec<&str> = cowshed_image::options::DriverSchema::all().map(|schema| schema.name).collect();
+    let drivers: Vec<&str> = cowshed_image::DRIVERS.schemas().map(|schema| schema.name).collect();
     assert!(drivers.contains(&"qcow2") && drivers.contains(&"throttle"), "the table is read");
     for file in CHOOSE_BY_TABLE {
         let text = std::fs::read_to_string(image.join(file)).expect("a source file is readable");

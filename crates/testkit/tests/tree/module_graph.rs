@@ -13,7 +13,7 @@ type Arrows = BTreeMap<String, BTreeSet<String>>;
 const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ("buffers", &[]),
     ("dirty", &[]),
-    ("drivers", &["formats", "open", "options"]),
+    ("drivers", &["formats", "open"]),
     ("encryption", &["buffers", "events", "secret"]),
     ("events", &[]),
     ("filters", &["dirty", "events", "node", "options"]),
@@ -21,7 +21,7 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
     ("graph", &["encryption", "events", "filters", "nbd_client", "node", "options", "secret", "stats"]),
     ("nbd_client", &[]),
     ("node", &["dirty", "encryption", "events", "options", "stats"]),
-    ("open", &["drivers", "filters", "formats", "graph", "nbd_client", "node", "options", "protocols", "secret"]),
+    ("open", &["filters", "graph", "nbd_client", "node", "options", "protocols", "secret"]),
     ("options", &["nbd_client"]),
     ("protocols", &["nbd_client", "node"]),
     ("secret", &[]),
@@ -29,16 +29,8 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Crates whose modules are compared, each with those of them that need one another.
-///
-/// `image`: the table of drivers names the formats, whose opening calls the opener, which reads the table.
-const CIRCLES: &[(&str, &[&str])] = &[
-    ("image", &["drivers", "formats", "open"]),
-    ("daemon", &[]),
-    ("jobs", &[]),
-    ("nbd", &[]),
-    ("offline", &[]),
-    ("qcow2", &[]),
-];
+const CIRCLES: &[(&str, &[&str])] =
+    &[("image", &[]), ("daemon", &[]), ("jobs", &[]), ("nbd", &[]), ("offline", &[]), ("qcow2", &[])];
 
 /// The modules of a crate, each with those that its code names, tests apart.
 fn arrows(krate: &str) -> Arrows {
@@ -90,7 +82,7 @@ fn texts(names: &[&str]) -> BTreeSet<String> {
 fn modules_of_image_name_one_another_only_along_the_arrows() {
     let found = arrows("image");
     let allowed: Arrows = IMAGE_ARROWS.iter().map(|(module, names)| ((*module).to_owned(), texts(names))).collect();
-    assert!(found["open"].contains("drivers"), "the test sees no arrows");
+    assert!(found["drivers"].contains("formats"), "the test sees no arrows");
     assert_eq!(found, allowed, "an arrow that isn't in IMAGE_ARROWS, or one there that is gone");
 }
 

@@ -35,7 +35,7 @@ impl Served {
         std::fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
         let options = format!("{options}{}", image.display());
         let request = OpenRequest::image_opts(&options).unwrap().writable(true);
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let (node, attachment) = rt::block_on(async {
             let node = graph.add_with(request).await.unwrap();
             let attachment = graph.attach(&node, AttachRequest::export("disk", true)).await.unwrap();

@@ -6,9 +6,7 @@ mod open;
 pub(crate) use open::DRIVER;
 
 use crate::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
-use crate::node::{
-    Driver, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
-};
+use crate::node::{Driver, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors};
 use crate::protocols::resize_file;
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_layout::luks::LuksHeader;
@@ -190,12 +188,5 @@ impl Driver for LuksDriver {
 
     fn close(&self, read_only: bool) -> Work<'_> {
         if read_only { done(Ok(())) } else { self.flush() }
-    }
-}
-
-impl Node {
-    /// The LUKS driver, for what only that format has.
-    pub fn luks(&self) -> Option<&LuksDriver> {
-        self.driver().downcast()
     }
 }

@@ -10,6 +10,7 @@
 
 use super::Qcow2Driver;
 use crate::buffers::join;
+use crate::formats::DriverOf;
 use crate::node::{Mapped, Node, Place, graph_changes};
 use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result, slip, without};
 use cowshed_qcow2::ExtentList;

@@ -4,6 +4,7 @@
 use super::Qcow2Driver;
 use super::options::runtime_options;
 use crate::encryption::LuksArea;
+use crate::formats::DriverOf;
 use crate::node::{
     Apply, Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions,
     LocalFuture, Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent,
@@ -354,12 +355,5 @@ impl LiveOptions for Qcow2Driver {
 
     fn prepare<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {
         Box::pin(async move { self.apply_slice_bytes(&runtime_options(options, discards)?).await })
-    }
-}
-
-impl Node {
-    /// The qcow2 driver, for what only that format has.
-    pub fn qcow2(&self) -> Option<&Qcow2Driver> {
-        self.driver().downcast()
     }
 }

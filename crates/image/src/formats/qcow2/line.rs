@@ -2,9 +2,10 @@
 //! The driver's line in the table, and its opening from options.
 
 use super::Qcow2Driver;
+use super::children::{context, encrypt_key};
 use super::options::runtime_options;
 use crate::node::ChildRole;
-use crate::open::{Draft, DriverLine, Opened, Opener, Telling, encrypt_key};
+use crate::open::{Draft, DriverLine, Opened, Opener, Telling};
 use crate::options::schemas;
 use cowshed_block::{Error, Result};
 use cowshed_offline::read_header_as;
@@ -42,7 +43,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let text = format!("{}; the disk is read, internal snapshots can't be", in_file(error));
         opener.warn(text);
     }
-    let context = opener.qcow2_children(draft, &filename, file, &header, options).await?;
+    let context = context(opener, draft, &filename, file, &header, options).await?;
     let driver = Qcow2Driver::open(context).await.map_err(in_file)?;
     draft.children.share(ChildRole::Backing, Arc::clone(driver.backing_link()));
     Ok((Box::new(driver), filename))

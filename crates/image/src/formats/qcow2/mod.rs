@@ -9,6 +9,7 @@ mod ahead;
 mod allocate;
 mod bitmaps;
 mod chain_map;
+mod children;
 mod cleaner;
 mod compressed;
 mod driver;

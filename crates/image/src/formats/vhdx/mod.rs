@@ -4,13 +4,14 @@
 mod journal;
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
-use super::mapped::{Description, MappedCheck, Place};
+use super::mapped::Place;
 use super::patches::Patches;
 use super::sector_map::SectorMap;
 use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
 use crate::node::Node;
+use crate::node::{Description, MappedCheck};
 use crate::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_block::{Error, ErrorKind, Result};

@@ -7,7 +7,8 @@ mod open;
 mod stream;
 mod write;
 
-use super::mapped::{Description, MappedCheck, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::mapped::{MappedFormat, MappedWriter, Place, Run, push_run};
+use crate::node::{Description, MappedCheck};
 use crate::node::{LocalFuture, Node, Work};
 use crate::open::DriverLine;
 use crate::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
