@@ -164,14 +164,7 @@ pub fn header(name: &str, len: u64, seconds: u64, dialect: Dialect) -> Result<[u
     put(&mut block, 100, "0000644\0");
     put(&mut block, 108, "0000000\0");
     put(&mut block, 116, "0000000\0");
-    match len < OCTAL_END {
-        true => put(&mut block, 124, &format!("{len:011o}\0")),
-        // GNU's way, which readers know for longer than pax's: the number itself, big-endian.
-        false => {
-            block[124] = 0x80;
-            block[128..136].copy_from_slice(&len.to_be_bytes());
-        }
-    }
+    block[124..136].copy_from_slice(&length(len));
     put(&mut block, 136, &format!("{:011o}\0", seconds.min(OCTAL_END - 1)));
     block[156] = b'0';
     match dialect {
@@ -181,6 +174,67 @@ pub fn header(name: &str, len: u64, seconds: u64, dialect: Dialect) -> Result<[u
     let sum = sum(&block);
     put(&mut block, 148, &format!("{sum:06o}\0 "));
     Ok(block)
+}
+
+/// The most holes of a file that [`sparse_header`] takes.
+pub const MOST_RUNS: usize = 1 << 20;
+
+/// The header of a file with holes in GNU's old way, and the blocks behind it that say more: `runs` has the start and the length of
+/// each run of data, in order, and the file has `len` bytes. The data of the runs follow, one behind the other.
+///
+/// # Errors
+/// For names that have no room, and for more than [`MOST_RUNS`].
+pub fn sparse_header(name: &str, len: u64, runs: &[(u64, u64)], seconds: u64) -> Result<Vec<u8>> {
+    const IN_HEADER: usize = 4;
+    const IN_BLOCK: usize = 21;
+    if runs.len() >= MOST_RUNS {
+        return Err(Error::new(ErrorKind::Limit, "the file has too many holes for an archive"));
+    }
+    let mut runs = runs.to_vec();
+    // A hole at the end has an empty run behind it.
+    if runs.last().is_none_or(|(start, size)| start + size < len) {
+        runs.push((len, 0));
+    }
+    let stored = runs.iter().map(|(_, size)| size).sum();
+    let mut block = header(name, stored, seconds, Dialect::OldGnu)?;
+    block[156] = b'S';
+    let entry = |bytes: &mut [u8], (start, size): (u64, u64)| {
+        bytes[..12].copy_from_slice(&length(start));
+        bytes[12..24].copy_from_slice(&length(size));
+    };
+    let (first, others) = runs.split_at(runs.len().min(IN_HEADER));
+    for (place, run) in block[386..482].chunks_exact_mut(24).zip(first) {
+        entry(place, *run);
+    }
+    block[482] = u8::from(!others.is_empty());
+    block[483..495].copy_from_slice(&length(len));
+    let sum = format!("{:06o}\0 ", sum(&block));
+    block[148..156].copy_from_slice(sum.as_bytes());
+    let mut bytes = block.to_vec();
+    let blocks = others.chunks(IN_BLOCK).len();
+    for (index, part) in others.chunks(IN_BLOCK).enumerate() {
+        let mut block = [0; 512];
+        for (place, run) in block[..504].chunks_exact_mut(24).zip(part) {
+            entry(place, *run);
+        }
+        block[504] = u8::from(index + 1 < blocks);
+        bytes.extend_from_slice(&block);
+    }
+    Ok(bytes)
+}
+
+/// A length in a header: octal digits, from 8 GiB on GNU's way, which readers know for longer than pax's: the number itself,
+/// big-endian.
+fn length(len: u64) -> [u8; 12] {
+    let mut field = [0; 12];
+    match len < OCTAL_END {
+        true => field.copy_from_slice(format!("{len:011o}\0").as_bytes()),
+        false => {
+            field[0] = 0x80;
+            field[4..].copy_from_slice(&len.to_be_bytes());
+        }
+    }
+    field
 }
 
 /// The zeroes between a file of this length and the next header.

@@ -2,6 +2,7 @@
 //! `convert`: copies images into a new one, in another format.
 
 use super::arguments::{NamingArgs, Objects, cache_mode};
+use super::platform::{self, GCP_FORMAT, Platform};
 use super::untrusted::Use;
 use super::{Verb, create_options, new_image, ova, sizes, work};
 use crate::invocation::Persona;
@@ -46,6 +47,8 @@ pub const VERB: Verb = Verb {
       Only what differs from golden.qcow2.
   cowshed convert -n --target-is-zero -O raw disk.qcow2 /dev/vg/disk
       Into a device that exists already.
+  cowshed convert --for azure disk.qcow2 disk.vhd
+      A fixed VHD, its size rounded up to whole MiB.
   cowshed convert --disk 2 machine.ova disk.qcow2
       The second disk of a package, compared with its manifest.
   cowshed convert -O ova --for vmware --vm-cpus 2 --vm-memory 4G system.qcow2 data.qcow2 machine.ova
@@ -152,7 +155,8 @@ struct ConvertArgs {
     /// Of a package with several disks (OVA, OVF): the one with this name, id or number
     #[arg(long, value_name = "DISK")]
     disk: Option<String>,
-    /// With -O ova: the importers that are to take it: vmware, virtualbox or both [default: both]
+    /// Make what a platform takes, and say what that is: azure, hyperv, vmware, virtualbox, gcp or aws. With -O ova the
+    /// importers that are to take the package: vmware, virtualbox or both [default there: both]
     #[arg(long = "for", value_name = "PLATFORM")]
     platform: Option<String>,
     #[command(flatten)]
@@ -179,8 +183,12 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         return pack(args, sources, target, console);
     }
-    if !args.machine.is_empty() || args.platform.is_some() {
-        return Err(Failure::new("--for and --vm-... are for packages: they need -O ova"));
+    if !args.machine.is_empty() {
+        return Err(Failure::new("--vm-... is about the machine of a package: it needs -O ova"));
+    }
+    let platform = platform(&mut args, target)?;
+    if platform.is_some_and(|platform| platform.format == GCP_FORMAT) {
+        return pack_for_cloud(args, sources, target, console);
     }
     let is_package = is_package(&mut args, sources, console)?;
     let mut chosen = None;
@@ -191,6 +199,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         new_image::check_absent(target, args.force, console)?;
     }
     let mut options = options(&args, sources, target)?;
+    options.size_unit_bytes = platform.map_or(1, |platform| platform.size_unit_bytes);
     let later = check_target(&args).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
@@ -234,11 +243,75 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     for name in &outcome.skipped_bitmaps {
         console.complain(format_args!("warning: Skipping inconsistent bitmap '{name}'"));
     }
+    if let Some(platform) = platform.filter(|_| !args.quiet) {
+        tell_platform(platform, outcome.size, console);
+    }
     if console.persona == Persona::Cowshed && !args.quiet {
         summary(&outcome, target, started, console);
     }
     Ok(0)
 }
+
+/// What `--for` asks of the target; the format and its options are set then.
+fn platform(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
+    let Some(word) = &args.platform else { return Ok(None) };
+    let platform = platform::find(word, args.target_format.as_deref(), target)?;
+    for (wrong, option) in [
+        (args.no_create, "-n"),
+        (!args.options.is_empty(), "-o"),
+        (args.compress, "-c"),
+        (args.backing.is_some() || args.backing_format.is_some(), "-b"),
+        (args.bitmaps, "--bitmaps"),
+    ] {
+        if wrong {
+            return Err(Failure::new(format!("{option} can't be given with --for, which says how the target is made")));
+        }
+    }
+    args.target_format = Some(platform.format.to_owned());
+    if !platform.options.is_empty() {
+        args.options = vec![platform.options.to_owned()];
+    }
+    Ok(Some(platform))
+}
+
+/// One line that says what was made.
+fn tell_platform(platform: Platform, size: u64, console: &mut Console) {
+    console.complain(format_args!("for {}: {} ({size} bytes)", platform.name, platform.about));
+}
+
+/// `--for gcp`.
+fn pack_for_cloud(
+    mut args: ConvertArgs,
+    sources: &[String],
+    target: &str,
+    console: &mut Console,
+) -> Result<u8, Failure> {
+    if args.naming.untrusted.is_on() {
+        return Err(Failure::new(NO_ARCHIVES));
+    }
+    let Some(platform) = args.platform.as_deref().map(|word| platform::find(word, None, target)).transpose()? else {
+        return Err(Failure::new("--for is missing"));
+    };
+    if is_package(&mut args, sources, console)? {
+        return Err(Failure::new("an archive is made of a disk: convert the package's first"));
+    }
+    let args = ConvertArgs { target_format: Some("raw".to_owned()), ..args };
+    let options = ConvertOptions { size_unit_bytes: platform.size_unit_bytes, ..options(&args, sources, target)? };
+    let path = path_of_text(target);
+    let (started, persona) = (Instant::now(), console.persona);
+    let job = work::Foreground::new(persona, args.progress, args.quiet, "packing")?;
+    let work = async |handle| ova::cloud::pack(&options, &path, args.force, &handle).await;
+    let outcome = job.run(work, |error| failed(persona, &options, error))?;
+    if !args.quiet {
+        tell_platform(platform, outcome.size, console);
+        summary(&outcome, target, started, console);
+    }
+    Ok(0)
+}
+
+/// Such targets have other names at first, and a confined process can't rename or remove files.
+const NO_ARCHIVES: &str =
+    "--untrusted makes no packages: convert the image to qcow2 with it first, and then to a package without";
 
 /// True where the source is a package. A format on the command line, but for "ova", is that of the file itself.
 fn is_package(args: &mut ConvertArgs, sources: &[String], console: &Console) -> Result<bool, Failure> {
@@ -277,10 +350,7 @@ fn unpack(args: &ConvertArgs, options: &ConvertOptions, console: &Console) -> Re
 /// `-O ova`.
 fn pack(args: ConvertArgs, sources: &[String], target: &str, console: &mut Console) -> Result<u8, Failure> {
     if args.naming.untrusted.is_on() {
-        // Its disks have other names at first, and a confined process can't rename or remove files.
-        return Err(Failure::new(
-            "--untrusted makes no packages: convert the image to qcow2 with it first, and then to a package without",
-        ));
+        return Err(Failure::new(NO_ARCHIVES));
     }
     for (wrong, option) in [
         (args.no_create, "-n"),

@@ -433,7 +433,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
         ("convert -O ova a.qcow2 folder", "no plain file"),
         ("convert -O ova missing.qcow2 m.ova", "missing.qcow2"),
         ("convert -O ova a.qcow2 missing.qcow2 m.ova", "missing.qcow2"),
-        ("convert -O qcow2 --vm-cpus 2 a.qcow2 m.qcow2", "need -O ova"),
+        ("convert -O qcow2 --vm-cpus 2 a.qcow2 m.qcow2", "needs -O ova"),
         ("convert -O qcow2 --disk 1 a.qcow2 m.qcow2", "--disk chooses a disk of a package"),
         ("ova info a.qcow2", "no tar archive"),
         ("ova info missing.ova", "missing.ova"),

@@ -71,6 +71,8 @@ pub struct ConvertOptions {
     pub bitmaps: bool,
     /// `--skip-broken-bitmaps`: leave out inconsistent ones instead of failing.
     pub skip_broken_bitmaps: bool,
+    /// The size of a new target is rounded up to a multiple of so many bytes, by zeroes.
+    pub size_unit_bytes: u64,
 }
 
 impl ConvertOptions {
@@ -96,6 +98,7 @@ impl ConvertOptions {
             share: true,
             bitmaps: false,
             skip_broken_bitmaps: false,
+            size_unit_bytes: 1,
         }
     }
 }
@@ -226,10 +229,11 @@ pub(crate) async fn convert_sources(
         Ok(_) => target.node.flush().await,
         Err(_) => Ok(()),
     };
+    let size = if options.skip_create { sources.size() } else { target::size(options, sources)? };
     let closed = target.node.close().await;
     let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
     match outcome {
-        Ok(outcome) => Ok(ConvertOutcome { size: sources.size(), unknown: sources.take_unknown(), ..outcome }),
+        Ok(outcome) => Ok(ConvertOutcome { size, unknown: sources.take_unknown(), ..outcome }),
         Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
         Err(error) => {
             // A part of a disk that looks like a whole one, on what may be a full disk.

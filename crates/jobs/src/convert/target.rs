@@ -130,6 +130,13 @@ fn writable(spec: &ImageSpec) -> ImageSpec {
     spec
 }
 
+/// The size of a new target in bytes.
+pub(super) fn size(options: &ConvertOptions, sources: &Sources) -> Result<u64> {
+    let size = sources.size().checked_next_multiple_of(options.size_unit_bytes.max(1));
+    let size = size.filter(|&size| i64::try_from(size).is_ok());
+    size.ok_or_else(|| Error::invalid_argument("the disk is too large to be rounded up"))
+}
+
 type Extra = Vec<(&'static str, String)>;
 
 /// Creates it, and says what is needed besides to open it, whether it has space of its own, and what files are new.
@@ -151,7 +158,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         secrets: options.target.secrets.clone(),
         tls: options.target.tls.clone(),
     };
-    let plan = cowshed_create::prepare_sized(&request, sources.size()).await?;
+    let plan = cowshed_create::prepare_sized(&request, size(options, sources)?).await?;
     if options.bitmaps && !plan.takes_bitmaps() {
         let message = format!("Format driver '{}' does not support bitmaps", request.format);
         return Err(Error::unsupported(message).file(&request.filename));

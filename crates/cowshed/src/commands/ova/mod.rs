@@ -2,6 +2,8 @@
 //! `ova`: packages of virtual machines.
 
 pub mod archive;
+pub mod cloud;
+mod gzip;
 pub mod source;
 pub mod target;
 

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The archive that Google's cloud imports: `disk.raw` in GNU's old tar format, compressed with gzip.
+
+use super::archive::{beside, check_absent, copy, publish};
+use super::gzip::Gzip;
+use cowshed_block::{Error, Result};
+use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
+use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_ova::tar;
+use rustix::fs::SeekFrom;
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The only name that an import takes.
+const NAME: &str = "disk.raw";
+
+/// Converts the sources to one disk, and packs it.
+pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &JobHandle) -> Result<ConvertOutcome> {
+    check_absent(target, force)?;
+    let raw = beside(target)?;
+    let name = raw.path().display().to_string();
+    let spec = ImageSpec { name, format: Some("raw".to_owned()), ..options.target.clone() };
+    let outcome = convert::run(&ConvertOptions { target: spec, ..options.clone() }, job).await?;
+    let failed = |error: &std::io::Error, doing: &str| Error::io(error, doing).file(target.display().to_string());
+    // The conversion may have made the file anew.
+    let mut disk = File::open(raw.path()).map_err(|error| failed(&error, "could not read the disk"))?;
+    let len = disk.metadata().map_err(|error| failed(&error, "could not look at the disk"))?.len();
+    let runs = data_runs(&disk, len).map_err(|error| failed(&error, "could not find the holes of the disk"))?;
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let header = tar::sparse_header(NAME, len, &runs, seconds)?;
+    let mut archive = Gzip::new(beside(target)?);
+    let write = |archive: &mut Gzip<_>, bytes: &[u8]| {
+        archive.write_all(bytes).map_err(|error| failed(&error, "could not write the archive"))
+    };
+    write(&mut archive, &header)?;
+    let mut stored = 0;
+    for (start, size) in runs {
+        disk.seek(std::io::SeekFrom::Start(start)).map_err(|error| failed(&error, "could not read the disk"))?;
+        let copied = copy(&mut (&mut disk).take(size), &mut archive, job)?;
+        if copied != size {
+            return Err(Error::internal("the disk became shorter"));
+        }
+        stored += size;
+    }
+    write(&mut archive, &[0; 512][..tar::padding(stored)])?;
+    let len = header.len() as u64 + stored.next_multiple_of(tar::BLOCK_BYTES);
+    write(&mut archive, &vec![0; tar::end(len)])?;
+    let file = archive.finish().map_err(|error| failed(&error, "could not write the archive"))?;
+    publish(file, target, force)?;
+    Ok(outcome)
+}
+
+/// The start and the length of each run of data in a file.
+fn data_runs(file: &File, len: u64) -> std::io::Result<Vec<(u64, u64)>> {
+    let mut runs = Vec::new();
+    let mut at = 0;
+    while at < len {
+        let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(start) => start,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        let end = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(len);
+        runs.push((start, end - start));
+        at = end;
+    }
+    Ok(runs)
+}
