@@ -1,29 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The block graph: options, opening, reading and writing of disk images.
+//! Disk images: the block graph with the formats of this program. The one table of drivers is made here.
 
-mod buffers;
-pub mod dirty;
-mod drivers;
-pub mod encryption;
-mod events;
-pub mod filters;
-pub mod formats;
-pub mod graph;
-mod nbd_client;
-pub mod node;
-pub mod open;
-pub mod options;
-mod protocols;
-pub mod secret;
-pub mod stats;
-
-pub use cowshed_qcow2::{Budget, DirtyBits};
-pub use drivers::DRIVERS;
-pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
-pub use open::{OpenRequest, TlsCredentials};
+pub use cowshed_formats as formats;
+pub use cowshed_graph::{
+    Budget, DirtyBits, Node, OpenRequest, Preallocation, StatusExtent, TlsCredentials, ZeroFlags, dirty, encryption,
+    filters, graph, node, open, options, secret, stats,
+};
 
 use cowshed_block::Result;
+use cowshed_formats::{FORMATS, REFUSED};
+use cowshed_graph::open::{Drivers, FILTERS, PROTOCOLS};
 use std::sync::Arc;
+
+/// The drivers of this program, in the order of the help.
+pub static DRIVERS: Drivers = Drivers::new(&[PROTOCOLS, FORMATS, FILTERS], REFUSED);
 
 /// Opens an image with its whole chain, takes the locks, and returns its top node.
 pub async fn open(request: OpenRequest) -> Result<Arc<Node>> {

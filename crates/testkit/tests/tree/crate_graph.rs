@@ -18,7 +18,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-storage", &["cowshed-block"]),
     ("cowshed-simulator", &["cowshed-block", "cowshed-storage"]),
     (
-        "cowshed-image",
+        "cowshed-graph",
         &[
             "cowshed-block",
             "cowshed-codec",
@@ -32,6 +32,20 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
         ],
     ),
+    (
+        "cowshed-formats",
+        &[
+            "cowshed-block",
+            "cowshed-codec",
+            "cowshed-crypto",
+            "cowshed-graph",
+            "cowshed-layout",
+            "cowshed-offline",
+            "cowshed-qcow2",
+            "cowshed-storage",
+        ],
+    ),
+    ("cowshed-image", &["cowshed-block", "cowshed-formats", "cowshed-graph"]),
     (
         "cowshed-rescue",
         &[
@@ -280,32 +294,31 @@ fn the_switches_of_mutants_are_no_part_of_the_product() {
     );
 }
 
-/// Parts of `image` that work for any driver.
-const GENERIC: &[&str] = &["filters", "graph", "node", "stats"];
-
-/// Names by which code would know one format.
-const FORMATS: &[&str] =
-    &["blocks", "luks", "mapped", "parallels", "qcow", "qcow2", "qed", "raw", "vdi", "vhdx", "vmdk", "vpc"];
+/// Crates that may name `cowshed-formats`: all others name a format's own parts by `cowshed-image`, or none.
+const ABOVE_FORMATS: &[&str] = &["cowshed-image"];
 
 #[test]
-fn generic_modules_name_no_format() {
-    let image = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../image/src");
-    for path in GENERIC.iter().flat_map(|part| rust_files(&image.join(part))) {
-        let text = std::fs::read_to_string(&path).expect("a source file is readable");
-        let named = FORMATS.iter().find(|format| text.contains(&format!("formats::{format}::")));
-        assert_eq!(named, None, "{} names a format", path.display());
-    }
+fn only_the_table_names_the_formats() {
+    let graph = graph();
+    let above: Vec<&str> = graph
+        .members
+        .iter()
+        .filter(|member| graph.normal[*member].contains("cowshed-formats"))
+        .map(String::as_str)
+        .collect();
+    assert_eq!(above, ABOVE_FORMATS);
+    assert!(!reached(&graph, "cowshed-graph").contains("cowshed-formats"), "the graph reaches the formats");
 }
 
 #[test]
 fn only_the_folder_of_qcow2_knows_its_driver() {
     let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    for name in ["cowshed", "daemon", "image", "jobs", "nbd-server"] {
+    for name in ["cowshed", "daemon", "formats", "graph", "jobs", "nbd-server"] {
         let sources = rust_files(&crates.join(name).join("src"));
         assert!(!sources.is_empty(), "no sources of {name}");
-        for path in sources.iter().filter(|path| !path.to_string_lossy().contains("formats/qcow2/")) {
+        for path in sources.iter().filter(|path| !path.to_string_lossy().contains("formats/src/qcow2/")) {
             let text = std::fs::read_to_string(path).expect("a source file is readable");
-            // A capability is to be asked for: see `image/src/node/capabilities.rs`.
+            // A capability is to be asked for: see `graph/src/node/capabilities.rs`.
             assert!(!text.contains(".qcow2()"), "{} asks for the driver of qcow2", path.display());
         }
     }
@@ -324,11 +337,11 @@ const STILL_NAMED: &[(&str, &[&str])] = &[
 
 #[test]
 fn only_the_table_chooses_by_the_name_of_a_driver() {
-    let image = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../image/src");
+    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../graph/src");
     let drivers: Vec<&str> = cowshed_image::DRIVERS.schemas().map(|schema| schema.name).collect();
     assert!(drivers.contains(&"qcow2") && drivers.contains(&"throttle"), "the table is read");
     for file in CHOOSE_BY_TABLE {
-        let text = std::fs::read_to_string(image.join(file)).expect("a source file is readable");
+        let text = std::fs::read_to_string(source.join(file)).expect("a source file is readable");
         let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
         let still = STILL_NAMED.iter().find(|(name, _)| name == file).map_or(&[][..], |(_, names)| names);
         // `file` is a child's role too.

@@ -9,15 +9,13 @@ use std::path::Path;
 /// Module → the modules that its code names.
 type Arrows = BTreeMap<String, BTreeSet<String>>;
 
-/// Module of `image` → the modules of `image` that its code names. A new arrow is a new word here, and makes no new circle.
-const IMAGE_ARROWS: &[(&str, &[&str])] = &[
+/// Module of `graph` → the modules of `graph` that its code names. A new arrow is a new word here, and makes no new circle.
+const GRAPH_ARROWS: &[(&str, &[&str])] = &[
     ("buffers", &[]),
     ("dirty", &[]),
-    ("drivers", &["formats", "open"]),
     ("encryption", &["buffers", "events", "secret"]),
     ("events", &[]),
     ("filters", &["dirty", "events", "node", "options"]),
-    ("formats", &["buffers", "encryption", "events", "node", "open", "options", "protocols", "secret"]),
     ("graph", &["encryption", "events", "filters", "nbd_client", "node", "options", "secret", "stats"]),
     ("nbd_client", &[]),
     ("node", &["dirty", "encryption", "events", "options", "stats"]),
@@ -29,8 +27,17 @@ const IMAGE_ARROWS: &[(&str, &[&str])] = &[
 ];
 
 /// Crates whose modules are compared, each with those of them that need one another.
-const CIRCLES: &[(&str, &[&str])] =
-    &[("image", &[]), ("daemon", &[]), ("jobs", &[]), ("nbd", &[]), ("offline", &[]), ("qcow2", &[])];
+///
+/// `formats`: a disk in blocks, the units in which it grows, and its writer are one object in three files.
+const CIRCLES: &[(&str, &[&str])] = &[
+    ("graph", &[]),
+    ("formats", &["blocks", "units", "writer"]),
+    ("daemon", &[]),
+    ("jobs", &[]),
+    ("nbd", &[]),
+    ("offline", &[]),
+    ("qcow2", &[]),
+];
 
 /// The modules of a crate, each with those that its code names, tests apart.
 fn arrows(krate: &str) -> Arrows {
@@ -79,11 +86,11 @@ fn texts(names: &[&str]) -> BTreeSet<String> {
 }
 
 #[test]
-fn modules_of_image_name_one_another_only_along_the_arrows() {
-    let found = arrows("image");
-    let allowed: Arrows = IMAGE_ARROWS.iter().map(|(module, names)| ((*module).to_owned(), texts(names))).collect();
-    assert!(found["drivers"].contains("formats"), "the test sees no arrows");
-    assert_eq!(found, allowed, "an arrow that isn't in IMAGE_ARROWS, or one there that is gone");
+fn modules_of_the_graph_name_one_another_only_along_the_arrows() {
+    let found = arrows("graph");
+    let allowed: Arrows = GRAPH_ARROWS.iter().map(|(module, names)| ((*module).to_owned(), texts(names))).collect();
+    assert!(found["open"].contains("graph"), "the test sees no arrows");
+    assert_eq!(found, allowed, "an arrow that isn't in GRAPH_ARROWS, or one there that is gone");
 }
 
 #[test]

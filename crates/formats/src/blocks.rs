@@ -1,0 +1,628 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The common part of formats that keep a disk in blocks of one length, found by tables. The tables are read in pages, of
+//! which a fixed number is kept. So no table takes memory on the word of a file.
+
+use super::holes::Holes;
+use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::patches::Patches;
+use super::units::Units;
+use super::writer::{Usage, Writer};
+use cowshed_block::{Error, ErrorKind, Result, text_of_name};
+use cowshed_graph::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
+use cowshed_graph::node::{Description, MappedCheck};
+use cowshed_graph::open::{Draft, NamedBacking, Opened, Opener};
+use cowshed_graph::options::{Key, KeyType, REQUIRED};
+use cowshed_offline::check::Repair;
+use cowshed_storage::{File, IoBuf};
+use std::collections::HashMap;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// So much of a table is read at once, in bytes.
+const PAGE_BYTES: u64 = 64 << 10;
+/// Pages that an image keeps in memory: 4 MiB.
+const KEPT_PAGES: usize = 64;
+/// Blocks that one call looks up: whoever wants more asks again.
+const MAX_STEPS: usize = 64 << 10;
+
+/// The key of every driver here.
+pub(crate) const FILE_KEY: Key = Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the image file" };
+/// The key of those that may have a backing file.
+pub(crate) const BACKING_KEY: Key = Key {
+    name: "backing",
+    value: KeyType::ChildOrNull,
+    default: "as the image says",
+    help: "the backing file; null for none",
+};
+
+/// A format that keeps a disk in blocks.
+pub(crate) trait BlockFormat: Send + Sync {
+    /// The driver's name.
+    const NAME: &'static str;
+    /// Size of the disk in bytes.
+    fn size(&self) -> u64;
+    /// What the image says of itself.
+    fn describe(&self) -> Description;
+    /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds: at least one, and not
+    /// more than to the end of a block that is allocated.
+    fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    /// True for an image that may have a backing file.
+    fn takes_backing(&self) -> bool {
+        true
+    }
+    /// Refuses a parent that is another one than the image was made of.
+    fn check_parent(&self, _parent: &Node) -> Result<()> {
+        Ok(())
+    }
+    /// Unpacks the block that begins at byte `block` of the disk, all of it.
+    fn unpack(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<Vec<u8>>> {
+        async move { Err(Error::internal("this format packs no blocks").offset(block)) }
+    }
+    /// Unpacks a block from `len` bytes at `host`.
+    fn unpack_at(&self, _file: &ImageFile, host: u64, _len: u64) -> impl Future<Output = Result<Vec<u8>>> {
+        async move { Err(Error::internal("this format packs no blocks").offset(host)) }
+    }
+    /// The entry for a block that is packed into `len` bytes at `host`, of formats with [`BlockFormat::PACKS`].
+    fn packed_entry(&self, host: u64, _len: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format packs no blocks").offset(host))
+    }
+    /// Whether new blocks can be packed.
+    const PACKS: bool = false;
+    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
+        async { Ok(None) }
+    }
+    /// The same, and repairs what it can, of an image that is opened for writing. `None` where the format has no repair.
+    fn repair(
+        &self,
+        _file: &ImageFile,
+        _what: Repair,
+        _max: usize,
+    ) -> impl Future<Output = Result<Option<MappedCheck>>> {
+        async { Ok(None) }
+    }
+    /// What a new block takes in the file, of an image that is opened for writing. `None`: all blocks are there.
+    fn units(&self) -> Option<Units> {
+        None
+    }
+    /// Where the entry of a block stands: its table, and its index there.
+    fn slot(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<(Table, u64)>> {
+        async move { Err(Error::internal("this format allocates no blocks").value(block)) }
+    }
+    /// Where the entry stands once more, in a copy of the table.
+    fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(Table, u64)>>> {
+        async { Ok(None) }
+    }
+    /// Where tables are found by a table: the missing table that the entry of a block would be in.
+    fn missing_table(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<MissingTable>>> {
+        async { Ok(None) }
+    }
+    /// The entry for a table at `host`.
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format has one table").offset(host))
+    }
+    /// The entry for a block of zeroes, where there is one.
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        None
+    }
+    /// Parts of the file that no block may lie on, of which [`BlockFormat::place`] knows nothing: from, and to.
+    fn occupied(&self, _file: &ImageFile) -> impl Future<Output = Result<Vec<(u64, u64)>>> {
+        async { Ok(Vec::new()) }
+    }
+    /// Has the disk a size in memory. An error where it can't have that.
+    fn set_size(&self, _size: u64) -> Result<()> {
+        Err(Error::unsupported("Image format driver does not support resize"))
+    }
+    /// Writes the size of the disk to the header, durably.
+    fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Whether the image's header can name another backing file, in an image that is there already.
+    const RENAMES_BACKING: bool = false;
+    /// Has the header name another backing file, or none, durably.
+    fn rename_backing(
+        &self,
+        _file: &File,
+        _name: Option<&str>,
+        _format: Option<&str>,
+    ) -> impl Future<Output = Result<()>> {
+        async { Err(Error::unsupported("the format has no way to name another backing file")) }
+    }
+    /// Forgets what it has read of tables.
+    fn forget(&self) {}
+    /// Where on the whole disk its own begins, in bytes.
+    fn disk_start(&self) -> u64 {
+        0
+    }
+    /// The entry for a block whose data begin at `host`. An error where that is too far away for one.
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Err(Error::internal("this format allocates no blocks").offset(host))
+    }
+    /// Refuses images that can't be written to. Called before the blocks are looked at.
+    fn before_writing(&self, _file: &ImageFile) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Length of an entry in bytes.
+    fn entry_bytes(&self) -> u64 {
+        4
+    }
+    /// What a flush writes besides entries, where that may be a hole of the file: offset and length in bytes.
+    fn flush_area(&self) -> Option<(u64, u64)> {
+        None
+    }
+    /// Prepares the file for changes. Called before each of them.
+    fn before_change(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Puts entries into the tables, durably: where in the file, and the bytes. What they name is durable already.
+    fn write_entries(
+        &self,
+        _image: &ImageFile,
+        file: &File,
+        entries: Vec<(u64, Vec<u8>)>,
+        _usage: Usage,
+    ) -> impl Future<Output = Result<()>> {
+        async move {
+            for (at, bytes) in entries {
+                file.write_at(IoBuf::copy_from(&bytes), at).await.0?;
+            }
+            file.sync().await
+        }
+    }
+    /// Leaves the file as a close does, all being durable: before its end is cut off.
+    fn settle(&self, _file: &File) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Notes what will be allocated, before the entries of new blocks are written.
+    fn before_entries(&self, _file: &File, _usage: Usage) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+    /// Sees to it that readers take the block at `host` as it stands there, before a part of it is written.
+    fn before_overwrite(&self, _file: &File, _host: u64) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+}
+
+/// A table in the file, whole; offset and length in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Table {
+    /// What messages call its offset.
+    pub field: &'static str,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// A table that isn't there yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MissingTable {
+    /// Where in the file the entry is that is to lead to it.
+    pub entry_offset: u64,
+    /// What messages call that entry.
+    pub field: &'static str,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Blocks that it has entries for.
+    pub blocks: u64,
+}
+
+impl Table {
+    /// Whether bytes of the file are in this table.
+    pub(crate) fn overlaps(&self, offset: u64, bytes: u64) -> bool {
+        self.bytes > 0 && offset < self.offset.saturating_add(self.bytes) && self.offset < offset.saturating_add(bytes)
+    }
+}
+
+/// Pages of tables by their place and length, the least recently used leaving first.
+#[derive(Default)]
+struct Pages {
+    clock: u64,
+    /// Counts the changes of tables.
+    changes: u64,
+    kept: HashMap<(u64, u64), (u64, Arc<IoBuf>)>,
+}
+
+/// The file of an image, and what was read of its tables.
+pub(crate) struct ImageFile {
+    /// In an array, as those want it who ask for all files of an image.
+    node: [Arc<Node>; 1],
+    pages: Mutex<Pages>,
+    holes: Holes,
+    /// A page of a hole.
+    empty: OnceLock<Arc<IoBuf>>,
+    /// What the file is to hold instead, here and there.
+    patches: Option<Patches>,
+}
+
+impl ImageFile {
+    /// Opens the file of an image that `draft` describes.
+    pub(crate) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Result<ImageFile> {
+        let node = opener.unshared_file_child(draft).await?;
+        Ok(ImageFile::of(node))
+    }
+
+    /// A file that is open already.
+    pub(crate) fn of(node: Arc<Node>) -> ImageFile {
+        ImageFile {
+            node: [node],
+            pages: Mutex::default(),
+            holes: Holes::default(),
+            empty: OnceLock::new(),
+            patches: None,
+        }
+    }
+
+    /// Has the file read as if these changes were made.
+    pub(crate) fn patch(&mut self, patches: Patches) {
+        self.patches = Some(patches);
+        self.forget();
+    }
+
+    /// What the file is to hold instead.
+    pub(crate) fn patches(&self) -> Option<&Patches> {
+        self.patches.as_ref()
+    }
+
+    /// The file, for writing.
+    pub(crate) fn storage(&self) -> File {
+        self.node[0].storage()
+    }
+
+    /// Forgets what was read of tables: they have changed.
+    pub(crate) fn forget(&self) {
+        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        pages.changes += 1;
+        pages.kept.clear();
+        self.holes.forget();
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.node[0].size().max(self.patches.as_ref().map_or(0, Patches::len))
+    }
+
+    /// Where data at `host` of the file are, which are byte `at` of the disk, and for how many of the `len` bytes.
+    pub(crate) fn data(&self, host: u64, at: u64, len: u64) -> (Place, u64) {
+        match &self.patches {
+            None => (Place::Data { file: 0, host }, len),
+            Some(patches) => patches.place((host, at, len), self.node[0].size()),
+        }
+    }
+
+    /// The error with the file's name, unless it has one.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        if error.file_name().is_none() { error.file(self.node[0].filename()) } else { error }
+    }
+
+    /// The bytes that there are of a range: fewer than `len` at the file's end.
+    pub(crate) async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
+        let there = self.len().saturating_sub(offset);
+        let len = usize::try_from(there).unwrap_or(usize::MAX).min(len);
+        if len == 0 {
+            return Ok(IoBuf::zeroed(0));
+        }
+        let Some(patches) = &self.patches else {
+            let (result, bytes) = self.node[0].read_boxed(offset, IoBuf::try_zeroed(len)?).await;
+            return result.map(|()| bytes);
+        };
+        let (result, mut bytes) = self.node[0].read_padded(offset, IoBuf::try_zeroed(len)?).await;
+        result?;
+        patches.apply(offset, &mut bytes);
+        Ok(bytes)
+    }
+
+    /// A name in the header, as text. The caller has checked its length.
+    pub(crate) async fn name(&self, field: &'static str, (offset, len): (u64, u32)) -> Result<String> {
+        let name = self.read(offset, len as usize).await?;
+        if name.len() < len as usize {
+            return Err(Error::invalid_image(field, offset, "the name of the backing file is not in the file"));
+        }
+        Ok(text_of_name(&name).into_owned())
+    }
+
+    /// Refuses a table that isn't all in the file.
+    pub(crate) fn check_table(&self, table: &Table) -> Result<()> {
+        match table.offset.checked_add(table.bytes) {
+            Some(end) if end <= self.len() => Ok(()),
+            _ => {
+                let message = format!("points after EOF: a table of {} bytes is not in the file", table.bytes);
+                Err(Error::invalid_image(table.field, table.offset, message))
+            }
+        }
+    }
+
+    /// Refuses data that aren't in the file: `len` bytes at `host`, which are byte `at` of the disk.
+    pub(crate) fn check_data(&self, field: &'static str, host: u64, len: u64, at: u64) -> Result<()> {
+        match host.checked_add(len) {
+            Some(end) if end <= self.len() => Ok(()),
+            _ => {
+                let message = format!("points after EOF: the data of byte {at} of the disk are not in the file");
+                Err(Error::invalid_image(field, host, message))
+            }
+        }
+    }
+
+    /// The entry `index` of a table.
+    pub(crate) async fn entry<const N: usize>(&self, table: Table, index: u64) -> Result<[u8; N]> {
+        let position = index.saturating_mul(N as u64);
+        if position.saturating_add(N as u64) > table.bytes {
+            return Err(Error::internal("a table is too short").field(table.field).value(index));
+        }
+        let (page, skip) = self.page_of(&table, position).await?;
+        let entry = page.get(skip..skip + N).and_then(|bytes| bytes.try_into().ok());
+        entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
+    }
+
+    /// For how many of the `len` bytes behind byte `at` of the disk the entries of a table are equal, as far as one page of
+    /// it goes: an empty disk is looked up in large steps. `index`: the entry for `at`, one for each `block_bytes`.
+    pub(crate) async fn same<const N: usize>(
+        &self,
+        table: Table,
+        index: u64,
+        (at, len, block_bytes): (u64, u64, u64),
+    ) -> Result<u64> {
+        let (page, skip) = self.page_of(&table, index * N as u64).await?;
+        let (entries, _) = page.get(skip..).unwrap_or_default().as_chunks::<N>();
+        let most = (at % block_bytes).saturating_add(len).div_ceil(block_bytes);
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let same = entries.iter().take(most).take_while(|entry| Some(*entry) == entries.first()).count() as u64;
+        Ok((same.max(1) * block_bytes - at % block_bytes).min(len))
+    }
+
+    /// The page of a table that byte `position` of the table is in, and where there.
+    async fn page_of(&self, table: &Table, position: u64) -> Result<(Arc<IoBuf>, usize)> {
+        self.check_table(table)?;
+        let start = position / PAGE_BYTES * PAGE_BYTES;
+        let page = self.page(table.offset + start, table.bytes.saturating_sub(start).min(PAGE_BYTES)).await?;
+        Ok((page, (position - start) as usize))
+    }
+
+    async fn page(&self, offset: u64, len: u64) -> Result<Arc<IoBuf>> {
+        let pages = || self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        let changes = {
+            let pages = &mut *pages();
+            pages.clock += 1;
+            if let Some((used, page)) = pages.kept.get_mut(&(offset, len)) {
+                *used = pages.clock;
+                return Ok(Arc::clone(page));
+            }
+            pages.changes
+        };
+        if self.patches.is_none() && len == PAGE_BYTES && self.holes.end_of(&self.node[0], offset, len).await.is_some()
+        {
+            return Ok(Arc::clone(self.empty.get_or_init(|| Arc::new(IoBuf::zeroed(PAGE_BYTES as usize)))));
+        }
+        let page = Arc::new(self.read(offset, len as usize).await?);
+        let pages = &mut *pages();
+        if pages.changes != changes {
+            // A table was written meanwhile: this may be what stood there before.
+            return Ok(page);
+        }
+        if pages.kept.len() >= KEPT_PAGES
+            && let Some(oldest) = pages.kept.iter().min_by_key(|(_, (used, _))| *used).map(|(place, _)| *place)
+        {
+            pages.kept.remove(&oldest);
+        }
+        pages.kept.insert((offset, len), (pages.clock, Arc::clone(&page)));
+        Ok(page)
+    }
+}
+
+/// The parent of a difference. `name`: its file, relative to the image, where the image says that. `what` names it otherwise.
+pub(crate) fn parent_of<F: BlockFormat>(
+    opener: &Opener,
+    draft: &Draft,
+    name: Option<String>,
+    what: &str,
+) -> Result<NamedBacking> {
+    if name.is_none() && opener.opens_backing(draft) && draft.options.get("backing").is_none() {
+        let message =
+            format!("the disk is a difference, and doesn't say which file its parent is: give '{what}' as 'backing'");
+        return Err(Error::invalid_image("parent", "missing", message));
+    }
+    Ok(NamedBacking { name, format: Some(F::NAME.to_owned()) })
+}
+
+/// Refuses a parent whose content is another than the image was made of. A parent of another format is the user's choice.
+pub(crate) fn check_identity(parent: &Node, field: &'static str, wanted: &[String]) -> Result<()> {
+    match parent.description().and_then(|known| known.identity) {
+        Some(found) if !wanted.contains(&found) => {
+            let message =
+                format!("'{}' is not the parent of this disk, or was changed since: it is {found}", parent.filename());
+            Err(Error::invalid_image(field, wanted.join(", "), message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Ends an opening: opens the backing file, if there is one, and puts the driver together.
+pub(crate) async fn finish<F: BlockFormat + 'static>(
+    opener: &Rc<Opener>,
+    draft: &mut Draft,
+    file: ImageFile,
+    format: F,
+    backing: NamedBacking,
+) -> Opened {
+    let filename = file.node[0].filename();
+    opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;
+    let (parent, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
+    if let Some(parent) = &parent {
+        if !format.takes_backing() {
+            return Err(file.named(Error::invalid_argument("Driver doesn't support backing files")));
+        }
+        format.check_parent(parent).map_err(|error| file.named(error))?;
+    }
+    let link = draft.children.link(ChildRole::Backing).unwrap_or_default();
+    draft.children.share(ChildRole::Backing, Arc::clone(&link));
+    let unpacked = opener.policy().max_decompressed_bytes;
+    let image = Image { file, format, writer: OnceLock::new() };
+    // A damaged image may be in no state for writes, and a check opens it all the same.
+    if !draft.settings.read_only && !opener.checks(draft) {
+        image.start_writing().await.map_err(|error| image.file.named(error))?;
+    }
+    let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
+    Ok((Box::new(driver), filename))
+}
+
+struct Image<F> {
+    file: ImageFile,
+    format: F,
+    /// Empty: opened for reading.
+    writer: OnceLock<Writer>,
+}
+
+impl<F: BlockFormat> Image<F> {
+    fn open_writer(&self) -> Result<&Writer> {
+        self.writer.get().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+    }
+}
+
+impl<F: BlockFormat> MappedFormat for Image<F> {
+    fn name(&self) -> &'static str {
+        F::NAME
+    }
+
+    fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    fn describe(&self) -> Description {
+        self.format.describe()
+    }
+
+    fn files(&self) -> &[Arc<Node>] {
+        &self.file.node
+    }
+
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>> {
+        Box::pin(async move {
+            let mut runs: Vec<Run> = Vec::new();
+            let (mut at, end) = (offset, offset.saturating_add(len).min(self.format.size()));
+            let mut steps = 0;
+            while at < end && runs.len() < max_runs.max(1) && steps < MAX_STEPS {
+                let (place, len) = match self.writer.get() {
+                    Some(writer) => writer.place(&self.format, &self.file, at, end - at).await?,
+                    None => self.format.place(&self.file, at, end - at).await?,
+                };
+                push_run(&mut runs, Run { start: at, len, place });
+                at += len;
+                steps += 1;
+            }
+            Ok(runs)
+        })
+    }
+
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
+        Box::pin(async move {
+            match self.writer.get() {
+                Some(writer) => writer.unpack(&self.format, &self.file, block).await,
+                None => self.format.unpack(&self.file, block).await,
+            }
+        })
+    }
+
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(self.format.check(&self.file, max))
+    }
+
+    fn repair(&self, what: Repair, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(self.format.repair(&self.file, what, max))
+    }
+
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        self.writer.get().is_some().then_some(self)
+    }
+
+    fn renames_backing(&self) -> bool {
+        F::RENAMES_BACKING
+    }
+
+    fn rename_backing<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.flush(&self.format, &self.file).await?;
+            self.format.rename_backing(&self.file.storage(), name, format).await
+        })
+    }
+
+    fn start_writing(&self) -> Work<'_> {
+        Box::pin(async move {
+            self.file.forget();
+            self.format.before_writing(&self.file).await?;
+            match self.writer.get() {
+                Some(writer) => writer.begin_again(&self.format, &self.file).await,
+                None => {
+                    let writer = Writer::open(&self.format, &self.file).await?;
+                    self.writer.set(writer).map_err(|_| Error::internal("an image is made writable twice at once"))
+                }
+            }
+        })
+    }
+}
+
+impl<F: BlockFormat> MappedWriter for Image<F> {
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
+        Box::pin(async move {
+            match self.open_writer() {
+                Ok(writer) => writer.write(&self.format, &self.file, backing, offset, buf).await,
+                Err(error) => (Err(error), buf),
+            }
+        })
+    }
+
+    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            if !F::PACKS {
+                return Err(Error::unsupported("Compression not supported for this file format"));
+            }
+            self.open_writer()?.write_packed(&self.format, &self.file, backing, clusters).await
+        })
+    }
+
+    fn compresses(&self) -> bool {
+        F::PACKS
+    }
+
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.write_zeroes(&self.format, &self.file, backing, (offset, len), flags).await
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.discard(&self.format, &self.file, (offset, len)).await })
+    }
+
+    fn resize<'a>(&'a self, size: u64, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            let (writer, old) = (self.open_writer()?, self.format.size());
+            // Formats that can't be resized say so first.
+            self.format.set_size(old)?;
+            if size < old {
+                return Err(Error::unsupported("Shrinking images is currently not supported"));
+            }
+            self.format.set_size(size)?;
+            let grown = async {
+                // A longer backing file must not show behind the old end.
+                let below = backing.load().as_ref().map_or(0, |backing| backing.size());
+                if old < below.min(size) {
+                    let range = (old, below.min(size) - old);
+                    writer.write_zeroes(&self.format, &self.file, backing, range, ZeroFlags::default()).await?;
+                }
+                writer.flush(&self.format, &self.file).await?;
+                self.format.write_size(&self.file.storage()).await
+            };
+            let result = grown.await;
+            if result.is_err() {
+                self.format.set_size(old)?;
+            }
+            result
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.flush(&self.format, &self.file).await })
+    }
+
+    fn complete(&self) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.complete(&self.format, &self.file).await })
+    }
+}

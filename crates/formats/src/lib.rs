@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Formats: drivers that say where data is.
+
+mod blocks;
+mod context;
+mod holes;
+pub mod luks;
+mod mapped;
+mod parallels;
+mod patches;
+mod qcow;
+pub mod qcow2;
+mod qed;
+pub mod raw;
+mod sector_map;
+mod survey;
+mod units;
+mod vdi;
+mod vhdx;
+mod vmdk;
+mod vpc;
+mod writer;
+
+pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
+
+use cowshed_graph::node::Node;
+use cowshed_graph::open::DriverLine;
+use cowshed_layout::probe::FormatName;
+
+/// A node's driver, for what only its format has.
+pub trait DriverOf {
+    /// The qcow2 driver.
+    fn qcow2(&self) -> Option<&qcow2::Qcow2Driver>;
+
+    /// The LUKS driver.
+    fn luks(&self) -> Option<&luks::LuksDriver>;
+}
+
+impl DriverOf for Node {
+    fn qcow2(&self) -> Option<&qcow2::Qcow2Driver> {
+        self.driver().downcast()
+    }
+
+    fn luks(&self) -> Option<&luks::LuksDriver> {
+        self.driver().downcast()
+    }
+}
+
+/// The formats, in the order of the help. A new one is a line here and a folder (or a file) that has its keys, its opening and
+/// its [`Driver`](cowshed_graph::node::Driver).
+pub const FORMATS: &[DriverLine] = &[
+    raw::DRIVER,
+    qcow2::DRIVER,
+    luks::DRIVER,
+    vmdk::DRIVER,
+    vdi::DRIVER,
+    vpc::DRIVER,
+    vhdx::DRIVER,
+    qcow::DRIVER,
+    qed::DRIVER,
+    parallels::DRIVER,
+];
+
+/// Formats that are recognised for a clear refusal, and what they are.
+pub const REFUSED: &[(FormatName, &str)] =
+    &[(FormatName::Bochs, "Bochs"), (FormatName::Cloop, "Linux cloop"), (FormatName::Dmg, "Apple disk image (UDIF)")];

@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Formats without an engine of their own: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
+//! does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can be written to are a
+//! [`MappedWriter`], too.
+
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::buffers::join;
+use cowshed_graph::node::{
+    Backing, BackingName, Described, Description, Driver, Link, LocalFuture, MappedCheck, NamedBacking, Node,
+    Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+};
+use cowshed_graph::options::BlockdevOptions;
+use cowshed_offline::check::Repair;
+use cowshed_storage::IoBuf;
+use futures_util::future::join_all;
+use std::future::ready;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Runs that one request maps at once.
+const MAX_RUNS: usize = 256;
+/// Unpacked blocks that are kept: small reads in a row don't unpack the same block again.
+const KEPT_BLOCKS: usize = 4;
+
+/// Where a run of the disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Plain bytes in one of the files, at this offset.
+    Data { file: usize, host: u64 },
+    /// Zeroes.
+    Zero,
+    /// Not here: in the backing file, or zeroes without one.
+    Unallocated,
+    /// Inside the packed block that begins at this byte of the disk.
+    Packed { block: u64 },
+}
+
+/// A range of the disk with one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub start: u64,
+    pub len: u64,
+    pub place: Place,
+}
+
+impl Run {
+    fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    /// True when `next` only goes on with this run. Packed blocks stay apart.
+    fn continues_in(&self, next: &Run) -> bool {
+        match (self.place, next.place) {
+            (Place::Data { file, host }, Place::Data { file: next_file, host: next_host }) => {
+                file == next_file && host + self.len == next_host
+            }
+            (Place::Zero, Place::Zero) | (Place::Unallocated, Place::Unallocated) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Adds a run, joined with the last one where it goes on with that.
+pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.continues_in(&run) => last.len += run.len,
+        _ => runs.push(run),
+    }
+}
+
+/// A format that says where data is.
+pub(crate) trait MappedFormat: Send + Sync {
+    /// The driver's name.
+    fn name(&self) -> &'static str;
+    /// Size of the disk in bytes.
+    fn size(&self) -> u64;
+    /// What it says of itself.
+    fn describe(&self) -> Description;
+    /// The files that runs refer to.
+    fn files(&self) -> &[Arc<Node>];
+    /// Where a range is: runs in order without gaps from `offset` on, at least one, about `max_runs` at most; they may
+    /// end before the range does, never behind it.
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>>;
+    /// Unpacks the block that begins at byte `block` of the disk, all of it.
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
+    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
+    /// The same, and repairs what it can, of an image that was opened for writing. `None` where the format has no repair.
+    fn repair(&self, _what: Repair, _max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(ready(Ok(None)))
+    }
+    /// The part that writes, of an image that was opened for that.
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        None
+    }
+    /// Whether the header of an image can come to name another backing file.
+    fn renames_backing(&self) -> bool {
+        false
+    }
+    /// Has the header name another backing file, or none. All that was written before is durable by then.
+    fn rename_backing<'a>(&'a self, _name: Option<&'a str>, _format: Option<&'a str>) -> Work<'a> {
+        done(Err(Error::unsupported("the format has no way to name another backing file")))
+    }
+    /// Makes the part that writes, for an image whose files have become writable.
+    fn start_writing(&self) -> Work<'_>;
+}
+
+/// A format that is written to. Ranges are inside of the disk.
+pub(crate) trait MappedWriter {
+    /// Writes a buffer; what `backing` has around it stays as it was.
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
+    /// Writes whole clusters compressed, where the format [`MappedWriter::compresses`].
+    fn write_compressed<'a>(&'a self, _clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
+        done(Err(Error::unsupported("Compression not supported for this file format")))
+    }
+    /// True when it can write compressed clusters.
+    fn compresses(&self) -> bool {
+        false
+    }
+    /// Makes a range read as zeroes.
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
+    /// Gives the space of a range back: it reads as before or as zeroes.
+    fn discard(&self, offset: u64, len: u64) -> Work<'_>;
+    /// Makes the disk longer; what is new reads as zeroes.
+    fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
+        done(Err(Error::unsupported("Image format driver does not support resize")))
+    }
+    /// Makes everything written so far durable.
+    fn flush(&self) -> Work<'_>;
+    /// The same, and leaves the files as a close does. No request runs.
+    fn complete(&self) -> Work<'_>;
+}
+
+/// The driver over a [`MappedFormat`].
+pub(crate) struct MappedDriver {
+    format: Box<dyn MappedFormat>,
+    filename: String,
+    backing: Arc<Link>,
+    /// The caller left the backing file out: what stands there can't be read.
+    no_backing: bool,
+    /// So much may still be unpacked, in bytes.
+    unpack_budget: AtomicU64,
+    kept: Mutex<Kept>,
+}
+
+/// Unpacked blocks.
+#[derive(Default)]
+struct Kept {
+    /// Counts the times that packed blocks were written.
+    changes: u64,
+    blocks: Vec<(u64, Arc<Vec<u8>>)>,
+}
+
+impl MappedDriver {
+    pub(crate) fn new(
+        format: Box<dyn MappedFormat>,
+        filename: String,
+        backing: Arc<Link>,
+        no_backing: bool,
+        max_unpacked_bytes: u64,
+    ) -> MappedDriver {
+        let unpack_budget = AtomicU64::new(max_unpacked_bytes);
+        MappedDriver { format, filename, backing, no_backing, unpack_budget, kept: Mutex::default() }
+    }
+
+    fn named(&self, error: Error) -> Error {
+        if error.file_name().is_none() { error.file(self.filename.clone()) } else { error }
+    }
+
+    /// Work of the part that writes, if there is one.
+    fn written<'a>(&'a self, work: Option<Work<'a>>) -> Work<'a> {
+        match work {
+            Some(work) => Box::pin(async move { work.await.map_err(|error| self.named(error)) }),
+            None => done(Err(self.refusal())),
+        }
+    }
+
+    /// As the format says it, held to what it promised: a bug there must not become an endless loop here.
+    async fn map(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<Run>> {
+        let runs = self.format.map(offset, len, max_runs).await.map_err(|error| self.named(error))?;
+        let mut at = offset;
+        for run in &runs {
+            if run.start != at || run.len == 0 || run.len > offset + len - at {
+                return Err(self.named(Error::internal("a format maps a range with gaps").offset(at)));
+            }
+            at = run.end();
+        }
+        match runs.is_empty() {
+            true => Err(self.named(Error::internal("a format says nothing of a range").offset(offset))),
+            false => Ok(runs),
+        }
+    }
+
+    async fn read_run(&self, run: Run, mut part: IoBuf) -> (Result<()>, IoBuf) {
+        match run.place {
+            Place::Data { file, host } => match self.format.files().get(file) {
+                Some(node) => node.read_boxed(host, part).await,
+                None => (Err(Error::internal("a format maps to a file that it doesn't have")), part),
+            },
+            Place::Unallocated if self.no_backing => {
+                let message = "the data is in the backing file, which was left out";
+                (Err(Error::invalid_argument(message).offset(run.start)), part)
+            }
+            Place::Unallocated => match &*self.backing.load() {
+                Some(backing) => backing.read_padded(run.start, part).await,
+                None => {
+                    part.fill(0);
+                    (Ok(()), part)
+                }
+            },
+            Place::Zero => {
+                part.fill(0);
+                (Ok(()), part)
+            }
+            Place::Packed { block } => {
+                let unpacked = match self.unpacked(block).await {
+                    Ok(unpacked) => unpacked,
+                    // Another request wrote to it meanwhile, and it isn't packed any more.
+                    Err(error) => match self.map(run.start, run.len, 1).await {
+                        Ok(runs) if runs.first().is_some_and(|now| now.place != run.place) => {
+                            return self.read(run.start, part).await;
+                        }
+                        _ => return (Err(error), part),
+                    },
+                };
+                let skip = (run.start - block) as usize;
+                match unpacked.get(skip..skip + part.len()) {
+                    Some(bytes) => {
+                        part.copy_from_slice(bytes);
+                        (Ok(()), part)
+                    }
+                    None => (Err(Error::internal("a packed block is too short").offset(run.start)), part),
+                }
+            }
+        }
+    }
+
+    async fn unpacked(&self, block: u64) -> Result<Arc<Vec<u8>>> {
+        let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let changes = {
+            let kept = kept();
+            if let Some((_, bytes)) = kept.blocks.iter().find(|(known, _)| *known == block) {
+                return Ok(Arc::clone(bytes));
+            }
+            kept.changes
+        };
+        let bytes = Arc::new(self.format.unpack(block).await?);
+        let len = bytes.len() as u64;
+        let within = self.unpack_budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+            if left == u64::MAX { Some(left) } else { left.checked_sub(len) }
+        });
+        if within.is_err() {
+            let message = "more data comes out of compressed clusters than the policy for this image allows";
+            return Err(Error::new(ErrorKind::Limit, message).offset(block));
+        }
+        let mut kept = kept();
+        if kept.changes == changes {
+            kept.blocks.truncate(KEPT_BLOCKS - 1);
+            kept.blocks.insert(0, (block, Arc::clone(&bytes)));
+        }
+        Ok(bytes)
+    }
+}
+
+impl Driver for MappedDriver {
+    fn name(&self) -> &'static str {
+        self.format.name()
+    }
+
+    fn described(&self) -> Option<&dyn Described> {
+        Some(self)
+    }
+
+    fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    fn refusal(&self) -> Error {
+        Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
+    }
+
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let end = offset + buf.len() as u64;
+            let (mut at, mut rest, mut done) = (offset, buf, None);
+            while at < end {
+                let runs = match self.map(at, end - at, MAX_RUNS).await {
+                    Ok(runs) => runs,
+                    Err(error) => return (Err(error), join(done, rest)),
+                };
+                let parts = runs.iter().map(|run| {
+                    at = run.end();
+                    let part = rest.split_to(run.len as usize);
+                    self.read_run(*run, part)
+                });
+                let parts: Vec<_> = parts.collect();
+                let mut result = Ok(());
+                for (outcome, part) in join_all(parts).await {
+                    result = result.and(outcome);
+                    done = Some(join(done, part));
+                }
+                if let Err(error) = result {
+                    return (Err(self.named(error)), join(done, rest));
+                }
+            }
+            (Ok(()), join(done, rest))
+        })
+    }
+
+    /// What the format says, with the holes of the files under plain data as zeroes.
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
+        Box::pin(async move {
+            let mut statuses = Vec::new();
+            for run in self.map(offset, len, max_runs).await? {
+                if statuses.len() >= max_runs {
+                    break;
+                }
+                let status = StatusExtent {
+                    start: run.start,
+                    len: run.len,
+                    data: matches!(run.place, Place::Data { .. } | Place::Packed { .. }),
+                    zero: match run.place {
+                        Place::Zero => true,
+                        Place::Unallocated => self.backing.load().is_none() && !self.no_backing,
+                        _ => false,
+                    },
+                    present: run.place != Place::Unallocated,
+                    compressed: matches!(run.place, Place::Packed { .. }),
+                    offset: None,
+                    file: None,
+                    depth: 0,
+                };
+                match run.place {
+                    Place::Data { file, host } => {
+                        let Some(node) = self.format.files().get(file) else { break };
+                        if !in_file(node, status, host, max_runs, &mut statuses).await? {
+                            break;
+                        }
+                    }
+                    // Neighbouring packed blocks are one run to whoever asks.
+                    Place::Packed { .. } => match statuses.last_mut() {
+                        Some(last) if last.compressed => last.len += run.len,
+                        _ => statuses.push(status),
+                    },
+                    _ => statuses.push(status),
+                }
+            }
+            Ok(statuses)
+        })
+    }
+
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        let Some(writer) = self.format.writer() else { return Box::pin(ready((Err(self.refusal()), buf))) };
+        Box::pin(async move {
+            let (result, buf) = writer.write(offset, buf, &self.backing).await;
+            (result.map_err(|error| self.named(error)), buf)
+        })
+    }
+
+    fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        let Some(writer) = self.format.writer() else { return done(Err(self.refusal())) };
+        Box::pin(async move {
+            let written = writer.write_compressed(clusters, &self.backing).await;
+            // What was unpacked may be what stood there before.
+            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.changes += 1;
+            kept.blocks.clear();
+            written.map_err(|error| self.named(error))
+        })
+    }
+
+    fn compresses(&self) -> bool {
+        self.format.writer().is_some_and(|writer| writer.compresses())
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        self.written(self.format.writer().map(|writer| writer.write_zeroes(offset, len, flags, &self.backing)))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        self.written(self.format.writer().map(|writer| writer.discard(offset, len)))
+    }
+
+    fn flush(&self) -> Work<'_> {
+        match self.format.writer() {
+            Some(writer) => self.written(Some(writer.flush())),
+            None => done(Ok(())),
+        }
+    }
+
+    fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
+        if preallocation != Preallocation::Off {
+            let message = format!("Unsupported preallocation mode '{}'", preallocation.name());
+            return done(Err(Error::unsupported(message).file(self.filename.clone())));
+        }
+        self.written(self.format.writer().map(|writer| writer.resize(size, &self.backing)))
+    }
+
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        match self.format.writer() {
+            Some(writer) => self.written(Some(writer.complete())),
+            None => flush,
+        }
+    }
+
+    fn close(&self, read_only: bool) -> Work<'_> {
+        match self.format.writer().filter(|_| !read_only) {
+            Some(writer) => self.written(Some(writer.complete())),
+            None => done(Ok(())),
+        }
+    }
+
+    fn named_backing(&self) -> Option<NamedBacking> {
+        if self.no_backing {
+            return None;
+        }
+        let description = self.format.describe();
+        Some((description.backing_name, description.backing_format.map(str::to_owned)))
+    }
+
+    fn backing(&self) -> Option<&dyn Backing> {
+        self.format.renames_backing().then_some(self)
+    }
+
+    fn tells_damage(&self) -> bool {
+        true
+    }
+
+    fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
+        self.written(Some(self.format.start_writing()))
+    }
+}
+
+impl BackingName for MappedDriver {
+    fn name(&self) -> Option<String> {
+        self.format.describe().backing_name
+    }
+
+    fn format(&self) -> Option<String> {
+        self.format.describe().backing_format.map(str::to_owned)
+    }
+
+    fn is_left_out(&self) -> bool {
+        self.no_backing
+    }
+
+    /// Zeroes over a backing file are always the image's own, however long that one is.
+    fn plan_for(&self, _bytes: Option<u64>) {}
+
+    fn can_be_emptied(&self) -> bool {
+        false
+    }
+}
+
+impl Backing for MappedDriver {
+    fn link(&self, backing: Option<Arc<Node>>) {
+        self.backing.set(backing);
+    }
+
+    fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
+        self.written(Some(self.format.rename_backing(name, format)))
+    }
+
+    fn make_empty(&self) -> Work<'_> {
+        done(Err(Error::unsupported("the format has no way to empty an image").file(self.filename.clone())))
+    }
+}
+
+impl Described for MappedDriver {
+    fn describe(&self) -> Description {
+        self.format.describe()
+    }
+
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(async move { self.format.check(max).await.map_err(|error| self.named(error)) })
+    }
+
+    fn repair(&self, what: Repair, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(async move { self.format.repair(what, max).await.map_err(|error| self.named(error)) })
+    }
+}
+
+/// Cuts a run of plain data at the holes of its file. False when it doesn't reach the run's end.
+async fn in_file(
+    node: &Node,
+    run: StatusExtent,
+    host: u64,
+    max_runs: usize,
+    statuses: &mut Vec<StatusExtent>,
+) -> Result<bool> {
+    let mut done = 0;
+    while done < run.len {
+        if statuses.len() >= max_runs {
+            return Ok(false);
+        }
+        let pieces = node.block_status_boxed(host + done, run.len - done, max_runs - statuses.len()).await?;
+        for piece in pieces {
+            statuses.push(StatusExtent {
+                start: run.start + done,
+                len: piece.len,
+                zero: piece.zero,
+                offset: Some(host + done),
+                file: Some(node.filename().into()),
+                ..run.clone()
+            });
+            done += piece.len;
+        }
+    }
+    Ok(true)
+}

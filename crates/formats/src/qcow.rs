@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! qcow, version 1: docs/formats/block-formats.md.
+
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
+use super::mapped::Place;
+use super::units::Units;
+use cowshed_block::memory::try_push;
+use cowshed_block::{Compression, Error, Result};
+use cowshed_codec::Codec;
+use cowshed_graph::node::Description;
+use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::options::{DriverKind, DriverSchema};
+use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
+use cowshed_storage::rt;
+use std::rc::Rc;
+
+/// Unit of places in the file.
+const SECTOR_BYTES: u64 = 512;
+
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "qcow",
+    kind: DriverKind::Format,
+    about: "QEMU's image format before qcow2",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
+
+struct Qcow {
+    header: QcowHeader,
+    l1: Table,
+    backing_name: Option<String>,
+}
+
+/// Opens a qcow image.
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft).await?;
+    let qcow = load(&file).await.map_err(|error| file.named(error))?;
+    // The header has no place for the backing file's format.
+    let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
+    finish(opener, draft, file, qcow, backing).await
+}
+
+async fn load(file: &ImageFile) -> Result<Qcow> {
+    let header = QcowHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    let l1 = Table { field: "l1_table_offset", offset: header.l1_offset, bytes: header.l1_bytes() };
+    file.check_table(&l1)?;
+    let backing_name = match header.backing_name {
+        Some(place) => Some(file.name("backing_file_offset", place).await?).filter(|name| !name.is_empty()),
+        None => None,
+    };
+    Ok(Qcow { header, l1, backing_name })
+}
+
+impl Qcow {
+    /// The cluster that byte `at` is in, and where its entry is. `None`: its L2 table isn't there.
+    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<(QcowCluster, Table, u64)>> {
+        let span = self.header.l2_span_bytes();
+        let offset = u64::from_be_bytes(file.entry(self.l1, at / span).await?);
+        if offset == 0 {
+            return Ok(None);
+        }
+        if offset < HEADER_BYTES as u64 {
+            return Err(Error::invalid_image("L1 table entry", offset, "an L2 table lies on the header"));
+        }
+        let l2 = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+        let index = at % span / self.header.cluster_bytes();
+        debug_assert!(index < l2.bytes / ENTRY_BYTES);
+        let cluster = self.header.cluster(u64::from_be_bytes(file.entry(l2, index).await?));
+        Ok(Some((cluster, l2, index)))
+    }
+}
+
+impl Qcow {
+    /// For how many of the `len` bytes from byte `at` of the disk on there is no L2 table, where there is none for `at`.
+    async fn without_table(&self, file: &ImageFile, at: u64, len: u64) -> Result<u64> {
+        let span = self.header.l2_span_bytes();
+        file.same::<8>(self.l1, at / span, (at, len, span)).await
+    }
+}
+
+impl BlockFormat for Qcow {
+    const NAME: &'static str = SCHEMA.name;
+
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn describe(&self) -> Description {
+        Description {
+            cluster_bytes: Some(self.header.cluster_bytes()),
+            backing_name: self.backing_name.clone(),
+            ..Description::default()
+        }
+    }
+
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let Some((cluster, l2, index)) = self.cluster(file, at).await? else {
+            return Ok((Place::Unallocated, self.without_table(file, at, len).await?));
+        };
+        let skip = at % self.header.cluster_bytes();
+        let (all, len) = (len, len.min(self.header.cluster_bytes() - skip));
+        match cluster {
+            QcowCluster::Unallocated => {
+                let range = (at, all, self.header.cluster_bytes());
+                Ok((Place::Unallocated, file.same::<8>(l2, index, range).await?))
+            }
+            QcowCluster::At(host) => {
+                if !host.is_multiple_of(SECTOR_BYTES) {
+                    let message = format!("the cluster at byte {} of the disk is not at a sector", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
+                file.check_data("L2 table entry", host, skip + len, at)?;
+                Ok((Place::Data { file: 0, host: host + skip }, len))
+            }
+            QcowCluster::Compressed { host, len: packed } => {
+                if packed == 0 {
+                    let message = format!("the compressed cluster at byte {} of the disk has no length", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
+                if host < HEADER_BYTES as u64 {
+                    let message =
+                        format!("the compressed cluster at byte {} of the disk lies on the header", at - skip);
+                    return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
+                }
+                file.check_data("L2 table entry", host, packed, at)?;
+                Ok((Place::Packed { block: at - skip }, len))
+            }
+        }
+    }
+
+    async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
+        let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, block).await? else {
+            return Err(Error::internal("a packed cluster went away").offset(block));
+        };
+        self.unpack_at(file, host, len).await
+    }
+
+    async fn unpack_at(&self, file: &ImageFile, host: u64, len: u64) -> Result<Vec<u8>> {
+        // A cluster is 64 KiB at most, and what is compressed is shorter.
+        let packed = file.read(host, len as usize).await?;
+        let cluster_bytes = self.header.cluster_bytes() as usize;
+        rt::offload(move || {
+            let mut cluster = vec![0; cluster_bytes];
+            Codec::new(Compression::Zlib).decompress(&packed, &mut cluster)?;
+            Ok(cluster)
+        })
+        .await
+        .map_err(|error: Error| error.offset(host))
+    }
+
+    const PACKS: bool = true;
+
+    fn packed_entry(&self, host: u64, len: u64) -> Result<Vec<u8>> {
+        Ok(self.header.compressed_entry(host, len)?.to_be_bytes().to_vec())
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, head, tail) = (self.header.cluster_bytes(), Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first: 0, grid: block_bytes, tail, is_at_end: true })
+    }
+
+    async fn occupied(&self, file: &ImageFile) -> Result<Vec<(u64, u64)>> {
+        let (span, cluster_bytes) = (self.header.l2_span_bytes(), self.header.cluster_bytes());
+        let mut parts = vec![(0, HEADER_BYTES as u64), (self.l1.offset, self.l1.offset + self.l1.bytes)];
+        if let Some((at, len)) = self.header.backing_name {
+            try_push(&mut parts, (at, at + u64::from(len)))?;
+        }
+        let mut at = 0;
+        while at < self.header.size {
+            let rest = self.header.size - at;
+            let Some((cluster, table, index)) = self.cluster(file, at).await? else {
+                at += self.without_table(file, at, rest).await?;
+                continue;
+            };
+            if at.is_multiple_of(span) {
+                file.check_table(&table)?;
+                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
+            }
+            at += match cluster {
+                // Compressed clusters are no blocks of their own: nothing may lie on them either.
+                QcowCluster::Compressed { host, len } => {
+                    match parts.last_mut() {
+                        Some(last) if last.1 == host => last.1 = host + len,
+                        _ => try_push(&mut parts, (host, host + len))?,
+                    }
+                    cluster_bytes
+                }
+                QcowCluster::At(_) => cluster_bytes,
+                QcowCluster::Unallocated => file.same::<8>(table, index, (at, rest, cluster_bytes)).await?,
+            };
+        }
+        Ok(parts)
+    }
+
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        let at = block * self.header.cluster_bytes();
+        let found = self.cluster(file, at).await?;
+        let (_, table, index) = found.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;
+        Ok((table, index))
+    }
+
+    async fn missing_table(&self, file: &ImageFile, block: u64) -> Result<Option<MissingTable>> {
+        let at = block * self.header.cluster_bytes();
+        if self.cluster(file, at).await?.is_some() {
+            return Ok(None);
+        }
+        let entry_offset = self.l1.offset + at / self.header.l2_span_bytes() * ENTRY_BYTES;
+        let (bytes, blocks) = (self.header.l2_bytes(), 1 << self.header.l2_bits);
+        Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
+    }
+
+    fn entry_bytes(&self) -> u64 {
+        ENTRY_BYTES
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_be_bytes().to_vec())
+    }
+
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_be_bytes().to_vec())
+    }
+}

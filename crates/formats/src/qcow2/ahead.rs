@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Claims on compressed clusters, so that only one request inflates each, and reading ahead: a reader that takes cluster after
+//! cluster finds the next ones inflated.
+//!
+//! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
+
+use super::Qcow2Driver;
+use super::inflated::Inflated;
+use cowshed_block::{Extent, GuestOffset, Mapping, without};
+use cowshed_codec::Codec;
+use cowshed_graph::events::Events;
+use cowshed_qcow2::{Engine, ExtentList, Stall};
+use cowshed_storage::{File, IoBuf, rt};
+use futures_util::future::join_all;
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Sequential readers that are told apart.
+const STREAMS: usize = 4;
+/// Clusters read in a row before a reader counts as sequential.
+const STREAK: u64 = 2;
+/// Bits of a stream's word that count its streak.
+const STREAK_BITS: u32 = 2;
+/// What is read ahead: so many bytes, in so many clusters at most, one at least.
+const AHEAD_BYTES: u64 = 512 << 10;
+const AHEAD_CLUSTERS: u64 = 8;
+
+/// Where compressed data is: offset in the image file and length in bytes.
+type Place = (u64, u64);
+
+/// See the module's text. One for each open image.
+pub(super) struct Ahead {
+    streams: [Stream; STREAMS],
+    /// The stream that a new one takes the place of.
+    oldest: AtomicUsize,
+    /// Places that are being inflated.
+    places: Mutex<HashSet<Place>>,
+    /// How many those are.
+    busy: AtomicUsize,
+    /// Requests that inflate.
+    requests: AtomicUsize,
+    /// Tasks that read ahead.
+    tasks: AtomicUsize,
+    is_off: AtomicBool,
+    ended: Events,
+}
+
+/// A reader who goes from cluster to cluster.
+struct Stream {
+    /// The cluster that comes next, and below it how many came in a row.
+    next: AtomicU64,
+    /// The cluster up to which was read ahead.
+    reached: AtomicU64,
+}
+
+/// A place that is being inflated, until dropped.
+struct Inflating {
+    ahead: Arc<Ahead>,
+    place: Place,
+}
+
+impl Drop for Inflating {
+    fn drop(&mut self) {
+        self.ahead.places().remove(&self.place);
+        self.ahead.busy.fetch_sub(1, Ordering::SeqCst);
+        self.ahead.ended.notify();
+    }
+}
+
+/// The right to inflate a cluster: who else wants it waits until this is dropped.
+pub(super) struct Turn {
+    ahead: Arc<Ahead>,
+    _inflating: Option<Inflating>,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.ahead.requests.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// What a reader of a compressed cluster does.
+pub(super) enum Next {
+    /// It is here.
+    Copy(Arc<Vec<u8>>),
+    /// Nobody has it.
+    Inflate(Turn),
+}
+
+/// A task that reads ahead, until dropped.
+struct Running(Arc<Ahead>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.tasks.fetch_sub(1, Ordering::SeqCst);
+        self.0.ended.notify();
+    }
+}
+
+impl Ahead {
+    pub(super) fn new() -> Arc<Ahead> {
+        Arc::new(Ahead {
+            streams: std::array::from_fn(|_| Stream { next: AtomicU64::new(u64::MAX), reached: AtomicU64::new(0) }),
+            oldest: AtomicUsize::new(0),
+            places: Mutex::default(),
+            busy: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
+            tasks: AtomicUsize::new(0),
+            is_off: AtomicBool::new(false),
+            ended: Events::default(),
+        })
+    }
+
+    fn places(&self) -> MutexGuard<'_, HashSet<Place>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a place, if nobody has it.
+    fn take(self: &Arc<Self>, place: Place) -> Option<Inflating> {
+        if !self.places().insert(place) {
+            return None;
+        }
+        self.busy.fetch_add(1, Ordering::SeqCst);
+        Some(Inflating { ahead: Arc::clone(self), place })
+    }
+
+    /// Looks for a cluster, and waits for whoever is inflating it. `whole`: all of it is wanted, so it isn't kept for
+    /// others. The wait is for one read and one inflation, which the caller would have to do otherwise; who does them
+    /// waits for nobody.
+    pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
+        loop {
+            if let Some(cluster) = inflated.get(place.0, place.1, whole) {
+                return Next::Copy(cluster);
+            }
+            let seen = self.ended.now();
+            let turn = match self.busy.load(Ordering::SeqCst) {
+                // Who wants all of it inflates into memory of its own, which is no use to others.
+                0 if whole => Some(None),
+                _ => self.take(place).map(Some),
+            };
+            // Again, after the look at who is at it: it puts the cluster in before it ends.
+            if let Some(cluster) = inflated.get(place.0, place.1, whole) {
+                return Next::Copy(cluster);
+            }
+            match turn {
+                Some(inflating) => {
+                    self.requests.fetch_add(1, Ordering::SeqCst);
+                    return Next::Inflate(Turn { ahead: Arc::clone(self), _inflating: inflating });
+                }
+                None => self.ended.wait(seen).await,
+            }
+        }
+    }
+
+    /// Notes that a cluster is read. Gives the stream if that has become sequential.
+    fn note(&self, cluster: u64) -> Option<&Stream> {
+        for stream in &self.streams {
+            let word = stream.next.load(Ordering::Relaxed);
+            let (next, streak) = (word >> STREAK_BITS, word & ((1 << STREAK_BITS) - 1));
+            if next == cluster + 1 {
+                return (streak >= STREAK).then_some(stream);
+            }
+            if next == cluster {
+                let streak = (streak + 1).min(STREAK);
+                stream.next.store((cluster + 1) << STREAK_BITS | streak, Ordering::Relaxed);
+                return (streak >= STREAK).then_some(stream);
+            }
+        }
+        let oldest = self.oldest.fetch_add(1, Ordering::Relaxed) % STREAMS;
+        self.streams[oldest].next.store((cluster + 1) << STREAK_BITS, Ordering::Relaxed);
+        None
+    }
+
+    /// Waits until nothing is read ahead, and nothing will be.
+    pub(super) async fn end(&self) {
+        self.is_off.store(true, Ordering::SeqCst);
+        self.settled().await;
+    }
+
+    /// Waits until nothing is read ahead. Where no request runs nothing will be.
+    async fn settled(&self) {
+        loop {
+            let seen = self.ended.now();
+            if self.tasks.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            self.ended.wait(seen).await;
+        }
+    }
+}
+
+impl Ahead {
+    /// Reads ahead again, after [`Ahead::end`].
+    pub(super) fn go_on(&self) {
+        self.is_off.store(false, Ordering::SeqCst);
+    }
+}
+
+impl Stream {
+    /// The clusters to read ahead now that the reader is at `cluster`, of `clusters` in all; none while enough of them are
+    /// under way.
+    fn range(&self, cluster: u64, clusters: u64, cluster_bytes: u64) -> Option<Range<u64>> {
+        let count = (AHEAD_BYTES / cluster_bytes).clamp(1, AHEAD_CLUSTERS);
+        let end = (cluster + 1 + count).min(clusters);
+        let reached = self.reached.load(Ordering::Relaxed);
+        let start = match (cluster + 1..=end).contains(&reached) {
+            true => reached,
+            false => cluster + 1,
+        };
+        // Half of it at a time: fewer, larger reads.
+        if start >= end || (end - start < count.div_ceil(2) && end < clusters) {
+            return None;
+        }
+        let is_mine = self.reached.compare_exchange(reached, end, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        is_mine.then_some(start..end)
+    }
+}
+
+/// What a task needs to read ahead; its own, since it outlives the request that started it.
+struct Reader {
+    ahead: Arc<Ahead>,
+    engine: Arc<Engine>,
+    events: Arc<Events>,
+    inflated: Arc<Inflated>,
+    file: File,
+    codec: Codec,
+}
+
+impl Qcow2Driver {
+    /// Waits until nothing is read ahead. No request runs.
+    pub(crate) async fn read_ahead_ended(&self) {
+        self.ahead.settled().await;
+    }
+
+    /// Notes a read of the compressed cluster at `guest`, by a request that wants no more than one, and reads ahead for a
+    /// sequential reader.
+    pub(super) fn read_ahead(&self, guest: GuestOffset) {
+        let cluster_bytes = self.cluster_size();
+        let cluster = guest.0 / cluster_bytes;
+        let Some(stream) = self.ahead.note(cluster) else { return };
+        let is_busy = without!("read_ahead")
+            || self.ahead.requests.load(Ordering::SeqCst) > 1
+            || self.ahead.is_off.load(Ordering::SeqCst);
+        // A limit counts what the reader asked for.
+        if is_busy || self.max_decompressed_bytes != u64::MAX {
+            return;
+        }
+        let clusters = self.size().div_ceil(cluster_bytes);
+        let Some(range) = stream.range(cluster, clusters, cluster_bytes) else { return };
+        self.ahead.tasks.fetch_add(1, Ordering::SeqCst);
+        let running = Running(Arc::clone(&self.ahead));
+        let reader = Reader {
+            ahead: Arc::clone(&self.ahead),
+            engine: Arc::clone(&self.engine),
+            events: Arc::clone(&self.events),
+            inflated: Arc::clone(&self.inflated),
+            file: self.file.clone(),
+            codec: self.codec(),
+        };
+        // Others wait for what it has taken, so it runs to its end whatever becomes of this request. Without an executor
+        // nothing is read ahead.
+        let _ = rt::spawn_obligation(async move {
+            let _running = running;
+            let reader = reader;
+            reader.run(GuestOffset(range.start * cluster_bytes), (range.end - range.start) * cluster_bytes).await;
+        });
+    }
+}
+
+impl Reader {
+    async fn run(&self, guest: GuestOffset, len: u64) {
+        // Held until everything is in the store: what is put in must be what the mapping means.
+        let pin = self.engine.pin();
+        let mut extents = ExtentList::default();
+        match self.engine.map(guest, len, &mut extents) {
+            Ok(_) => {}
+            Err(Stall::Load(load)) => {
+                // For whoever needs it.
+                self.engine.load_failed(&load);
+                self.events.notify();
+                return;
+            }
+            Err(_) => return,
+        }
+        let runs = self.runs(&extents);
+        join_all(runs.into_iter().map(|run| self.inflate(run))).await;
+        drop(pin);
+    }
+
+    /// The clusters that nobody has or inflates, in runs that are read by one operation each.
+    fn runs(&self, extents: &[Extent]) -> Vec<Vec<Inflating>> {
+        let mut runs: Vec<Vec<Inflating>> = Vec::new();
+        for extent in extents {
+            let Mapping::Compressed { host, len, .. } = extent.mapping else { continue };
+            if host.0 + len > self.file.len().next_multiple_of(512) || self.inflated.has(host.0, len) {
+                continue;
+            }
+            let Some(inflating) = self.ahead.take((host.0, len)) else { continue };
+            match runs.last_mut() {
+                // The next one begins in the sector where the last one ends.
+                Some(run) if run.last().is_some_and(|last| host.0.wrapping_sub(last.place.0) <= last.place.1) => {
+                    run.push(inflating);
+                }
+                _ => runs.push(vec![inflating]),
+            }
+        }
+        runs
+    }
+
+    async fn inflate(&self, run: Vec<Inflating>) {
+        let Some(start) = run.first().map(|first| first.place.0) else { return };
+        let end = run.iter().map(|inflating| inflating.place.0 + inflating.place.1).max().unwrap_or(start);
+        let (result, bytes) = self.file.read_at(IoBuf::scratch((end - start) as usize), start).await;
+        // Who asks for these clusters meets the error again.
+        if result.is_err() {
+            return;
+        }
+        let bytes = Arc::new(bytes);
+        let cluster_bytes = self.engine.geometry().cluster_size() as usize;
+        let work = run.into_iter().map(|inflating| {
+            let (bytes, inflated, codec) = (Arc::clone(&bytes), Arc::clone(&self.inflated), self.codec);
+            rt::offload(move || {
+                let (host, len) = inflating.place;
+                let from = (host - start) as usize;
+                let mut cluster = vec![0; cluster_bytes];
+                if codec.decompress(&bytes[from..from + len as usize], &mut cluster).is_ok() {
+                    inflated.put_ahead(host, len, Arc::new(cluster));
+                }
+                drop(inflating);
+            })
+        });
+        join_all(work).await;
+    }
+}

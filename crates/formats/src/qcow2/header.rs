@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Changes of the header: always a write of fixed fields in its first sector; what reaches beyond is switched to from there.
+
+use super::Qcow2Driver;
+use cowshed_block::{Result, name_of_text};
+use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
+use cowshed_storage::IoBuf;
+use cowshed_storage::fault::Event;
+use std::sync::PoisonError;
+
+impl Qcow2Driver {
+    /// Changes fields of the header, in memory and by one write within the first sector, without a barrier.
+    pub(super) async fn edit_header(&self, edit: impl FnOnce(&mut Header)) -> Result<()> {
+        let mut header = self.header();
+        edit(&mut header);
+        let (result, _) = self.file.write_at(IoBuf::copy_from(&header.encode_changing_fields()), offset::SIZE).await;
+        result?;
+        *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
+        Ok(())
+    }
+
+    /// Changes extensions and the backing file's name, durably. A power cut leaves the old header or the new one
+    /// (`cowshed_layout::qcow2::switch_header`).
+    pub(super) async fn switch_header(&self, edit: impl FnOnce(&mut Header)) -> Result<()> {
+        self.check_writable()?;
+        let _guard = self.cycle_lock.lock().await;
+        let old = self.header();
+        let mut new = old.clone();
+        edit(&mut new);
+        let (result, cluster) = self.file.read_at(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
+        result?;
+        let stages = switch_header(&cluster, &old, &new).map_err(|error| self.error(error))?;
+        self.barrier().await?;
+        for stage in stages {
+            for (offset, bytes) in stage {
+                self.file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
+            }
+            self.file.sync().await?;
+        }
+        let written = cowshed_offline::read_header(&self.file).await?;
+        *self.header.lock().unwrap_or_else(PoisonError::into_inner) = written;
+        Ok(())
+    }
+
+    /// See [`cowshed_graph::Node::change_backing_file`].
+    pub(crate) async fn change_backing_file(&self, name: Option<&str>, format: Option<&str>) -> Result<()> {
+        self.switch_header(|header| {
+            header.backing_file = name.map(|name| name_of_text(name).into_owned());
+            match format.filter(|_| name.is_some()) {
+                Some(format) => header.set_extension(Extension::BackingFormat(format.as_bytes().to_vec())),
+                None => header.remove_extension(extension_type::BACKING_FORMAT),
+            }
+        })
+        .await
+    }
+
+    /// See [`cowshed_graph::Node::make_empty`].
+    pub(crate) async fn make_empty(&self) -> Result<()> {
+        self.check_writable()?;
+        self.meet(Event::EmptyImagePrepare).await;
+        self.unmap_behind(0).await?;
+        self.write_back(false).await?;
+        self.reclaim().await
+    }
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! An image that is open for reading several times in one process, as the base of many overlays is, has its mapping in memory
+//! once.
+//!
+//! Only while nobody can write to it: each of those who share holds the lock that keeps writers out.
+
+use super::inflated::Inflated;
+use cowshed_block::{Error, ErrorKind, Result, without};
+use cowshed_graph::events::Events;
+use cowshed_qcow2::{Config, Engine};
+use cowshed_storage::{File, FileIdentity, Permissions, rt};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+/// What belongs together: the mapping, those who wait for it, and what was inflated by it.
+pub(super) struct Core {
+    pub(super) engine: Arc<Engine>,
+    pub(super) events: Arc<Events>,
+    pub(super) inflated: Arc<Inflated>,
+    /// The core was made for this image, nobody had it.
+    pub(super) is_new: bool,
+    pub(super) membership: Membership,
+}
+
+/// One image's part in a core that others may share, for as long as it keeps writers out.
+#[derive(Debug, Default)]
+pub(super) struct Membership(Mutex<Option<Key>>);
+
+/// The same file, understood in the same way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    identity: FileIdentity,
+    file_len: u64,
+    l1_offset: u64,
+    l1_len: usize,
+    size: u64,
+    slice_bytes: u64,
+    cache_bytes: (u64, u64),
+    backing_size: Option<u64>,
+}
+
+struct Known {
+    /// Images that share it.
+    members: usize,
+    engine: Weak<Engine>,
+    events: Weak<Events>,
+    inflated: Weak<Inflated>,
+}
+
+fn known() -> MutexGuard<'static, HashMap<Key, Known>> {
+    static KNOWN: OnceLock<Mutex<HashMap<Key, Known>>> = OnceLock::new();
+    KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Known {
+    /// The core, with one member more.
+    fn join(&mut self, key: Key) -> Option<Core> {
+        let (engine, events, inflated) = (self.engine.upgrade()?, self.events.upgrade()?, self.inflated.upgrade()?);
+        self.members += 1;
+        Some(Core { engine, events, inflated, is_new: false, membership: Membership(Mutex::new(Some(key))) })
+    }
+}
+
+impl Membership {
+    /// Leaves: the image no longer keeps writers out. A core without members is shared with nobody any more.
+    pub(super) fn leave(&self) {
+        let Some(key) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let mut known = known();
+        if let Some(core) = known.get_mut(&key) {
+            core.members -= 1;
+            if core.members == 0 {
+                known.remove(&key);
+            }
+        }
+    }
+
+    /// Leaves, because the image is going to be written to, or its mapping to be kept in another way. Refused while others
+    /// read by the same mapping.
+    pub(super) fn make_exclusive(&self) -> Result<()> {
+        let key = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if key.is_some_and(|key| known().get(&key).is_some_and(|core| core.members > 1)) {
+            return Err(Error::new(ErrorKind::Busy, "the image is open for reading elsewhere in this process"));
+        }
+        self.leave();
+        Ok(())
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+impl Core {
+    fn new(config: Config, l1: &[u64]) -> Result<Core> {
+        Ok(Core {
+            engine: Arc::new(Engine::new(config, l1)?),
+            events: Arc::default(),
+            inflated: Arc::new(Inflated::new()),
+            is_new: true,
+            membership: Membership::default(),
+        })
+    }
+
+    /// The core of an image in `file`: one that is there already, where nobody writes.
+    pub(super) fn of(file: &File, config: Config, l1: &[u64], is_read_only: bool) -> Result<Core> {
+        let is_quiet = !without!("mapping_of_a_base_once")
+            && is_read_only
+            && !rt::is_simulated()
+            && !file.is_device()
+            && file.faults().is_none();
+        let Some(identity) = file.identity().filter(|_| is_quiet && file.permissions() == Permissions::READ) else {
+            return Core::new(config, l1);
+        };
+        let key = Key {
+            identity,
+            file_len: config.file_len,
+            l1_offset: config.l1_offset,
+            l1_len: l1.len(),
+            size: config.size,
+            slice_bytes: config.l2_slice_bytes,
+            cache_bytes: (config.l2_cache_bytes, config.refcount_cache_bytes),
+            backing_size: config.backing_size,
+        };
+        let mut known = known();
+        if let Some(core) = known.get_mut(&key).and_then(|core| core.join(key)) {
+            return Ok(core);
+        }
+        // The membership comes last: one that an error drops would ask for what is locked here.
+        let mut core = Core::new(config, l1)?;
+        core.membership = Membership(Mutex::new(Some(key)));
+        let (engine, events) = (Arc::downgrade(&core.engine), Arc::downgrade(&core.events));
+        known.insert(key, Known { members: 1, engine, events, inflated: Arc::downgrade(&core.inflated) });
+        Ok(core)
+    }
+}

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! QED: docs/formats/block-formats.md.
+
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
+use super::mapped::Place;
+use super::survey::Survey;
+use super::units::Units;
+use cowshed_block::memory::try_push;
+use cowshed_block::{Error, Result, name_of_text, slip};
+use cowshed_graph::node::{Description, MappedCheck};
+use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::options::{DriverKind, DriverSchema};
+use cowshed_layout::qed::{
+    AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
+};
+use cowshed_offline::check::Repair;
+use cowshed_storage::{File, IoBuf};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "qed",
+    kind: DriverKind::Format,
+    about: "QEMU's enhanced disk format",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
+
+struct Qed {
+    header: QedHeader,
+    l1: Table,
+    backing: Mutex<BackingFile>,
+    /// Size of the disk in bytes.
+    size: AtomicU64,
+    /// The header says that the image needs a check.
+    needs_check: AtomicBool,
+}
+
+/// The backing file as the header names it.
+#[derive(Clone)]
+struct BackingFile {
+    name: Option<String>,
+    is_raw: bool,
+    /// Offset and length in the file.
+    place: Option<(u64, u32)>,
+}
+
+/// Opens a QED image.
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft).await?;
+    let qed = load(&file).await.map_err(|error| file.named(error))?;
+    let named = qed.backing();
+    let backing = NamedBacking { format: named.format().map(str::to_owned), name: named.name };
+    finish(opener, draft, file, qed, backing).await
+}
+
+async fn load(file: &ImageFile) -> Result<Qed> {
+    let header = QedHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    let l1 = Table { field: "l1_table_offset", offset: header.l1_offset, bytes: header.table_bytes };
+    file.check_table(&l1)?;
+    let backing_name = match header.backing_name {
+        Some(place) => Some(file.name("backing_filename_offset", place).await?).filter(|name| !name.is_empty()),
+        None => None,
+    };
+    let (size, needs_check) = (AtomicU64::new(header.size), AtomicBool::new(header.needs_check));
+    let backing = BackingFile { name: backing_name, is_raw: header.backing_is_raw, place: header.backing_name };
+    Ok(Qed { header, l1, backing: Mutex::new(backing), size, needs_check })
+}
+
+impl BackingFile {
+    fn format(&self) -> Option<&'static str> {
+        self.is_raw.then_some("raw")
+    }
+}
+
+impl Qed {
+    fn backing(&self) -> BackingFile {
+        self.backing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The header as it is now. What can change is the backing file, the mark of a check, and the size.
+    fn header_now(&self) -> QedHeader {
+        let backing = self.backing();
+        QedHeader { backing_name: backing.place, backing_is_raw: backing.is_raw, ..self.header.clone() }
+    }
+
+    /// A place in the file that an entry of a table names.
+    fn aligned(&self, field: &'static str, offset: u64) -> Result<u64> {
+        if offset.is_multiple_of(self.header.cluster_bytes) && offset >= self.header.cluster_bytes {
+            return Ok(offset);
+        }
+        let message = "an offset is no multiple of the cluster size";
+        Err(Error::invalid_image(field, format!("{offset:#x}"), message))
+    }
+
+    /// The L2 table for byte `at` of the disk.
+    async fn l2(&self, file: &ImageFile, at: u64) -> Result<Option<Table>> {
+        let entry = u64::from_le_bytes(file.entry(self.l1, at / self.header.l2_span_bytes()).await?);
+        if entry == 0 {
+            return Ok(None);
+        }
+        let offset = self.aligned("L1 table entry", entry)?;
+        Ok(Some(Table { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
+    }
+
+    /// Clears entries that lead to no cluster of the file; how many. What they led to is lost already.
+    async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
+        let file = image.storage();
+        let (there, cluster_bytes, mut cleared) = (image.len(), self.header.cluster_bytes, 0);
+        let is_bad = |offset: u64, bytes: u64| {
+            let end = offset.checked_add(bytes);
+            !offset.is_multiple_of(cluster_bytes) || offset < cluster_bytes || end.is_none_or(|end| end > there)
+        };
+        let clear = async |at: u64| file.write_at(IoBuf::zeroed(ENTRY_BYTES as usize), at).await.0;
+        let span = self.header.l2_span_bytes();
+        for index in 0..self.size().div_ceil(span) {
+            let entry = u64::from_le_bytes(image.entry(self.l1, index).await?);
+            if entry == 0 {
+                continue;
+            }
+            if is_bad(entry, self.header.table_bytes) {
+                clear(self.l1.offset + index * ENTRY_BYTES).await?;
+                cleared += 1;
+                continue;
+            }
+            let l2 = Table { field: "L1 table entry", offset: entry, bytes: self.header.table_bytes };
+            let clusters = (self.size() - index * span).min(span).div_ceil(cluster_bytes);
+            let mut at = 0;
+            while at < clusters {
+                let entry = u64::from_le_bytes(image.entry(l2, at).await?);
+                match QedCluster::of(entry) {
+                    QedCluster::At(offset) if is_bad(offset, cluster_bytes) => {
+                        clear(l2.offset + at * ENTRY_BYTES).await?;
+                        cleared += 1;
+                        at += 1;
+                    }
+                    QedCluster::At(_) => at += 1,
+                    _ => {
+                        let rest = (0, (clusters - at) * cluster_bytes, cluster_bytes);
+                        at += image.same::<8>(l2, at, rest).await?.div_ceil(cluster_bytes);
+                    }
+                }
+            }
+        }
+        file.sync().await?;
+        image.forget();
+        Ok(cleared)
+    }
+
+    /// Writes to the header that no check is needed.
+    async fn mark_clean(&self, file: &File) -> Result<()> {
+        if self.needs_check.load(Ordering::Relaxed) {
+            file.write_at(IoBuf::copy_from(&self.header_now().clean_features()), FEATURES_AT).await.0?;
+            file.sync().await?;
+            self.needs_check.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+async fn read_header(file: &File) -> Result<IoBuf> {
+    let (result, header) = file.read_at(IoBuf::zeroed(HEADER_BYTES), 0).await;
+    result.map(|()| header)
+}
+
+impl BlockFormat for Qed {
+    const NAME: &'static str = SCHEMA.name;
+
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    fn set_size(&self, size: u64) -> Result<()> {
+        if !size.is_multiple_of(512) || size > self.header.largest_size() {
+            return Err(Error::invalid_argument("Invalid image size specified").field("size").value(size));
+        }
+        self.size.store(size, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn write_size(&self, file: &File) -> Result<()> {
+        file.write_at(IoBuf::copy_from(&self.size().to_le_bytes()), SIZE_AT).await.0?;
+        file.sync().await
+    }
+
+    const RENAMES_BACKING: bool = true;
+
+    async fn rename_backing(&self, file: &File, name: Option<&str>, format: Option<&str>) -> Result<()> {
+        let bytes = name.map(name_of_text);
+        let is_raw = bytes.is_some() && format == Some("raw");
+        let (result, first) = file.read_at(IoBuf::zeroed(FIRST_BYTES), 0).await;
+        result?;
+        let stages = self.header_now().rename(&first, bytes.as_deref().map(|name| (name, is_raw)))?;
+        for (index, stage) in stages.into_iter().enumerate() {
+            if index > 0 && !slip!("qed_name_led_to_before_it_is_durable") {
+                file.sync().await?;
+            }
+            for (offset, bytes) in stage {
+                file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
+            }
+        }
+        file.sync().await?;
+        let place = QedHeader::parse(&read_header(file).await?)?.backing_name;
+        *self.backing.lock().unwrap_or_else(PoisonError::into_inner) =
+            BackingFile { name: name.map(str::to_owned), is_raw, place };
+        Ok(())
+    }
+
+    fn describe(&self) -> Description {
+        let backing = self.backing();
+        Description {
+            cluster_bytes: Some(self.header.cluster_bytes),
+            backing_format: backing.format(),
+            backing_name: backing.name,
+            ..Description::default()
+        }
+    }
+
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let (cluster_bytes, span) = (self.header.cluster_bytes, self.header.l2_span_bytes());
+        let Some(l2) = self.l2(file, at).await? else {
+            return Ok((Place::Unallocated, file.same::<8>(self.l1, at / span, (at, len, span)).await?));
+        };
+        let skip = at % cluster_bytes;
+        let index = at % span / cluster_bytes;
+        let entry = u64::from_le_bytes(file.entry(l2, index).await?);
+        match QedCluster::of(entry) {
+            empty @ (QedCluster::Unallocated | QedCluster::Zero) => {
+                let place = if empty == QedCluster::Zero { Place::Zero } else { Place::Unallocated };
+                Ok((place, file.same::<8>(l2, index, (at, len, cluster_bytes)).await?))
+            }
+            QedCluster::At(offset) => {
+                let len = len.min(cluster_bytes - skip);
+                let start = self.aligned("L2 table entry", offset)?;
+                file.check_data("L2 table entry", start, skip + len, at)?;
+                Ok((Place::Data { file: 0, host: start + skip }, len))
+            }
+        }
+    }
+
+    async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
+        let cluster_bytes = self.header.cluster_bytes;
+        let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
+        survey.check.counters.total_clusters = self.size().div_ceil(cluster_bytes);
+        survey.check.counters.image_end_offset = 0;
+        if !survey.check.findings.is_empty() {
+            return Ok(Some(survey.check));
+        }
+        let tables = self.size().div_ceil(self.header.l2_span_bytes());
+        let table_clusters = self.header.table_bytes / cluster_bytes;
+        let starts = std::iter::once(self.l1.offset);
+        let mut starts: Vec<u64> = starts.collect();
+        for index in 0..tables {
+            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
+                try_push(&mut starts, table.offset)?;
+            }
+        }
+        for start in starts {
+            for cluster in 0..table_clusters {
+                let offset = start + cluster * cluster_bytes;
+                survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))?;
+            }
+        }
+        // What the header is said to take is before the L1 table, and no table or data are there.
+        let first = self.header.header_clusters;
+        let there = file.len() / cluster_bytes;
+        survey.check.counters.leaks = there.saturating_sub(first).saturating_sub(survey.used());
+        Ok(Some(survey.check))
+    }
+
+    /// As QEMU's: entries that lead nowhere are cleared, leaks stay.
+    async fn repair(&self, file: &ImageFile, _what: Repair, max: usize) -> Result<Option<MappedCheck>> {
+        let cleared = self.clear_entries(file).await?;
+        let check = self.check(file, max).await?;
+        Ok(match check {
+            Some(mut check) => {
+                if check.counters.corruptions == 0 {
+                    self.mark_clean(&file.storage()).await?;
+                }
+                check.counters.corruptions_fixed = cleared;
+                Some(check)
+            }
+            None => None,
+        })
+    }
+
+    /// An image that was not closed is repaired first, as in QEMU. Features that others may have left are void now.
+    async fn before_writing(&self, file: &ImageFile) -> Result<()> {
+        let storage = file.storage();
+        if self.needs_check.load(Ordering::Relaxed) {
+            self.clear_entries(file).await?;
+            let check = self.check(file, 1).await?;
+            if let Some(finding) = check.and_then(|check| check.findings.into_iter().next()) {
+                let message = format!("the image needs a check, and can't be repaired: {finding}");
+                return Err(Error::invalid_image("features", FEATURES_AT, message));
+            }
+            self.mark_clean(&storage).await?;
+        }
+        let (result, features) = storage.read_at(IoBuf::zeroed(8), AUTOCLEAR_FEATURES_AT).await;
+        result?;
+        if features.iter().any(|byte| *byte != 0) {
+            storage.write_at(IoBuf::zeroed(8), AUTOCLEAR_FEATURES_AT).await.0?;
+            storage.sync().await?;
+        }
+        Ok(())
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, head, tail) = (self.header.cluster_bytes, Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first: 0, grid: block_bytes, tail, is_at_end: true })
+    }
+
+    async fn occupied(&self, file: &ImageFile) -> Result<Vec<(u64, u64)>> {
+        let mut parts = vec![(0, self.header.header_clusters * self.header.cluster_bytes)];
+        try_push(&mut parts, (self.l1.offset, self.l1.offset + self.l1.bytes))?;
+        for index in 0..self.size().div_ceil(self.header.l2_span_bytes()) {
+            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
+                file.check_table(&table)?;
+                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
+            }
+        }
+        Ok(parts)
+    }
+
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        let at = block * self.header.cluster_bytes;
+        let table = self.l2(file, at).await?.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;
+        Ok((table, block % self.header.table_entries()))
+    }
+
+    async fn missing_table(&self, file: &ImageFile, block: u64) -> Result<Option<MissingTable>> {
+        let at = block * self.header.cluster_bytes;
+        if self.l2(file, at).await?.is_some() {
+            return Ok(None);
+        }
+        let entry_offset = self.l1.offset + at / self.header.l2_span_bytes() * ENTRY_BYTES;
+        let (bytes, blocks) = (self.header.table_bytes, self.header.table_entries());
+        Ok(Some(MissingTable { entry_offset, field: "L1 table entry", bytes, blocks }))
+    }
+
+    fn entry_bytes(&self) -> u64 {
+        ENTRY_BYTES
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_le_bytes().to_vec())
+    }
+
+    fn table_entry(&self, host: u64) -> Result<Vec<u8>> {
+        Ok(host.to_le_bytes().to_vec())
+    }
+
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        Some(1u64.to_le_bytes().to_vec())
+    }
+}

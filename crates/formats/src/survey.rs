@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The look at every block of a disk that a check of the block formats begins with.
+
+use super::blocks::{BlockFormat, ImageFile};
+use super::mapped::Place;
+use cowshed_block::memory::grow_map;
+use cowshed_block::{ErrorKind, Result};
+use cowshed_graph::node::MappedCheck;
+use std::collections::HashMap;
+
+/// What a look at every block of a disk found.
+#[derive(Default)]
+pub(crate) struct Survey {
+    pub check: MappedCheck,
+    /// Allocated blocks that follow an allocated one on the disk, and not in the file: without those behind a gap, which
+    /// count as fragmented, too.
+    pub apart: u64,
+    /// Host blocks that are in use, a bit for each, 512 together.
+    used: HashMap<u64, [u64; 8]>,
+    max: usize,
+}
+
+impl Survey {
+    /// Looks every block up. A wrong entry, or a block in two places of the disk, is a corruption.
+    pub(crate) async fn of<F: BlockFormat>(
+        format: &F,
+        file: &ImageFile,
+        block_bytes: u64,
+        max: usize,
+    ) -> Result<Survey> {
+        let mut survey = Survey { max, ..Survey::default() };
+        let (mut at, mut last_end, mut neighbour_end) = (0, None, None);
+        // A block that is there in part comes in several runs.
+        let mut last_block = None;
+        while at < format.size() && survey.check.findings.len() < max {
+            match format.place(file, at, format.size() - at).await {
+                Ok((Place::Data { .. }, len)) if last_block == Some(at / block_bytes) => at += len,
+                Ok((Place::Data { host, .. }, len)) => {
+                    last_block = Some(at / block_bytes);
+                    let host = host.saturating_sub(at % block_bytes);
+                    let counters = &mut survey.check.counters;
+                    counters.allocated_clusters += 1;
+                    counters.fragmented_clusters += u64::from(last_end.is_some_and(|end| end != host));
+                    counters.image_end_offset = counters.image_end_offset.max(host + block_bytes);
+                    survey.apart += u64::from(neighbour_end.is_some_and(|end| end != host));
+                    last_end = Some(host + block_bytes);
+                    neighbour_end = last_end;
+                    survey.claim(host, block_bytes, || format!("block at byte {at} of the disk"))?;
+                    at += len;
+                }
+                Ok((_, len)) => {
+                    neighbour_end = None;
+                    at += len;
+                }
+                Err(error) if error.kind() == ErrorKind::InvalidImage => {
+                    survey.corruption(format!("block at byte {at} of the disk: {error}"));
+                    at = at.saturating_add(block_bytes - at % block_bytes);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(survey)
+    }
+
+    /// Notes that a block of the file is in use; twice is a corruption. `ENOMEM` where there is no memory to note it.
+    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<()> {
+        // Blocks begin at one distance from each other, so each has a number of its own.
+        let number = host / block_bytes;
+        grow_map(&mut self.used)?;
+        let words = self.used.entry(number / 512).or_default();
+        let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
+        if *word & bit != 0 {
+            self.corruption(format!("{}: offset {host:#x} is in use already", whose()));
+            return Ok(());
+        }
+        *word |= bit;
+        Ok(())
+    }
+
+    /// Blocks of the file that are in use.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.values().flatten().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// A finding that counts.
+    pub(crate) fn corruption(&mut self, text: String) {
+        self.check.counters.corruptions += 1;
+        if self.check.findings.len() < self.max {
+            self.check.findings.push(format!("ERROR: {text}"));
+        }
+    }
+
+    /// Without the totals, for formats where qemu-img counts nothing.
+    pub(crate) fn without_totals(self) -> MappedCheck {
+        let mut check = self.check;
+        let counters = &mut check.counters;
+        counters.image_end_offset = 0;
+        counters.total_clusters = 0;
+        counters.allocated_clusters = 0;
+        counters.fragmented_clusters = 0;
+        check
+    }
+}

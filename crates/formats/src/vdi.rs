@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VDI: docs/formats/block-formats.md.
+
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
+use super::mapped::Place;
+use super::survey::Survey;
+use super::units::Units;
+use super::writer::Usage;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::node::Node;
+use cowshed_graph::node::{Description, MappedCheck};
+use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::options::{DriverKind, DriverSchema};
+use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use cowshed_layout::vhdx::Guid;
+use cowshed_storage::{File, IoBuf};
+use std::rc::Rc;
+
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "vdi",
+    kind: DriverKind::Format,
+    about: "VirtualBox's image format",
+    keys: &[FILE_KEY, BACKING_KEY],
+};
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
+
+struct Vdi {
+    header: VdiHeader,
+    map: Table,
+}
+
+/// Opens a VDI image.
+async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = ImageFile::open(opener, draft).await?;
+    let vdi = load(&file).await.map_err(|error| file.named(error))?;
+    let backing = match &vdi.header.parent {
+        Some(parent) => parent_of::<Vdi>(opener, draft, None, &identity(parent)).map_err(|error| file.named(error))?,
+        None => NamedBacking::default(),
+    };
+    finish(opener, draft, file, vdi, backing).await
+}
+
+async fn load(file: &ImageFile) -> Result<Vdi> {
+    let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    // The map may have more entries than the disk has blocks.
+    let bytes = header.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
+    let map = Table { field: "offset_bmap", offset: header.map_offset, bytes };
+    file.check_table(&map)?;
+    Ok(Vdi { header, map })
+}
+
+/// Names of an image and of its content, as VirtualBox writes them.
+fn identity(uuids: &[[u8; 16]; 2]) -> String {
+    uuids.map(|uuid| Guid::of(uuid).to_string()).join(", content ")
+}
+
+impl BlockFormat for Vdi {
+    const NAME: &'static str = SCHEMA.name;
+
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn describe(&self) -> Description {
+        Description {
+            cluster_bytes: Some(self.header.block_bytes),
+            identity: Some(identity(&self.header.uuids)),
+            ..Description::default()
+        }
+    }
+
+    fn takes_backing(&self) -> bool {
+        self.header.parent.is_some()
+    }
+
+    fn check_parent(&self, parent: &Node) -> Result<()> {
+        match &self.header.parent {
+            Some(wanted) => check_identity(parent, "uuid_link", &[identity(wanted)]),
+            None => Ok(()),
+        }
+    }
+
+    async fn before_writing(&self, _file: &ImageFile) -> Result<()> {
+        match self.header.parent {
+            Some(_) => Err(Error::new(ErrorKind::ReadOnly, "VDI images that are a difference can only be read")),
+            None => Ok(()),
+        }
+    }
+
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let block_bytes = self.header.block_bytes;
+        let (block, skip) = (at / block_bytes, at % block_bytes);
+        let entry = u32::from_le_bytes(file.entry(self.map, block).await?);
+        let found = VdiBlock::of(entry);
+        let VdiBlock::At(number) = found else {
+            let is_below = found == VdiBlock::Unallocated && self.header.parent.is_some();
+            let place = if is_below { Place::Unallocated } else { Place::Zero };
+            return Ok((place, file.same::<4>(self.map, block, (at, len, block_bytes)).await?));
+        };
+        let len = len.min(block_bytes - skip);
+        // 2^32 blocks of 256 MiB at most, far from 2^64.
+        let host = self.header.data_offset + u64::from(number) * block_bytes + skip;
+        file.check_data("block map entry", host, len, at)?;
+        Ok((Place::Data { file: 0, host }, len))
+    }
+
+    async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
+        let mut survey = Survey::of(self, file, self.header.block_bytes, max).await?;
+        let allocated = survey.check.counters.allocated_clusters;
+        if survey.check.findings.is_empty() && allocated != u64::from(self.header.allocated) {
+            let counted = self.header.allocated;
+            survey.corruption(format!("blocks_allocated is {counted}, but {allocated} blocks are allocated"));
+        }
+        Ok(Some(survey.without_totals()))
+    }
+
+    fn units(&self) -> Option<Units> {
+        let (block_bytes, first) = (self.header.block_bytes, self.header.data_offset);
+        let (head, tail) = (Vec::new(), Vec::new());
+        Some(Units { file: 0, block_bytes, head, first, grid: block_bytes, tail, is_at_end: false })
+    }
+
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        Ok((self.map, block))
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        let number = host.saturating_sub(self.header.data_offset) / self.header.block_bytes;
+        match u32::try_from(number).ok().filter(|number| matches!(VdiBlock::of(*number), VdiBlock::At(_))) {
+            Some(number) => Ok(number.to_le_bytes().to_vec()),
+            None => Err(Error::new(ErrorKind::NoSpace, "a VDI image has no more blocks").value(number)),
+        }
+    }
+
+    /// QEMU puts its next block where the header says: it may say more than there are, never less. So blocks count whose writes
+    /// run or failed, with others behind them.
+    async fn before_entries(&self, file: &File, usage: Usage) -> Result<()> {
+        let numbers = (usage.end - self.header.data_offset).div_ceil(self.header.block_bytes);
+        let count = u32::try_from(numbers).unwrap_or(u32::MAX).to_le_bytes();
+        file.write_at(IoBuf::copy_from(&count), ALLOCATED_AT).await.0
+    }
+}

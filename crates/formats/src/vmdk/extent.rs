@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One extent: from an offset inside it to the place of its bytes.
+
+use crate::holes::Holes;
+use crate::mapped::Place;
+use cowshed_block::memory::try_collect;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::node::Node;
+use cowshed_layout::vmdk::{
+    COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, ExtentKind, Grain, SECTOR_BYTES, SparseHeader,
+};
+use cowshed_storage::{IoBuf, rt};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Grain tables that an extent keeps in memory: with the usual sizes 128 KiB of them cover 2 GiB of disk.
+const KEPT_TABLES: usize = 64;
+/// Deflate makes nothing more than a little longer; what is longer is no grain.
+const MAX_PACKED_EXCESS_BYTES: u64 = 64 << 10;
+
+/// An extent of the disk.
+pub(super) struct Extent {
+    /// Length in bytes.
+    pub len: u64,
+    pub storage: Storage,
+}
+
+/// How the bytes of an extent are stored. `file` is an index into the files of the image.
+pub(super) enum Storage {
+    /// As they are, from byte `host` on.
+    Flat { file: usize, host: u64, kind: ExtentKind },
+    /// In grains.
+    Sparse(Box<Sparse>),
+    /// Not at all: zeroes.
+    Zero,
+}
+
+/// A sparse extent: its header, its directory, and what was read of its grain tables.
+pub(super) struct Sparse {
+    pub file: usize,
+    pub header: SparseHeader,
+    /// The place of the directory is in a footer.
+    pub is_stream: bool,
+    /// The word of the extent line; empty for an image in one file.
+    pub kind: &'static str,
+    /// The sector of each grain table; 0 for none.
+    pub directory: Vec<u32>,
+    /// The same from the redundant directory, for tables that the first one doesn't lead to.
+    pub redundant: Vec<u32>,
+    pub tables: Tables,
+    /// Where tables were never written.
+    pub holes: Holes,
+}
+
+/// Grain tables by their index, the least recently used leaving first.
+#[derive(Default)]
+pub(super) struct Tables(Mutex<TablesInside>);
+
+#[derive(Default)]
+struct TablesInside {
+    clock: u64,
+    /// Counts the changes of tables on disk.
+    changes: u64,
+    kept: HashMap<u64, KeptTable>,
+}
+
+struct KeptTable {
+    used: u64,
+    entries: Arc<Vec<u32>>,
+}
+
+impl Tables {
+    fn find(&self, index: u64) -> Option<Arc<Vec<u32>>> {
+        let tables = &mut *self.lock();
+        tables.clock += 1;
+        let table = tables.kept.get_mut(&index)?;
+        table.used = tables.clock;
+        Some(Arc::clone(&table.entries))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, TablesInside> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets all: they have changed on disk.
+    pub(super) fn forget(&self) {
+        let tables = &mut *self.lock();
+        tables.changes += 1;
+        tables.kept.clear();
+    }
+
+    /// Keeps what was read, unless tables have changed since they were counted as `changes`.
+    fn keep(&self, index: u64, entries: &Arc<Vec<u32>>, changes: u64) {
+        let inside = &mut *self.lock();
+        if inside.changes != changes {
+            return;
+        }
+        let (clock, tables) = (&inside.clock, &mut inside.kept);
+        if tables.len() >= KEPT_TABLES
+            && let Some(oldest) = tables.iter().min_by_key(|(_, table)| table.used).map(|(index, _)| *index)
+        {
+            tables.remove(&oldest);
+        }
+        tables.insert(index, KeptTable { used: *clock, entries: Arc::clone(entries) });
+    }
+}
+
+impl Extent {
+    /// The place of byte `at` of the extent, and for how many of the `len` bytes from there it holds.
+    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
+        match &self.storage {
+            Storage::Flat { file, host, .. } => Ok((Place::Data { file: *file, host: host + at }, len)),
+            Storage::Zero => Ok((Place::Zero, len)),
+            Storage::Sparse(sparse) => sparse.map(files, at, len).await,
+        }
+    }
+
+    /// The packed grain that begins at byte `block` of the extent.
+    pub(super) async fn unpack(&self, files: &[Arc<Node>], block: u64) -> Result<Vec<u8>> {
+        match &self.storage {
+            Storage::Sparse(sparse) => sparse.unpack(files, block, self.len).await,
+            _ => Err(Error::internal("only sparse extents have packed grains").offset(block)),
+        }
+    }
+
+    /// Grains that can't be where the tables say. `start`: where on the disk the extent begins.
+    pub(super) async fn check(
+        &self,
+        files: &[Arc<Node>],
+        start: u64,
+        max: usize,
+        findings: &mut Vec<String>,
+    ) -> Result<()> {
+        let Storage::Sparse(sparse) = &self.storage else { return Ok(()) };
+        let mut at = 0;
+        while at < self.len && findings.len() < max {
+            match sparse.map(files, at, self.len - at).await {
+                Ok((_, len)) => at += len,
+                Err(error) if error.kind() != ErrorKind::InvalidImage => return Err(error),
+                Err(error) => {
+                    let sector = (start + at) / SECTOR_BYTES;
+                    findings.push(format!("ERROR: cluster offset for sector {sector} is wrong: {error}"));
+                    // A table that is lost is one finding.
+                    let span = sparse.header.table_span_bytes();
+                    at = if sparse.table(files, at / span).await.is_err() {
+                        at.saturating_add(span - at % span)
+                    } else {
+                        at.saturating_add(sparse.header.grain_bytes() - at % sparse.header.grain_bytes())
+                    };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Length of its grain directory in bytes.
+    pub(super) fn directory_bytes(&self) -> u64 {
+        match &self.storage {
+            Storage::Sparse(sparse) => sparse.header.directory_bytes(),
+            _ => 0,
+        }
+    }
+
+    /// Length of a grain in bytes, for sparse extents.
+    pub(super) fn grain_bytes(&self) -> Option<u64> {
+        match &self.storage {
+            Storage::Sparse(sparse) => Some(sparse.header.grain_bytes()),
+            _ => None,
+        }
+    }
+
+    /// QEMU's `VmdkExtentInfo`; none for extents without a file.
+    pub(super) fn info(&self, files: &[Arc<Node>]) -> Option<Value> {
+        let (file, kind) = match &self.storage {
+            Storage::Flat { file, kind, .. } => (*file, kind.as_str()),
+            Storage::Sparse(sparse) => (sparse.file, sparse.kind),
+            Storage::Zero => return None,
+        };
+        let mut info = Map::new();
+        if let Storage::Sparse(sparse) = &self.storage
+            && sparse.header.compressed
+        {
+            info.insert("compressed".to_owned(), json!(true));
+        }
+        info.insert("virtual-size".to_owned(), json!(self.len));
+        info.insert("filename".to_owned(), json!(files.get(file)?.filename()));
+        if let Some(bytes) = self.grain_bytes() {
+            info.insert("cluster-size".to_owned(), json!(bytes));
+        }
+        info.insert("format".to_owned(), json!(kind));
+        Some(Value::Object(info))
+    }
+}
+
+impl Sparse {
+    /// One run inside one grain table: as many grains as follow each other.
+    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
+        let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
+        let table_index = at / span;
+        let until_table_end = span - at % span;
+        if let Some(tables) = self.unwritten(files, table_index).await {
+            return Ok((
+                Place::Unallocated,
+                until_table_end.saturating_add((tables - 1).saturating_mul(span)).min(len),
+            ));
+        }
+        let Some(table) = self.table(files, table_index).await? else {
+            // An empty disk has many tables that aren't there: they are one run.
+            let next = usize::try_from(table_index + 1).unwrap_or(usize::MAX);
+            let wanted = usize::try_from(len.div_ceil(span)).unwrap_or(usize::MAX);
+            let more = self.directory.iter().skip(next).take(wanted).take_while(|sector| **sector == 0).count() as u64;
+            return Ok((Place::Unallocated, until_table_end.saturating_add(more.saturating_mul(span)).min(len)));
+        };
+        let index = (at % span / grain_bytes) as usize;
+        let skip = at % grain_bytes;
+        let grain = |index: usize| table.get(index).map(|entry| self.header.grain(*entry));
+        let Some(first) = grain(index) else {
+            return Err(Error::internal("a grain table is too short").offset(at));
+        };
+        let mut end = grain_bytes - skip;
+        if let Grain::At(sector) = first {
+            if self.header.compressed {
+                self.host(files, sector, at, 0, COMPRESSED_GRAIN_HEADER_BYTES as u64)?;
+                return Ok((Place::Packed { block: at - skip }, end.min(len)));
+            }
+            let host = self.host(files, sector, at, skip, end.min(len))?;
+            let mut next = index + 1;
+            while end < len
+                && grain(next) == Some(Grain::At(sector + (next - index) as u64 * self.header.grain_sectors))
+            {
+                if self.host(files, sector, at, skip, (end + grain_bytes).min(len)).is_err() {
+                    break;
+                }
+                end += grain_bytes;
+                next += 1;
+            }
+            return Ok((Place::Data { file: self.file, host }, end.min(len)));
+        }
+        let mut next = index + 1;
+        while end < len && grain(next) == Some(first) {
+            end += grain_bytes;
+            next += 1;
+        }
+        let place = if first == Grain::Zero { Place::Zero } else { Place::Unallocated };
+        Ok((place, end.min(len)))
+    }
+
+    /// How many tables from `index` on lie in a hole of the file, or aren't there, and the first one does.
+    async fn unwritten(&self, files: &[Arc<Node>], index: u64) -> Option<u64> {
+        let slot = usize::try_from(index).ok()?;
+        let first = u64::from(*self.directory.get(slot).filter(|sector| **sector != 0)?) * SECTOR_BYTES;
+        if self.tables.find(index).is_some() {
+            return None;
+        }
+        let len = self.header.table_bytes() as u64;
+        let end = self.holes.end_of(files.get(self.file)?, first, len).await?;
+        let is_within = |sector: &u32| {
+            let start = u64::from(*sector) * SECTOR_BYTES;
+            *sector == 0 || (first <= start && start + len <= end)
+        };
+        Some(self.directory.get(slot..)?.iter().take_while(|sector| is_within(sector)).count() as u64)
+    }
+
+    /// Where `len` bytes are, from `skip` bytes into the grain at `sector` on; they must be in the file.
+    fn host(&self, files: &[Arc<Node>], sector: u64, at: u64, skip: u64, len: u64) -> Result<u64> {
+        // A sector is 32 bits wide and a grain at most 32 MiB: the sums are far from 2^64.
+        let host = sector * SECTOR_BYTES + skip;
+        let file_bytes = files.get(self.file).map_or(0, |file| file.size());
+        if host + len > file_bytes {
+            return Err(Error::invalid_image(
+                "grain table entry",
+                sector,
+                format!("points after EOF: the grain at byte {} of the extent is not in the file", at - skip),
+            ));
+        }
+        Ok(host)
+    }
+
+    /// A grain table; `None` where the directory has none.
+    async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<Arc<Vec<u32>>>> {
+        let slot = usize::try_from(index).unwrap_or(usize::MAX);
+        let Some(&sector) = self.directory.get(slot) else {
+            return Err(Error::internal("the grain directory is too short").value(index));
+        };
+        if sector == 0 {
+            return Ok(None);
+        }
+        if let Some(table) = self.tables.find(index) {
+            return Ok(Some(table));
+        }
+        let changes = self.tables.lock().changes;
+        let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
+        let len = self.header.table_bytes();
+        let within = |sector: u32| u64::from(sector) * SECTOR_BYTES + len as u64 <= file.size();
+        let copy = self.redundant.get(slot).copied().filter(|copy| *copy != 0 && within(*copy));
+        let place = match within(sector) {
+            true => sector,
+            false => copy.ok_or_else(|| {
+                let message = "a grain table is not in the file: it points after EOF";
+                Error::invalid_image("grain directory entry", sector, message)
+            })?,
+        };
+        let (result, bytes) = file.read_boxed(u64::from(place) * SECTOR_BYTES, IoBuf::try_zeroed(len)?).await;
+        result?;
+        let table = Arc::new(le32_entries(&bytes)?);
+        self.tables.keep(index, &table, changes);
+        Ok(Some(table))
+    }
+
+    async fn unpack(&self, files: &[Arc<Node>], block: u64, extent_bytes: u64) -> Result<Vec<u8>> {
+        let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
+        let entry = self.table(files, block / span).await?;
+        let entry = entry.and_then(|table| table.get((block % span / grain_bytes) as usize).copied());
+        let Some(Grain::At(sector)) = entry.map(|entry| self.header.grain(entry)) else {
+            return Err(Error::internal("a packed grain went away").offset(block));
+        };
+        let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
+        let host = sector * SECTOR_BYTES;
+        let bad = |field: &'static str, value: u64, message: &str| {
+            Err(Error::invalid_image(field, value, format!("{message} (grain at byte {block})")).offset(host))
+        };
+        let available = file.size().saturating_sub(host);
+        if available < COMPRESSED_GRAIN_HEADER_BYTES as u64 {
+            return bad("grain table entry", sector, "a compressed grain points after EOF");
+        }
+        // Most grains are shorter than they were: with the header one read gets them whole.
+        let first = (grain_bytes + COMPRESSED_GRAIN_HEADER_BYTES as u64).min(available);
+        let (result, mut bytes) = file.read_boxed(host, IoBuf::try_scratch(first as usize)?).await;
+        result?;
+        let Some(header) = CompressedGrain::parse(&bytes) else {
+            return bad("grain header", sector, "the header of a compressed grain is cut short");
+        };
+        if header.first_sector.checked_mul(SECTOR_BYTES) != Some(block) {
+            return bad("grain header", header.first_sector, "a compressed grain belongs to another sector");
+        }
+        let data_bytes = u64::from(header.data_bytes);
+        let needed = data_bytes + COMPRESSED_GRAIN_HEADER_BYTES as u64;
+        if data_bytes == 0 || needed > available || data_bytes > grain_bytes + MAX_PACKED_EXCESS_BYTES {
+            return bad("grain length", data_bytes, "a compressed grain has an impossible length");
+        }
+        if needed > first {
+            let (result, longer) = file.read_boxed(host, IoBuf::try_scratch(needed as usize)?).await;
+            result?;
+            bytes = longer;
+        }
+        bytes.truncate(needed as usize);
+        // The last grain may hold only what there is of the disk.
+        let wanted = grain_bytes.min(extent_bytes.saturating_sub(block)) as usize;
+        rt::offload(move || {
+            let mut grain = vec![0; grain_bytes as usize];
+            cowshed_codec::inflate_zlib(&bytes[COMPRESSED_GRAIN_HEADER_BYTES..], &mut grain, wanted)?;
+            Ok(grain)
+        })
+        .await
+        .map_err(|error: Error| error.offset(host))
+    }
+}
+
+/// Little-endian entries of a directory or a table.
+pub(super) fn le32_entries(bytes: &[u8]) -> Result<Vec<u32>> {
+    try_collect(bytes.as_chunks::<4>().0.iter().map(|entry| u32::from_le_bytes(*entry)))
+}

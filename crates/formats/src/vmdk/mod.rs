@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VMDK: docs/formats/vmdk.md. A disk is a row of extents; `extent.rs` knows one of them, `open.rs` finds
+//! them, `write.rs` writes to them, this file is their row.
+
+mod extent;
+mod open;
+mod stream;
+mod write;
+
+use super::mapped::{MappedFormat, MappedWriter, Place, Run, push_run};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::node::{Description, MappedCheck};
+use cowshed_graph::node::{LocalFuture, Node, Work};
+use cowshed_graph::open::DriverLine;
+use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+use cowshed_layout::vmdk::{Access, Descriptor};
+use extent::Extent;
+use serde_json::{Value, json};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use write::VmdkWriter;
+
+const SCHEMA: DriverSchema = DriverSchema {
+    name: "vmdk",
+    kind: DriverKind::Format,
+    about: "VMware's image format",
+    keys: &[
+        Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the image, or its descriptor" },
+        Key {
+            name: "backing",
+            value: KeyType::ChildOrNull,
+            default: "as the image says",
+            help: "the parent; null for none",
+        },
+        Key {
+            name: "extents",
+            value: KeyType::Choice(&["folder", "anywhere"]),
+            default: "folder",
+            help: "where the files that a descriptor names may be: in its own folder, or anywhere",
+        },
+    ],
+};
+
+/// The line of the table.
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open::open(opener, draft)));
+
+/// An extent and where on the disk it is.
+struct Piece {
+    start: u64,
+    extent: Extent,
+}
+
+pub(crate) struct Vmdk {
+    descriptor: Descriptor,
+    pieces: Vec<Piece>,
+    /// The files of the extents; for an image in one file that file.
+    files: Vec<Arc<Node>>,
+    size: u64,
+    /// The content id now.
+    cid: AtomicU32,
+    /// The file of the descriptor and, inside of an extent, its place: first sector and number of sectors.
+    home: (Arc<Node>, Option<(u64, u64)>),
+    /// Empty: opened for reading.
+    writer: OnceLock<VmdkWriter>,
+}
+
+impl Vmdk {
+    fn new(
+        descriptor: Descriptor,
+        extents: Vec<Extent>,
+        files: Vec<Arc<Node>>,
+        home: (Arc<Node>, Option<(u64, u64)>),
+    ) -> Result<Vmdk> {
+        let mut size = 0u64;
+        let mut pieces = Vec::with_capacity(extents.len());
+        for extent in extents {
+            let start = size;
+            size = size.checked_add(extent.len).filter(|size| i64::try_from(*size).is_ok()).ok_or_else(|| {
+                Error::invalid_image("extents", pieces.len() + 1, "the extents of the disk are too large together")
+            })?;
+            if extent.len > 0 {
+                pieces.push(Piece { start, extent });
+            }
+        }
+        let cid = AtomicU32::new(descriptor.cid);
+        Ok(Vmdk { descriptor, pieces, files, size, cid, home, writer: OnceLock::new() })
+    }
+
+    /// The piece that byte `offset` of the disk is in.
+    fn piece(&self, offset: u64) -> Result<&Piece> {
+        self.piece_index(offset).map(|index| &self.pieces[index])
+    }
+
+    fn piece_index(&self, offset: u64) -> Result<usize> {
+        let index = self.pieces.partition_point(|piece| piece.start <= offset);
+        let index = index.checked_sub(1).filter(|index| *index < self.pieces.len());
+        index.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
+    }
+
+    /// QEMU's `ImageInfoSpecificVmdk`.
+    fn specific(&self) -> Value {
+        let extents: Vec<Value> = self.pieces.iter().filter_map(|piece| piece.extent.info(&self.files)).collect();
+        json!({
+            "type": "vmdk",
+            "data": {
+                "cid": self.cid.load(Ordering::Relaxed),
+                "parent-cid": self.descriptor.parent_cid,
+                "create-type": self.descriptor.create_type,
+                "extents": extents,
+            }
+        })
+    }
+}
+
+impl MappedFormat for Vmdk {
+    fn name(&self) -> &'static str {
+        SCHEMA.name
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn describe(&self) -> Description {
+        let backing_name = self.descriptor.parent_hint.clone();
+        Description {
+            cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
+            backing_format: backing_name.is_some().then_some(SCHEMA.name),
+            backing_name,
+            identity: None,
+            takes_stream: self.stream().is_some(),
+            specific: self.specific(),
+        }
+    }
+
+    fn files(&self) -> &[Arc<Node>] {
+        &self.files
+    }
+
+    fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>> {
+        Box::pin(async move {
+            let mut runs: Vec<Run> = Vec::new();
+            let (mut at, end) = (offset, offset.saturating_add(len).min(self.size));
+            while at < end && runs.len() < max_runs.max(1) {
+                let index = self.piece_index(at)?;
+                let piece = &self.pieces[index];
+                let piece_end = (piece.start + piece.extent.len).min(end);
+                let (place, len) = self.place(index, at - piece.start, piece_end - at).await?;
+                let place = match place {
+                    Place::Packed { block } => Place::Packed { block: block + piece.start },
+                    place => place,
+                };
+                push_run(&mut runs, Run { start: at, len, place });
+                at += len;
+            }
+            Ok(runs)
+        })
+    }
+
+    fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
+        Box::pin(async move {
+            let piece = self.piece(block)?;
+            piece.extent.unpack(&self.files, block - piece.start).await
+        })
+    }
+
+    fn writer(&self) -> Option<&dyn MappedWriter> {
+        self.writer.get().is_some().then_some(self)
+    }
+
+    fn start_writing(&self) -> Work<'_> {
+        Box::pin(async move {
+            if self.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
+                return Err(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent"));
+            }
+            match self.writer.get() {
+                Some(writer) => writer.begin_again(self).await,
+                None => {
+                    let writer = VmdkWriter::open(self).await?;
+                    self.writer.set(writer).map_err(|_| Error::internal("an image is made writable twice at once"))
+                }
+            }
+        })
+    }
+
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
+        Box::pin(async move {
+            let mut findings = Vec::new();
+            for piece in &self.pieces {
+                piece.extent.check(&self.files, piece.start, max, &mut findings).await?;
+            }
+            // qemu-img counts nothing here, and fails where something is wrong.
+            let mut check = MappedCheck { findings, ..MappedCheck::default() };
+            check.counters.check_errors = check.findings.len() as u64;
+            Ok(Some(check))
+        })
+    }
+}

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Opening: the descriptor, the extents that it names, and the parent.
+
+use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
+use super::{SCHEMA, Vmdk};
+use crate::holes::Holes;
+use crate::mapped::{MappedDriver, MappedFormat};
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::node::{ChildRole, Node};
+use cowshed_graph::open::{Draft, NamedBacking, Opened, Opener};
+use cowshed_layout::vmdk::{
+    Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
+    SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
+};
+use cowshed_storage::IoBuf;
+use serde_json::Value;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The kinds of disk whose extents lie in files of their own, as the descriptor calls them.
+const SPLIT_TYPES: &[&str] = &[
+    "monolithicFlat",
+    "monolithicSparse",
+    "twoGbMaxExtentFlat",
+    "twoGbMaxExtentSparse",
+    "vmfs",
+    "vmfsPreallocated",
+    "vmfsEagerZeroedThick",
+    "vmfsThin",
+    "vmfsSparse",
+    "custom",
+];
+
+/// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
+const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
+
+/// Opens a VMDK image.
+pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    let file = opener.unshared_file_child(draft).await?;
+    let filename = file.filename();
+    let named = |error: Error| if error.file_name().is_none() { error.file(filename.clone()) } else { error };
+    let first = read(&file, 0, HEADER_BYTES as u64).await?;
+    check_kind(&first).map_err(named)?;
+    let vmdk = match first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
+        true => open_monolithic(opener, &file, &first).await.map_err(named)?,
+        false => open_split(opener, draft, &file).await.map_err(named)?,
+    };
+    if !draft.settings.read_only {
+        vmdk.start_writing().await.map_err(named)?;
+    }
+    let size = vmdk.size;
+    opener.policy().check_size(size).map_err(named)?;
+    let parent = vmdk.descriptor.parent_hint.clone();
+    if vmdk.descriptor.has_parent() && parent.is_none() && opener.opens_backing(draft) {
+        let message = "the disk is a difference to a parent, and doesn't say where that is";
+        return Err(named(Error::invalid_image("parentFileNameHint", "missing", message)));
+    }
+    let backing = NamedBacking { name: parent, format: Some(SCHEMA.name.to_owned()) };
+    let (backing, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
+    if let Some(backing) = &backing {
+        check_parent(&vmdk.descriptor, backing).map_err(named)?;
+    }
+    let unpacked = opener.policy().max_decompressed_bytes;
+    let backing = draft.children.link(ChildRole::Backing).unwrap_or_default();
+    draft.children.share(ChildRole::Backing, Arc::clone(&backing));
+    let driver = MappedDriver::new(Box::new(vmdk), filename.clone(), backing, no_backing, unpacked);
+    Ok((Box::new(driver), filename))
+}
+
+/// A parent that was written to since is another disk than the one that the differences belong to.
+fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
+    let Some(description) = parent.description() else { return Ok(()) };
+    let cid = description.specific.pointer("/data/cid").and_then(Value::as_u64);
+    match cid {
+        Some(cid) if description.specific.get("type").and_then(Value::as_str) == Some(SCHEMA.name) => {
+            if cid == u64::from(descriptor.parent_cid) {
+                return Ok(());
+            }
+            let message = format!(
+                "the parent '{}' was changed since this disk was made of it: its content id is {cid:08x}",
+                parent.filename()
+            );
+            Err(Error::invalid_image("parentCID", format!("{:08x}", descriptor.parent_cid), message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// One sparse file with the descriptor inside.
+async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
+    let header = SparseHeader::parse(first)?;
+    let (start, sectors) = header.descriptor.unwrap_or((0, 0));
+    let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
+    let text = read(file, start * SECTOR_BYTES, wanted).await?;
+    let descriptor = embedded_descriptor(&text, start)?;
+    let sparse = open_sparse(opener, file, 0, header.clone(), "").await?;
+    let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
+    let home = (Arc::clone(file), header.descriptor);
+    Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)], home)
+}
+
+/// A descriptor that names the files of the extents.
+async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) -> Result<Vmdk> {
+    if file.size() > limits::DESCRIPTOR_BYTES as u64 {
+        let message = "this is no VMDK image: there is no header, and for a descriptor it is too long";
+        return Err(Error::invalid_image("file", format!("{} bytes", file.size()), message));
+    }
+    let descriptor = Descriptor::parse(&read(file, 0, file.size()).await?)?;
+    if !SPLIT_TYPES.contains(&descriptor.create_type.as_str()) {
+        let message = "VMDK disks of this type are not supported";
+        return Err(Error::unsupported(message).field("createType").value(descriptor.create_type.escape_default()));
+    }
+    if descriptor.extents.is_empty() {
+        return Err(Error::invalid_image("extents", 0, "the VMDK descriptor names no extents"));
+    }
+    opener.policy().check_size(bytes(descriptor.total_sectors()?)?)?;
+    let mut extents = Vec::with_capacity(descriptor.extents.len());
+    let mut files = Vec::new();
+    let mut directory_bytes = 0;
+    for (index, line) in descriptor.extents.iter().enumerate() {
+        let extent = open_extent(opener, draft, file, index, line, &mut files).await;
+        let extent = extent.map_err(|error| error.context(format!("extent {index} of the disk")))?;
+        // Each is within the limits; so must be all of them together, they stay in memory.
+        directory_bytes += extent.directory_bytes();
+        opener.policy().check_table("grain directories", directory_bytes)?;
+        if directory_bytes > MAX_DIRECTORIES_BYTES {
+            let message = format!("the grain directories together are larger than {MAX_DIRECTORIES_BYTES} bytes");
+            return Err(Error::invalid_image("extents", index + 1, message));
+        }
+        extents.push(extent);
+    }
+    Vmdk::new(descriptor, extents, files, (Arc::clone(file), None))
+}
+
+async fn open_extent(
+    opener: &Rc<Opener>,
+    draft: &mut Draft,
+    image: &Node,
+    index: usize,
+    line: &ExtentLine,
+    files: &mut Vec<Arc<Node>>,
+) -> Result<Extent> {
+    if line.access == Access::None {
+        return Err(Error::new(ErrorKind::PermissionDenied, "the descriptor forbids to read it").field("NOACCESS"));
+    }
+    let len = bytes(line.sectors)?;
+    match line.kind {
+        ExtentKind::Zero => return Ok(Extent { len, storage: Storage::Zero }),
+        ExtentKind::SeSparse | ExtentKind::VmfsRdm | ExtentKind::VmfsRaw => {
+            let message = "extents of this type are not supported";
+            return Err(Error::unsupported(message).field("type").value(line.kind.as_str()));
+        }
+        ExtentKind::Flat | ExtentKind::Vmfs | ExtentKind::Sparse | ExtentKind::VmfsSparse => {}
+    }
+    let anywhere = draft.options.text("extents") == Some("anywhere");
+    let place = opener.extent_place(draft, &image.filename(), &line.name, index, anywhere)?;
+    let (file, node) = match files.iter().enumerate().find(|(_, known)| known.filename() == place.filename) {
+        // Two windows into one file.
+        Some((file, known)) => (file, Arc::clone(known)),
+        None => {
+            let role = ChildRole::Extent(u32::try_from(index).unwrap_or(u32::MAX));
+            let node = opener.child(draft, role, place.options.into(), place.place).await?;
+            files.push(Arc::clone(&node));
+            (files.len() - 1, node)
+        }
+    };
+    if matches!(line.kind, ExtentKind::Flat | ExtentKind::Vmfs) {
+        let host = bytes(line.offset_sectors)?;
+        if node.size() < host + len {
+            let message = format!("the file is too short for the extent ({} bytes)", node.size());
+            return Err(Error::invalid_image("extent length", len, message).file(node.filename()));
+        }
+        return Ok(Extent { len, storage: Storage::Flat { file, host, kind: line.kind } });
+    }
+    let in_file = |error: Error| if error.file_name().is_none() { error.file(node.filename()) } else { error };
+    let first = read(&node, 0, HEADER_BYTES as u64).await?;
+    let header = SparseHeader::parse(&first).map_err(in_file)?;
+    let expected = if line.kind == ExtentKind::Sparse { SparseKind::Hosted } else { SparseKind::Esx };
+    if header.kind != expected {
+        let message = "the header is of another kind than the descriptor says";
+        return Err(in_file(Error::invalid_image("type", line.kind.as_str(), message)));
+    }
+    let sparse = open_sparse(opener, &node, file, header, line.kind.as_str()).await.map_err(in_file)?;
+    if sparse.header.capacity_sectors < line.sectors {
+        let message = format!("the descriptor gives the extent {} sectors", line.sectors);
+        return Err(in_file(Error::invalid_image("capacity", sparse.header.capacity_sectors, message)));
+    }
+    Ok(Extent { len, storage: Storage::Sparse(Box::new(sparse)) })
+}
+
+/// Reads the grain directory.
+async fn open_sparse(
+    opener: &Rc<Opener>,
+    node: &Arc<Node>,
+    file: usize,
+    mut header: SparseHeader,
+    kind: &'static str,
+) -> Result<Sparse> {
+    let is_stream = header.directory_sector.is_none();
+    if is_stream {
+        header = read_footer(node, &header).await?;
+    }
+    let len = header.directory_bytes();
+    opener.policy().check_table("grain directory", len)?;
+    let primary = header.directory_sector.and_then(|sector| place_of(node, sector, len));
+    let redundant = header.redundant_directory_sector.and_then(|sector| place_of(node, sector, len));
+    let read_directory = async |place: Option<u64>| match place {
+        Some(place) => read(node, place, len).await.and_then(|bytes| le32_entries(&bytes)),
+        None => Ok(Vec::new()),
+    };
+    let redundant = read_directory(redundant).await?;
+    let directory = match primary {
+        Some(_) => read_directory(primary).await?,
+        None if !redundant.is_empty() => redundant.clone(),
+        None if len == 0 => Vec::new(),
+        None => {
+            let sector = header.directory_sector.unwrap_or(0);
+            return Err(Error::invalid_image("gdOffset", sector, "the grain directory is not in the file"));
+        }
+    };
+    Ok(Sparse {
+        file,
+        header,
+        is_stream,
+        kind,
+        directory,
+        redundant,
+        tables: Tables::default(),
+        holes: Holes::default(),
+    })
+}
+
+/// Where a table of `len` bytes at a sector is, in bytes; `None` when it isn't in the file. Sector 0 is the header.
+fn place_of(node: &Node, sector: u64, len: u64) -> Option<u64> {
+    let place = sectors_to_bytes(sector).filter(|place| *place != 0)?;
+    (place.checked_add(len)? <= node.size()).then_some(place)
+}
+
+/// The header once more at the end of a stream-optimised file, where the directory's place is known.
+async fn read_footer(node: &Node, header: &SparseHeader) -> Result<SparseHeader> {
+    let missing =
+        || Error::invalid_image("gdOffset", "at the end", "the VMDK file is cut short: its footer is missing");
+    let place = node.size().checked_sub(FOOTER_FROM_END_BYTES).ok_or_else(missing)?;
+    let footer = SparseHeader::parse(&read(node, place, HEADER_BYTES as u64).await?).map_err(|_| missing())?;
+    let same = footer.capacity_sectors == header.capacity_sectors
+        && footer.grain_sectors == header.grain_sectors
+        && footer.table_entries == header.table_entries
+        && footer.directory_sector.is_some();
+    if !same {
+        return Err(Error::invalid_image("footer", "another", "the footer of the VMDK file contradicts its header"));
+    }
+    Ok(SparseHeader { descriptor: header.descriptor, ..footer })
+}
+
+fn bytes(sectors: u64) -> Result<u64> {
+    sectors_to_bytes(sectors).ok_or_else(|| Error::invalid_image("sectors", sectors, "the VMDK extent is too large"))
+}
+
+/// Reads a piece of the file, zeroes behind its end.
+async fn read(node: &Node, offset: u64, len: u64) -> Result<IoBuf> {
+    let len = usize::try_from(len).map_err(|_| Error::internal("a piece of metadata is too large").value(len))?;
+    let (result, bytes) = node.read_padded(offset, IoBuf::try_zeroed(len)?).await;
+    result.map(|()| bytes)
+}

@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Writes to the extents of a disk. A flat one is written as it is; a sparse one allocates grains as every format in blocks
+//! does (`formats/writer.rs`). The first write gives the disk another content id, so that disks made of it notice.
+
+use super::Vmdk;
+use super::extent::{Extent, Sparse, Storage};
+use super::stream::StreamWriter;
+use crate::blocks::{BlockFormat, ImageFile, Table};
+use crate::mapped::{MappedWriter, Place};
+use crate::units::Units;
+use crate::writer::Writer;
+use cowshed_block::memory::try_push;
+use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_graph::buffers::join;
+use cowshed_graph::node::Description;
+use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
+use cowshed_graph::protocols::{discard_file, zero_file};
+use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid};
+use cowshed_storage::{File, FileIdentity, IoBuf};
+use futures_util::lock::Mutex as Turn;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The part of a disk that writes.
+pub(super) struct VmdkWriter {
+    /// One for each piece.
+    extents: Vec<ExtentWriter>,
+    /// The descriptor: its file, its place and the space for it in bytes; `None`: as long as it is.
+    descriptor: (File, u64, Option<u64>),
+    /// True once the content id is another one.
+    changed: Turn<bool>,
+}
+
+enum ExtentWriter {
+    Flat(File),
+    Sparse(Box<(ImageFile, Writer)>),
+    Stream(Box<StreamWriter>),
+    /// It reads as zeroes, and takes nothing else.
+    Zero,
+}
+
+/// A sparse extent as a format in blocks.
+struct Grains<'a> {
+    sparse: &'a Sparse,
+    files: &'a [Arc<Node>],
+    len: u64,
+    start: u64,
+}
+
+impl Grains<'_> {
+    fn table(&self, sector: Option<&u32>, block: u64) -> Result<Table> {
+        let bytes = self.sparse.header.table_bytes() as u64;
+        match sector.copied().filter(|sector| *sector != 0) {
+            Some(sector) => {
+                Ok(Table { field: "grain directory entry", offset: u64::from(sector) * SECTOR_BYTES, bytes })
+            }
+            None => {
+                let message = "the grain table for a new grain is missing: such a disk can't be written to there";
+                Err(Error::unsupported(message).field("grain").value(block))
+            }
+        }
+    }
+
+    fn slot_in(&self, directory: &[u32], block: u64) -> Result<(Table, u64)> {
+        let entries = u64::from(self.sparse.header.table_entries);
+        let table = usize::try_from(block / entries).ok().and_then(|index| directory.get(index));
+        Ok((self.table(table, block)?, block % entries))
+    }
+
+    /// Header, descriptor, directories and tables: offset and end in bytes, in order.
+    fn metadata(&self) -> Result<Vec<(u64, u64)>> {
+        let header = &self.sparse.header;
+        let mut parts = vec![(0, HEADER_BYTES as u64)];
+        let places = [
+            header.descriptor,
+            header.directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
+            header.redundant_directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
+        ];
+        for (sector, sectors) in places.into_iter().flatten() {
+            let end = sector.checked_add(sectors).and_then(sectors_to_bytes);
+            let end =
+                end.ok_or_else(|| Error::invalid_image("VMDK header", sector, "a part of the file is too far"))?;
+            try_push(&mut parts, (sector * SECTOR_BYTES, end))?;
+        }
+        let copies = if self.sparse.redundant == self.sparse.directory { &[][..] } else { &self.sparse.redundant };
+        for sector in self.sparse.directory.iter().chain(copies).filter(|sector| **sector != 0) {
+            let start = u64::from(*sector) * SECTOR_BYTES;
+            let end = start + header.table_bytes() as u64;
+            match parts.last_mut() {
+                // Most tables follow each other.
+                Some(last) if last.1 == start => last.1 = end,
+                _ => try_push(&mut parts, (start, end))?,
+            }
+        }
+        parts.sort_unstable();
+        for pair in parts.windows(2) {
+            if pair[1].0 < pair[0].1 {
+                let message = "two parts of the metadata lie on each other in the file: the image can't be written to";
+                return Err(Error::invalid_image("VMDK metadata", format!("{:#x}", pair[1].0), message));
+            }
+        }
+        Ok(parts)
+    }
+}
+
+impl BlockFormat for Grains<'_> {
+    const NAME: &'static str = "vmdk";
+
+    fn size(&self) -> u64 {
+        self.len
+    }
+
+    fn describe(&self) -> Description {
+        Description::default()
+    }
+
+    fn disk_start(&self) -> u64 {
+        self.start
+    }
+
+    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let (place, len) = self.sparse.map(self.files, at, len).await?;
+        let grain_bytes = self.sparse.header.grain_bytes();
+        match place {
+            Place::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
+            _ => Ok((place, len)),
+        }
+    }
+
+    fn units(&self) -> Option<Units> {
+        let block_bytes = self.sparse.header.grain_bytes();
+        Some(Units {
+            file: self.sparse.file,
+            block_bytes,
+            head: Vec::new(),
+            first: 0,
+            grid: block_bytes,
+            tail: Vec::new(),
+            is_at_end: true,
+        })
+    }
+
+    async fn occupied(&self, _file: &ImageFile) -> Result<Vec<(u64, u64)>> {
+        self.metadata()
+    }
+
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+        self.slot_in(&self.sparse.directory, block)
+    }
+
+    async fn second_slot(&self, _file: &ImageFile, block: u64) -> Result<Option<(Table, u64)>> {
+        match self.sparse.redundant.is_empty() || self.sparse.redundant == self.sparse.directory {
+            true => Ok(None),
+            // A copy that is missing is not made.
+            false => Ok(self.slot_in(&self.sparse.redundant, block).ok()),
+        }
+    }
+
+    fn entry(&self, host: u64) -> Result<Vec<u8>> {
+        let sector = u32::try_from(host / SECTOR_BYTES).ok();
+        match sector.filter(|sector| matches!(self.sparse.header.grain(*sector), Grain::At(_))) {
+            Some(sector) => Ok(sector.to_le_bytes().to_vec()),
+            None => Err(Error::new(ErrorKind::NoSpace, "a VMDK extent can be no longer").value(host)),
+        }
+    }
+
+    fn zero_entry(&self) -> Option<Vec<u8>> {
+        self.sparse.header.zeroed_grains.then(|| 1u32.to_le_bytes().to_vec())
+    }
+
+    fn forget(&self) {
+        self.sparse.tables.forget();
+        self.sparse.holes.forget();
+    }
+}
+
+impl VmdkWriter {
+    /// Looks at the extents of a disk that is opened for writing.
+    pub(super) async fn open(vmdk: &Vmdk) -> Result<VmdkWriter> {
+        check_apart(vmdk)?;
+        let mut extents = Vec::new();
+        for piece in &vmdk.pieces {
+            extents.push(match &piece.extent.storage {
+                Storage::Zero => ExtentWriter::Zero,
+                Storage::Flat { file, .. } => ExtentWriter::Flat(node_of(&vmdk.files, *file)?.storage()),
+                Storage::Sparse(sparse) if is_empty_stream(vmdk, sparse) => {
+                    let file = node_of(&vmdk.files, sparse.file)?.storage();
+                    let (result, header) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
+                    result?;
+                    let end = sparse.header.descriptor.map_or(1, |(start, sectors)| start.saturating_add(sectors));
+                    let first = end.max(1).checked_next_multiple_of(sparse.header.grain_sectors);
+                    let there = file.len() / SECTOR_BYTES;
+                    let first = first.filter(|first| *first <= there).ok_or_else(|| {
+                        Error::invalid_image("descriptorSize", end, "the descriptor is not in the file")
+                    })?;
+                    let (header, len) = (header.to_vec(), piece.extent.len);
+                    let stream = StreamWriter::new(file, sparse.header.clone(), header, len, first);
+                    ExtentWriter::Stream(Box::new(stream))
+                }
+                Storage::Sparse(sparse) if sparse.header.compressed => {
+                    let message = "streamOptimized VMDK images can only be read; convert the image to write to it";
+                    return Err(Error::new(ErrorKind::ReadOnly, message));
+                }
+                Storage::Sparse(sparse) => {
+                    let image = ImageFile::of(Arc::clone(node_of(&vmdk.files, sparse.file)?));
+                    let grains = Grains { sparse, files: &vmdk.files, len: piece.extent.len, start: piece.start };
+                    let writer = Writer::open(&grains, &image).await.map_err(|error| image.named(error))?;
+                    ExtentWriter::Sparse(Box::new((image, writer)))
+                }
+            });
+        }
+        let (file, place) = &vmdk.home;
+        let space = place.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
+        let place = place.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
+        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::new(false) })
+    }
+
+    /// Looks at the extents again, of a disk that was read-only for a while.
+    pub(super) async fn begin_again(&self, vmdk: &Vmdk) -> Result<()> {
+        for (piece, extent) in vmdk.pieces.iter().zip(&self.extents) {
+            if let (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) = (&piece.extent.storage, extent) {
+                sparse.tables.forget();
+                let grains = vmdk.grains(sparse, &piece.extent, piece.start);
+                parts.1.begin_again(&grains, &parts.0).await?;
+            }
+        }
+        *self.changed.lock().await = false;
+        Ok(())
+    }
+
+    /// The first change gives the disk another content id.
+    async fn change(&self, vmdk: &Vmdk) -> Result<()> {
+        let mut changed = self.changed.lock().await;
+        if *changed {
+            return Ok(());
+        }
+        let (file, place, space) = &self.descriptor;
+        let there = file.len().saturating_sub(*place);
+        let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
+        let (result, before) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
+        result?;
+        let mut cid = [0; 4];
+        cowshed_crypto::luks::fill_random(&mut cid)?;
+        // All ones mean that there is no parent.
+        let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
+        if let Some((mut text, cid)) = with_cid(&before, cid) {
+            if let Some(space) = space {
+                if text.len() as u64 > *space {
+                    return Err(Error::invalid_image(
+                        "descriptor",
+                        text.len(),
+                        "there is no room for a new content id",
+                    ));
+                }
+                // Zeroes that were zeroes stay: the space for them may be a hole, and the disk full.
+                let used = before.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+                text.resize(text.len().max(used), 0);
+            }
+            file.write_at(IoBuf::copy_from(&text), *place).await.0?;
+            vmdk.cid.store(cid, Ordering::Relaxed);
+        }
+        *changed = true;
+        Ok(())
+    }
+}
+
+/// True for a disk that is one stream-optimised file without grains: those can be added.
+fn is_empty_stream(vmdk: &Vmdk, sparse: &Sparse) -> bool {
+    let is_alone = vmdk.pieces.len() == 1 && vmdk.descriptor.create_type == "streamOptimized";
+    let is_empty = sparse.directory.iter().all(|table| *table == 0);
+    is_alone && sparse.header.compressed && sparse.is_stream && is_empty && !vmdk.descriptor.has_parent()
+}
+
+/// Refuses extents that share bytes of a file: a write to one would change the other.
+fn check_apart(vmdk: &Vmdk) -> Result<()> {
+    let mut known: Vec<(FileIdentity, u64, u64)> = Vec::new();
+    for piece in &vmdk.pieces {
+        let (file, from, to) = match &piece.extent.storage {
+            Storage::Zero => continue,
+            Storage::Flat { file, host, .. } => (*file, *host, host.saturating_add(piece.extent.len)),
+            // New grains go anywhere.
+            Storage::Sparse(sparse) => (sparse.file, 0, u64::MAX),
+        };
+        let node = node_of(&vmdk.files, file)?;
+        let Some(identity) = node.storage().identity() else { continue };
+        if known.iter().any(|(other, start, end)| *other == identity && from < *end && *start < to) {
+            let message = "two extents of the disk share a part of this file: the disk can't be written to";
+            return Err(Error::invalid_image("extents", known.len() + 1, message).file(node.filename()));
+        }
+        try_push(&mut known, (identity, from, to))?;
+    }
+    Ok(())
+}
+
+fn node_of(files: &[Arc<Node>], index: usize) -> Result<&Arc<Node>> {
+    files.get(index).ok_or_else(|| Error::internal("an extent has no file"))
+}
+
+impl Vmdk {
+    fn open_writer(&self) -> Result<&VmdkWriter> {
+        self.writer.get().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
+    }
+
+    /// The place of byte `at` of piece `index`, with the grains whose entries aren't written yet.
+    pub(super) async fn place(&self, index: usize, at: u64, len: u64) -> Result<(Place, u64)> {
+        let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
+        let writer = self.writer.get().and_then(|writer| writer.extents.get(index));
+        match (&piece.extent.storage, writer) {
+            (Storage::Sparse(sparse), Some(ExtentWriter::Sparse(parts))) => {
+                let (image, writer) = &**parts;
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                writer.place(&grains, image, at, len).await
+            }
+            (_, Some(ExtentWriter::Stream(stream))) if stream.is_changed().await => {
+                let message = "a stream-optimised VMDK disk is read after it is closed, not while it is written";
+                Err(Error::unsupported(message).offset(piece.start + at))
+            }
+            _ => piece.extent.map(&self.files, at, len).await,
+        }
+    }
+
+    /// The stream that the disk is, if it is one.
+    pub(super) fn stream(&self) -> Option<&StreamWriter> {
+        match self.writer.get()?.extents.first() {
+            Some(ExtentWriter::Stream(stream)) => Some(stream),
+            _ => None,
+        }
+    }
+
+    /// Cuts what a client writes into grains.
+    async fn write_stream(&self, stream: &StreamWriter, at: u64, part: IoBuf) -> (Result<()>, IoBuf) {
+        let Some(grain_bytes) = self.pieces.first().and_then(|piece| piece.extent.grain_bytes()) else {
+            return (Err(Error::internal("a stream has no grains")), part);
+        };
+        let grains = part.chunks(grain_bytes as usize).enumerate();
+        let grains = grains.map(|(index, grain)| (at + index as u64 * grain_bytes, IoBuf::copy_from(grain)));
+        (stream.write(grains.collect()).await, part)
+    }
+
+    fn grains<'a>(&'a self, sparse: &'a Sparse, extent: &Extent, start: u64) -> Grains<'a> {
+        Grains { sparse, files: &self.files, len: extent.len, start }
+    }
+
+    async fn write_piece(&self, index: usize, at: u64, part: IoBuf, backing: &Link) -> (Result<()>, IoBuf) {
+        let (writer, piece) = match (self.open_writer(), self.pieces.get(index)) {
+            (Ok(writer), Some(piece)) => (writer, piece),
+            (Err(error), _) => return (Err(error), part),
+            _ => return (Err(Error::internal("a piece of the disk is missing")), part),
+        };
+        match (&piece.extent.storage, &writer.extents[index]) {
+            (Storage::Flat { host, .. }, ExtentWriter::Flat(file)) => file.write_at(part, host + at).await,
+            (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                parts.1.write(&grains, &parts.0, backing, at, part).await
+            }
+            (_, ExtentWriter::Stream(stream)) => self.write_stream(stream, at, part).await,
+            _ if part.iter().all(|byte| *byte == 0) => (Ok(()), part),
+            _ => (Err(Error::unsupported("an extent of the type ZERO takes no data").offset(piece.start + at)), part),
+        }
+    }
+
+    /// The pieces that a range touches: index, offset in the piece, length.
+    fn parts(&self, offset: u64, len: u64) -> Vec<(usize, u64, u64)> {
+        let end = offset + len;
+        let first = self.pieces.partition_point(|piece| piece.start + piece.extent.len <= offset);
+        let touched = self.pieces.iter().enumerate().skip(first).take_while(|(_, piece)| piece.start < end);
+        touched
+            .map(|(index, piece)| {
+                let start = offset.max(piece.start);
+                (index, start - piece.start, end.min(piece.start + piece.extent.len) - start)
+            })
+            .collect()
+    }
+
+    async fn zero_piece(
+        &self,
+        (index, at, len): (usize, u64, u64),
+        flags: Option<ZeroFlags>,
+        backing: &Link,
+    ) -> Result<()> {
+        let writer = self.open_writer()?;
+        let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
+        match (&piece.extent.storage, &writer.extents[index]) {
+            (Storage::Flat { host, .. }, ExtentWriter::Flat(file)) => match flags {
+                Some(flags) => zero_file(file, host + at, len, flags).await,
+                None => discard_file(file, host + at, len).await,
+            },
+            (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                let grains = self.grains(sparse, &piece.extent, piece.start);
+                match flags {
+                    Some(flags) => parts.1.write_zeroes(&grains, &parts.0, backing, (at, len), flags).await,
+                    None => parts.1.discard(&grains, &parts.0, (at, len)).await,
+                }
+            }
+            (_, ExtentWriter::Stream(stream)) if flags.is_some() => stream.check_zeroes(at, len).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn flush_all(&self, complete: bool) -> Result<()> {
+        let writer = self.open_writer()?;
+        let mut result = Ok(());
+        for (piece, extent) in self.pieces.iter().zip(&writer.extents) {
+            let done = match (&piece.extent.storage, extent) {
+                (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) => {
+                    let grains = self.grains(sparse, &piece.extent, piece.start);
+                    match complete {
+                        true => parts.1.complete(&grains, &parts.0).await,
+                        false => parts.1.flush(&grains, &parts.0).await,
+                    }
+                }
+                (_, ExtentWriter::Flat(file)) => file.sync().await,
+                (_, ExtentWriter::Stream(stream)) if complete => stream.complete().await,
+                _ => Ok(()),
+            };
+            // The others are made durable though one fails.
+            result = result.and(done);
+        }
+        if *writer.changed.lock().await {
+            result = result.and(writer.descriptor.0.sync().await);
+        }
+        result
+    }
+}
+
+impl MappedWriter for Vmdk {
+    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            let no_stream = || Error::unsupported("Compression not supported for this file format");
+            self.open_writer()?.change(self).await?;
+            self.stream().ok_or_else(no_stream)?.write(clusters).await
+        })
+    }
+
+    fn compresses(&self) -> bool {
+        self.stream().is_some()
+    }
+
+    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
+        Box::pin(async move {
+            let changed = match self.open_writer() {
+                Ok(writer) => writer.change(self).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = changed {
+                return (Err(error), buf);
+            }
+            let (mut rest, mut done) = (buf, None);
+            for (index, at, len) in self.parts(offset, rest.len() as u64) {
+                let (result, part) = self.write_piece(index, at, rest.split_to(len as usize), backing).await;
+                done = Some(join(done, part));
+                if let Err(error) = result {
+                    return (Err(error), join(done, rest));
+                }
+            }
+            (Ok(()), join(done, rest))
+        })
+    }
+
+    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
+        Box::pin(async move {
+            self.open_writer()?.change(self).await?;
+            for part in self.parts(offset, len) {
+                self.zero_piece(part, Some(flags), backing).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
+        Box::pin(async move {
+            self.open_writer()?.change(self).await?;
+            for part in self.parts(offset, len) {
+                self.zero_piece(part, None, &Link::default()).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Work<'_> {
+        Box::pin(self.flush_all(false))
+    }
+
+    fn complete(&self) -> Work<'_> {
+        Box::pin(self.flush_all(true))
+    }
+}

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Capabilities of drivers. Each is a trait; the graph and jobs ask a node for it, whatever its driver is.
+
+use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
+use crate::encryption::LuksArea;
+use crate::options::BlockdevOptions;
+use cowshed_block::{Compression, Error, Result};
+use cowshed_codec::Codec;
+use cowshed_layout::qcow2::{Header, Snapshot};
+use cowshed_offline::snapshots::SnapshotName;
+use cowshed_qcow2::Statistics;
+use cowshed_storage::{File, IoBuf};
+use std::sync::Arc;
+
+/// A backing file, whose name the image holds.
+pub trait BackingName: Send + Sync {
+    /// The name that the image holds.
+    fn name(&self) -> Option<String>;
+
+    /// The format of the backing file, by the image.
+    fn format(&self) -> Option<String>;
+
+    /// True when the image names a backing file that was left out at open.
+    fn is_left_out(&self) -> bool;
+
+    /// Plans from now on as if the backing file had `bytes` bytes, for an image that is to come to stand on a longer one. What reads
+    /// as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or discarded. `None`: as
+    /// the backing file is; it may have grown. No request runs.
+    fn plan_for(&self, bytes: Option<u64>);
+
+    /// Whether [`Node::make_empty`] can give the image's clusters back.
+    fn can_be_emptied(&self) -> bool {
+        true
+    }
+}
+
+/// How the header of an image names the image below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderName {
+    /// The name.
+    pub file: String,
+    /// The driver that opens it.
+    pub format: &'static str,
+}
+
+/// What the graph and the node do with a backing file.
+pub trait Backing: BackingName {
+    /// Another backing file, or none. What the image says isn't changed.
+    fn link(&self, backing: Option<Arc<Node>>);
+
+    /// Changes the name that the image holds, and the format with it.
+    fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a>;
+
+    /// Gives all clusters back: the image reads as its backing file afterwards, or as zeroes.
+    fn make_empty(&self) -> Work<'_>;
+}
+
+/// Metadata that checks, amendments and reports read in the image's own file.
+pub trait Metadata: Send + Sync {
+    /// A copy of the header as it is on disk.
+    fn header(&self) -> Header;
+
+    /// The file with the metadata.
+    fn file(&self) -> &File;
+}
+
+/// Compressed clusters.
+pub trait Compressing: Send + Sync {
+    /// The method of the image.
+    fn method(&self) -> Compression;
+
+    /// Chooses how clusters are compressed from now on. The method must be the image's.
+    fn set_codec(&self, codec: Codec) -> Result<()>;
+}
+
+/// Internal snapshots. No request runs while they change.
+pub trait Snapshots: Send + Sync {
+    /// All of them, in the order of the image.
+    fn list(&self) -> LocalFuture<'_, Result<Vec<Snapshot>>>;
+
+    /// Takes one with this name; its ID. The options are the node's.
+    fn take<'a>(
+        &'a self,
+        name: &'a str,
+        options: &'a BlockdevOptions,
+        discards: bool,
+    ) -> LocalFuture<'a, Result<String>>;
+
+    /// Deletes one; what it was. The options are the node's.
+    fn delete<'a>(
+        &'a self,
+        wanted: &'a SnapshotName,
+        options: &'a BlockdevOptions,
+        discards: bool,
+    ) -> LocalFuture<'a, Result<Snapshot>>;
+}
+
+/// Space for the state of a virtual machine.
+pub trait VmState: Send + Sync {
+    /// The offset behind the disk where it begins.
+    fn start(&self) -> u64;
+
+    /// Fills a buffer from `offset` of the state.
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_>;
+
+    /// Writes to `offset` of the state.
+    fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_>;
+}
+
+/// Options that change while the node is in use, when no request runs.
+pub trait LiveOptions: Send + Sync {
+    /// The keys of these options.
+    fn keys(&self) -> &'static [&'static str];
+
+    /// Refuses options that `node`, which is this driver's, can't have; else gives what applies them.
+    fn check(&self, node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply>;
+
+    /// Does what may fail. [`Node::complete`] has run before.
+    fn prepare<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
+        done(Ok(()))
+    }
+}
+
+/// Applies options to the node that they were checked for. It can't fail.
+pub type Apply = Box<dyn FnOnce(&Node)>;
+
+impl Node {
+    /// The dirty bitmaps that the image keeps.
+    pub fn stored_bitmaps(&self) -> Option<&dyn Bitmaps> {
+        self.driver.bitmaps()
+    }
+
+    /// The backing file's name in the image; `None` for drivers whose images can get none.
+    pub fn backing_name(&self) -> Option<&dyn BackingName> {
+        self.driver.backing().map(|backing| backing as &dyn BackingName)
+    }
+
+    /// True when the image has internal snapshots, or may get some.
+    pub fn has_snapshots(&self) -> bool {
+        self.driver.snapshots().is_some()
+    }
+
+    /// The metadata that checks, amendments and reports read; `None` for drivers whose images have nothing of that.
+    pub fn metadata(&self) -> Option<&dyn Metadata> {
+        self.driver.metadata()
+    }
+
+    /// How the image compresses clusters; `None` for drivers that compress nothing themselves.
+    pub fn compressing(&self) -> Option<&dyn Compressing> {
+        self.driver.compressing()
+    }
+
+    /// The area with the key slots of an encrypted image, and the prefix of the options that are about them.
+    pub fn key_slots(&self) -> Result<(LuksArea, &'static str)> {
+        self.driver
+            .key_slots()
+            .unwrap_or_else(|| Err(Error::unsupported("only encrypted images have key slots").file(self.filename())))
+    }
+
+    /// True when what the image holds is encrypted by its format.
+    pub fn is_encrypted(&self) -> bool {
+        self.driver.is_encrypted()
+    }
+
+    /// True where something that was written is lost with this process, as long as it is not flushed. Data in the page cache isn't.
+    pub fn holds_changes(&self) -> bool {
+        let below = || self.children().into_iter().filter(|child| child.role != super::ChildRole::Backing);
+        self.driver.holds_changes() || below().any(|child| child.node.holds_changes())
+    }
+
+    /// The unit in which the image allocates what is written, in bytes.
+    pub fn cluster_bytes(&self) -> Option<u64> {
+        self.driver.allocation().map(|(cluster, _)| cluster)
+    }
+
+    /// The least part of a cluster that the image can hold alone, in bytes.
+    pub fn subcluster_bytes(&self) -> Option<u64> {
+        self.driver.allocation().map(|(_, subcluster)| subcluster)
+    }
+
+    /// True when the image takes compressed clusters itself.
+    pub fn compresses(&self) -> bool {
+        self.driver.compresses() && !self.is_filter()
+    }
+
+    /// The length of what the image compresses as one, in bytes; `None` where it takes no compressed clusters itself.
+    pub fn compressed_cluster_bytes(&self) -> Option<u64> {
+        let cluster = self.cluster_bytes().or_else(|| self.description()?.cluster_bytes);
+        cluster.filter(|_| self.compresses())
+    }
+
+    /// True when the driver takes whole sectors for a size, and no other number.
+    pub fn is_sized_in_sectors(&self) -> bool {
+        self.driver.allocation().is_some()
+    }
+
+    /// Counters of the metadata cache.
+    pub fn cache_statistics(&self) -> Option<Statistics> {
+        self.driver.cache_statistics()
+    }
+
+    /// True once the image was found to be corrupt and takes no more writes.
+    pub fn is_corrupt(&self) -> bool {
+        self.driver.is_corrupt()
+    }
+
+    /// True when zeroes can be recorded in the image where something else lies beneath.
+    pub(crate) fn records_zeroes(&self) -> bool {
+        self.driver.records_zeroes()
+    }
+
+    /// Fills `buf` from `offset` of the state of a virtual machine that the image holds; what was never written reads as zeroes.
+    pub async fn read_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match self.driver.vm_state() {
+            Some(state) => state.read(offset, buf).await,
+            None => (Err(self.lacks("state of a virtual machine")), buf),
+        }
+    }
+
+    /// The place of the state of a virtual machine: the offset behind the disk where it begins.
+    pub fn vm_state_offset(&self) -> Option<u64> {
+        self.driver.vm_state().map(VmState::start)
+    }
+
+    /// The size up to which the image maps its disk without another table, in bytes.
+    pub fn mapped_bytes(&self) -> Option<u64> {
+        self.driver.mapped_bytes()
+    }
+
+    /// What a driver lacks, as an error.
+    pub(super) fn lacks(&self, what: &str) -> Error {
+        let message = format!("images of the driver '{}' have no {what}", self.driver_name());
+        Error::unsupported(message).file(self.filename())
+    }
+}

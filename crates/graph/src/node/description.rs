@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The description of an image by a driver without reference counts, and its check.
+
+use super::{LocalFuture, Node};
+use cowshed_block::Result;
+use cowshed_offline::check::{Counters, Repair};
+use serde_json::Value;
+
+/// What a format says of itself, for `info` and for those who stand on it.
+#[derive(Clone, Debug, Default)]
+pub struct Description {
+    /// Allocation unit in bytes, where there is one.
+    pub cluster_bytes: Option<u64>,
+    /// The backing file as the image names it.
+    pub backing_name: Option<String>,
+    /// The backing file's format as the image names it.
+    pub backing_format: Option<&'static str>,
+    /// What names the image's content to disks that are differences to it: lower case hexadecimal.
+    pub identity: Option<String>,
+    /// The image takes whole clusters, compressed, and each once.
+    pub takes_stream: bool,
+    /// What only this format has, with QEMU's keys; null for nothing.
+    pub specific: Value,
+}
+
+/// What a check of a format without reference counts found.
+#[derive(Clone, Debug, Default)]
+pub struct MappedCheck {
+    /// qemu-img's counters; totals of 0 where it has none for the format.
+    pub counters: Counters,
+    /// What is wrong, a line each.
+    pub findings: Vec<String>,
+}
+
+/// An image of a format without reference counts: what it says of itself, and its check.
+pub trait Described: Send + Sync {
+    /// What the image says of itself.
+    fn describe(&self) -> Description;
+
+    /// See [`Node::check_mapped`].
+    fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
+
+    /// See [`Node::repair_mapped`].
+    fn repair(&self, what: Repair, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
+}
+
+impl Node {
+    /// What an image of a format without reference counts says of itself.
+    pub fn description(&self) -> Option<Description> {
+        self.driver().described().map(|image| image.describe())
+    }
+
+    /// Looks for damage in an image of a format without reference counts, and tells `max` findings at most. `None` for other
+    /// drivers; the inner one for formats that have no check.
+    pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<MappedCheck>>> {
+        Some(self.driver().described()?.check(max).await)
+    }
+
+    /// As [`Node::check_mapped`], and repairs what it can.
+    pub async fn repair_mapped(&self, what: Repair, max: usize) -> Option<Result<Option<MappedCheck>>> {
+        Some(self.driver().described()?.repair(what, max).await)
+    }
+}

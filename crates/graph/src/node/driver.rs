@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The trait of drivers. A driver says at once where a request goes ([`Driver::map`]), and the node carries that out. A driver
+//! carries out itself whatever it can't map at once.
+
+use super::{
+    Backing, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation, Snapshots,
+    StatusExtent, VmState, ZeroFlags,
+};
+use crate::encryption::LuksArea;
+use crate::options::BlockdevOptions;
+use cowshed_block::{Error, HostOffset, Result};
+use cowshed_qcow2::{Pin, Statistics};
+use cowshed_storage::{File, IoBuf, Permissions};
+use std::any::Any;
+use std::future::{Future, ready};
+use std::ops::Range;
+use std::pin::Pin as Pinned;
+use std::sync::Arc;
+
+/// A boxed future that stays on its thread: breaks the recursion of nodes over nodes.
+pub type LocalFuture<'a, T> = Pinned<Box<dyn Future<Output = T> + 'a>>;
+
+/// A transfer on its way: its result, and its buffer back.
+pub type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
+
+/// A request without a buffer on its way.
+pub type Work<'a> = LocalFuture<'a, Result<()>>;
+
+/// What keeps a mapped range from getting another owner. It is held until the I/O there is done.
+pub(crate) type Guard<'a> = Option<Pin<'a>>;
+
+/// Why a range is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// It is read.
+    Read,
+    /// It is written, where nothing but its bytes changes by that.
+    Overwrite,
+}
+
+/// Where plain data of a layer is in the file that has its data, as long as [`super::graph_changes`] gives `changes`. A reader takes
+/// a guard of the layer first and looks at that number then: the layer gives no cluster up while a guard from before is held, and
+/// each change by which it may do so is counted.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Where the range begins in the file.
+    pub host: HostOffset,
+    /// See above.
+    pub changes: u64,
+}
+
+/// How a request goes on, as far as a driver can say that without waiting.
+pub enum Mapped<'a> {
+    /// It is one plain range of a file.
+    File {
+        /// The file.
+        file: &'a File,
+        /// Where the range begins in it.
+        host: u64,
+        /// Held until the I/O there is done.
+        guard: Guard<'a>,
+    },
+    /// It reads as zeroes.
+    Zeroes,
+    /// Another layer of the chain has it; and where that layer has it, if that is known.
+    Layer(Arc<Node>, Option<Place>),
+    /// The node behind has it, at this offset.
+    Below(&'a Below, u64),
+    /// This has to end first. The task that got it must run it: other requests wait for the same.
+    Load(Work<'a>),
+    /// No byte of it can be overwritten: [`Driver::write_unmapped`] carries it out.
+    Nothing,
+    /// The driver carries it out.
+    Special,
+}
+
+/// Gets the damage, the host offset and the length of the metadata that a write would have hit, in bytes, and whether the
+/// image takes no more writes.
+pub type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
+
+/// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
+const SECTOR_BYTES: u64 = 512;
+
+/// The length of a file rounded up to whole sectors; `u64::MAX` when that can't be.
+pub fn whole_sectors(len: u64) -> u64 {
+    len.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(u64::MAX)
+}
+
+/// Work that is done already.
+pub fn done<'a>(result: Result<()>) -> Work<'a> {
+    Box::pin(ready(result))
+}
+
+/// The backing file that an image names: its name and its format.
+pub type NamedBacking = (Option<String>, Option<String>);
+
+/// A driver: a format, a protocol or a filter. The node has checked each range against [`Driver::size`]. Futures that change
+/// something are parts of a node's request, which runs to its end.
+pub trait Driver: Any + Send + Sync {
+    /// `driver` of the options.
+    fn name(&self) -> &'static str;
+
+    /// Size of the node in bytes.
+    fn size(&self) -> u64;
+
+    /// Says at once how a request goes on.
+    fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
+        Mapped::Special
+    }
+
+    /// As [`Driver::map`] for a read of a range whose place a map of the chain knows.
+    fn placed(&self, _place: Place, _len: u64) -> Mapped<'_> {
+        Mapped::Special
+    }
+
+    /// Why nothing is written here, where that is so.
+    fn refusal(&self) -> Error {
+        Error::unsupported(format!("driver '{}' can't write", self.name()))
+    }
+
+    /// Fills a buffer, for any mapping.
+    fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_>;
+
+    /// Writes a buffer, for any mapping.
+    fn write(&self, _offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(ready((Err(self.refusal()), buf)))
+    }
+
+    /// As [`Driver::write`], after [`Mapped::Nothing`].
+    fn write_unmapped(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        self.write(offset, buf)
+    }
+
+    /// Writes whole clusters compressed, where the driver [`Driver::compresses`].
+    fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
+        done(Err(self.refusal()))
+    }
+
+    /// True when it can write compressed clusters.
+    fn compresses(&self) -> bool {
+        false
+    }
+
+    /// Makes a range read as zeroes.
+    fn write_zeroes(&self, _offset: u64, _len: u64, _flags: ZeroFlags) -> Work<'_> {
+        done(Err(self.refusal()))
+    }
+
+    /// Gives a range back: a hint.
+    fn discard(&self, _offset: u64, _len: u64) -> Work<'_> {
+        done(Ok(()))
+    }
+
+    /// Makes everything written so far durable.
+    fn flush(&self) -> Work<'_> {
+        done(Ok(()))
+    }
+
+    /// Changes the size to `size` bytes, which may be no whole number of sectors.
+    fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
+        done(Err(self.refusal()))
+    }
+
+    /// See [`Node::block_status`].
+    fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>>;
+
+    /// See [`Node::share_from`]; 0 bytes where it can't be done.
+    fn share_from<'a>(
+        &'a self,
+        offset: u64,
+        len: u64,
+        source: &'a File,
+        source_offset: u64,
+    ) -> LocalFuture<'a, Result<u64>> {
+        match self.whole_file() {
+            Some(file) => {
+                Box::pin(async move { file.share_from(source, source_offset, offset, len).await.map(|()| len) })
+            }
+            None => Box::pin(ready(Ok(0))),
+        }
+    }
+
+    /// The file, if the node's bytes are that file's bytes one to one.
+    fn whole_file(&self) -> Option<&File> {
+        None
+    }
+
+    /// The file that holds the node's data.
+    fn content_file(&self) -> Option<&File> {
+        self.whole_file()
+    }
+
+    /// The file of a protocol: its locks follow from the users of the node, and its length is the node's.
+    fn protocol_file(&self) -> Option<&File> {
+        None
+    }
+
+    /// The node behind a filter.
+    fn filtered(&self) -> Option<&Below> {
+        None
+    }
+
+    /// For `null-co` and what stands on it unchanged: whether reads are promised to give zeroes.
+    fn null_reads_zeroes(&self) -> Option<bool> {
+        None
+    }
+
+    /// The part of the child `file` that a part of the disk stands in.
+    fn part_of_child(&self, _disk: &Range<u64>) -> Range<u64> {
+        0..u64::MAX
+    }
+
+    /// True when it shows all of its child `file`, and nothing else.
+    fn shows_all_of_child(&self) -> bool {
+        false
+    }
+
+    /// True when its length can be set.
+    fn can_grow(&self) -> bool {
+        false
+    }
+
+    /// True when what growing adds reads as zeroes.
+    fn grows_by_zeroes(&self) -> bool {
+        true
+    }
+
+    /// The unit of requests, in bytes, where it has one.
+    fn request_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// True when it asks of its child what its users ask of it. `by_users`: the locks of files follow from their users.
+    fn passes_permissions(&self, _by_users: bool) -> bool {
+        false
+    }
+
+    /// What it asks of its child when its users have `wanted`, where [`Driver::passes_permissions`].
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        wanted
+    }
+
+    /// See [`Bitmaps`].
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        None
+    }
+
+    /// See [`Backing`].
+    fn backing(&self) -> Option<&dyn Backing> {
+        None
+    }
+
+    /// See [`Described`].
+    fn described(&self) -> Option<&dyn Described> {
+        None
+    }
+
+    /// See [`Metadata`].
+    fn metadata(&self) -> Option<&dyn Metadata> {
+        None
+    }
+
+    /// See [`Compressing`].
+    fn compressing(&self) -> Option<&dyn Compressing> {
+        None
+    }
+
+    /// The area with key slots, and the prefix of the options that are about them; `None` for drivers without encryption.
+    fn key_slots(&self) -> Option<Result<(LuksArea, &'static str)>> {
+        None
+    }
+
+    /// True when what the image holds is encrypted by its format.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
+
+    /// See [`Snapshots`].
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        None
+    }
+
+    /// See [`VmState`].
+    fn vm_state(&self) -> Option<&dyn VmState> {
+        None
+    }
+
+    /// See [`LiveOptions`].
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        None
+    }
+
+    /// True for a filter that keeps nothing of the node below it, and so may get another one.
+    fn moves_freely(&self) -> bool {
+        false
+    }
+
+    /// The unit in which it allocates what is written, and the least part of it that it can hold alone, in bytes.
+    fn allocation(&self) -> Option<(u64, u64)> {
+        None
+    }
+
+    /// True where something that was written is lost with this process: a table in memory says where it is. Without an answer of its own, a driver
+    /// that allocates may always have such tables.
+    fn holds_changes(&self) -> bool {
+        self.allocation().is_some()
+    }
+
+    /// The size up to which it maps its disk without another table, in bytes.
+    fn mapped_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Counters of the cache of its metadata.
+    fn cache_statistics(&self) -> Option<Statistics> {
+        None
+    }
+
+    /// True once it takes no more writes, because of damage.
+    fn is_corrupt(&self) -> bool {
+        false
+    }
+
+    /// True when it can record zeroes where something else lies beneath.
+    fn records_zeroes(&self) -> bool {
+        false
+    }
+
+    /// The name of the file with its data, where the image holds one.
+    fn data_file_name(&self) -> Option<String> {
+        None
+    }
+
+    /// The backing file that the image names; `None` where the name doesn't say what the image reads from.
+    fn named_backing(&self) -> Option<NamedBacking> {
+        None
+    }
+
+    /// True when the node shows what no name opens again.
+    fn shows_past(&self) -> bool {
+        false
+    }
+
+    /// True while a request that meets damage is the first to tell of it.
+    fn tells_damage(&self) -> bool {
+        false
+    }
+
+    /// Has `tell` told of damage that the driver meets. Set once.
+    fn observe_corruption(&self, _tell: OnCorruption) {}
+
+    /// Waits for what goes on behind requests that have ended.
+    fn settle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(ready(()))
+    }
+
+    /// Makes what is on disk complete, as a close would leave it. `flush` flushes the node.
+    fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
+        flush
+    }
+
+    /// Takes no writes from now on. [`Driver::complete`] has run.
+    fn stop_writing(&self) {}
+
+    /// Takes writes from now on.
+    fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
+        done(Ok(()))
+    }
+
+    /// Completes what is on disk and lets go of it.
+    fn close(&self, _read_only: bool) -> Work<'_> {
+        done(Ok(()))
+    }
+}
+
+impl dyn Driver {
+    /// The driver as what it is.
+    #[inline]
+    pub fn downcast<T: Driver>(&self) -> Option<&T> {
+        (self as &dyn Any).downcast_ref()
+    }
+}

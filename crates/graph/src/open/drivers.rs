@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The table of drivers that opening reads. The crate above the formats makes it and hands it in; no module here names its lines.
+
+use super::line::DriverLine;
+use super::{HostFiles, OpenRequest, build, names};
+use crate::graph::Graph;
+use crate::node::Node;
+use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Schemas};
+use cowshed_block::Result;
+use cowshed_layout::probe::FormatName;
+use std::any::Any;
+use std::sync::Arc;
+
+/// The drivers of a program.
+pub struct Drivers {
+    groups: &'static [&'static [DriverLine]],
+    refused: &'static [(FormatName, &'static str)],
+}
+
+impl Drivers {
+    /// A table of drivers, in groups, in the order of the help. `refused`: formats that are recognised for a clear refusal, and their names
+    /// for people.
+    pub const fn new(
+        groups: &'static [&'static [DriverLine]],
+        refused: &'static [(FormatName, &'static str)],
+    ) -> Drivers {
+        Drivers { groups, refused }
+    }
+
+    /// The table that a graph was made with.
+    pub(crate) fn of(graph: &Graph) -> &'static Drivers {
+        let schemas: &'static dyn Any = graph.schemas();
+        schemas.downcast_ref().unwrap_or_else(|| unreachable!("`Graph::new` takes a table of drivers"))
+    }
+
+    fn lines(&self) -> impl Iterator<Item = &'static DriverLine> {
+        self.groups.iter().flat_map(|group| group.iter())
+    }
+
+    /// The driver with this name.
+    pub(super) fn find(&self, name: &str) -> Option<&'static DriverLine> {
+        self.lines().find(|line| line.schema.name == name)
+    }
+
+    /// What a format is that is recognised and can't be opened.
+    pub(super) fn refused(&self, name: &str) -> Option<&'static str> {
+        self.refused.iter().find(|(format, _)| format.as_str() == name).map(|(_, about)| *about)
+    }
+
+    /// The keys of all drivers, in the order of the help.
+    pub fn schemas(&self) -> impl Iterator<Item = &'static DriverSchema> {
+        self.lines().map(|line| line.schema)
+    }
+
+    /// The keys of the driver with this name.
+    pub fn schema(&self, name: &str) -> Option<&'static DriverSchema> {
+        self.find(name).map(|line| line.schema)
+    }
+
+    /// True for the formats here, and for those that are known by name alone.
+    pub fn is_format(&self, name: &str) -> bool {
+        self.schema(name).is_some_and(|schema| schema.kind == DriverKind::Format) || self.refused(name).is_some()
+    }
+
+    /// True for the protocols here.
+    pub fn is_protocol(&self, name: &str) -> bool {
+        self.schema(name).is_some_and(|schema| schema.kind == DriverKind::Protocol)
+    }
+
+    /// True for the drivers here, for formats that are known by name alone, and for drivers of QEMU that a backing file may be
+    /// said to have.
+    pub fn is_known(&self, name: &str) -> bool {
+        const ELSEWHERE: [&str; 4] = ["nvme", "nvme-io_uring", "replication", "vvfat"];
+        self.schema(name).is_some() || self.refused(name).is_some() || ELSEWHERE.contains(&name)
+    }
+
+    /// The option tree that a file name means, with a format if it is given: to add options to before opening.
+    pub fn options_of_name(&self, name: &str, format: Option<&str>) -> Result<BlockdevOptions> {
+        build::named(self, name, format, &HostFiles)
+    }
+
+    /// Options of a node with a file name beside them, as `open -o OPTIONS NAME` of qemu-io takes them. The name, and what its
+    /// protocol means, belong to the lowest `file` of the options. Options that are given count more than the name's.
+    pub fn options_with_name(&self, options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
+        names::options_with_name(self, options, name)
+    }
+
+    /// Opens an image with its whole chain, takes the locks, and returns its top node. A request without a graph gets one of its
+    /// own, with these drivers.
+    pub async fn open(&'static self, request: OpenRequest) -> Result<Arc<Node>> {
+        build::open(self, request).await
+    }
+}
+
+impl Schemas for Drivers {
+    fn schema(&self, name: &str) -> Option<&'static DriverSchema> {
+        Drivers::schema(self, name)
+    }
+}

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A driver's line in the table ([`crate::drivers`]): its keys, how it opens, and what the opener must know of it before.
+
+use super::build::{Draft, Opened, Opener};
+use crate::node::LocalFuture;
+use crate::options::{DriverKind, DriverSchema};
+use cowshed_block::Result;
+use cowshed_storage::Permissions;
+use std::rc::Rc;
+
+/// Opens a node of a driver. The options have passed the schema.
+pub(crate) type OpenDriver = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalFuture<'a, Opened>;
+
+/// Completes the options of a node before the schema checks them, or refuses them in words of the driver.
+pub(crate) type Prepare = fn(&Opener, &mut Draft) -> Result<()>;
+
+/// What a node asks of its file before it has users.
+#[derive(Clone, Copy, Debug)]
+pub enum FirstUse {
+    /// What its own opening says.
+    Opening,
+    /// Nothing: its users decide later.
+    Nothing,
+    /// These rights, where the locks of files follow from their users; else what its opening says.
+    WhereUsersLock(Permissions),
+}
+
+/// Options that change what a node is. A name by which it opens again says them.
+#[derive(Clone, Copy, Debug)]
+pub enum Telling {
+    /// These, with flat keys.
+    Keys(&'static [&'static str]),
+    /// All of the driver's own but this one.
+    AllBut(&'static str),
+}
+
+/// A driver.
+pub struct DriverLine {
+    /// Its name and its keys.
+    pub(super) schema: &'static DriverSchema,
+    pub(super) open: OpenDriver,
+    pub(super) prepare: Prepare,
+    pub(super) first: FirstUse,
+    pub(super) telling: Telling,
+    /// It keeps nothing of its own in its children, so they are no metadata.
+    pub(super) passes_on: bool,
+}
+
+impl DriverLine {
+    /// A driver by its keys and by what opens it. A filter passes on, and asks of its child what its users ask.
+    pub const fn new(schema: &'static DriverSchema, open: OpenDriver) -> DriverLine {
+        let is_filter = matches!(schema.kind, DriverKind::Filter);
+        DriverLine {
+            schema,
+            open,
+            prepare: |_, _| Ok(()),
+            first: if is_filter { FirstUse::Nothing } else { FirstUse::Opening },
+            telling: Telling::Keys(&[]),
+            passes_on: is_filter,
+        }
+    }
+
+    /// Completes the options of a node by `prepare`, before the schema checks them.
+    pub const fn prepared_by(self, prepare: Prepare) -> DriverLine {
+        DriverLine { prepare, ..self }
+    }
+
+    /// Asks `first` of a child before there are users.
+    pub const fn asking_first(self, first: FirstUse) -> DriverLine {
+        DriverLine { first, ..self }
+    }
+
+    /// Says `telling` in a name by which a node opens again.
+    pub const fn telling(self, telling: Telling) -> DriverLine {
+        DriverLine { telling, ..self }
+    }
+
+    /// Keeps nothing of its own in its children.
+    pub const fn passing_on(self) -> DriverLine {
+        DriverLine { passes_on: true, ..self }
+    }
+
+    /// What a node asks of its file before it has users, where it depends on them. `by_users`: the locks of files do.
+    pub(super) fn asked_at_first(&self, by_users: bool) -> Option<Permissions> {
+        match self.first {
+            FirstUse::Opening => None,
+            FirstUse::Nothing => Some(Permissions::NONE),
+            FirstUse::WhereUsersLock(permissions) => by_users.then_some(permissions),
+        }
+    }
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The drivers of protocols: files and devices here, others beside.
+
+use super::build::{Draft, Opened, OpenedFile, Opener, Place};
+use super::line::{DriverLine, Telling};
+use super::names::check_file_kind;
+use super::null;
+use super::policy::FileKind;
+use crate::node::Edge;
+use crate::options::{self, FileOptions, schemas};
+use crate::protocols::FileDriver;
+use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_storage::{File, OpenOptions, PermissionSet, Permissions, path_of_text};
+use std::future::ready;
+use std::rc::Rc;
+
+const FILE: DriverLine =
+    DriverLine::new(&schemas::FILE, |opener, draft| Box::pin(ready(opener.file_driver(draft, "file"))));
+const HOST_DEVICE: DriverLine =
+    DriverLine::new(&schemas::HOST_DEVICE, |opener, draft| Box::pin(ready(opener.file_driver(draft, "host_device"))));
+const HOST_CDROM: DriverLine =
+    DriverLine::new(&schemas::HOST_CDROM, |opener, draft| Box::pin(ready(opener.file_driver(draft, "host_cdrom"))));
+const NBD: DriverLine = DriverLine::new(&schemas::NBD, |opener, draft| Box::pin(opener.nbd_driver(draft)))
+    .telling(Telling::AllBut("driver"));
+const NULL_CO: DriverLine =
+    DriverLine::new(&schemas::NULL_CO, |_, draft| Box::pin(ready(Ok(null::driver(&draft.options, "null-co")))))
+        .telling(NULL_TELLING);
+const NULL_AIO: DriverLine =
+    DriverLine::new(&schemas::NULL_AIO, |_, draft| Box::pin(ready(Ok(null::driver(&draft.options, "null-aio")))))
+        .telling(NULL_TELLING);
+
+const NULL_TELLING: Telling = Telling::Keys(&["size", "read-zeroes"]);
+
+/// The protocols, in the order of the help.
+pub const PROTOCOLS: &[DriverLine] = &[FILE, HOST_DEVICE, HOST_CDROM, NBD, NULL_CO, NULL_AIO];
+
+impl Opener {
+    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Opened {
+        let options = FileOptions::new(&draft.options);
+        if options.filename.is_empty() {
+            let error = Error::invalid_argument("the file name is empty");
+            return Err(error.qemu(format!("The '{driver}' block driver requires a file name")));
+        }
+        if let Some(id) = draft.options.text("pr-manager") {
+            let error = Error::invalid_argument(format!("No persistent reservation manager with id '{id}'"));
+            return Err(error.file(options.filename));
+        }
+        options::check_aio(&draft.options, draft.place.cache.direct)
+            .map_err(|error| error.file(options.filename.clone()))?;
+        let path = path_of_text(&options.filename);
+        check_file_kind(driver, &options.filename, self.files.kind(&path), !draft.settings.read_only)
+            .map_err(|error| error.file(options.filename.clone()))?;
+        let mut open_options = OpenOptions {
+            write: !draft.settings.read_only,
+            create: false,
+            cache: draft.place.cache,
+            engine: options.engine,
+            locking: options.locking,
+            beneath: draft.place.beneath.clone(),
+            ..OpenOptions::default()
+        };
+        let opened = match open_options.write && self.files.kind(&path) == Some(FileKind::BlockDevice) {
+            true if is_read_only_device(&path) => {
+                let error = Error::os(Errno::EACCES, "The device is not writable");
+                Err(error.file(options.filename.clone()))
+            }
+            _ => self.files.open(&path, &open_options),
+        };
+        let file = match opened {
+            Err(error)
+                if open_options.write
+                    && draft.place.auto_read_only
+                    && matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnly) =>
+            {
+                open_options.write = false;
+                draft.settings.read_only = true;
+                self.files.open(&path, &open_options)?
+            }
+            result => result?,
+        };
+        // Before the lock: the second open of a file would conflict with the first.
+        self.check_loop(&file, &options.filename)?;
+        if !self.locks_by_users {
+            file.lock(self.file_permissions(&draft.place, open_options.write))?;
+        }
+        Ok((Box::new(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
+    }
+
+    /// What the locks of a file say.
+    fn file_permissions(&self, place: &Place, writes: bool) -> Permissions {
+        let permissions = match place.share_writes {
+            _ if place.force_share => Edge::of("", writes, true).permissions,
+            // Nothing that a writer could spoil.
+            true if self.no_io && !writes => Permissions::NONE,
+            true if writes && !self.resizes => Permissions::WRITE_IN_PLACE,
+            shared => Edge::of("", writes, shared).permissions,
+        };
+        match self.keeps_size && place.share_writes && !place.force_share {
+            true => Permissions { shared: permissions.shared & !PermissionSet::RESIZE, ..permissions },
+            false => permissions,
+        }
+    }
+
+    /// Refuses a file that stands between the root and the node that is opened now.
+    fn check_loop(self: &Rc<Self>, file: &File, name: &str) -> Result<()> {
+        let Some(identity) = file.identity() else { return Ok(()) };
+        if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {
+            let message = format!("the chain loops: this is the file '{}' again", known.name);
+            // QEMU finds the lock that it has itself, and where it only reads it never ends.
+            let sentence = format!("Failed to get shared \"write\" lock\nIs another process using the image [{name}]?");
+            return Err(Error::new(ErrorKind::InvalidImage, message).file(name).qemu(sentence));
+        }
+        self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });
+        Ok(())
+    }
+}
+
+/// True for a block device that takes no writes, which the system tells who writes only.
+pub fn is_read_only_device(path: &std::path::Path) -> bool {
+    let Ok(metadata) = std::fs::metadata(path) else { return false };
+    let device = std::os::unix::fs::MetadataExt::rdev(&metadata);
+    let major = ((device >> 8) & 0xfff) | ((device >> 32) & !0xfff);
+    let minor = (device & 0xff) | ((device >> 12) & !0xff);
+    std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro")).is_ok_and(|text| text.trim() == "1")
+}
