@@ -5,7 +5,7 @@ use crate::authorization::{Authorization, Authorizations};
 use crate::monitor_properties::MonitorProperties;
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
-use cowshed_nbd::ServerTls;
+use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::PollLimit;
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ pub(crate) enum Object {
     /// `secret`: a passphrase or key for others. It is never shown.
     Secret(Secret),
     /// `tls-creds-x509`: a folder with certificates.
-    TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool },
+    TlsCreds { dir: PathBuf, is_server: bool, verify_peer: bool, sanity_check: bool, priority: String },
     /// `authz-…`: which clients may come.
     Authorization(Arc<Authorization>),
     /// `monitor-qmp`: a monitor on a character device.
@@ -77,6 +77,9 @@ impl Object {
                 Some(if *is_server { "server" } else { "client" }.into())
             }
             (Object::TlsCreds { verify_peer, .. }, "verify-peer") => Some((*verify_peer).into()),
+            (Object::TlsCreds { sanity_check, .. }, "sanity-check") => Some((*sanity_check).into()),
+            (Object::TlsCreds { priority, .. }, "priority") => Some(priority.as_str().into()),
+            (Object::TlsCreds { .. }, "passwordid") => Some("".into()),
             (Object::Authorization(authorization), name) => authorization.get(name),
             (Object::IoThread(properties), name) => properties.lock().all.get(name).map(|value| json!(value)),
             (Object::Monitor(properties), "chardev") => Some(properties.chardev().into()),
@@ -202,9 +205,14 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
         "iothread" => IoThreadProperties::RANGES.iter().map(|(name, ..)| ((*name).to_owned(), "int")).collect(),
         "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool"), ("close-action", "MonitorQMPCloseAction")]),
         "secret" => named(&[("file", "string"), ("format", "QCryptoSecretFormat")]),
-        "tls-creds-x509" => {
-            named(&[("dir", "string"), ("endpoint", "QCryptoTLSCredsEndpoint"), ("verify-peer", "bool")])
-        }
+        "tls-creds-x509" => named(&[
+            ("endpoint", "QCryptoTLSCredsEndpoint"),
+            ("dir", "string"),
+            ("verify-peer", "bool"),
+            ("priority", "string"),
+            ("sanity-check", "bool"),
+            ("passwordid", "string"),
+        ]),
         _ => Vec::new(),
     }
 }
@@ -396,8 +404,8 @@ impl Objects {
     /// Makes a server's credentials.
     pub fn server_tls(&self, id: &str) -> QmpResult<ServerTls> {
         match self.find(id) {
-            Some(Object::TlsCreds { dir, is_server: true, verify_peer }) => {
-                ServerTls::from_dir(&dir, verify_peer).map_err(|error| QmpError::generic(error.to_string()))
+            Some(Object::TlsCreds { dir, is_server: true, verify_peer, sanity_check, .. }) => {
+                make_server_tls(&dir, verify_peer, sanity_check).map_err(|error| QmpError::generic(error.to_string()))
             }
             Some(Object::TlsCreds { .. }) => Err(QmpError::generic("Expected TLS credentials for a server endpoint")),
             Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
@@ -414,9 +422,19 @@ impl Objects {
     }
 }
 
+/// Credentials of a server. With `sanity_check` its own certificate is checked, too.
+pub(crate) fn make_server_tls(dir: &Path, verify_peer: bool, sanity_check: bool) -> cowshed_block::Result<ServerTls> {
+    if sanity_check { ServerTls::checked(dir, verify_peer) } else { ServerTls::from_dir(dir, verify_peer) }
+}
+
+/// Credentials of a client. With `sanity_check` its own certificate is checked, too.
+pub(crate) fn make_client_tls(dir: &Path, verify_peer: bool, sanity_check: bool) -> cowshed_block::Result<ClientTls> {
+    if sanity_check { ClientTls::checked(dir, verify_peer) } else { ClientTls::from_dir(dir, verify_peer) }
+}
+
 /// Options of credentials that the TLS library has no place for. `text` gives an option's value.
 pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> QmpResult<&'a str> {
-    if let Some(priority) = text("priority").filter(|priority| *priority != "NORMAL") {
+    if let Some(priority) = text("priority").filter(|priority| !matches!(*priority, "" | "NORMAL")) {
         return Err(QmpError::generic(format!(
             "Parameter 'priority' does not accept value '{priority}': only NORMAL; TLS 1.2 and 1.3 are offered with the \
              library's own choice of ciphers"

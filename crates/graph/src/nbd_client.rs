@@ -32,6 +32,10 @@ mod absent {
             Err(absent())
         }
 
+        pub fn checked(_: &Path, _: bool) -> Result<ClientTls> {
+            Err(absent())
+        }
+
         pub fn unverified() -> Result<ClientTls> {
             Err(absent())
         }

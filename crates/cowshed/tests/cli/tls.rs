@@ -156,3 +156,123 @@ fn wrong_credentials_are_refused_in_qemus_words() {
         }
     }
 }
+
+/// Makes authorities and certificates below `$1`, each in a folder of its own with the files of a server and of a client.
+const OWN_CERTIFICATES: &str = r#"
+set -e
+cd "$1"
+key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
+authority() { # NAME SUBJECT EXTENSION...
+  name=$1 subject=$2; shift 2
+  key "$name.key"
+  openssl req -x509 -new -key "$name.key" -subj "/CN=$subject" -days 3650 -out "$name.pem" $(printf -- '-addext %s ' "$@")
+}
+printf '%s\n' '[ca]' 'default_ca=d' '[d]' 'database=index' 'rand_serial=yes' 'default_md=sha256' 'policy=p' \
+  'new_certs_dir=.' 'unique_subject=no' '[p]' 'commonName=supplied' >ca.cnf
+: >index
+issue() { # NAME AUTHORITY YEARS EXTENSION...: from and to these years
+  name=$1 by=$2 from=${3%-*} to=${3#*-}; shift 3
+  key "$name.key"
+  openssl req -new -key "$name.key" -subj "/CN=$name" -out request
+  printf '%s\n' "$@" >extensions
+  openssl ca -batch -config ca.cnf -cert "$by.pem" -keyfile "$by.key" -in request -startdate "${from}0101000000Z" \
+    -enddate "${to}0101000000Z" -extfile extensions -out "$name.pem" -notext
+}
+folder() { # NAME CERTIFICATE KEY AUTHORITY
+  mkdir "$1"
+  cp "$4" "$1/ca-cert.pem"
+  for end in server client; do
+    cp "$2" "$1/$end-cert.pem"
+    cp "$3" "$1/$end-key.pem"
+  done
+}
+now=2020-2045 ca=basicConstraints=critical,CA:TRUE leaf=basicConstraints=CA:FALSE
+authority a Authority $ca
+authority b Other $ca
+authority same Authority $ca
+authority leaf-only Leaf basicConstraints=critical,CA:FALSE
+authority no-sign NoSign $ca keyUsage=digitalSignature
+authority never-sign NeverSign $ca keyUsage=critical,digitalSignature
+issue old-authority a 2010-2015 $ca
+certificate() { issue "$@"; folder "in-$1" "$1.pem" "$1.key" "$2.pem"; }
+certificate good a $now $leaf
+certificate bare a $now subjectKeyIdentifier=hash
+certificate authority a $now $ca
+certificate expired a 2010-2015 $leaf
+certificate future a 2043-2045 $leaf
+certificate server a $now extendedKeyUsage=critical,serverAuth
+certificate client a $now extendedKeyUsage=critical,clientAuth
+certificate advised a $now extendedKeyUsage=clientAuth keyUsage=cRLSign
+certificate code a $now extendedKeyUsage=critical,codeSigning
+certificate any a $now extendedKeyUsage=critical,anyExtendedKeyUsage
+certificate encipher a $now keyUsage=critical,keyEncipherment
+certificate sign a $now keyUsage=critical,digitalSignature
+certificate of-leaf leaf-only $now $leaf
+certificate of-no-sign no-sign $now $leaf
+certificate of-never-sign never-sign $now $leaf
+certificate of-old old-authority $now $leaf
+issue stranger b $now $leaf
+issue "no-identifier" a $now $leaf authorityKeyIdentifier=none
+folder in-stranger stranger.pem stranger.key a.pem
+folder in-same good.pem good.key same.pem
+folder in-signed-by-another no-identifier.pem no-identifier.key same.pem
+folder in-mismatch good.pem stranger.key a.pem
+cat of-old.pem old-authority.pem >chain.pem
+folder in-chain chain.pem of-old.key a.pem
+echo none >none.pem
+folder in-none none.pem good.key a.pem
+folder in-no-key good.pem none.pem a.pem
+folder in-no-authority good.pem good.key none.pem
+folder in-missing-key good.pem good.key a.pem
+rm in-missing-key/client-key.pem
+folder in-missing-certificate good.pem good.key a.pem
+rm in-missing-certificate/client-cert.pem
+"#;
+
+#[test]
+fn a_certificate_of_ones_own_is_checked_as_by_qemu() {
+    let oracle = Oracle::new();
+    let made = Command::new("bash").args(["-c", OWN_CERTIFICATES, "bash"]).arg(oracle.work()).output().expect("bash");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let bin = oracle.work().join("bin");
+    std::fs::create_dir(&bin).expect("a folder");
+    let tools = ["qemu-img", "qemu-nbd"].map(|name| {
+        let ours = bin.join(name);
+        std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &ours).expect("a link");
+        [oracle.qemu.img_path().with_file_name(name), ours]
+    });
+    let [img, nbd] = &tools;
+    let said = |tool: &Path, line: &str| {
+        let output = Command::new(tool).args(line.split(' ')).current_dir(oracle.work()).output().expect("it runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    std::fs::write(oracle.work().join("disk.raw"), [0; 4096]).expect("a disk");
+    let mut folders: Vec<String> = std::fs::read_dir(oracle.work())
+        .expect("the folder")
+        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+        .filter(|name| name.starts_with("in-"))
+        .collect();
+    folders.sort();
+    assert_eq!(folders.len(), 26, "{folders:?}");
+    let (mut differences, mut refused) = (Vec::new(), 0);
+    for dir in folders {
+        let object = format!("--object tls-creds-x509,id=t,dir={dir}");
+        let nowhere = "--image-opts driver=nbd,server.type=unix,server.path=nowhere,tls-creds=t";
+        let serve = "--tls-creds t -f raw -k /nowhere/n.sock disk.raw";
+        for ([theirs, ours], line) in [
+            (img, format!("info {object} {nowhere}")),
+            (img, format!("info {object},sanity-check=off {nowhere}")),
+            (nbd, format!("{object},endpoint=server {serve}")),
+            (nbd, format!("{object},endpoint=server,verify-peer=off {serve}")),
+            (nbd, format!("{object},endpoint=server,sanity-check=off {serve}")),
+        ] {
+            let (theirs, ours) = (said(theirs, &line), said(ours, &line));
+            refused += usize::from(!theirs.1.contains("nowhere"));
+            if theirs != ours {
+                differences.push(format!("{line}\n  {theirs:?}\n  {ours:?}"));
+            }
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    assert!(refused > 50, "{refused}");
+}

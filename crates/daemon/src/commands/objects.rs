@@ -5,12 +5,12 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
 use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
-    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
+    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, make_client_tls,
+    make_server_tls, properties_of,
 };
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
-use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -108,6 +108,8 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
                 dir: dir.into(),
                 is_server: arguments.maybe_text("endpoint") == Some("server"),
                 verify_peer: arguments.flag("verify-peer", true),
+                sanity_check: arguments.flag("sanity-check", true),
+                priority: arguments.maybe_text("priority").unwrap_or_default().to_owned(),
             }
         }
     };
@@ -116,11 +118,11 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     }
     // Credentials that can't be used are refused here, not when somebody needs them.
     match &object {
-        Object::TlsCreds { dir, is_server: true, verify_peer } => {
-            ServerTls::from_dir(dir, *verify_peer).map_err(failed)?;
+        Object::TlsCreds { dir, is_server: true, verify_peer, sanity_check, .. } => {
+            make_server_tls(dir, *verify_peer, *sanity_check).map_err(failed)?;
         }
-        Object::TlsCreds { dir, is_server: false, verify_peer } => {
-            let credentials = ClientTls::from_dir(dir, *verify_peer).map_err(failed)?;
+        Object::TlsCreds { dir, is_server: false, verify_peer, sanity_check, .. } => {
+            let credentials = make_client_tls(dir, *verify_peer, *sanity_check).map_err(failed)?;
             daemon.graph.set_tls_credentials(id, Some(credentials));
         }
         Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),

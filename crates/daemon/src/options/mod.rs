@@ -107,18 +107,19 @@ pub fn refused_object(kind: &str) -> Option<Error> {
 }
 
 /// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Those of a server are
-/// checked when the server has them.
+/// only checked.
 pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
     let failed = |error: cowshed_qmp::QmpError| Error::invalid_argument(error.description);
     let arguments = crate::schema::build()?.check("ObjectOptions", arguments, strictness).map_err(failed)?;
     let text = |key: &str| arguments.get(key).and_then(Value::as_str);
     let dir = crate::objects::check_tls_options(text).map_err(failed)?;
+    let flag = |key: &str| arguments.get(key).and_then(Value::as_bool).unwrap_or(true);
+    let (dir, verify_peer, sanity_check) = (dir.as_ref(), flag("verify-peer"), flag("sanity-check"));
     if text("endpoint") == Some("server") {
-        return Ok(TlsCredentials::Server);
+        return crate::objects::make_server_tls(dir, verify_peer, sanity_check).map(|_| TlsCredentials::Server);
     }
-    let verify_peer = arguments.get("verify-peer").and_then(Value::as_bool).unwrap_or(true);
-    ClientTls::from_dir(dir.as_ref(), verify_peer).map(TlsCredentials::Client)
+    crate::objects::make_client_tls(dir, verify_peer, sanity_check).map(TlsCredentials::Client)
 }
 
 /// The credentials of a client that the object `id` stands for, of those that these options define.

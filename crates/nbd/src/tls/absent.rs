@@ -24,11 +24,21 @@ impl ServerTls {
     pub fn from_dir(_: &Path, _: bool) -> Result<ServerTls> {
         Err(absent())
     }
+
+    /// Fails: TLS is not built in.
+    pub fn checked(_: &Path, _: bool) -> Result<ServerTls> {
+        Err(absent())
+    }
 }
 
 impl ClientTls {
     /// Fails: TLS is not built in.
     pub fn from_dir(_: &Path, _: bool) -> Result<ClientTls> {
+        Err(absent())
+    }
+
+    /// Fails: TLS is not built in.
+    pub fn checked(_: &Path, _: bool) -> Result<ClientTls> {
         Err(absent())
     }
 

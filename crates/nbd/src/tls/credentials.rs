@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! TLS credentials, in a folder with the file names that QEMU uses.
 
+use super::sanity::{End, check_own};
 use cowshed_block::{Error, Result};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -14,7 +15,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const CA_CERT: &str = "ca-cert.pem";
+pub(super) const CA_CERT: &str = "ca-cert.pem";
 const CA_CRL: &str = "ca-crl.pem";
 
 /// Credentials of a server: `server-cert.pem`, `server-key.pem`, and `ca-cert.pem` (with `ca-crl.pem` where there is one)
@@ -48,10 +49,17 @@ impl ServerTls {
         } else {
             builder.with_no_client_auth()
         };
-        let (chain, key) = identity(dir, "server")?;
-        let config =
-            builder.with_single_cert(chain, key).map_err(|error| wrong(&dir.join("server-cert.pem"), &error))?;
+        let (chain, key) = identity(dir, End::Server)?;
+        let config = builder.with_single_cert(chain, key).map_err(|error| unusable(dir, End::Server, &error))?;
         Ok(ServerTls { config: Arc::new(config) })
+    }
+
+    /// As [`ServerTls::from_dir`]. The server's own certificate must be in its time, for a server, and issued by the
+    /// authority in `ca-cert.pem`.
+    pub fn checked(dir: &Path, verify_peer: bool) -> Result<ServerTls> {
+        let credentials = ServerTls::from_dir(dir, verify_peer)?;
+        check_own(dir, End::Server)?;
+        Ok(credentials)
     }
 }
 
@@ -71,13 +79,34 @@ impl ClientTls {
         } else {
             builder.dangerous().with_custom_certificate_verifier(Arc::new(Anybody { provider }))
         };
-        let config = if dir.join("client-cert.pem").exists() {
-            let (chain, key) = identity(dir, "client")?;
-            builder.with_client_auth_cert(chain, key).map_err(|error| wrong(&dir.join("client-cert.pem"), &error))?
-        } else {
-            builder.with_no_client_auth()
+        let [certificate, key] = files(dir, End::Client);
+        let config = match (certificate.exists(), key.exists()) {
+            (false, false) => builder.with_no_client_auth(),
+            (true, false) => {
+                let (certificate, key) = (certificate.display(), key.display());
+                let message = format!("Cert '{certificate}' without corresponding key '{key}'");
+                return Err(Error::invalid_argument(message));
+            }
+            (false, true) => {
+                let (certificate, key) = (certificate.display(), key.display());
+                let message = format!("Key '{key}' without corresponding cert '{certificate}'");
+                return Err(Error::invalid_argument(message));
+            }
+            (true, true) => {
+                let (chain, key) = identity(dir, End::Client)?;
+                let built = builder.with_client_auth_cert(chain, key);
+                built.map_err(|error| unusable(dir, End::Client, &error))?
+            }
         };
         Ok(ClientTls { config: Arc::new(config) })
+    }
+
+    /// As [`ClientTls::from_dir`]. The client's own certificate, where it has one, must be in its time, for a client, and
+    /// issued by the authority in `ca-cert.pem`.
+    pub fn checked(dir: &Path, verify_peer: bool) -> Result<ClientTls> {
+        let credentials = ClientTls::from_dir(dir, verify_peer)?;
+        check_own(dir, End::Client)?;
+        Ok(credentials)
     }
 
     /// As [`ClientTls::from_dir`] without files: any server will do. What `tls-verify-peer=0` asks for.
@@ -111,14 +140,13 @@ pub(crate) fn server_name(name: &str) -> Result<ServerName<'static>> {
         .map_err(|_| Error::invalid_argument(format!("'{name}' can't be the name in a certificate")))
 }
 
-fn wrong(path: &Path, error: &dyn fmt::Display) -> Error {
+pub(super) fn wrong(path: &Path, error: &dyn fmt::Display) -> Error {
     let (shown, message) = (path.display(), format!("can't be used as TLS credentials: {error}"));
     let reason = match std::fs::metadata(path).map_err(|error| error.kind()) {
         Err(ErrorKind::NotFound) => "No such file or directory",
         Err(ErrorKind::PermissionDenied) => "Permission denied",
-        _ => return Error::invalid_argument(message).file(shown.to_string()),
+        _ => return Error::invalid_argument(format!("{shown}: {message}")),
     };
-    // QEMU's sentence names the file itself.
     Error::invalid_argument(format!("{shown}: {message}"))
         .qemu(format!("Unable to access credentials {shown}: {reason}"))
 }
@@ -140,16 +168,39 @@ fn revoked(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     CertificateRevocationListDer::pem_file_iter(&path).and_then(Iterator::collect).map_err(|error| wrong(&path, &error))
 }
 
-fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>> {
+pub(super) fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>> {
     let found: Vec<_> =
         CertificateDer::pem_file_iter(path).and_then(Iterator::collect).map_err(|error| wrong(path, &error))?;
-    if found.is_empty() { Err(wrong(path, &"there is no certificate in it")) } else { Ok(found) }
+    if found.is_empty() {
+        let sentence = format!("Unable to import certificate {}: No certificate was found.", path.display());
+        return Err(wrong(path, &"there is no certificate in it").qemu(sentence));
+    }
+    Ok(found)
 }
 
-fn identity(dir: &Path, who: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
-    let chain = certificates(&dir.join(format!("{who}-cert.pem")))?;
-    let path = dir.join(format!("{who}-key.pem"));
-    let key = PrivateKeyDer::from_pem_file(&path).map_err(|error| wrong(&path, &error))?;
+/// The files of a certificate and its key.
+fn files(dir: &Path, end: End) -> [PathBuf; 2] {
+    ["cert", "key"].map(|kind| dir.join(format!("{}-{kind}.pem", end.name())))
+}
+
+/// An error of a certificate together with its key.
+fn unusable(dir: &Path, end: End, error: &rustls::Error) -> Error {
+    let [certificate, key] = files(dir, end);
+    let reason = match error {
+        rustls::Error::InconsistentKeys(_) => "The certificate and the given key do not match.",
+        _ => return wrong(&certificate, error),
+    };
+    let (certificate, key) = (certificate.display(), key.display());
+    Error::invalid_argument(format!("Cannot set certificate '{certificate}' & key '{key}': {reason}"))
+}
+
+fn identity(dir: &Path, end: End) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
+    let [certificate, path] = files(dir, end);
+    let chain = certificates(&certificate)?;
+    let key = PrivateKeyDer::from_pem_file(&path).map_err(|error| {
+        let sentence = format!("Unable to import private key {}", path.display());
+        if path.exists() { wrong(&path, &error).qemu(sentence) } else { wrong(&path, &error) }
+    })?;
     Ok((chain, key))
 }
 

@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The subject of a certificate: its distinguished name, as a text.
 
+use super::der::{INTEGER, OBJECT_IDENTIFIER, SEQUENCE, SET, VERSION, element, expect};
 use std::fmt::Write;
 
-const INTEGER: u8 = 0x02;
-const OBJECT_IDENTIFIER: u8 = 0x06;
 const UTF8_STRING: u8 = 0x0c;
 const NUMERIC_STRING: u8 = 0x12;
 const PRINTABLE_STRING: u8 = 0x13;
 const IA5_STRING: u8 = 0x16;
-const SEQUENCE: u8 = 0x30;
-const SET: u8 = 0x31;
-/// `[0] EXPLICIT`: the version of a certificate.
-const VERSION: u8 = 0xa0;
 
 /// The names of attributes in a text, as QEMU and GnuTLS write them. Others are written as numbers, their values in
 /// hexadecimal.
@@ -69,26 +64,6 @@ pub(crate) fn distinguished_name(certificate: &[u8]) -> Option<String> {
         }
     }
     Some(text)
-}
-
-/// The content of the first element and what follows it. Only the definite lengths that DER has.
-fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
-    let (&tag, rest) = bytes.split_first()?;
-    let (&first, rest) = rest.split_first()?;
-    let (len, rest) = match first {
-        0..=0x7f => (usize::from(first), rest),
-        0x81..=0x84 => {
-            let (digits, rest) = rest.split_at_checked(usize::from(first & 0x7f))?;
-            (digits.iter().fold(0, |len, &digit| len << 8 | usize::from(digit)), rest)
-        }
-        _ => return None,
-    };
-    let (content, rest) = rest.split_at_checked(len)?;
-    Some((tag, content, rest))
-}
-
-fn expect(bytes: &[u8], tag: u8) -> Option<(&[u8], &[u8])> {
-    element(bytes).filter(|(found, ..)| *found == tag).map(|(_, content, rest)| (content, rest))
 }
 
 /// An object identifier as numbers with dots.

@@ -3,15 +3,22 @@
 //!
 //! - `credentials`: in folders as QEMU has them
 //! - `session`: the state of one connection
-//! - `identity`: the subject of a certificate
+//! - `certificate`: the fields of a certificate; `identity`: its subject as a text; `der`: their elements
+//! - `sanity`: checks of a program's own certificate
 //! - `absent`: the same types where the feature `tls` is off
 
 #[cfg(not(feature = "tls"))]
 mod absent;
 #[cfg(feature = "tls")]
+mod certificate;
+#[cfg(feature = "tls")]
 mod credentials;
 #[cfg(feature = "tls")]
+mod der;
+#[cfg(feature = "tls")]
 mod identity;
+#[cfg(feature = "tls")]
+mod sanity;
 #[cfg(feature = "tls")]
 mod session;
 

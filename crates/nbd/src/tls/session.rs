@@ -27,8 +27,8 @@ impl std::fmt::Debug for Session {
     }
 }
 
-/// An error of the handshake, with QEMU's words for certificates.
-fn refused(error: &rustls::Error) -> Error {
+/// An error of the handshake, or of what follows it, with QEMU's words for certificates.
+fn refused(error: &rustls::Error, is_handshaking: bool) -> Error {
     let words = match error {
         rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
             "The certificate hasn't got a known issuer".to_owned()
@@ -36,9 +36,33 @@ fn refused(error: &rustls::Error) -> Error {
         rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { expected, .. }) => {
             format!("Certificate does not match the hostname {}", expected.to_str())
         }
+        rustls::Error::AlertReceived(alert) => {
+            let words = in_words(&format!("{alert:?}"));
+            let words = format!("the peer ended the encrypted connection: {words}");
+            // In TLS 1.3 a client learns behind its handshake what the server thinks of its certificate.
+            let place = match is_handshaking {
+                true => "TLS handshake failed",
+                false => "Failed to read option reply: Cannot read from TLS channel",
+            };
+            return failed(&words).qemu(format!("{place}: A TLS fatal alert has been received."));
+        }
         _ => return failed(error),
     };
     failed(error).qemu(words)
+}
+
+/// The name of an alert as words: `CertificateRequired` is "certificate required".
+fn in_words(name: &str) -> String {
+    let mut words = String::with_capacity(name.len() + 4);
+    let mut after_small = false;
+    for letter in name.chars() {
+        if letter.is_ascii_uppercase() && after_small {
+            words.push(' ');
+        }
+        after_small = letter.is_ascii_lowercase();
+        words.push(letter.to_ascii_lowercase());
+    }
+    words
 }
 
 impl Session {
@@ -125,7 +149,26 @@ impl Session {
         let mut bytes = &self.raw[self.start..self.end];
         let count = self.connection.read_tls(&mut bytes).map_err(|error| failed(&error))?;
         self.start += count;
-        self.connection.process_new_packets().map_err(|error| refused(&error))?;
+        let is_handshaking = self.connection.is_handshaking();
+        self.connection.process_new_packets().map_err(|error| refused(&error, is_handshaking))?;
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustls::AlertDescription;
+
+    #[test]
+    fn alerts_of_the_peer_are_words() {
+        let error = refused(&rustls::Error::AlertReceived(AlertDescription::CertificateRequired), false);
+        let expected = "TLS failed: the peer ended the encrypted connection: certificate required";
+        assert_eq!(error.to_string(), expected);
+        let sentence =
+            "Failed to read option reply: Cannot read from TLS channel: A TLS fatal alert has been received.";
+        assert_eq!(error.sentence(), sentence);
+        assert_eq!(in_words("UnknownCA"), "unknown ca");
+        assert_eq!(in_words("Unknown(7)"), "unknown(7)");
     }
 }
