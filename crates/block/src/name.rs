@@ -64,9 +64,30 @@ pub fn shown_name(text: &str) -> Cow<'_, str> {
     }
 }
 
+/// The text with escapes for control characters: a name from an image must not command a terminal or begin a line.
+pub fn visible_name(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return Cow::Borrowed(text);
+    }
+    let mut visible = String::with_capacity(text.len() + 8);
+    for character in text.chars() {
+        match character.is_control() {
+            true => visible.extend(character.escape_default()),
+            false => visible.push(character),
+        }
+    }
+    Cow::Owned(visible)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_visible_name_is_one_line_without_commands() {
+        assert_eq!(visible_name("a\n\u{1b}[31m\u{9b}\u{7f}ü"), "a\\n\\u{1b}[31m\\u{9b}\\u{7f}ü");
+        assert!(matches!(visible_name("plain ü\u{10fe80}"), Cow::Borrowed(_)));
+    }
 
     #[test]
     fn every_name_comes_back() {

@@ -6,7 +6,7 @@ use super::untrusted::confine_to;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::shown_name;
+use cowshed_block::{shown_name, visible_name};
 use cowshed_jobs::inspect::{self, Inspection, Verdict};
 use cowshed_storage::confine::Confined;
 use serde_json::Value;
@@ -96,6 +96,5 @@ fn print_human(inspection: &Inspection, console: &mut Console) {
 
 /// Text from a stranger: what could command a terminal is shown as an escape.
 pub(super) fn printable(text: &str) -> String {
-    let visible = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    shown_name(text).chars().map(visible).collect()
+    visible_name(&shown_name(text)).into_owned()
 }

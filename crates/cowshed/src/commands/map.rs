@@ -6,6 +6,7 @@ use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_block::visible_name;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::map::{self, MapEntry, MapOptions};
 
@@ -108,10 +109,11 @@ impl Writer {
             }
             Writer::Table { placeless, .. } if entry.data && !entry.zero => match (entry.offset, &entry.file) {
                 (Some(offset), Some(file)) => console.line(format_args!(
-                    "{:<16}{:<16}{:<16}{file}",
+                    "{:<16}{:<16}{:<16}{}",
                     alternate_hex(entry.start),
                     alternate_hex(entry.length),
                     alternate_hex(offset),
+                    visible_name(file),
                 )),
                 _ => *placeless = true,
             },

@@ -3,6 +3,7 @@
 
 use super::size::human;
 use crate::invocation::Persona;
+use cowshed_block::visible_name;
 use cowshed_jobs::info::SnapshotInfo;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
@@ -86,7 +87,7 @@ impl Text {
             true => ("filename", "protocol type", "file length"),
             false => ("image", "file format", "virtual size"),
         };
-        self.line(&format!("{name}: {}", self.paint.bold(string(image, "filename"))));
+        self.line(&format!("{name}: {}", self.paint.bold(&visible_name(string(image, "filename")))));
         self.line(&format!("{format}: {}", string(image, "format")));
         let bytes = number(image, "virtual-size");
         self.line(&format!("{size}: {} ({bytes} bytes)", human(bytes)));
@@ -112,13 +113,14 @@ impl Text {
     }
 
     fn backing(&mut self, image: &Value) {
-        let Some(name) = image.get("backing-filename").and_then(Value::as_str) else { return };
-        match image.get("full-backing-filename").and_then(Value::as_str) {
+        let shown = |key: &str| image.get(key).and_then(Value::as_str).map(visible_name);
+        let Some(name) = shown("backing-filename") else { return };
+        match shown("full-backing-filename") {
             Some(full) if full == name => self.line(&format!("backing file: {name}")),
             Some(full) => self.line(&format!("backing file: {name} (actual path: {full})")),
             None => self.line(&format!("backing file: {name} (cannot determine actual path)")),
         }
-        if let Some(format) = image.get("backing-filename-format").and_then(Value::as_str) {
+        if let Some(format) = shown("backing-filename-format") {
             self.line(&format!("backing file format: {format}"));
         }
     }
@@ -173,7 +175,7 @@ impl Text {
                 }
                 self.indent -= 1;
             }
-            Value::String(text) => self.line(&format!("{label}: {text}")),
+            Value::String(text) => self.line(&format!("{label}: {}", visible_name(text))),
             Value::Bool(true) if label == "corrupt" => {
                 let text = format!("{label}: {}", self.paint.warning("true"));
                 self.line(&text);
@@ -205,8 +207,8 @@ fn snapshot_lines(snapshots: &[Value], zone: &TimeZone) -> impl Iterator<Item = 
             None => "--".to_owned(),
         };
         snapshot_row(
-            string(snapshot, "id"),
-            string(snapshot, "name"),
+            &visible_name(string(snapshot, "id")),
+            &visible_name(string(snapshot, "name")),
             &human(number(snapshot, "vm-state-size")),
             &local_time(number(snapshot, "date-sec"), zone),
             &clock,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Warnings about an image that was opened, on standard error.
 
+use super::console::in_lines;
 use crate::invocation::{Persona, has_name_of_qemu};
-use cowshed_block::name_of_text;
+use cowshed_block::{name_of_text, visible_name};
 use cowshed_image::graph::{Corruption, print_corruptions};
 use cowshed_jobs::check::report::lines_of;
 use cowshed_offline::check::{CheckReport, print_recoveries};
@@ -28,7 +29,7 @@ pub fn set_persona(persona: Persona) {
 /// Prints one warning. There is nobody to tell when that fails.
 pub fn print(text: &str) {
     let persona = PERSONA.get().copied().unwrap_or(Persona::Cowshed);
-    if let Some(text) = worded(persona, text) {
+    if let Some(text) = worded(persona, &in_lines(text)) {
         let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
     }
 }
@@ -66,7 +67,7 @@ fn print_recovery(file: &File, report: &CheckReport) {
     );
     match tracing::dispatcher::has_been_set() {
         true => tracing::warn!("{text}"),
-        false => drop(stderr.write_all(&name_of_text(&format!("cowshed: warning: {text}\n")))),
+        false => drop(stderr.write_all(&name_of_text(&format!("cowshed: warning: {}\n", visible_name(&text))))),
     }
 }
 

@@ -142,3 +142,48 @@ fn the_protocol_of_devices_names_only_devices() {
         assert_eq!(std::fs::read(folder.0.work().join("file")).expect("a file"), [7; 512], "{line}");
     }
 }
+
+/// Names that stand in images must not command a terminal, nor begin a line that looks like one of ours.
+#[test]
+fn names_out_of_images_stay_in_their_line() {
+    let folder = Folder(Oracle::new());
+    let qemu = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(folder.0.qemu.img_path());
+        assert!(command.args(arguments).current_dir(folder.0.work()).status().expect("qemu-img").success());
+    };
+    let name = "fat\n\x1b[31mparent";
+    qemu(&["create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", "raw", "child", "1M"]);
+    qemu(&["create", "-q", "-f", "qcow2", "disk", "1M"]);
+    qemu(&["snapshot", "-c", name, "disk"]);
+    qemu(&["bitmap", "--add", "disk", name]);
+    std::fs::write(folder.0.work().join(name), [7; 1 << 20]).expect("the parent");
+    let shown = "fat\\n\\u{1b}[31mparent";
+    for program in ["cowshed", "qemu-img"] {
+        for (line, times) in [
+            ("info child", 1),
+            ("info --backing-chain child", 3),
+            ("snapshot -l disk", 1),
+            ("info disk", 2),
+            ("map child", 1),
+            ("convert -O raw child copy", 1),
+        ] {
+            if line.starts_with("convert") {
+                std::fs::rename(folder.0.work().join(name), folder.0.work().join("away")).expect("renamed");
+            }
+            let tool = folder.0.work().join(program);
+            let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &tool);
+            let output = folder.run(tool.to_str().expect("text"), line);
+            let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+            assert!(!said.contains('\x1b'), "{program} {line}: {said:?}");
+            assert_eq!(said.matches(shown).count(), times, "{program} {line}: {said}");
+            if line.starts_with("convert") {
+                assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{program} {line}: {said}");
+                std::fs::rename(folder.0.work().join("away"), folder.0.work().join(name)).expect("renamed");
+            }
+        }
+    }
+    // What programs read says the name itself.
+    let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), "info --output=json child");
+    let info: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(info["backing-filename"], name);
+}
