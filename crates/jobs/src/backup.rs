@@ -93,7 +93,7 @@ impl Backup {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: BackupRequest) -> Result<Backup> {
         let BackupRequest { source, target, .. } = &request;
         if source.size() != target.size() {
-            return Err(Error::invalid_argument("Source and target image have different sizes"));
+            return Err(Error::invalid_argument(crate::mirror::DIFFERENT_SIZES));
         }
         if Arc::ptr_eq(source, target) {
             return Err(Error::invalid_argument("Source and target cannot be the same"));

@@ -91,6 +91,9 @@ pub struct Mirror {
     piece: futures_util::lock::Mutex<bool>,
 }
 
+/// The error of a mirror onto a disk of another size.
+pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
+
 /// Who writes to the target.
 #[derive(Clone)]
 enum Writer {
@@ -220,17 +223,16 @@ async fn reads_as_zeroes(node: &Node) -> bool {
 }
 
 impl Mirror {
-    /// Starts it: from now on writes to `source` are noticed. The target must be writable, of the same size, and used by
-    /// nobody.
+    /// Starts it: from now on writes to `source` are noticed. The target must be writable, and used by nobody. With one of
+    /// another size nothing is copied: the first step fails.
     pub async fn start(
         graph: &Arc<Graph>,
         id: &str,
         (source, target): (&Arc<Node>, &Arc<Node>),
-        options: MirrorOptions,
+        mut options: MirrorOptions,
     ) -> Result<Mirror> {
         if source.size() != target.size() {
-            let message = format!("the target '{}' must be as large as '{}'", target.name(), source.name());
-            return Err(Error::invalid_argument(message).value(target.size()));
+            options = MirrorOptions { sync: Sync::None, write_blocking: None, ..options };
         }
         if Arc::ptr_eq(source, target) {
             return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
@@ -453,6 +455,10 @@ impl Mirror {
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
+        // A base is made as large as its overlay.
+        if self.opened.is_none() && self.source.size() != self.target.size() {
+            return Err(Error::invalid_argument(DIFFERENT_SIZES));
+        }
         let source = self.reader.queue();
         let mut target: Option<Queue> = None;
         let mut from = 0;

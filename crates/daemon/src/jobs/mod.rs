@@ -17,7 +17,7 @@ use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::{ChildRole, LocalFuture};
 use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
-use cowshed_jobs::mirror::Mirror;
+use cowshed_jobs::mirror::{DIFFERENT_SIZES, Mirror};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, JoinHandle};
@@ -601,6 +601,7 @@ impl Jobs {
         if let Err(error) = &result {
             tracing::info!(job = job.id, %error, "job failed");
             *job.error.borrow_mut() = Some(match job.is_block_job() {
+                true if error.message() == DIFFERENT_SIZES => DIFFERENT_SIZES.to_owned(),
                 // The log has the whole.
                 true => words_of(error.errno()),
                 false => failed(error.clone()).description,

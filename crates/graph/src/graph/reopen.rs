@@ -169,10 +169,11 @@ impl Graph {
     /// of that disk, so copy-before-write stays where it is.
     fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
         let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
-        if !node.driver().moves_freely() || node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
+        if node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
             return Ok(None);
         }
-        self.find(name).ok_or_else(|| no_such_child(name)).map(Some)
+        let found = self.find(name).ok_or_else(|| no_such_child(name))?;
+        Ok(node.driver().moves_freely().then_some(found))
     }
 
     /// What can fail for reasons outside of this process.
