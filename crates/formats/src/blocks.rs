@@ -415,8 +415,12 @@ pub(crate) fn parent_of<F: BlockFormat>(
     what: &str,
 ) -> Result<NamedBacking> {
     if name.is_none() && opener.opens_backing(draft) && draft.options.get("backing").is_none() {
+        let parent = match what {
+            "" => "a parent".to_owned(),
+            what => format!("the parent {what}"),
+        };
         let message =
-            format!("the disk is a difference, and doesn't say which file its parent is: give '{what}' as 'backing'");
+            format!("the disk is a difference of {parent}, and names no file: say which one it is with 'backing'");
         return Err(Error::invalid_image("parent", "missing", message));
     }
     Ok(NamedBacking { name, format: Some(F::NAME.to_owned()) })

@@ -100,6 +100,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 
 /// qemu-img has opened the image and read the options by then.
 fn is_refused_by_format(error: &Error) -> bool {
+    if matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace) && error.sentence().starts_with("Failed to ") {
+        return true;
+    }
     let fields = ["compat", "data_file", "data_file_raw", "keyslot", "lazy_refcounts", "refcount_bits"];
     let is_late = error.field_name().is_some_and(|field| fields.contains(&field));
     let is_backing = error.message().starts_with("Cannot amend the backing file");

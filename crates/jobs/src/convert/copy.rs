@@ -262,10 +262,7 @@ impl<'a> Copy<'a> {
         match result {
             Ok(()) => Ok(buf),
             Err(_) if self.settings.salvage => self.salvage(offset, buf).await,
-            Err(error) => {
-                let sentence = format!("error while reading at byte {offset}");
-                Err(in_work(error.context(&sentence), sentence))
-            }
+            Err(error) => Err(error_at("reading", error, offset)),
         }
     }
 
@@ -417,6 +414,14 @@ impl<'a> Copy<'a> {
 const ZERO_STEP_BYTES: u64 = 256 << 20;
 
 fn write_error(error: Error, offset: u64) -> Error {
-    let sentence = format!("error while writing at byte {offset}");
-    in_work(error.context(&sentence), sentence)
+    error_at("writing", error, offset)
+}
+
+/// QEMU's tools say where the request began, which has so many bytes.
+const QEMU_REQUEST_BYTES: u64 = 2 << 20;
+
+fn error_at(work: &str, error: Error, offset: u64) -> Error {
+    let begun = offset / QEMU_REQUEST_BYTES * QEMU_REQUEST_BYTES;
+    let sentence = format!("error while {work} at byte {begun}");
+    in_work(error.context(format!("error while {work} at byte {offset}")), sentence)
 }
