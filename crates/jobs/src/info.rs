@@ -139,9 +139,14 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
         // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
         let node = spec.open(spec.request()?.no_backing().no_io()).await?;
         let info = image_info(&node).await.map(|info| if options.limits { info.with_limits(&node) } else { info });
+        let is_difference = node.description().is_some_and(|known| known.identity.is_some());
         let closed = node.close().await;
         let info = info?;
         closed?;
+        if options.backing_chain && is_difference && info.full_backing_filename.is_some() {
+            // A parent of another content is refused, as by those that read the disk.
+            spec.open(spec.request()?.no_io()).await?.close().await?;
+        }
         if let Some(warn) = spec.on_warning {
             info.warnings.iter().for_each(|text| warn(text));
         }

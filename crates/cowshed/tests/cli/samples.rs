@@ -126,8 +126,11 @@ fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
     assert!(read("out") == truth);
     // Another disk in the parent's place, and none.
     oracle.make("create -q -f vpc -o subformat=fixed,force_size=on fat-parent.vhd 4M");
-    let message = oracle.refused("convert -f vpc -O raw child.vhd out");
-    assert!(message.contains("is not the parent of this disk"), "{message}");
+    for line in ["convert -f vpc -O raw child.vhd out", "info -f vpc --backing-chain child.vhd"] {
+        let message = oracle.refused(line);
+        assert!(message.contains("is not the parent of this disk"), "{line}: {message}");
+    }
+    ours(&oracle, "info -f vpc child.vhd");
     fs::remove_file(oracle.work().join("fat-parent.vhd")).unwrap();
     let message = oracle.refused("convert -f vpc -O raw child.vhd out");
     assert!(message.contains("fat-parent.vhd"), "{message}");
