@@ -53,7 +53,7 @@ impl ImageDisk {
     /// Opens an image; inside of [`World::run`] one of the machine's.
     ///
     /// # Errors
-    /// Those of [`open`].
+    /// Those of [`open()`].
     pub async fn open(name: &str, writable: bool, direct: bool) -> Result<Self> {
         Self::open_with(name, writable, direct, "").await
     }
@@ -61,7 +61,7 @@ impl ImageDisk {
     /// As [`ImageDisk::open`], with further options of the driver: `l2-cache-size=1k,discard-no-unref=on`.
     ///
     /// # Errors
-    /// Those of [`open`], and of the options.
+    /// Those of [`open()`], and of the options.
     pub async fn open_with(name: &str, writable: bool, direct: bool, options: &str) -> Result<Self> {
         let cache = if direct { "none" } else { "writeback" };
         let request = match options {
@@ -78,7 +78,7 @@ impl ImageDisk {
     /// Opens what `options` say, as `--image-opts` takes them.
     ///
     /// # Errors
-    /// Those of [`open`], and of the options.
+    /// Those of [`open()`], and of the options.
     pub async fn open_options(options: &str, writable: bool) -> Result<Self> {
         open(OpenRequest::image_opts(options)?.writable(writable)).await.map(ImageDisk)
     }

@@ -115,7 +115,7 @@ pub trait LiveOptions: Send + Sync {
     /// Refuses options that `node`, which is this driver's, can't have; else gives what applies them.
     fn check(&self, node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply>;
 
-    /// Does what may fail. [`Node::complete`] has run before.
+    /// Does what may fail. `Node::complete` has run before.
     fn prepare<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
         done(Ok(()))
     }

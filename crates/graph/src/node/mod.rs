@@ -423,7 +423,7 @@ impl Node {
     }
 
     /// What the user should know of how the image was opened: guessed formats. Filled for the node that
-    /// [`crate::open()`] returned.
+    /// [`Drivers::open`](crate::open::Drivers::open) returned.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
