@@ -163,6 +163,47 @@ fn a_backup_of_what_is_dirty_has_all_of_each_dirty_part() {
 }
 
 #[test]
+fn a_backup_discards_behind_the_readers_of_the_old_state() {
+    let world = world();
+    let slow = Fault::new(Effect::Delay(Duration::from_secs(5))).kind(OpKind::Read).file("disk.raw");
+    let seen = world.clone().run(async move {
+        let graph = Graph::new();
+        let source = add(&graph, "driver=raw,discard=unmap,node-name=source,file.filename=disk.raw,file.discard=unmap");
+        let (source, target) =
+            (source.await?, add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?);
+        let request = BackupRequest {
+            source: Arc::clone(&source),
+            target,
+            sync: Sync::Full,
+            compress: false,
+            discard_source: true,
+            breaks_writes: true,
+            filter_name: "filter".to_owned(),
+            bitmap: None,
+        };
+        let backup = Backup::start(&graph, "b", request).await?;
+        let past = add(&graph, "driver=snapshot-access,node-name=past,file=filter").await?;
+        let reader = graph.attach(&past, AttachRequest::export("reader", false)).await?;
+        world.add_fault(slow);
+        let queue = reader.queue();
+        let read = rt::spawn(async move { queue.read(0, IoBuf::zeroed(PART as usize)).await });
+        rt::sleep(Duration::from_millis(100)).await;
+        backup.copy(&JobHandle::new(), &Strict).await?;
+        let (result, seen) = read.await;
+        result?;
+        let left = content(&source).await?;
+        reader.detach().await?;
+        graph.delete("past").await?;
+        backup.finish().await?;
+        graph.close_all().await?;
+        Ok((seen.to_vec(), left))
+    });
+    let (seen, left) = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    assert!(seen.iter().all(|byte| *byte == 1), "the reader saw the discard");
+    assert!(left.iter().all(|byte| *byte == 0), "nothing was discarded");
+}
+
+#[test]
 fn a_detach_flushes_and_tells_of_a_flush_that_fails() {
     let world = world();
     world.add_fault(Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Sync));
