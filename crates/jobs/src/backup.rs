@@ -21,6 +21,8 @@ use std::time::Duration;
 
 /// How often a job that only saves what is overwritten looks whether it is to end.
 const LOOK: Duration = Duration::from_millis(50);
+/// A failed job's target that is not durable by then counts as empty.
+const FLUSH_LIMIT: Duration = Duration::from_secs(30);
 /// Runs that one question about the mapping answers at most.
 const STATUS_RUNS: usize = 64;
 
@@ -174,6 +176,7 @@ impl Backup {
 
     async fn copy_parts(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         let saver = self.saver()?;
+        let queue = self.user.queue();
         let size = self.request.source.size();
         if self.request.sync == Sync::None {
             job.set_progress(0, size);
@@ -193,7 +196,10 @@ impl Backup {
         job.set_progress(0, total);
         while let Some((at, len)) = saver.next_pending(0) {
             job.throttle(len).await?;
+            // A drain waits for this piece, and the next one for the drain.
+            let inside = if slip!("pieces_of_a_backup_pass_a_drain") { None } else { Some(queue.enter().await) };
             let copied = saver.copy(at, len).await.map_err(Failure::from);
+            drop(inside);
             saver.broken().map_or(Ok(()), Err)?;
             if let Err(failure) = copied {
                 settle(failure, judge, job).await?;
@@ -227,10 +233,7 @@ impl Backup {
 
     /// Makes the target durable. A target may never answer: a cancelled `job` doesn't wait for it.
     pub async fn flush(&self, job: &JobHandle) -> Result<()> {
-        match select(pin!(self.request.target.flush()), pin!(job.cancelled())).await {
-            Either::Left((flushed, _)) => flushed,
-            Either::Right(_) => job.pause_point().await,
-        }
+        job.unless_cancelled(self.request.target.flush()).await?
     }
 
     /// Makes the target durable and ends.
@@ -270,9 +273,14 @@ impl Backup {
         if bitmap.mode == BitmapMode::Never || (bitmap.mode == BitmapMode::OnSuccess && !succeeded) {
             return Ok(());
         }
+        // What is on the target must be durable there before the bitmap, which is durable at once, forgets it.
+        let flush = self.request.target.flush();
+        let is_durable = succeeded || matches!(rt::within(FLUSH_LIMIT, flush).await, Some(Ok(())));
         let _drained = self.graph.drain(&[&self.request.source]).await;
         let mut left = DirtyBits::clone(&bitmap.before);
-        left.clear();
+        if is_durable {
+            left.clear();
+        }
         if !succeeded {
             for range in self.saver()?.pending_ranges() {
                 mark_dirty_of(&mut left, &bitmap.before, range);

@@ -4,6 +4,9 @@
 use crate::rate::RateLimit;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use futures_util::future::{Either, select};
+use std::future::Future;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
@@ -155,6 +158,17 @@ impl JobHandle {
             Poll::Pending
         })
         .await;
+    }
+
+    /// The output of work that may wait without end; the error of a cancelled job once it is cancelled, and `work` is dropped.
+    pub async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T> {
+        match select(pin!(work), pin!(self.cancelled())).await {
+            Either::Left((output, _)) => Ok(output),
+            Either::Right(_) => {
+                self.pause_point().await?;
+                Err(Error::internal("a cancelled job goes on"))
+            }
+        }
     }
 
     /// A pause point before `bytes` are copied: also waits as the speed limit asks.

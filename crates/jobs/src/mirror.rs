@@ -497,7 +497,11 @@ impl Mirror {
         let _piece = self.piece.lock().await;
         let writer = self.writer();
         let ends = match &writer {
-            Writer::Job(writer) => Ends::Queues(source, target.get_or_insert_with(|| writer.queue())),
+            Writer::Job(writer) => {
+                // A change of the copy mode that failed made another one.
+                target.take_if(|queue| !Arc::ptr_eq(queue.attachment(), writer));
+                Ends::Queues(source, target.get_or_insert_with(|| writer.queue()))
+            }
             // Past the gates: a write that waits for this range must not keep it from being copied.
             Writer::Filter(_) => {
                 *target = None;
@@ -587,17 +591,6 @@ impl Mirror {
         let (mirror, copying_job) = (Rc::clone(self), job.clone());
         let rest: LocalFuture<'static, Result<()>> = Box::pin(async move { mirror.copy_rest(&copying_job).await });
         let result = match (&self.opened, self.writer()) {
-            (None, Writer::Filter(filter)) => match select(rest, pin!(job.cancelled())).await {
-                Either::Left((result, _)) => result,
-                Either::Right(((), rest)) => {
-                    drop(drained);
-                    if let Some(filter) = filter.write_blocking() {
-                        filter.abandon();
-                    }
-                    let _ = rest.await;
-                    return self.end().await.and(job.pause_point().await);
-                }
-            },
             (None, Writer::Job(writer)) => match select(rest, pin!(job.cancelled())).await {
                 Either::Left((result, _)) => result,
                 Either::Right(((), rest)) => {
@@ -611,7 +604,17 @@ impl Mirror {
                     return self.reader.detach().await.and(job.pause_point().await);
                 }
             },
-            _ => rest.await,
+            (_, writer) => match select(rest, pin!(job.cancelled())).await {
+                Either::Left((result, _)) => result,
+                Either::Right(((), rest)) => {
+                    drop(drained);
+                    if let Some(filter) = writer.filter() {
+                        filter.abandon();
+                    }
+                    let _ = rest.await;
+                    return self.end().await.and(job.pause_point().await);
+                }
+            },
         };
         let released = match (&self.opened, self.writer(), &result) {
             // The target is flushed, and may hang from now on: the source's users wait.

@@ -10,7 +10,7 @@ use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, Queue};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::{PermissionSet, Permissions};
 use std::sync::Arc;
@@ -131,11 +131,12 @@ impl Stream {
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         let size = self.request.node.size();
         job.set_progress(0, size);
+        let queue = self.user.queue();
         let (mut at, mut result) = (0, Ok(()));
         while at < size {
             // What has been copied is paid for before the next step, also where that copies nothing.
             job.throttle(0).await?;
-            let (len, copied) = self.copy_next(at, size, job).await?;
+            let (len, copied) = self.copy_next(&queue, at, size, job).await?;
             if let Err(failure) = copied {
                 match judge.judge(&failure) {
                     ErrorAction::Report => return Err(failure.error),
@@ -153,7 +154,13 @@ impl Stream {
     }
 
     /// How much was looked at, and how that went.
-    async fn copy_next(&self, at: u64, size: u64, job: &JobHandle) -> Result<(u64, Result<(), Failure>)> {
+    async fn copy_next(
+        &self,
+        queue: &Queue,
+        at: u64,
+        size: u64,
+        job: &JobHandle,
+    ) -> Result<(u64, Result<(), Failure>)> {
         let piece = (CHUNK_BYTES - at % CHUNK_BYTES).min(size - at);
         let holder = match self.chain.holder(at, size - at).await {
             Ok(holder) => holder,
@@ -168,12 +175,20 @@ impl Stream {
         }
         let len = holder.len.min(if job.has_limit() { piece.min(LIMITED_BYTES) } else { piece });
         job.throttle(len).await?;
+        // A drain waits for this piece, and the next one for the drain.
+        let _inside = queue.enter().await;
         let filter = self.filter.copy_on_read().ok_or_else(|| Error::internal("not the filter of a stream"))?;
         Ok((len, filter.take_over(&self.chain, at, len).await.map_err(Failure::from)))
     }
 
+    /// Makes the image durable, so that [`Stream::finish`] finds little to do while it holds the disk's users. A cancelled `job` does
+    /// not wait for it.
+    pub async fn flush(&self, job: &JobHandle) -> Result<()> {
+        job.unless_cancelled(self.request.node.flush()).await?
+    }
+
     /// Puts the image on its new backing node, on disk and in the graph.
-    pub async fn finish(self) -> Result<()> {
+    pub async fn finish(&self) -> Result<()> {
         let drained = self.graph.drain(&[&self.request.node]).await;
         let flushed = self.request.node.flush().await;
         let linked = match flushed {
@@ -191,7 +206,7 @@ impl Stream {
     }
 
     /// Ends half-way: the image stays on its chain, with what it has by now.
-    pub async fn end(self) -> Result<()> {
+    pub async fn end(&self) -> Result<()> {
         let detached = self.user.detach().await;
         let removed = self.graph.remove_filter(&self.filter).await;
         let freed = self.held.release().await;

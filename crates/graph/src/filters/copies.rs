@@ -52,6 +52,11 @@ impl Copies {
         Copying(Arc::clone(self))
     }
 
+    /// How many copies run.
+    pub(super) fn running(&self) -> usize {
+        self.running.load(Ordering::SeqCst)
+    }
+
     /// Waits until no copy runs.
     pub(super) async fn idle(&self) {
         loop {

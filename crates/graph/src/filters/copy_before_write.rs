@@ -22,6 +22,9 @@ use std::time::Duration;
 /// Smallest part in bytes; a target with larger clusters makes it larger.
 const LEAST_PART_BYTES: u64 = 64 << 10;
 
+/// Copies that run at the same time for requests that don't wait for ever.
+const MOST_COPIES: usize = 1024;
+
 /// How to save, and what.
 #[derive(Clone, Debug)]
 pub(crate) struct SavingOptions {
@@ -150,8 +153,7 @@ impl CopyBeforeWrite {
     }
 
     /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
-    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs, and for those who read the disk as
-    /// it was.
+    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
     pub fn abandon(&self) {
         self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
         self.saver.copies().give_up();
@@ -197,7 +199,10 @@ impl CopyBeforeWrite {
             match copied {
                 Ok(()) => {}
                 Err(failure) if self.breaks_writes => return Err(failure.error),
-                Err(failure) => self.saver.break_with(failure.error),
+                Err(failure) => {
+                    self.saver.break_with(failure.error);
+                    self.saver.copies().give_up();
+                }
             }
         }
         self.saver.discarded(offset, len).await;
@@ -207,6 +212,15 @@ impl CopyBeforeWrite {
 
     /// Copies, and waits no longer than `timeout` for it. The copy runs to its end all the same: others may wait for it.
     async fn copy_within(&self, timeout: Duration, offset: u64, len: u64) -> Result<(), CopyFailure> {
+        let late = || {
+            let message = format!("old data was not saved within {} s", timeout.as_secs());
+            Err(CopyFailure::writing(Error::os(Errno::ETIMEDOUT, message)))
+        };
+        // Each attempt at a part waits behind the first one, which may never end.
+        if self.saver.copies().running() >= MOST_COPIES {
+            rt::sleep(timeout).await;
+            return late();
+        }
         let attempt = Arc::new(Attempt::default());
         let copying = {
             let (saver, attempt, running) =
@@ -222,10 +236,7 @@ impl CopyBeforeWrite {
         let (settled, time) = (pin!(attempt.settled()), pin!(rt::sleep(timeout)));
         match select(settled, time).await {
             Either::Left((result, _)) => result,
-            Either::Right(_) => {
-                let message = format!("old data was not saved within {} s", timeout.as_secs());
-                Err(CopyFailure::writing(Error::os(Errno::ETIMEDOUT, message)))
-            }
+            Either::Right(_) => late(),
         }
     }
 }
@@ -281,10 +292,9 @@ impl Filter for CopyBeforeWrite {
 
     fn settle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async move {
-            // Once the target is given up its copies only read the disk, and a drain holds the disk's clients.
-            if self.saver.copies().unless_given_up(self.idle()).await.is_none() {
-                self.saver.discarded(0, u64::MAX).await;
-            }
+            // A copy without a request or a job that waits for it (given up, or too slow) only reads the disk. A drain that waited
+            // for it would hold the disk's clients while the target is silent.
+            self.saver.discarded(0, u64::MAX).await;
         })
     }
 

@@ -168,7 +168,7 @@ impl Attachment {
 
     /// Holds new requests back and waits for those in flight; they go on when the guard is dropped.
     pub async fn drain(self: &Arc<Self>) -> Drained {
-        Drained::of(vec![Arc::clone(self)]).await
+        Drained::of(self).await
     }
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that

@@ -5,22 +5,83 @@ use super::Graph;
 use super::attachment::Attachment;
 use crate::node::{Node, nodes_below};
 use cowshed_block::slip;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// While it lives, the drained attachments let no request in; those that come wait and go on afterwards.
 #[must_use = "requests go on when the guard is dropped"]
 pub struct Drained {
-    attachments: Vec<Arc<Attachment>>,
+    closed: Arc<Closed>,
     /// Nodes that hold requests back on purpose, and don't meanwhile.
     throttles: Vec<Arc<Node>>,
 }
 
+/// The gates that a drain holds closed.
+#[derive(Default)]
+struct Closed {
+    /// An attachment to a node that reaches one of these joins the drain.
+    nodes: Vec<Arc<Node>>,
+    attachments: Mutex<Vec<Arc<Attachment>>>,
+}
+
+impl Closed {
+    fn attachments(&self) -> MutexGuard<'_, Vec<Arc<Attachment>>> {
+        self.attachments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_below(&self, top: &Arc<Node>) -> bool {
+        let below = nodes_below(top);
+        self.nodes.iter().any(|node| below.iter().any(|known| Arc::ptr_eq(known, node)))
+    }
+
+    /// Closes the gate, once.
+    fn add(&self, attachment: &Arc<Attachment>) {
+        let mut attachments = self.attachments();
+        if !attachments.iter().any(|known| Arc::ptr_eq(known, attachment)) {
+            attachment.gate().close();
+            attachments.push(Arc::clone(attachment));
+        }
+    }
+}
+
+/// The drains that run.
+#[derive(Default)]
+pub(super) struct Drains(Mutex<Vec<Weak<Closed>>>);
+
+impl Drains {
+    fn list(&self) -> MutexGuard<'_, Vec<Weak<Closed>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, nodes: &[&Arc<Node>]) -> Arc<Closed> {
+        let nodes = nodes.iter().map(|node| Arc::clone(node)).collect();
+        let closed = Arc::new(Closed { nodes, attachments: Mutex::default() });
+        let mut list = self.list();
+        list.retain(|known| known.strong_count() > 0);
+        list.push(Arc::downgrade(&closed));
+        closed
+    }
+
+    /// A new attachment waits for the drains that run below it.
+    pub(super) fn join(&self, attachment: &Arc<Attachment>) {
+        let running: Vec<Arc<Closed>> = self.list().iter().filter_map(Weak::upgrade).collect();
+        for closed in running {
+            if closed.is_below(&attachment.node()) && !slip!("new_users_overtake_a_drain") {
+                closed.add(attachment);
+            }
+        }
+    }
+}
+
 impl Drained {
     /// Closes the gates, lets throttled requests go, and waits until no request is left.
-    pub(super) async fn of(attachments: Vec<Arc<Attachment>>) -> Drained {
+    pub(super) async fn of(attachment: &Arc<Attachment>) -> Drained {
+        Self::begin(Arc::default(), vec![Arc::clone(attachment)]).await
+    }
+
+    async fn begin(closed: Arc<Closed>, attachments: Vec<Arc<Attachment>>) -> Drained {
         let mut throttles: Vec<Arc<Node>> = Vec::new();
         for attachment in &attachments {
-            attachment.gate().close();
+            closed.add(attachment);
             for node in nodes_below(&attachment.node()) {
                 if node.throttle().is_some() && !throttles.iter().any(|known| Arc::ptr_eq(known, &node)) {
                     throttles.push(node);
@@ -31,8 +92,8 @@ impl Drained {
             throttle.begin_drain();
         }
         // Made before the wait: dropped half-way, it opens the gates again.
-        let drained = Drained { attachments, throttles };
-        for attachment in &drained.attachments {
+        let drained = Drained { closed, throttles };
+        for attachment in &attachments {
             if !slip!("live_snapshot_overtakes_writers") {
                 attachment.gate().empty().await;
             }
@@ -46,7 +107,7 @@ impl Drop for Drained {
         for throttle in self.throttles.iter().filter_map(|node| node.throttle()) {
             throttle.end_drain();
         }
-        for attachment in &self.attachments {
+        for attachment in self.closed.attachments().drain(..) {
             // What stands below may have changed.
             attachment.renew();
             attachment.gate().open();
@@ -60,16 +121,14 @@ pub(super) fn reaches(top: &Arc<Node>, node: &Arc<Node>) -> bool {
 }
 
 impl Graph {
-    /// Drains everything that can send requests to one of these nodes.
+    /// Drains everything that can send requests to one of these nodes, and what is attached while the guard lives.
     pub async fn drain(&self, nodes: &[&Arc<Node>]) -> Drained {
-        let is_above = |top: &Arc<Node>| {
-            let below = nodes_below(top);
-            nodes.iter().any(|node| below.iter().any(|known| Arc::ptr_eq(known, node)))
-        };
-        let affected = self.attachments().into_iter().filter(|attachment| is_above(&attachment.node()));
-        let drained = Drained::of(affected.collect()).await;
+        // Before the look at the attachments: one that comes meanwhile sees the drain.
+        let closed = self.drains.begin(nodes);
+        let affected = self.attachments().into_iter().filter(|attachment| closed.is_below(&attachment.node()));
+        let drained = Drained::begin(Arc::clone(&closed), affected.collect()).await;
         // What requests left behind goes on without them. No new ones come to these nodes.
-        for node in self.snapshot().nodes().filter(is_above) {
+        for node in self.snapshot().nodes().filter(|top| closed.is_below(top)) {
             if !slip!("drain_without_what_is_read_ahead") {
                 node.settle().await;
             }

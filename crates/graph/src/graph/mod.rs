@@ -78,6 +78,7 @@ pub struct Graph {
     quorum_observers: votes::Observers,
     /// The turns of changes.
     changes: changes::Changes,
+    drains: drain::Drains,
     /// Users move from node to node: no file gives locks back meanwhile.
     keep_locks: AtomicU32,
 }

@@ -53,7 +53,7 @@ impl Graph {
 
     /// Gives a node that was added by name to its users: it is closed with the last one, at once where there is none.
     pub async fn disown(self: &Arc<Self>, node: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing([node]).await;
+        let one_change = self.changing([node]).await;
         let known = {
             let mut owned = self.owned();
             match owned.nodes.get(node.name()) {
@@ -61,10 +61,10 @@ impl Graph {
                 _ => None,
             }
         };
-        if known.is_some() && node.release(MONITOR) {
-            return node.close().await;
-        }
-        Ok(())
+        let is_unused = known.is_some() && node.release(MONITOR);
+        // A disk that never answers keeps no other change waiting.
+        drop(one_change);
+        if is_unused { node.close().await } else { Ok(()) }
     }
 
     /// The nodes that were added by name.
@@ -72,15 +72,19 @@ impl Graph {
         self.owned().nodes.values().cloned().collect()
     }
 
-    /// Attaches an export or a job to a node. Its name must be new among the attachments.
+    /// Attaches an export or a job to a node. Its name must be new among the attachments. Its requests wait while a drain of that
+    /// node runs.
     pub async fn attach(self: &Arc<Self>, node: &Arc<Node>, request: AttachRequest) -> Result<Arc<Attachment>> {
         let _one_change = self.changing([node]).await;
         if let Some(known) = self.find_attachment(request.name()) {
             let message = format!("there is an attachment '{}' already", known.name());
             return Err(Error::new(ErrorKind::Busy, message));
         }
+        // A change that ran before may have closed it.
+        node.check_open()?;
         let attachment = Attachment::new(self, node, request)?;
         self.owned().attachments.insert(attachment.name().to_owned(), Arc::downgrade(&attachment));
+        self.drains.join(&attachment);
         Ok(attachment)
     }
 

@@ -243,17 +243,8 @@ impl QueueState {
     }
 }
 
-/// A request that changes something, between its entrance and its end. It goes on even when its caller doesn't.
-struct Inside(Rc<QueueState>);
-
-impl std::ops::Deref for Inside {
-    type Target = QueueState;
-
-    #[inline]
-    fn deref(&self) -> &QueueState {
-        &self.0
-    }
-}
+/// A request between its entrance and its end, until dropped: see [`Queue::enter`].
+pub struct Inside(Rc<QueueState>);
 
 impl Drop for Inside {
     fn drop(&mut self) {
@@ -325,9 +316,10 @@ impl Queue {
         standing.bypass.as_ref().map_or(&standing.node, |bypass| &bypass.behind).size()
     }
 
-    /// Enters for a request that changes something. Dropped before it has, it leaves nothing behind.
+    /// Enters as a request does, for work that goes past this queue: drains wait until the guard is dropped, and this waits for
+    /// drains. Dropped before it has entered, the future leaves nothing behind.
     #[inline]
-    async fn enter(&self) -> Inside {
+    pub async fn enter(&self) -> Inside {
         self.0.attachment.gate().admit(&self.0.lane).await;
         Inside(Rc::clone(&self.0))
     }
@@ -347,7 +339,7 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside, start_ns, IoKind::Write, offset, buf, |node| node.run_write(offset, buf))
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, buf, |node| node.run_write(offset, buf))
         })
         .await
     }
@@ -357,7 +349,7 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside, start_ns, IoKind::Write, offset, buf, |node| async {
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, buf, |node| async {
                 let (result, buf) = node.run_write(offset, buf).await;
                 match result {
                     Ok(()) => (node.run_flush().await, buf),
@@ -373,7 +365,7 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out!(&inside, start_ns, IoKind::WriteZeroes, offset, len, |node| node
+            carry_out!(&inside.0, start_ns, IoKind::WriteZeroes, offset, len, |node| node
                 .run_write_zeroes(offset, len, flags))
         })
         .await
@@ -384,7 +376,7 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out!(&inside, start_ns, IoKind::Discard, offset, len, |node| node.run_discard(offset, len))
+            carry_out!(&inside.0, start_ns, IoKind::Discard, offset, len, |node| node.run_discard(offset, len))
         })
         .await
     }
@@ -394,8 +386,8 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out!(&inside, start_ns, IoKind::Flush, 0, 0, |node| async {
-                if inside.attachment.is_writable() { node.run_flush().await } else { Ok(()) }
+            carry_out!(&inside.0, start_ns, IoKind::Flush, 0, 0, |node| async {
+                if inside.0.attachment.is_writable() { node.run_flush().await } else { Ok(()) }
             })
         })
         .await
@@ -434,8 +426,8 @@ impl Queue {
         }
         let inside = self.enter().await;
         rt::to_completion(async move {
-            inside.check_attached()?;
-            inside.node().run_resize(size, preallocation).await
+            inside.0.check_attached()?;
+            inside.0.node().run_resize(size, preallocation).await
         })
         .await
     }

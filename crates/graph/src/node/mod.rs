@@ -461,7 +461,7 @@ impl Node {
         self.closed.load(Ordering::Acquire)
     }
 
-    fn check_open(&self) -> Result<()> {
+    pub(crate) fn check_open(&self) -> Result<()> {
         if self.is_closed() {
             return Err(Error::invalid_argument("the node was closed").file(self.filename.clone()));
         }

@@ -135,15 +135,21 @@ impl Merge {
         Ok(len)
     }
 
+    /// Makes the base durable, so that [`Merge::finish`] finds little to do while it holds the disk's users. A cancelled `job` does
+    /// not wait for it.
+    pub async fn flush(&self, job: &JobHandle) -> Result<()> {
+        job.unless_cancelled(self.request.base.flush()).await?
+    }
+
     /// Puts the overlay on the base, on disk and in the graph, and lets the layers between go.
-    pub async fn finish(self) -> Result<()> {
+    pub async fn finish(&self) -> Result<()> {
         let Merge { graph, request, reader, opened } = self;
         let drained = graph.drain(&[&request.overlay, &request.base]).await;
         let closed = opened.close().await;
         let result = match closed {
             Ok(()) => {
                 let name = BackingName { file: request.backing_file.as_deref(), mask_protocol: request.mask_protocol };
-                relink(&graph, &request.overlay, Some(&request.base), name).await
+                relink(graph, &request.overlay, Some(&request.base), name).await
             }
             error => error,
         };
@@ -154,7 +160,7 @@ impl Merge {
     }
 
     /// Ends half-way: the chain stays as it is.
-    pub async fn end(self) -> Result<()> {
+    pub async fn end(&self) -> Result<()> {
         let closed = self.opened.close().await;
         closed.and(self.reader.detach().await).and(self.opened.let_go().await)
     }

@@ -25,6 +25,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("live_copies", "a_detach_flushes_and_tells_of_a_flush_that_fails"),
     },
     Mutant {
+        name: "pieces_of_a_backup_pass_a_drain",
+        about: "a backup copies while a drain holds its disk",
+        test: ("drained_jobs", "a_drain_waits_for_a_piece_of_a_backup_alone"),
+    },
+    Mutant {
+        name: "new_users_overtake_a_drain",
+        about: "an attachment that is made during a drain does not wait for its end",
+        test: ("drained_jobs", "a_client_that_comes_during_a_pivot_loses_no_write"),
+    },
+    Mutant {
         name: "drain_holds_throttled_requests",
         about: "a drain waits until limits let requests go",
         test: ("live_copies", "a_drain_lets_throttled_requests_go_at_once"),

@@ -12,6 +12,7 @@ mod crash_formats;
 mod crash_live;
 mod crash_shrink;
 mod crash_toy;
+mod drained_jobs;
 mod dropped_requests;
 mod failure_shapes;
 mod fresh_images;
