@@ -101,9 +101,10 @@ impl EventBus {
         self.listeners().iter().for_each(|listener| listener.event(&event));
     }
 
-    /// Gives what was said the time to reach the listeners, before the process ends, and hangs up.
+    /// Gives what was said the time to reach the listeners, before the process ends, and hangs up. `patience` is for all together.
     pub fn settle(&self, patience: Duration) {
-        self.listeners().iter().for_each(|listener| listener.settle(patience));
+        let end = Instant::now() + patience;
+        self.listeners().iter().for_each(|listener| listener.settle(end.saturating_duration_since(Instant::now())));
     }
 
     fn listeners(&self) -> Vec<Arc<dyn Listener>> {

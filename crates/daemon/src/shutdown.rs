@@ -14,6 +14,9 @@ use std::time::Duration;
 /// A limit that is none.
 const FOR_EVER: Duration = Duration::from_secs(1 << 30);
 
+/// Requests of clients that take longer may wait for a job.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// How it went.
 pub(crate) struct Stopped {
     /// The first error.
@@ -34,8 +37,17 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     let mut result = Ok(());
     if let Some(nbd) = nbd {
         // What is late may hold what a detach needs; then the closing of the nodes flushes them.
-        let (stopped, hung) = nbd.stop(limit / 3, late.is_empty()).await;
-        result = stopped;
+        let mut stopping = Box::pin(nbd.stop(limit / 3, late.is_empty()));
+        let stopped = match within((limit / 6).min(PATIENCE), &mut stopping).await {
+            Some(stopped) => stopped,
+            // A job may hold a client's request back.
+            None => {
+                daemon.jobs.cancel_all();
+                stopping.await
+            }
+        };
+        let hung;
+        (result, hung) = stopped;
         late.extend(hung);
     }
     let (stopped, hung) = daemon.servers.stop(limit / 6, late.is_empty()).await;

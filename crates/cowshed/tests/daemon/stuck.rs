@@ -499,6 +499,80 @@ fn a_cancelled_backup_of_what_is_overwritten_lets_the_writes_go_that_it_holds() 
     cancelled_job_lets_the_source_go("blockdev-backup", backup);
 }
 
+/// A write of this client to `export`, which has begun when this returns.
+fn write_to(bench: &Bench, export: &str, at: &str) -> Killed {
+    let write = format!("write -P 8 {at} 64k");
+    let client = Command::new(COWSHED)
+        .args(["io", "-f", "raw", "-c", &write, "-c", "flush", &bench.uri(export)])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    Killed(client.expect("our own binary runs"))
+}
+
+fn await_success(what: &str, client: &mut Killed) {
+    await_that(what, || client.0.try_wait().expect("a child").is_some());
+    assert!(client.0.wait().expect("a child").success(), "{what}");
+}
+
+/// Backups that end together: the users of one disk don't wait for the target of the other.
+#[test]
+fn cancelled_grouped_backups_let_the_writes_of_each_disk_go() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    // Another disk, with a target behind the same server.
+    let socket = bench.path().join("server/r.sock");
+    let remote = json!({"driver": "nbd", "node-name": "remote2", "server": {"type": "unix", "path": socket}});
+    monitor.command("blockdev-add", remote);
+    Qemu::system().create(&bench.path().join("disk2.raw"), "raw", "", 8 << 20);
+    let disk = json!({"driver": "raw", "node-name": "disk2", "file": {"driver": "file", "filename": bench.path().join("disk2.raw")}});
+    monitor.command("blockdev-add", disk);
+    let export = json!({"type": "nbd", "id": "disk2", "node-name": "disk2", "writable": true});
+    monitor.command("block-export-add", export);
+    let backup = |number: &str, target: &str| {
+        let disk = format!("disk{number}");
+        let data = json!({"job-id": format!("m{number}"), "device": disk, "target": target, "sync": "none"});
+        json!({"type": "blockdev-backup", "data": data})
+    };
+    let actions = [backup("", "remote"), backup("2", "remote2")];
+    let transaction = json!({"actions": actions, "properties": {"completion-mode": "grouped"}});
+    monitor.command("transaction", transaction);
+    bench.server.signal("STOP");
+    let mut clients = [write_to(&bench, "disk", "4M"), write_to(&bench, "disk2", "4M")];
+    // The writes are on their way by then.
+    std::thread::sleep(Duration::from_secs(1));
+    for client in &mut clients {
+        assert!(client.0.try_wait().expect("a child").is_none(), "a write did not wait for the target");
+    }
+    monitor.command("job-cancel", json!({"id": "m2"}));
+    for client in &mut clients {
+        await_success("the write is done", client);
+    }
+    bench.server.signal("CONT");
+    await_that("the jobs are gone", || monitor.command("query-jobs", json!({})) == json!([]));
+    bench.await_free(&mut monitor);
+}
+
+/// A copy that was too slow for its filter holds no command, and so no client.
+#[test]
+fn a_snapshot_that_broke_on_a_silent_target_holds_no_command() {
+    let bench = Bench::start(&[]);
+    let mut monitor = bench.monitor();
+    monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
+    monitor.command("block-export-del", json!({"id": "disk", "mode": "hard"}));
+    let filter = json!({"driver": "copy-before-write", "node-name": "filter", "file": "disk", "target": "remote",
+                        "cbw-timeout": 1, "on-cbw-error": "break-snapshot"});
+    monitor.command("blockdev-add", filter);
+    let export = json!({"type": "nbd", "id": "f", "node-name": "filter", "name": "f", "writable": true});
+    monitor.command("block-export-add", export);
+    bench.server.signal("STOP");
+    await_success("the first write is let go", &mut write_to(&bench, "f", "1M"));
+    monitor.command("block-dirty-bitmap-add", json!({"node": "disk", "name": "b"}));
+    await_success("the next write passes", &mut write_to(&bench, "f", "3M"));
+    bench.server.signal("CONT");
+}
+
 /// A copy that goes on behind the cancellation does not discard what a client has written meanwhile.
 #[test]
 fn a_cancelled_backup_that_discards_loses_no_write() {

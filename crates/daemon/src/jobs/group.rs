@@ -96,22 +96,36 @@ impl JobGroup {
             }
             ready.push(arrival);
         }
-        for Arrival { job, result, finish } in ready {
-            let completes = result.is_ok() && !self.has_failed.get();
-            let finished = (finish.end)(completes).await;
-            if finished.is_err() {
-                self.has_failed.set(true);
-            }
+        let mut ready = ready.into_iter();
+        while !self.has_failed.get()
+            && let Some(Arrival { job, finish, .. }) = ready.next()
+        {
+            let finished = (finish.end)(true).await;
+            self.has_failed.set(finished.is_err());
+            conclude(jobs, &job, finished);
+        }
+        // Side by side: the users of one disk don't wait for the target of another. They are told of in their order.
+        let ends: Vec<_> = ready
+            .map(|Arrival { job, result, finish }| {
+                rt::spawn(async move {
+                    // That it was not whole counts.
+                    let _ended = (finish.end)(false).await;
+                    (job, result)
+                })
+            })
+            .collect();
+        for end in ends {
+            let (job, result) = end.await;
             let cancelled = || Err(Error::new(ErrorKind::Cancelled, "a job that it ends together with has failed"));
-            let result = match completes {
-                true => finished,
-                false => result.and_then(|()| cancelled()),
-            };
-            *job.group.borrow_mut() = None;
-            jobs.conclude(&job, result);
+            conclude(jobs, &job, result.and_then(|()| cancelled()));
         }
         self.members.borrow_mut().clear();
     }
+}
+
+fn conclude(jobs: &Jobs, job: &Rc<Job>, result: Result<()>) {
+    *job.group.borrow_mut() = None;
+    jobs.conclude(job, result);
 }
 
 /// Waits until the user lets them end, where one of them asks for it; one that is cancelled meanwhile.

@@ -442,6 +442,17 @@ pub(crate) struct JobSpec {
     pub on_error: (OnError, OnError),
 }
 
+fn cancel(job: &Job) {
+    let is_waiting = job.status() == Status::Waiting;
+    job.go_on();
+    job.handle.cancel();
+    // It can't end before the others of its group.
+    let group = job.group.borrow().clone();
+    if let Some(group) = group.filter(|_| is_waiting) {
+        group.fail(&job.id);
+    }
+}
+
 /// The jobs.
 #[derive(Default)]
 pub(crate) struct Jobs {
@@ -595,6 +606,11 @@ impl Jobs {
         tasks.push((id, task));
     }
 
+    /// Cancels all jobs, the newest first, and waits for none.
+    pub fn cancel_all(&self) {
+        self.newest_first().for_each(|job| cancel(&job));
+    }
+
     fn conclude(&self, job: &Rc<Job>, result: Result<()>) {
         job.set_filter(None);
         let cancelled = matches!(&result, Err(error) if error.kind() == ErrorKind::Cancelled);
@@ -648,14 +664,7 @@ impl Jobs {
         let end = rt::now() + limit;
         let mut late = Vec::new();
         for (at, job) in jobs.iter().enumerate().rev() {
-            let is_waiting = job.status() == Status::Waiting;
-            job.go_on();
-            job.handle.cancel();
-            // It can't end before the others of its group.
-            let group = job.group.borrow().clone();
-            if let Some(group) = group.filter(|_| is_waiting) {
-                group.fail(&job.id);
-            }
+            cancel(job);
             let share = end.saturating_sub(rt::now()) / u32::try_from(at + 1).unwrap_or(u32::MAX);
             if !job.ended(share).await {
                 late.push(job.id.clone());

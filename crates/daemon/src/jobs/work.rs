@@ -6,6 +6,7 @@ use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::LocalFuture;
+use cowshed_jobs::JobHandle;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
@@ -14,6 +15,7 @@ use cowshed_storage::rt;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Copies until both are the same, then goes on doing so until the user says what to do.
 pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>, Finish) {
@@ -49,15 +51,17 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
 macro_rules! copy_once {
     ($job:ident, $work:ident) => {{
         let result = $work.copy(&$job.handle, &*$job).await;
+        let work = Rc::new($work);
+        let copied = Rc::clone(&work);
         let finish = Finish::new(move |complete| {
             Box::pin(async move {
                 match complete {
-                    true => $work.finish().await,
-                    false => $work.end().await,
+                    true => work.finish().await,
+                    false => work.end().await,
                 }
             })
         });
-        (result, finish)
+        (result, finish.behind(move || Box::pin(async move { copied.flush(&$job.handle).await })))
     }};
 }
 
@@ -86,6 +90,9 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
     });
     (result, finish.behind(move || Box::pin(async move { target.flush(&job.handle).await })))
 }
+
+/// A target that takes longer to close is left to close when it can, where the job is cancelled.
+const LEFT_ALONE: Duration = Duration::from_millis(500);
 
 /// The target of a job that was opened for it.
 pub(crate) struct Closing {
@@ -124,12 +131,16 @@ impl Closing {
                 let finished = end(complete).await;
                 let has_failed = has_failed.get() || (complete && job.leaves_a_part(&finished));
                 let is_part = is_part || (has_failed && !self.needed.parts && !self.needed.whole);
-                // Its users keep it, or else it is closed.
-                let closed = graph.disown(&self.node).await;
-                if let Some(remove) = self.remove.filter(|_| is_part) {
-                    remove_once_left(remove, self.node, graph).await;
-                }
-                finished.and(closed)
+                let handle = job.handle.clone();
+                let closing = async move {
+                    // Its users keep it, or else it is closed.
+                    let closed = graph.disown(&self.node).await;
+                    if let Some(remove) = self.remove.filter(|_| is_part) {
+                        remove_once_left(remove, self.node, graph).await;
+                    }
+                    closed
+                };
+                finished.and(unless_given_up(handle, closing).await)
             })
         });
         let flush = move || -> LocalFuture<'static, Result<()>> {
@@ -140,6 +151,17 @@ impl Closing {
             })
         };
         (result, finish.behind(flush))
+    }
+}
+
+/// The result of closing a target that may never answer. Once the job is cancelled and some time has passed the target is closed
+/// without the job.
+async fn unless_given_up(job: JobHandle, closing: impl Future<Output = Result<()>> + 'static) -> Result<()> {
+    let mut closing = rt::spawn(closing);
+    let closed = rt::within(LEFT_ALONE, &mut closing).await;
+    match closed {
+        Some(closed) => closed,
+        None => job.unless_cancelled(closing).await.unwrap_or(Ok(())),
     }
 }
 
