@@ -453,7 +453,8 @@ fn cancelled_job_lets_the_source_go(name: &str, arguments: Value) {
     let mut guest = Killed(guest.expect("our own binary runs"));
     // The write is on its way by then.
     std::thread::sleep(Duration::from_secs(1));
-    assert!(guest.0.try_wait().expect("a child").is_none(), "the write did not wait for the target");
+    let ended = guest.0.try_wait().expect("a child");
+    assert!(ended.is_none(), "the write did not wait for the target: {ended:?}, {}", jobs(&mut monitor));
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
     await_that("the write is done", || guest.0.try_wait().expect("a child").is_some());
     assert!(guest.0.wait().expect("a child").success());
