@@ -141,6 +141,7 @@ impl Graph {
             threshold_observers: threshold::Observers::default(),
             quorum_observers: votes::Observers::default(),
             changes: changes::Changes::default(),
+            drains: drain::Drains::default(),
             keep_locks: AtomicU32::default(),
         })
     }

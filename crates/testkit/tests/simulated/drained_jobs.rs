@@ -54,7 +54,7 @@ fn a_drain_waits_for_a_piece_of_a_backup_alone() {
     let world = world();
     world.add_fault(slow(OpKind::Write, "target.raw"));
     let seen = world.run(async {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
         let target = add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
         let request = BackupRequest {
@@ -94,7 +94,7 @@ fn a_drain_waits_for_a_piece_of_a_stream_alone() {
             ..CreateRequest::default()
         };
         prepare_sized(&create, SIZE).await?.run().await?;
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let top = add(&graph, "driver=qcow2,node-name=top,file.filename=top.qcow2").await?;
         let request = StreamRequest {
             node: below_filters(&top),
@@ -124,7 +124,7 @@ fn a_drain_waits_for_a_piece_of_a_stream_alone() {
 fn a_client_that_comes_during_a_pivot_loses_no_write() {
     let world = world();
     let seen = world.clone().run(async move {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
         let target = add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
         let mirror = Mirror::start(&graph, "m", (&source, &target), MirrorOptions::default()).await?;

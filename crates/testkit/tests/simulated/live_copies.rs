@@ -167,7 +167,7 @@ fn a_backup_discards_behind_the_readers_of_the_old_state() {
     let world = world();
     let slow = Fault::new(Effect::Delay(Duration::from_secs(5))).kind(OpKind::Read).file("disk.raw");
     let seen = world.clone().run(async move {
-        let graph = Graph::new();
+        let graph = Graph::new(&cowshed_image::DRIVERS);
         let source = add(&graph, "driver=raw,discard=unmap,node-name=source,file.filename=disk.raw,file.discard=unmap");
         let (source, target) =
             (source.await?, add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?);
