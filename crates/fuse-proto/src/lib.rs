@@ -34,7 +34,7 @@ pub const MIN_BUFFER_BYTES: usize = 8192;
 pub mod features {
     #![allow(missing_docs, reason = "the names are those of linux/fuse.h")]
     pub const ASYNC_READ: u64 = 1 << 0;
-    /// The kernel leaves `O_TRUNC` to us, and we keep the disk as it is.
+    /// The kernel leaves `O_TRUNC` to us.
     pub const ATOMIC_O_TRUNC: u64 = 1 << 3;
     pub const BIG_WRITES: u64 = 1 << 5;
     pub const ASYNC_DIO: u64 = 1 << 15;

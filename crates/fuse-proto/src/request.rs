@@ -73,7 +73,10 @@ pub enum Operation {
     /// Attributes change.
     SetAttributes(Changes),
     /// The file is opened.
-    Open,
+    Open {
+        /// As of open(2).
+        flags: u32,
+    },
     /// Bytes are wanted.
     Read {
         /// Of the file.
@@ -200,7 +203,7 @@ impl Operation {
             opcode::INIT => init(&fields, body.len()),
             opcode::GETATTR => Operation::GetAttributes,
             opcode::SETATTR => Operation::SetAttributes(changes(&fields)),
-            opcode::OPEN => Operation::Open,
+            opcode::OPEN => Operation::Open { flags: fields.u32(0) },
             opcode::READ => Operation::Read { offset: fields.u64(8), len: fields.u32(16) },
             opcode::WRITE => {
                 let len = fields.u32(16);

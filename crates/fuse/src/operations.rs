@@ -23,6 +23,8 @@ const RUNS_AT_ONCE: usize = 256;
 const FIGURE_BYTES: u32 = 4096;
 /// Open flags by which each write is to be durable: `O_DSYNC`, which `O_SYNC` has too.
 const DURABLE: u32 = 0o10000;
+/// The open flag by which a file loses its bytes: `O_TRUNC`.
+const TRUNCATES: u32 = 0o1000;
 
 /// Modes of fallocate(2).
 mod allocate {
@@ -76,7 +78,7 @@ impl Work {
             }
             Operation::GetAttributes => Ok(self.attributes()),
             Operation::SetAttributes(changes) => return self.set_attributes(&changes).await,
-            Operation::Open => Ok(reply::opened().to_vec()),
+            Operation::Open { flags } => self.open(flags).await,
             Operation::Statistics => Ok(self.statistics()),
             Operation::Flush if !self.shared.is_unflushed.load(Ordering::Acquire) => Ok(Vec::new()),
             Operation::Flush | Operation::Sync => self.flush().await,
@@ -97,6 +99,17 @@ impl Work {
 
     fn attributes(&self) -> Vec<u8> {
         self.shared.attributes.look(&self.node(), self.disk.size()).body()
+    }
+
+    /// A disk of a fixed length stays as it is, as a block device. One that grows with its writes may begin anew.
+    async fn open(&self, flags: u32) -> Result<Vec<u8>> {
+        if flags & TRUNCATES != 0 && self.shared.config.growable {
+            let _one = self.shared.resizing.lock().await;
+            if self.disk.size() != 0 {
+                self.resize(0).await?;
+            }
+        }
+        Ok(reply::opened().to_vec())
     }
 
     async fn read(&self, offset: u64, len: u32) -> Result<Given> {

@@ -11,6 +11,7 @@ mod nbd_client;
 pub mod node;
 pub mod open;
 pub mod options;
+pub mod partitions;
 pub mod protocols;
 pub mod secret;
 pub mod stats;

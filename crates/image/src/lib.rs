@@ -4,7 +4,7 @@
 pub use cowshed_formats as formats;
 pub use cowshed_graph::{
     Budget, DirtyBits, Node, OpenRequest, Preallocation, StatusExtent, TlsCredentials, ZeroFlags, dirty, encryption,
-    filters, graph, node, open, options, secret, stats,
+    filters, graph, node, open, options, partitions, secret, stats,
 };
 
 use cowshed_block::Result;

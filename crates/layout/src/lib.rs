@@ -11,6 +11,7 @@ pub mod fresh;
 pub mod luks;
 pub mod parallels;
 pub mod parents;
+pub mod partitions;
 pub mod probe;
 pub mod qcow;
 pub mod qcow2;

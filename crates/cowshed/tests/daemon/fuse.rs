@@ -154,7 +154,7 @@ fn a_file_has_holes_a_length_a_mode_and_times() {
     assert_eq!(path.metadata().expect("attributes").mtime(), 981_173_106);
     file.write_all_at(&[7; 10], 0).expect("a write");
     assert!(path.metadata().expect("attributes").mtime() > 1_700_000_000, "a write changes the time");
-    // As a block device, and as QEMU's export.
+    // As a block device, and as QEMU's export of a fixed length.
     drop(OpenOptions::new().write(true).truncate(true).open(&path).expect("it opens"));
     assert_eq!(path.metadata().expect("attributes").len(), DISK_BYTES + 4096);
     monitor.command("block_resize", json!({"node-name": "d", "size": 2 * DISK_BYTES}));
@@ -196,6 +196,87 @@ fn a_growable_export_grows_with_its_writes() {
     drop(file);
     daemon.stop();
     tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+/// As QEMU's export: `> disk.raw` and `cp image.raw disk.raw` begin the disk anew.
+#[test]
+fn a_growable_export_loses_its_bytes_when_it_is_opened_to_be_truncated() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "growable": true})));
+    let path = folder.join("m");
+    open(&path).write_all_at(&[3; 100_000], DISK_BYTES - 100_000).expect("a write");
+    drop(OpenOptions::new().write(true).truncate(true).open(&path).expect("it opens"));
+    assert_eq!(path.metadata().expect("attributes").len(), 0);
+    drop(OpenOptions::new().write(true).truncate(true).open(&path).expect("it opens"));
+    let image = vec![9; 3 << 20];
+    std::fs::write(folder.join("image.raw"), &image).expect("a file");
+    tool("cp", &[text(&folder.join("image.raw")), text(&path)]);
+    assert!(std::fs::read(&path).expect("a file") == image);
+    open(&path).set_len(DISK_BYTES).expect("it grows");
+    let mut end = vec![1; 100_000];
+    open(&path).read_exact_at(&mut end, DISK_BYTES - 100_000).expect("a read");
+    assert!(end.iter().all(|byte| *byte == 0), "what was there before is gone");
+    daemon.stop();
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn one_partition_is_mounted() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    let raw = File::create(at("d.raw")).expect("a file");
+    raw.set_len(DISK_BYTES).expect("a length");
+    let mut table = [0; 512];
+    for (index, (kind, first, count)) in
+        [(0x83u8, 2048u32, 4096u32), (0x83, 6144, 8192), (0x83, 16_000, 4096)].into_iter().enumerate()
+    {
+        let entry = &mut table[446 + 16 * index..][..16];
+        entry[4] = kind;
+        entry[8..12].copy_from_slice(&first.to_le_bytes());
+        entry[12..].copy_from_slice(&count.to_le_bytes());
+    }
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    raw.write_all_at(&table, 0).expect("a write");
+    raw.write_all_at(&[1; 512], 2048 * 512).expect("a write");
+    let image = text(&at("d.qcow2")).to_owned();
+    tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", text(&at("d.raw")), &image]);
+    tool("qemu-img", &["snapshot", "-c", "before", &image]);
+    File::create(at("m")).expect("a mount point");
+    let point = text(&at("m")).to_owned();
+    tool(COWSHED, &["mount", "-w", "--partition", "2", &image, &point]);
+    let file = open(&at("m"));
+    assert_eq!(file.metadata().expect("attributes").len(), 8192 * 512);
+    tool("mkfs.ext4", &["-q", "-F", &point]);
+    file.write_all_at(&[7; 512], 8191 * 512).expect("a write");
+    assert_eq!(errno(file.write_at(&[7; 512], 8192 * 512)), 28);
+    assert!(file.set_len(DISK_BYTES).is_err(), "its place is fixed");
+    drop(file);
+    tool("e2fsck", &["-fn", &point]);
+    tool(COWSHED, &["umount", &point]);
+    tool("qemu-img", &["check", "-q", &image]);
+    tool("qemu-io", &["-c", "read -P 1 1M 512", "-c", "read -P 7 7339520 512", "-c", "read -P 0 7340032 512", &image]);
+    tool(COWSHED, &["mount", "-l", "before", "-P", "2", &image, &point]);
+    assert!(std::fs::read(at("m")).expect("a file").iter().all(|byte| *byte == 0), "as the snapshot has it");
+    tool(COWSHED, &["umount", &point]);
+    tool(COWSHED, &["mount", "--untrusted", "-P", "1", &image, &point]);
+    assert_eq!(std::fs::read(at("m")).expect("a file")[..512], [1; 512]);
+    tool(COWSHED, &["umount", &point]);
+    for (number, words) in [
+        ("3", "partition 3 is not inside of the disk (8388608 bytes)"),
+        ("4", "the disk has no partition 4"),
+        ("5", "the disk has no partition 5"),
+        ("0", "partitions are numbered from 1"),
+    ] {
+        let said = run(COWSHED, &["mount", "-P", number, &image, &point], &[1]);
+        assert!(said.contains(words) && said.contains("d.qcow2") && said.lines().count() == 1, "{said}");
+    }
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&at("e.qcow2")), "1M"]);
+    let said = run(COWSHED, &["mount", "-P", "1", text(&at("e.qcow2")), &point], &[1]);
+    assert!(said.contains("the disk has no partition table"), "{said}");
+    assert!(!is_mounted(&at("m")));
 }
 
 #[test]

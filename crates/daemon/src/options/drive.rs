@@ -32,6 +32,8 @@ pub struct Drive {
     apart: bool,
     /// What is read from a backing file is written to the image (`copy-on-read`).
     copies: bool,
+    /// The disk is this partition of the image's.
+    partition: Option<u32>,
     /// What a stranger's image is held to.
     policy: Option<Policy>,
     /// Its only user is its export.
@@ -75,6 +77,7 @@ impl Drive {
             snapshot: None,
             apart: false,
             copies: false,
+            partition: None,
             policy: None,
             exported_alone: false,
             controls,
@@ -192,6 +195,11 @@ impl Drive {
         Ok(())
     }
 
+    /// Shows one partition in place of the disk: 1 to 4 of an MBR, from 5 on its logical ones, or those of a GPT.
+    pub fn show_partition(&mut self, number: u32) {
+        self.partition = Some(number);
+    }
+
     /// The image is a stranger's: it is held to this policy.
     pub fn hold_to(&mut self, policy: Policy) {
         self.policy = Some(policy);
@@ -220,7 +228,7 @@ impl Drive {
         if self.copies && !self.writable {
             tracing::warn!(drive = self.id, "disabling copy-on-read on read-only drive");
         }
-        if self.apart || copies {
+        if self.apart || copies || self.partition.is_some() {
             options.insert("node-name", commands::free_name(daemon, "below"));
         }
         if self.apart {
@@ -239,6 +247,15 @@ impl Drive {
         };
         let node = daemon.untrusted.add_with(&daemon.graph, options, more).await?;
         warnings::tell(&node);
+        if let Some(number) = self.partition {
+            let part =
+                cowshed_image::partitions::find(&node, number).await.map_err(|error| error.file(node.filename()))?;
+            let window = BlockdevOptions::new().with("driver", "raw").with("node-name", self.id.as_str());
+            let window = window.with("offset", part.start).with("size", part.end - part.start);
+            let window = window.with("read-only", !self.writable).with("discard", "unmap").with("file", node.name());
+            daemon.graph.add(window).await?;
+            return Ok(());
+        }
         if copies {
             let filter = BlockdevOptions::new().with("driver", "copy-on-read").with("node-name", self.id.as_str());
             // The drive's own setting counts, which the image has.

@@ -5,6 +5,7 @@
 use super::replay::Entry;
 use cowshed_layout::bytes::le32_at;
 use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
+use cowshed_layout::crc32c::crc32;
 use cowshed_layout::luks::LuksHeader;
 use cowshed_layout::probe::{FormatName, probe};
 use cowshed_layout::qcow2::{
@@ -13,6 +14,7 @@ use cowshed_layout::qcow2::{
 };
 
 use cowshed_layout::parallels::ParallelsHeader;
+use cowshed_layout::partitions::{Search, Step};
 use cowshed_layout::qcow::{QcowCluster, QcowHeader};
 use cowshed_layout::qed::QedHeader;
 use cowshed_layout::vdi::{VdiBlock, VdiHeader};
@@ -33,6 +35,7 @@ pub const ENTRIES: &[Entry] = &[
     ("vmdk", vmdk_file),
     ("luks", luks_header),
     ("block_formats", block_formats),
+    ("partitions", partitions),
 ];
 
 /// The first bytes of a file as a header: what is accepted can be written again and then says the same.
@@ -49,6 +52,38 @@ pub fn header(data: &[u8]) {
     let again = Header::parse(&encoded).unwrap();
     assert_eq!(again, Header { backing_file_offset: again.backing_file_offset, ..header });
     assert_eq!(Header::bytes_needed(&encoded).unwrap(), encoded.len());
+}
+
+/// A disk with a partition table, behind the number of a partition: what is found and what is read are inside of the disk. The
+/// checksum of a GPT header is made right first.
+pub fn partitions(data: &[u8]) {
+    const HEADER: usize = 512;
+    /// No search needs as many steps.
+    const MOST_STEPS: usize = 1000;
+    let Some((number, disk)) = data.split_first() else { return };
+    let mut disk = disk.to_vec();
+    if disk.get(HEADER..HEADER + 8).is_some_and(|mark| mark == b"EFI PART") {
+        let len = le32_at(&disk, HEADER + 12).map_or(0, |len| len as usize);
+        if let Some(header) = disk.get_mut(HEADER..HEADER.saturating_add(len)).filter(|header| header.len() >= 20) {
+            header[16..20].fill(0);
+            let sum = crc32(&[header]);
+            header[16..20].copy_from_slice(&sum.to_le_bytes());
+        }
+    }
+    let len = disk.len() as u64;
+    let Ok(mut search) = Search::new((*number).into(), len) else { return };
+    for _ in 0..MOST_STEPS {
+        match search.step() {
+            Step::Found(range) => return assert!(range.start < range.end && range.end <= len),
+            Step::Read(range) => {
+                assert!(range.end <= len);
+                if search.take(&disk[range.start as usize..range.end as usize]).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+    panic!("the search doesn't end");
 }
 
 /// The header of a LUKS volume: what is accepted can be written again and then says the same.

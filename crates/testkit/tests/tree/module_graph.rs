@@ -21,6 +21,7 @@ const GRAPH_ARROWS: &[(&str, &[&str])] = &[
     ("node", &["dirty", "encryption", "events", "options", "stats"]),
     ("open", &["filters", "graph", "nbd_client", "node", "options", "protocols", "secret"]),
     ("options", &["nbd_client"]),
+    ("partitions", &["node"]),
     ("protocols", &["nbd_client", "node"]),
     ("secret", &[]),
     ("stats", &[]),

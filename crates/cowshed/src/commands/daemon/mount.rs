@@ -26,7 +26,9 @@ pub const VERB: Verb = Verb {
   cowshed mount --writable disk.qcow2 disk.raw
       For writing, too.
   cowshed mount --snapshot before-upgrade disk.qcow2 disk.raw
-      The disk as an internal snapshot has it.",
+      The disk as an internal snapshot has it.
+  cowshed mount --partition 2 disk.qcow2 part.raw && mount -o loop,ro part.raw /mnt
+      The file system of the second partition.",
     in_qemu_img: false,
     arguments,
     run,
@@ -76,6 +78,9 @@ struct MountArgs {
     /// Show an internal snapshot, for reading: an ID or name, snapshot.id=ID or snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "ID", conflicts_with = "writable")]
     snapshot: Option<String>,
+    /// Show one partition of the disk: 1 to 4 of an MBR, from 5 on its logical ones, or those of a GPT
+    #[arg(short = 'P', long, value_name = "N", conflicts_with = "growable")]
+    partition: Option<u32>,
     /// Users that may reach FILE
     #[arg(long, value_enum, default_value_t, value_name = "auto|on|off")]
     allow_other: Others,
@@ -128,6 +133,9 @@ impl MountArgs {
         }
         if let Some(snapshot) = &self.snapshot {
             drive.load_snapshot(snapshot)?;
+        }
+        if let Some(number) = self.partition {
+            drive.show_partition(number);
         }
         if self.untrusted.is_on() {
             drive.hold_to(self.untrusted.policy()?);
