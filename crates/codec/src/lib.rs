@@ -5,6 +5,7 @@
 //! only the first cluster on a thread pays for it.
 
 mod deflate;
+mod stored;
 #[cfg(not(feature = "zstd"))]
 mod without_zstd;
 mod zlib;
@@ -86,6 +87,23 @@ impl Codec {
         };
         out.truncate(len.unwrap_or(0));
         len
+    }
+
+    /// One whole zstd frame of these bytes, at the level of the codec. Bytes that don't shrink stand in it as they are. Frames
+    /// behind one another are a zstd file of all their bytes.
+    ///
+    /// # Errors
+    /// Where the codec is another one, or there are too many bytes for one frame (4 GiB).
+    pub fn zstd_frame(&self, bytes: &[u8]) -> Result<Vec<u8>> {
+        let Method::Zstd { level } = self.method else {
+            return Err(Error::internal("a zstd frame by a codec of zlib"));
+        };
+        zstd::validate_level(level)?;
+        let mut frame = Vec::new();
+        if self.compress(bytes, &mut frame).is_none() {
+            frame = stored::frame(bytes)?;
+        }
+        Ok(frame)
     }
 
     /// Decompresses one cluster: fills the whole of `cluster` or fails. `compressed` may go on behind the data, as the

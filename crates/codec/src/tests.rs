@@ -254,3 +254,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn frames_of_any_bytes_are_read_back() {
+    let codec = Codec::new(Compression::Zstd);
+    for source in [vec![], vec![1], cluster(1 << 18, 3), noise(1 << 18), noise((1 << 17) + 1), vec![0; 300_000]] {
+        let frame = codec.zstd_frame(&source).unwrap();
+        assert!(frame.len() <= source.len() + 24);
+        assert_eq!(::zstd_safe::find_frame_compressed_size(&frame), Ok(frame.len()));
+        let mut back = vec![0xaa; source.len()];
+        let len = ::zstd_safe::decompress(&mut back[..], &frame).unwrap();
+        assert!(len == source.len() && back == source, "{}", source.len());
+    }
+    assert!(Codec::new(Compression::Zlib).zstd_frame(&[]).is_err());
+}

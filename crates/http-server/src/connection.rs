@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One client, from its first request to its last; and the places of all.
 
-use crate::content::{Content, Reading, Version};
+use crate::content::{Content, Packing, Reading, Version};
 use crate::proto::answer::{About, Answer, Piece, Tag, answer, message, phrase};
 use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
 use crate::server::{Config, Contents, Event};
@@ -305,6 +305,8 @@ impl Connection<'_> {
         };
         let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
         let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
+        let packing = content.packing().map(|packing| Packed { packing, is_chunked: !request.is_old });
+        let keeps_alive = keeps_alive && packing.as_ref().is_none_or(|packed| packed.is_chunked);
         let reading = content.open();
         let version = reading.version().number;
         // A client that goes on without saying with what (curl -C -) would join two disks.
@@ -321,7 +323,7 @@ impl Connection<'_> {
         }
         tracing::debug!(peer = self.peer, status = answer.status, method = request.method, "HTTP request");
         self.has_sent.set(false);
-        let sent = self.send_answer(&answer, Some((&request.path, &*reading)), keeps_alive).await;
+        let sent = self.send_answer(&answer, Some((&request.path, &*reading, packing)), keeps_alive).await;
         if answer.body.iter().any(|piece| matches!(piece, Piece::Part(_))) {
             let (len, is_complete) = (reading.size(), sent.is_ok());
             self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
@@ -335,7 +337,7 @@ impl Connection<'_> {
     async fn send_answer(
         &self,
         answer: &Answer,
-        content: Option<(&str, &dyn Reading)>,
+        content: Option<(&str, &dyn Reading, Option<Packed>)>,
         keeps_alive: bool,
     ) -> Result<()> {
         let connection = if keeps_alive { "keep-alive" } else { "close" };
@@ -347,14 +349,18 @@ impl Connection<'_> {
             answer.fields,
         );
         let mut text = head.into_bytes();
-        let version = content.map(|(_, reading)| reading.version());
+        let version = content.as_ref().map(|(_, reading, _)| reading.version());
         for piece in &answer.body {
-            match (piece, content.zip(version)) {
+            match (piece, content.as_ref().zip(version)) {
                 (Piece::Text(more), _) => text.extend_from_slice(more.as_bytes()),
-                (Piece::Part(part), Some(((path, reading), version))) => {
+                (Piece::Part(part), Some(((path, reading, packed), version))) => {
                     let before = std::mem::take(&mut text);
-                    let sending = Sending { connection: self, path, reading, version };
+                    let sending =
+                        Sending { connection: self, path, reading: *reading, version, packed: packed.as_ref() };
                     sending.part(part.clone(), before).await?;
+                    if packed.as_ref().is_some_and(|packed| packed.is_chunked) {
+                        text.extend_from_slice(LAST_CHUNK);
+                    }
                 }
                 (Piece::Part(_), None) => return Err(Error::internal("a part of no content")),
             }
@@ -377,6 +383,31 @@ impl Connection<'_> {
     }
 }
 
+/// What ends a response in chunks (RFC 9112, 7.1).
+const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
+
+/// How a content is sent whose length is unknown.
+struct Packed {
+    packing: Packing,
+    is_chunked: bool,
+}
+
+impl Packed {
+    /// What is sent of a piece.
+    async fn pack(&self, piece: IoBuf) -> Result<IoBuf> {
+        let packing = Arc::clone(&self.packing);
+        let packed = rt::offload(move || packing(&piece)).await?;
+        Ok(match self.is_chunked {
+            // A chunk without bytes would be the last one.
+            true if !packed.is_empty() => {
+                let head = format!("{:x}\r\n", packed.len());
+                IoBuf::copy_from(&[head.as_bytes(), &packed, b"\r\n"].concat())
+            }
+            _ => IoBuf::copy_from(&packed),
+        })
+    }
+}
+
 /// A content on its way to the client.
 struct Sending<'a> {
     connection: &'a Connection<'a>,
@@ -384,6 +415,7 @@ struct Sending<'a> {
     reading: &'a dyn Reading,
     /// The version that the head names.
     version: Version,
+    packed: Option<&'a Packed>,
 }
 
 impl Sending<'_> {
@@ -394,7 +426,7 @@ impl Sending<'_> {
         let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
         let mut sending = piece_at(part.start);
         // Nothing is promised before the first bytes are there.
-        if !sending.is_empty() {
+        if !sending.is_empty() || self.packed.is_some() {
             bufs.push(self.read(sending.clone()).await?);
         }
         loop {
@@ -416,7 +448,10 @@ impl Sending<'_> {
 
     async fn read(&self, range: Range<u64>) -> Result<IoBuf> {
         let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-        let (result, buf) = self.reading.read(range.start, IoBuf::try_scratch(len)?).await;
+        let (result, buf) = match len {
+            0 => (Ok(()), IoBuf::default()),
+            len => self.reading.read(range.start, IoBuf::try_scratch(len)?).await,
+        };
         // What was sent so far must not be taken for a disk that never was.
         let result = result.and_then(|()| match self.reading.version() == self.version {
             true => Ok(()),
@@ -426,7 +461,11 @@ impl Sending<'_> {
             let (peer, path) = (self.connection.peer, self.path);
             self.connection.config().tell(&Event::Failed { peer, path, error });
         }
-        result.map(|()| buf)
+        result?;
+        match self.packed {
+            Some(packed) => packed.pack(buf).await,
+            None => Ok(buf),
+        }
     }
 
     fn tell(&self, range: Range<u64>) {
@@ -450,6 +489,7 @@ fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> 
         tag: Tag { text: format!("{:016x}", version.number), is_weak: version.may_change },
         media_type: content.media_type(),
         file_name: content.file_name(),
+        is_packed: content.packing().is_some(),
     };
     answer(request, &about)
 }

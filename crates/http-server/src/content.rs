@@ -24,7 +24,16 @@ pub trait Content: Send + Sync + 'static {
     fn file_name(&self) -> Option<&str> {
         None
     }
+
+    /// What is sent in place of its bytes, piece by piece. The length of that is unknown before the end, and it has no ranges.
+    fn packing(&self) -> Option<Packing> {
+        None
+    }
 }
+
+/// Makes what is sent of the bytes of a piece. Pieces have [`crate::Limits::piece_bytes`], the last one fewer. An empty content is
+/// one empty piece.
+pub type Packing = Arc<dyn Fn(&[u8]) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A content as one response reads it.
 pub trait Reading {

@@ -15,5 +15,5 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-pub use content::{Content, Reading, Version};
+pub use content::{Content, Packing, Reading, Version};
 pub use server::{Config, Event, EventHandler, Limits, Server};

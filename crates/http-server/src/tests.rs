@@ -341,3 +341,55 @@ fn responses_under_way_end_before_the_server_does() {
     stopping.join().expect("a stop");
     assert!(rt::now() - before < PATIENCE, "the connection ends with its response");
 }
+
+/// Two bytes are sent for each.
+struct Doubled(Arc<Pattern>);
+
+impl Content for Doubled {
+    fn open(&self) -> Box<dyn Reading> {
+        Box::new(Open(Arc::clone(&self.0)))
+    }
+
+    fn packing(&self) -> Option<crate::Packing> {
+        Some(Arc::new(|bytes: &[u8]| Ok([bytes, b"|"].concat())))
+    }
+}
+
+#[test]
+fn what_is_made_on_the_way_comes_in_chunks() {
+    let served = serve(Pattern { len: 2500, ..Pattern::default() }, small());
+    let empty = Arc::new(Pattern::default());
+    served.server.add("/packed", Arc::new(Doubled(Arc::clone(&served.content)))).expect("a free path");
+    served.server.add("/empty", Arc::new(Doubled(empty))).expect("a free path");
+    let all = |request: &str| {
+        let mut client = served.client();
+        client.send(request);
+        let mut response = Vec::new();
+        client.0.read_to_end(&mut response).expect("an end");
+        let at = response.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("a head") + 4;
+        (String::from_utf8(response[..at].to_vec()).expect("text"), response[at..].to_vec())
+    };
+    let packed = [&bytes(0..1000)[..], b"|", &bytes(1000..2000), b"|", &bytes(2000..2500), b"|"].concat();
+    let (head, old) = all("GET /packed HTTP/1.0\r\nConnection: keep-alive\r\n\r\n");
+    assert!(head.contains("Connection: close\r\n") && !head.contains("Transfer-Encoding"), "{head}");
+    assert_eq!(old, packed);
+    let (head, chunked) = all("GET /packed HTTP/1.1\r\nHost: h\r\nRange: bytes=5-9\r\nConnection: close\r\n\r\n");
+    assert!(head.starts_with("HTTP/1.1 200 ") && head.contains("Transfer-Encoding: chunked\r\n"), "{head}");
+    let chunks = [
+        b"3e9\r\n",
+        &packed[..1001],
+        b"\r\n3e9\r\n",
+        &packed[1001..2002],
+        b"\r\n1f5\r\n",
+        &packed[2002..],
+        b"\r\n0\r\n\r\n",
+    ];
+    assert_eq!(chunked, chunks.concat());
+    let (_, chunked) = all("GET /empty HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+    assert_eq!(chunked, b"1\r\n|\r\n0\r\n\r\n");
+    // A client must not take what broke off for the whole.
+    served.content.fails.store(true, Ordering::SeqCst);
+    let (head, _) = all("GET /packed HTTP/1.1\r\nHost: h\r\n\r\n");
+    assert!(head.starts_with("HTTP/1.1 500 "), "{head}");
+    served.stop();
+}

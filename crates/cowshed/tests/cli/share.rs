@@ -85,6 +85,20 @@ fn sha256(path: &Path) -> String {
     String::from_utf8_lossy(&output.stdout).split(' ').next().expect("a digest").to_owned()
 }
 
+/// The page, once the digest is on it.
+fn page_with_digest(oracle: &Oracle, url: &str) -> String {
+    let mut page = String::new();
+    // It is computed beside; 60 s are plenty.
+    for _ in 0..600 {
+        page = String::from_utf8(download(oracle, &["-H", "Accept: text/html,*/*", url])).expect("text");
+        if page.contains("</code>") {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    page
+}
+
 #[test]
 fn curl_downloads_the_disk_and_goes_on_where_it_stopped() {
     let oracle = disk();
@@ -121,6 +135,61 @@ fn a_qcow2_file_is_made_while_it_is_sent() {
 }
 
 #[test]
+fn a_zstd_file_is_made_while_it_is_sent() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--as", "zstd", "--once", "disk.qcow2"]);
+    assert!(share.url.ends_with("/disk.raw.zst"), "{}", share.url);
+    // It has no length before its end, and no part of it can be asked for.
+    let head = String::from_utf8(download(&oracle, &["-I", &share.url])).expect("text");
+    assert!(head.contains("Transfer-Encoding: chunked\r\n") && head.contains("application/zstd"), "{head}");
+    assert!(!head.contains("Content-Length") && head.contains("Accept-Ranges: none\r\n"), "{head}");
+    let old = download(&oracle, &["--http1.0", "-r", "5-10", &share.url]);
+    assert_eq!(share.exit_code(), Some(0), "once is enough");
+    assert!(old.len() < 8 << 20, "{}", old.len());
+    std::fs::write(oracle.work().join("old.zst"), &old).expect("a file");
+    let share = Share::start(&oracle, &["--as", "zstd", "disk.qcow2"]);
+    let chunked = download(&oracle, &[&share.url]);
+    assert!(chunked == old, "the client's version changes no byte");
+    let unpacked =
+        Command::new("zstd").args(["-q", "-d", "old.zst", "-o", "got.raw"]).current_dir(oracle.work()).status();
+    assert!(unpacked.expect("zstd runs").success());
+    oracle.make("compare -f raw -F raw got.raw truth.raw");
+    let digest = sha256(&oracle.work().join("old.zst"));
+    let page = page_with_digest(&oracle, &share.url);
+    assert!(page.contains(&digest) && page.contains(&format!("({} bytes)", old.len())), "{page}");
+}
+
+/// A browser of the package `chromium`. Without one nothing is shown, and the test says so.
+#[test]
+fn chromium_shows_the_page_and_stores_the_download() {
+    let oracle = disk();
+    let share = Share::start(&oracle, &["--once", "disk.qcow2"]);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cli/browser.py");
+    let browser = match Command::new("chromium").arg("--version").output() {
+        Ok(_) => "chromium",
+        Err(error) => {
+            eprintln!("no browser was tried: chromium: {error}");
+            return;
+        }
+    };
+    let shown = Command::new("python3")
+        .args([script, browser, oracle.work().to_str().expect("text"), &share.url])
+        .stdin(Stdio::null())
+        .output()
+        .expect("python3 runs");
+    let said = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.status.success(), "{said}{}", String::from_utf8_lossy(&shown.stderr));
+    let digest = sha256(&oracle.work().join("truth.raw"));
+    let expected = format!(
+        "disk 700 MiB (734004224 bytes)\nfile 700 MiB (734004224 bytes)\ndigest {digest}\ntitle disk.raw\nname disk.raw\n\
+         completed 734004224 734004224\n"
+    );
+    assert_eq!(said, expected);
+    oracle.make("compare -f raw -F raw disk.raw truth.raw");
+    assert_eq!(share.exit_code(), Some(0), "it was downloaded");
+}
+
+#[test]
 fn nbdkit_reads_it_where_it_is() {
     let oracle = disk();
     let share = Share::start(&oracle, &["--no-digest", "disk.qcow2"]);
@@ -138,15 +207,7 @@ fn a_browser_sees_a_page_with_the_digest() {
     let share = Share::start(&oracle, &["--name", "a <b>.raw", "disk.qcow2"]);
     assert!(share.url.ends_with("/a%20%3Cb%3E.raw"), "{}", share.url);
     let digest = sha256(&oracle.work().join("truth.raw"));
-    let mut page = String::new();
-    // It is computed beside; 60 s are plenty.
-    for _ in 0..600 {
-        page = String::from_utf8(download(&oracle, &["-H", "Accept: text/html,*/*", &share.url])).expect("text");
-        if page.contains("</code>") {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
+    let page = page_with_digest(&oracle, &share.url);
     assert!(page.contains(&digest), "{page}");
     assert!(page.contains("a &lt;b&gt;.raw") && page.contains("734004224 bytes"), "{page}");
     let link = format!("{}?download", share.url);

@@ -43,6 +43,8 @@ pub struct About<'a> {
     pub media_type: &'a str,
     /// The name under which a browser stores it; it is offered as a file then.
     pub file_name: Option<&'a str>,
+    /// What is sent is made of the content on the way: `len` is not its length.
+    pub is_packed: bool,
 }
 
 /// A response: its head, and what follows.
@@ -131,12 +133,12 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
     let is_same = request.if_range.as_deref().is_none_or(|given| !about.tag.is_weak && given.trim() == tag);
     let wanted = match &request.range {
         // RFC 9110, 14.2: a range has a meaning for GET only.
-        Some(range) if is_same && !is_head => wanted(range, about.len),
+        Some(range) if is_same && !is_head && !about.is_packed => wanted(range, about.len),
         _ => Wanted::All,
     };
     let mut fields = String::new();
     field(&mut fields, "ETag", &tag);
-    field(&mut fields, "Accept-Ranges", "bytes");
+    field(&mut fields, "Accept-Ranges", if about.is_packed { "none" } else { "bytes" });
     field(&mut fields, "X-Content-Type-Options", "nosniff");
     if let Some(name) = about.file_name {
         field(&mut fields, "Content-Disposition", disposition(name));
@@ -144,7 +146,12 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
     match wanted {
         Wanted::All => {
             field(&mut fields, "Content-Type", about.media_type);
-            field(&mut fields, "Content-Length", about.len);
+            match about.is_packed {
+                false => field(&mut fields, "Content-Length", about.len),
+                // To HTTP/1.0 the end of the connection says where the content ends.
+                true if request.is_old => {}
+                true => field(&mut fields, "Transfer-Encoding", "chunked"),
+            }
             Answer { status: 200, fields, body: vec![Piece::Part(0..about.len)] }
         }
         Wanted::Nothing => {
@@ -212,7 +219,7 @@ mod tests {
 
     fn about(len: u64) -> About<'static> {
         let tag = Tag { text: "v1".into(), is_weak: false };
-        About { len, tag, media_type: "application/octet-stream", file_name: None }
+        About { len, tag, media_type: "application/octet-stream", file_name: None, is_packed: false }
     }
 
     fn get() -> Request {
@@ -244,6 +251,17 @@ mod tests {
         assert_eq!(value(&one, "Content-Length"), Some("10"));
         let none = answer(&Request { range: Some("bytes=1000-".into()), ..get() }, &about(1000));
         assert_eq!((none.status, value(&none, "Content-Range")), (416, Some("bytes */1000")));
+    }
+
+    #[test]
+    fn what_is_made_on_the_way_has_no_length_and_no_ranges() {
+        let request = Request { range: Some("bytes=10-19".into()), ..get() };
+        let packed = answer(&request, &About { is_packed: true, ..about(1000) });
+        assert_eq!((packed.status, &packed.body[..]), (200, &[Piece::Part(0..1000)][..]));
+        assert_eq!((value(&packed, "Content-Length"), value(&packed, "Accept-Ranges")), (None, Some("none")));
+        assert_eq!(value(&packed, "Transfer-Encoding"), Some("chunked"));
+        let old = answer(&Request { is_old: true, ..request }, &About { is_packed: true, ..about(1000) });
+        assert_eq!(value(&old, "Transfer-Encoding"), None);
     }
 
     #[test]

@@ -85,6 +85,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cowshed",
         &[
             "cowshed-block",
+            "cowshed-codec",
             "cowshed-create",
             "cowshed-layout",
             "cowshed-offline",

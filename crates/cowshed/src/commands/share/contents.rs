@@ -2,7 +2,7 @@
 //! The contents of a share: the disk as it is, a qcow2 file of it, and the page.
 
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_http_server::{Content, Reading, Version};
+use cowshed_http_server::{Content, Packing, Reading, Version};
 use cowshed_image::Node;
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_layout::qcow2::sequential::{Sequential, Stretch};
@@ -15,10 +15,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Read<'a> = Pin<Box<dyn Future<Output = (Result<()>, IoBuf)> + 'a>>;
 
-/// The bytes of the disk.
+/// The bytes of the disk, or what is made of them on the way.
 pub struct Raw {
     pub disk: Arc<Attachment>,
     pub file_name: String,
+    pub packing: Option<Packing>,
 }
 
 impl Content for Raw {
@@ -28,6 +29,14 @@ impl Content for Raw {
 
     fn file_name(&self) -> Option<&str> {
         Some(&self.file_name)
+    }
+
+    fn media_type(&self) -> &str {
+        if self.packing.is_some() { "application/zstd" } else { "application/octet-stream" }
+    }
+
+    fn packing(&self) -> Option<Packing> {
+        self.packing.clone()
     }
 }
 

@@ -13,7 +13,8 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use contents::{Packed, Page, Raw, Shown, data_of};
 use cowshed_block::{Error, Result as BlockResult};
-use cowshed_http_server::{Config, Content, Event, EventHandler, Server};
+use cowshed_codec::Codec;
+use cowshed_http_server::{Config, Content, Event, EventHandler, Limits, Packing, Server};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_jobs::JobHandle;
 use cowshed_layout::qcow2::sequential::Sequential;
@@ -39,6 +40,8 @@ pub const VERB: Verb = Verb {
               It listens on this machine only, unless --bind says otherwise. See docs/share.md.",
     examples: "  cowshed share disk.qcow2
       Prints a URL such as http://localhost:40123/5f0c…/disk.raw.
+  curl $URL | zstd -d | dd of=/dev/sdX bs=1M oflag=direct
+      From --as zstd: straight onto a disk, compressed on the way.
   cowshed share --as qcow2 --once --expires 1h --bind 0.0.0.0 --tls-dir certs disk.qcow2
       Once, within an hour, for other machines, encrypted: certs has server-cert.pem and server-key.pem.",
     in_qemu_img: false,
@@ -60,6 +63,8 @@ enum Shape {
     Raw,
     /// A qcow2 file without a backing file, that holds the data alone
     Qcow2,
+    /// The bytes of the disk, compressed: for zstd -d
+    Zstd,
 }
 
 impl Shape {
@@ -67,6 +72,7 @@ impl Shape {
         match self {
             Shape::Raw => "raw",
             Shape::Qcow2 => "qcow2",
+            Shape::Zstd => "raw.zst",
         }
     }
 }
@@ -79,7 +85,7 @@ struct ShareArgs {
     #[command(flatten)]
     naming: NamingArgs,
     /// What a client gets
-    #[arg(long = "as", value_enum, default_value_t, value_name = "raw|qcow2")]
+    #[arg(long = "as", value_enum, default_value_t, value_name = "raw|qcow2|zstd")]
     shape: Shape,
     /// Stop after the first complete download
     #[arg(long)]
@@ -126,6 +132,9 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// How long downloads may go on after the end.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// Fast enough for a network.
+const ZSTD_LEVEL: i32 = 1;
 
 /// Read at once for the digest.
 const DIGEST_BYTES: u64 = 1 << 20;
@@ -199,10 +208,14 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
         Event::Failed { error, .. } => sent.tell(error),
         _ => {}
     }));
+    // Larger pieces compress better; of the digest's length, because each piece is a frame.
+    let piece_bytes = if plan.shape == Shape::Zstd { DIGEST_BYTES as usize } else { Limits::default().piece_bytes };
+    let limits = Limits { piece_bytes, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
-    let server = Server::start(Config { tls: plan.tls.clone(), events: Some(events), ..Config::default() })?;
+    let server = Server::start(Config { tls: plan.tls.clone(), events: Some(events), limits })?;
     let file_name = plan.file_name.clone();
-    let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes: len, digest: None, trouble: None };
+    let file_bytes = (plan.shape != Shape::Zstd).then_some(len);
+    let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes, digest: None, trouble: None };
     let page = Arc::new(Page::default());
     page.set(page::html(&facts, plan.has_digest));
     let path = format!("/{}/{}", secret()?, plan.file_name);
@@ -234,7 +247,12 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
 async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Content>> {
     let (disk, file_name) = (Arc::clone(disk), plan.file_name.clone());
     Ok(match plan.shape {
-        Shape::Raw => Arc::new(Raw { disk, file_name }),
+        Shape::Raw => Arc::new(Raw { disk, file_name, packing: None }),
+        Shape::Zstd => {
+            let codec = Codec::zstd(ZSTD_LEVEL)?;
+            let packing: Packing = Arc::new(move |piece| codec.zstd_frame(piece));
+            Arc::new(Raw { disk, file_name, packing: Some(packing) })
+        }
         Shape::Qcow2 => {
             let node = disk.node();
             let layout = Arc::new(Sequential::new(node.size(), &data_of(&node).await?)?);
@@ -307,9 +325,16 @@ async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page
     let reading = content.open();
     let version = reading.version();
     let mut digest = Sha256::new();
+    let packing = content.packing();
+    let (size, mut sent) = (reading.size(), 0);
+    if let (0, Some(packing)) = (size, &packing) {
+        let Ok(packed) = packing(&[]) else { return };
+        sent = packed.len() as u64;
+        digest.update(&packed);
+    }
     let mut at = 0;
-    while at < facts.file_bytes {
-        let len = usize::try_from(DIGEST_BYTES.min(facts.file_bytes - at)).unwrap_or(usize::MAX);
+    while at < size {
+        let len = usize::try_from(DIGEST_BYTES.min(size - at)).unwrap_or(usize::MAX);
         let Ok(buf) = IoBuf::try_scratch(len) else { return };
         let (result, buf) = reading.read(at, buf).await;
         facts.trouble = match result {
@@ -322,12 +347,23 @@ async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page
             return;
         }
         at += buf.len() as u64;
-        digest = rt::offload(move || {
-            digest.update(&buf[..]);
-            digest
+        let packing = packing.clone();
+        let packed: BlockResult<(Sha256, usize)> = rt::offload(move || match packing {
+            Some(packing) => {
+                let packed = packing(&buf)?;
+                digest.update(&packed);
+                Ok((digest, packed.len()))
+            }
+            None => {
+                digest.update(&buf[..]);
+                Ok((digest, buf.len()))
+            }
         })
         .await;
+        let Ok((next, len)) = packed else { return };
+        (digest, sent) = (next, sent + len as u64);
     }
+    facts.file_bytes = Some(sent);
     facts.digest = Some(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect());
     page.set(page::html(&facts, true));
 }

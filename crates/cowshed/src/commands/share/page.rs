@@ -9,8 +9,8 @@ pub struct Facts {
     pub file_name: String,
     /// Virtual size in bytes.
     pub disk_bytes: u64,
-    /// What a download takes, in bytes.
-    pub file_bytes: u64,
+    /// What a download takes, in bytes, where that is known.
+    pub file_bytes: Option<u64>,
     /// SHA-256 of the download, as hexadecimal digits.
     pub digest: Option<String>,
     /// Why there is no digest.
@@ -26,6 +26,10 @@ a{display:inline-block;padding:.6em 1.4em;border-radius:.4em;background:#1a5fb4;
 pub fn html(facts: &Facts, comes: bool) -> String {
     let Facts { file_name, disk_bytes, file_bytes, digest, trouble } = facts;
     let name = escaped(file_name);
+    let file = match file_bytes {
+        Some(bytes) => format!("{} ({bytes} bytes)", human(*bytes)),
+        None => "known when it has been compressed once".to_owned(),
+    };
     let digest = match (digest, comes) {
         (Some(digest), _) => format!("<dt>SHA-256 of the download</dt><dd><code id=\"digest\">{digest}</code></dd>"),
         (None, true) => {
@@ -41,10 +45,9 @@ pub fn html(facts: &Facts, comes: bool) -> String {
          <meta name=\"viewport\" content=\"width=device-width\"><meta name=\"robots\" content=\"noindex\">\
          <meta name=\"referrer\" content=\"no-referrer\"><title>{name}</title><style>{STYLE}</style></head><body>\
          <h1>{name}</h1><dl><dt>Size of the disk</dt><dd id=\"disk\">{} ({disk_bytes} bytes)</dd>\
-         <dt>Size of the download</dt><dd id=\"file\">{} ({file_bytes} bytes)</dd>{digest}</dl>\
+         <dt>Size of the download</dt><dd id=\"file\">{file}</dd>{digest}</dl>\
          <p><a id=\"download\" href=\"?download\">Download</a></p></body></html>\n",
         human(*disk_bytes),
-        human(*file_bytes),
     )
 }
 
@@ -59,7 +62,8 @@ mod tests {
     #[test]
     fn names_are_no_markup() {
         let digest = Some("abc".to_owned());
-        let facts = Facts { file_name: "<b>&\"".into(), disk_bytes: 1 << 20, file_bytes: 5, digest, trouble: None };
+        let facts =
+            Facts { file_name: "<b>&\"".into(), disk_bytes: 1 << 20, file_bytes: Some(5), digest, trouble: None };
         let page = html(&facts, true);
         assert!(page.contains("<h1>&lt;b&gt;&amp;&quot;</h1>") && !page.contains("<b>"), "{page}");
         assert!(page.contains("1 MiB (1048576 bytes)") && page.contains(">abc</code>"), "{page}");
