@@ -4,6 +4,7 @@
 mod credentials;
 mod device;
 mod exposure;
+mod faults;
 mod fuse;
 mod guest;
 mod http;

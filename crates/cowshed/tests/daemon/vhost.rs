@@ -118,7 +118,9 @@ fn exports_come_and_go_by_the_monitor() {
     assert_eq!(words, "Failed to bind socket to /nonexistent/v.sock: No such file or directory");
     assert_eq!(monitor.command("query-block-exports", json!({})), json!([]), "nothing is left behind");
     let words = monitor.refusal("block-export-add", &add(text(&folder.join("m.sock"))));
-    assert!(words.starts_with("Failed to bind socket to ") && folder.join("m.sock").exists(), "{words}");
+    let reason =
+        format!("Failed to bind socket to {}: another process listens on this socket", text(&folder.join("m.sock")));
+    assert!(words == reason && folder.join("m.sock").exists(), "{words}");
     monitor.command("block-export-add", add(text(&folder.join("w.sock"))));
     assert_eq!(FrontEnd::connect(&folder.join("w.sock")).config(0, 8), (DISK_BYTES / 512).to_le_bytes());
     daemon.stop();

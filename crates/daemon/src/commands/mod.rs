@@ -10,6 +10,7 @@ mod create;
 mod drives;
 mod experimental;
 mod exports;
+mod faults;
 mod fuse;
 mod general;
 mod http;
@@ -78,6 +79,7 @@ pub(crate) const GROUPS: &[&Group] = &[
     &bitmaps::GROUP,
     &chardevs::GROUP,
     &experimental::GROUP,
+    &faults::GROUP,
 ];
 
 /// A line of a group's table.

@@ -107,7 +107,12 @@ fn bind(path: &str, address: &SocketAddress) -> Result<Listener> {
         let words = format!("UNIX socket path '{path}' is too long\nPath must be less than {MAX_PATH_BYTES} bytes");
         return Err(Error::invalid_argument("the path of a socket is too long").value(path.len()).qemu(words));
     }
-    let worded = |error: Error| error.qemu(format!("Failed to bind socket to {path}"));
+    let worded = |error: Error| {
+        let (failed, sentence) = (format!("Failed to bind socket to {path}"), error.sentence());
+        // Ours of a socket or file in the way has the reason alone.
+        let has_place = sentence.starts_with(&failed);
+        error.qemu(if has_place { failed } else { format!("{failed}: {sentence}") })
+    };
     let one = Listener::bind(address).map_err(worded)?.into_iter().next();
     one.ok_or_else(|| Error::internal("a Unix socket has one address"))
 }

@@ -197,10 +197,12 @@ impl Opener {
 /// The keys that may hold a child's node-name.
 const CHILD_KEYS: [&str; 8] = ["file", "backing", "data-file", "image", "target", "raw", "test", "log"];
 
-/// True when a node of an option tree reads its rules from a file (`blkdebug`).
+/// True when a node of an option tree reads its rules from a file (`blkdebug`, `fault`).
 fn has_rules(options: &Value) -> bool {
     match options {
-        Value::Object(map) => map.iter().any(|(key, value)| (key == "config" && value.is_string()) || has_rules(value)),
+        Value::Object(map) => map.iter().any(|(key, value)| {
+            (matches!(key.as_str(), "config" | "scenario") && value.is_string()) || has_rules(value)
+        }),
         Value::Array(nodes) => nodes.iter().any(has_rules),
         _ => false,
     }

@@ -6,7 +6,7 @@ use super::line::{DriverLine, FirstUse, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
     Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
-    Replicas, SnapshotAccess, Throttle, agreement_of, check_agreement, rules_of, saving_options,
+    Replicas, SnapshotAccess, Throttle, agreement_of, check_agreement, read_scenario, rules_of, saving_options,
 };
 use crate::node::{Below, ChildRole, Home, Link, LockSource, Node, storage_of};
 use crate::options::{self, BlkdebugOptions, schemas};
@@ -45,7 +45,8 @@ const QUORUM: DriverLine = DriverLine::new(&schemas::QUORUM, |opener, draft| Box
     .prepared_by(|_, draft| check_agreement(&draft.options))
     .asking_first(FirstUse::Opening)
     .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]));
-const FAULT: DriverLine = DriverLine::new(&FAULT_SCHEMA, |opener, draft| Box::pin(fault(opener, draft)));
+const FAULT: DriverLine = DriverLine::new(&FAULT_SCHEMA, |opener, draft| Box::pin(fault(opener, draft)))
+    .prepared_by(|_, draft| read_scenario(&mut draft.options));
 
 /// The filters, in the order of the help.
 pub const FILTERS: &[DriverLine] = &[
@@ -96,7 +97,8 @@ async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 async fn fault(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let rules = rules_of(&draft.options);
-    Ok((Box::new(Fault::new(below(draft), rules)), child.filename()))
+    let seed = draft.options.number("seed").unwrap_or(0);
+    Ok((Box::new(Fault::new(below(draft), rules, seed)), child.filename()))
 }
 
 async fn compress(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {

@@ -144,14 +144,14 @@ fn a_filter_below_an_image_fails_its_requests() {
     write(&node, 0, &[1; 65536]).unwrap();
     let filter = node.child(ChildRole::File).unwrap();
     let fault = filter.fault().unwrap();
-    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Write, Errno::ENOSPC) });
+    fault.arm(FaultRule::once(FaultOp::Write, Errno::ENOSPC));
     let error = write(&node, 4096, &[2; 4096]).unwrap_err();
     assert_eq!((error.kind(), error.file_name()), (ErrorKind::NoSpace, Some(path.as_str())));
     assert_eq!(read(&node, 4096, 1).unwrap(), [1]);
-    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Resize, Errno::ENOSPC) });
+    fault.arm(FaultRule::once(FaultOp::Resize, Errno::ENOSPC));
     assert_eq!(write(&node, 1 << 20, &[2; 65536]).unwrap_err().kind(), ErrorKind::NoSpace);
     write(&node, 1 << 20, &[2; 65536]).unwrap();
-    fault.arm(FaultRule { once: true, ..FaultRule::always(FaultOp::Read, Errno::EIO) });
+    fault.arm(FaultRule::once(FaultOp::Read, Errno::EIO));
     assert!(read(&node, 0, 4096).is_err());
     rt::block_on(node.close()).unwrap();
     qemu_img(&["check", "-q", "-f", "qcow2", &path]);

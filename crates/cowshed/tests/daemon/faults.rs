@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Faults of a `fault` node, as QEMU's client meets them over NBD, vhost-user-blk and FUSE, and over QMP while it runs.
+
+use super::process::{COWSHED, Monitor, Serving, run, text};
+use cowshed_testkit::qemu::{peers_dir, temp_dir};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[track_caller]
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what} does not come");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A storage daemon with a disk of 16 MiB, full of 3, behind the `fault` node `f`, and exports of it.
+fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
+    std::fs::write(folder.join("d.raw"), vec![3; 16 << 20]).expect("an image");
+    File::create(folder.join("m")).expect("a mount point");
+    let mut command = Command::new(COWSHED);
+    command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
+    command.args(["--monitor", "chardev=m", "--nbd-server", "addr.type=unix,addr.path=n.sock"]);
+    command.args(["--blockdev", "raw,node-name=d,discard=unmap,file.driver=file,file.filename=d.raw"]);
+    command.args(["--blockdev", &format!("fault,node-name=f,discard=unmap,file=d{more}")]);
+    command.args(["--export", "nbd,id=n,node-name=f,name=f,writable=on"]);
+    command.args(["--export", "vhost-user-blk,id=v,node-name=f,addr.type=unix,addr.path=v.sock,writable=on"]);
+    command.args(["--export", "fuse,id=m,node-name=f,mountpoint=m,writable=on"]);
+    let mut daemon = Serving::start_command(folder, command);
+    let path = folder.join("m.sock");
+    wait_for("the monitor", || {
+        assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
+        std::os::unix::net::UnixStream::connect(&path).is_ok()
+    });
+    let mut monitor = Monitor::connect(&path);
+    let exports = monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports.as_array().map(Vec::len), Some(3), "{}", daemon.log());
+    (daemon, monitor)
+}
+
+/// A program of QEMU's, and the arguments by which it finds the disk.
+struct Client {
+    program: String,
+    arguments: Vec<String>,
+}
+
+impl Client {
+    /// Over each of the exports.
+    fn all(folder: &Path) -> [Client; 3] {
+        let at = |name: &str| text(&folder.join(name)).to_owned();
+        let nbd = format!("nbd+unix:///f?socket={}", at("n.sock"));
+        let vhost = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", at("v.sock"));
+        let client = |program: &str, arguments: &[&str]| Client {
+            program: program.to_owned(),
+            arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(),
+        };
+        [
+            client("qemu-io", &["-f", "raw", &nbd]),
+            client(text(&peers_dir().join("qemu-io-vhost")), &["--image-opts", &vhost]),
+            client("qemu-io", &["-f", "raw", &at("m")]),
+        ]
+    }
+
+    fn arguments<'a>(&'a self, commands: &[&'a str]) -> Vec<&'a str> {
+        let commands = commands.iter().flat_map(|command| ["-c", *command]);
+        commands.chain(self.arguments.iter().map(String::as_str)).collect()
+    }
+
+    #[track_caller]
+    fn works(&self, commands: &[&str]) {
+        let said = run(&self.program, &self.arguments(commands), &[0]);
+        assert!(!said.contains("fail"), "{:?}: {commands:?}: {said}", self.arguments);
+    }
+
+    #[track_caller]
+    fn fails(&self, command: &str, words: &str) {
+        let said = run(&self.program, &self.arguments(&[command]), &[1]);
+        assert!(said.contains(words), "{:?}: {command}: {said}", self.arguments);
+    }
+}
+
+fn arm(monitor: &mut Monitor, rule: Value) -> u64 {
+    let armed = monitor.command("x-fault-arm", json!({"node-name": "f", "rule": rule}));
+    armed["id"].as_u64().expect("a number")
+}
+
+fn disarm(monitor: &mut Monitor) {
+    monitor.command("x-fault-disarm", json!({"node-name": "f"}));
+}
+
+#[test]
+fn faults_of_a_node_reach_the_clients_of_each_export() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (daemon, mut monitor) = start(folder, "");
+    for client in Client::all(folder) {
+        let monitor = &mut monitor;
+        client.works(&["write -P 3 0 16M"]);
+        // Errors: of some bytes, of some kind, some times.
+        arm(monitor, json!({"op": "read", "errno": 5, "offset": 65536, "len": 4096}));
+        client.fails("read 64k 4k", "Input/output error");
+        client.works(&["read -P 3 0 64k", "read -P 3 68k 64k", "write -P 3 64k 4k"]);
+        disarm(monitor);
+        client.works(&["read -P 3 64k 4k"]);
+        arm(monitor, json!({"op": "write", "errno": 28}));
+        // The protocol of a virtio disk has one error for all.
+        let is_virtio = client.arguments[0] == "--image-opts";
+        client.fails("write 0 4k", if is_virtio { "write failed" } else { "No space left on device" });
+        disarm(monitor);
+        // Lost, stuck, astray, torn.
+        arm(monitor, json!({"op": "write", "action": "lose"}));
+        client.works(&["write -P 5 0 4k", "read -P 3 0 4k"]);
+        disarm(monitor);
+        arm(monitor, json!({"op": "write", "action": "stuck", "offset": 1 << 20, "len": 512}));
+        let around = ["read -P 6 1048064 512", "read -P 3 1M 512", "read -P 6 1049088 512"];
+        client.works(&["write -P 6 1048064 1536", around[0], around[1], around[2]]);
+        disarm(monitor);
+        arm(monitor, json!({"op": "write", "action": "misdirect", "distance": 1 << 20}));
+        client.works(&["write -P 7 2M 4k", "read -P 3 2M 4k", "read -P 7 3M 4k"]);
+        disarm(monitor);
+        arm(monitor, json!({"op": "write", "action": "torn", "bytes": 512, "offset": 4 << 20, "len": 4096}));
+        client.fails("write -P 8 4M 4k", "Input/output error");
+        client.works(&["read -P 8 4M 512", "read -P 3 4194816 3584"]);
+        disarm(monitor);
+        // Noise is in what is read, not on the disk.
+        arm(monitor, json!({"op": "read", "action": "corrupt", "offset": 5 << 20}));
+        client.fails("read -P 3 5M 512", "Pattern verification failed");
+        disarm(monitor);
+        client.works(&["read -P 3 5M 512"]);
+        // A device that goes, and comes back.
+        arm(monitor, json!({"op": "any", "errno": 19}));
+        client.fails("read 0 4k", "read failed");
+        client.fails("write 0 4k", "write failed");
+        disarm(monitor);
+        client.works(&["write -P 3 0 4k", "read -P 3 0 4k"]);
+        hangs(&client, monitor);
+    }
+    daemon.stop();
+}
+
+/// A device that stops answering answers again when the rule goes.
+fn hangs(client: &Client, monitor: &mut Monitor) {
+    let rule = json!({"op": "read", "action": "hang", "offset": 6 << 20, "len": 4096, "times": 1});
+    let id = arm(monitor, rule);
+    let commands = client.arguments(&["read -P 3 6M 4k"]);
+    let mut child = Command::new(&client.program).args(commands).stdout(Stdio::null()).spawn().expect("it runs");
+    let mut hits = || {
+        let faults = monitor.command("x-query-faults", json!({"node-name": "f"}));
+        assert_eq!((&faults["rules"][0]["id"], &faults["rules"][0]["rule"]["action"]), (&json!(id), &json!("hang")));
+        faults["rules"][0]["hits"] == 1
+    };
+    wait_for("the request", &mut hits);
+    assert!(child.try_wait().expect("a child").is_none(), "it waits for an answer");
+    assert!(hits(), "one is enough");
+    monitor.command("x-fault-disarm", json!({"node-name": "f", "id": id}));
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
+fn rules_are_armed_changed_and_read_back() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (daemon, mut monitor) = start(folder, ",rules.0.op=flush,rules.0.once=on,rules.0.errno=28");
+    let query = |monitor: &mut Monitor| monitor.command("x-query-faults", json!({"node-name": "f"}));
+    let first = json!({"id": 1, "hits": 0, "rule": {"op": "flush", "action": "fail", "errno": 28, "times": 1}});
+    assert_eq!(query(&mut monitor), json!({"hits": 0, "rules": [first]}));
+    let id = arm(&mut monitor, json!({"op": "read", "action": "delay", "delay-ms": 1, "jitter-ms": 3}));
+    let change = json!({"node-name": "f", "id": id, "rule": {"op": "read", "errno": 6, "offset": 1 << 20, "len": 512, "after": 1}});
+    assert_eq!(monitor.command("x-fault-arm", change), json!({"id": id}));
+    let [nbd, ..] = Client::all(folder);
+    nbd.works(&["read 1M 512"]);
+    nbd.fails("read 1M 512", "read failed");
+    let faults = query(&mut monitor);
+    let changed = json!({"op": "read", "action": "fail", "errno": 6, "offset": 1 << 20, "len": 512});
+    let expected = json!({"id": id, "hits": 1, "rule": changed});
+    // The client has flushed at its end: that rule is spent.
+    assert_eq!(faults, json!({"hits": 2, "rules": [expected]}));
+    let refused = |monitor: &mut Monitor, name: &str, arguments: Value| monitor.refusal(name, &arguments);
+    for (arguments, words) in [
+        (json!({"node-name": "d", "rule": {"op": "read"}}), "Node 'd' is no fault node"),
+        (json!({"node-name": "x", "rule": {"op": "read"}}), "Failed to find node with node-name='x'"),
+        (json!({"node-name": "f", "rule": {"op": "seek"}}), "seek"),
+        (json!({"node-name": "f", "rule": {"op": "read", "errno": 0}}), "'errno' is a number from 1 to 4095"),
+        (json!({"node-name": "f", "rule": {"op": "read", "probability-percent": 101}}), "from 1 to 100"),
+        (json!({"node-name": "f", "rule": {"op": "read"}, "id": 99}), "There is no rule 99"),
+    ] {
+        let said = refused(&mut monitor, "x-fault-arm", arguments);
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    let said = refused(&mut monitor, "x-fault-disarm", json!({"node-name": "f", "id": 99}));
+    assert_eq!(said, "There is no rule 99");
+    disarm(&mut monitor);
+    assert_eq!(query(&mut monitor)["rules"], json!([]));
+    daemon.stop();
+}
+
+/// Which of 64 reads fail by a scenario.
+fn failures(folder: &Path, seed: u64) -> Vec<bool> {
+    let commands: Vec<String> = (0..64).map(|index| format!("read {} 4k", index << 16)).collect();
+    let options =
+        format!("driver=fault,scenario={},seed={seed},file.driver=null-co,file.size=16M", text(&folder.join("s.json")));
+    let mut arguments: Vec<&str> = vec!["--image-opts", &options];
+    commands.iter().for_each(|command| arguments.extend(["-c", command]));
+    let mut command = Command::new(COWSHED);
+    let output = command.arg0("qemu-io").args(&arguments).output().expect("our own binary runs");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    let failed = said.lines().filter(|line| line.starts_with("read")).map(|line| line.contains("failed"));
+    failed.collect()
+}
+
+#[test]
+fn a_scenario_with_one_seed_is_one_run() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let scenario = r#"[{"op": "read", "probability-percent": 30}, {"op": "read", "action": "delay", "delay-ms": 1, "jitter-ms": 1},
+        {"op": "any", "errno": 19, "start-ms": 3600000}]"#;
+    std::fs::write(folder.join("s.json"), scenario).expect("a scenario");
+    let run_with = |seed| failures(folder, seed);
+    let first = run_with(7);
+    assert_eq!(first.len(), 64);
+    assert!(first.contains(&true) && first.contains(&false), "{first:?}");
+    assert_eq!(first, run_with(7));
+    assert_ne!(first, run_with(8));
+    // No image names a file that is read as rules.
+    let named = json!({"driver": "fault", "scenario": folder.join("s.json"), "file": {"driver": "null-co"}});
+    let (image, backing) = (folder.join("i.qcow2"), format!("json:{named}"));
+    run("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", &backing, "-F", "raw", text(&image), "1M"], &[0]);
+    let said = run(COWSHED, &["compare", text(&image), text(&image)], &[1, 2]);
+    assert!(said.contains("the image names rules by"), "{said}");
+    for (text_of_it, words) in [
+        ("{", "a scenario is a list of rules in JSON"),
+        (r#"[{"op": "seek"}]"#, "rules.0.op"),
+        (r#"[{"op": "read", "colour": 1}]"#, "colour"),
+    ] {
+        std::fs::write(folder.join("s.json"), text_of_it).expect("a scenario");
+        let options =
+            format!("driver=fault,scenario={},file.driver=null-co,file.size=1M", text(&folder.join("s.json")));
+        let said = run(COWSHED, &["info", "--image-opts", &options], &[1]);
+        assert!(said.contains(words) && said.lines().count() == 1, "{words}: {said}");
+    }
+}

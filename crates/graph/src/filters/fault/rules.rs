@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Rules of faults: which requests they hit, and how. No I/O here.
+
+use crate::options::schemas::key;
+use crate::options::{Key, KeyType, REQUIRED};
+use cowshed_block::Errno;
+use cowshed_storage::rng::Rng;
+use cowshed_storage::rt;
+use serde_json::{Map, Value, json};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const FOREVER: u64 = u64::MAX;
+/// What tears, corruptions and stuck places respect, in bytes.
+pub(super) const SECTOR_BYTES: u64 = 512;
+/// The longest delay, in milliseconds: a day.
+const MAX_MS: u64 = 86_400_000;
+
+/// The keys of a rule.
+pub(super) const RULE: &[Key] = &[
+    key("op", KeyType::Choice(FaultOp::NAMES), REQUIRED, "the kind of request"),
+    key("action", KeyType::Choice(FaultAction::NAMES), "fail", "what happens to it"),
+    key("errno", KeyType::Number(1, 4095), "5", "the error number of fail and torn"),
+    key("offset", KeyType::Size, "0", "first byte of the range"),
+    key("len", KeyType::Size, "up to the end", "length of the range"),
+    key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
+    key("once", KeyType::Bool, "off", "only one request is hit"),
+    key("times", KeyType::Number(1, u64::MAX), "no bound", "so many requests are hit"),
+    key("probability-percent", KeyType::Number(1, 100), "100", "how many of the rest are hit"),
+    key("bytes", KeyType::Size, "half", "what arrives of a torn request"),
+    key("distance", KeyType::Size, "1M", "how far a misdirected request goes astray"),
+    key("delay-ms", KeyType::Number(0, MAX_MS), "0", "how long a request waits that is hit"),
+    key("jitter-ms", KeyType::Number(0, MAX_MS), "0", "up to so much longer, at random"),
+    key("start-ms", KeyType::Number(0, u64::MAX), "0", "from then on, counted from the opening of the node"),
+    key("end-ms", KeyType::Number(0, u64::MAX), "never", "until then"),
+];
+
+/// Which requests a [`FaultRule`] is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultOp {
+    /// Reads.
+    Read,
+    /// Writes, compressed ones too.
+    Write,
+    /// Zero writes.
+    WriteZeroes,
+    /// Discards.
+    Discard,
+    /// Flushes.
+    Flush,
+    /// Changes of the size.
+    Resize,
+    /// All of these: the device has gone.
+    Any,
+}
+
+impl FaultOp {
+    /// The spellings of the option, in the order of the variants.
+    pub const NAMES: &'static [&'static str] = &["read", "write", "write-zeroes", "discard", "flush", "resize", "any"];
+
+    const ALL: [FaultOp; 7] = [
+        FaultOp::Read,
+        FaultOp::Write,
+        FaultOp::WriteZeroes,
+        FaultOp::Discard,
+        FaultOp::Flush,
+        FaultOp::Resize,
+        FaultOp::Any,
+    ];
+
+    /// From the option's spelling.
+    pub fn parse(text: &str) -> Option<FaultOp> {
+        Self::NAMES.iter().position(|known| *known == text).map(|index| Self::ALL[index])
+    }
+
+    fn name(self) -> &'static str {
+        Self::NAMES[Self::ALL.iter().position(|known| *known == self).unwrap_or(0)]
+    }
+}
+
+/// What happens to a request that a rule hits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultAction {
+    /// It fails with the rule's error.
+    Fail,
+    /// A part of it arrives, then it fails. Reads, flushes and changes of the size fail without effect.
+    Torn,
+    /// A read has one wrong bit in each sector. No effect on others.
+    Corrupt,
+    /// It succeeds without any effect. No effect on reads.
+    Lose,
+    /// It goes to another place, which is by the rule's distance away. No effect on flushes and changes of the size.
+    Misdirect,
+    /// The bytes of the rule's range keep their values, and the request succeeds. No effect on reads.
+    Stuck,
+    /// It waits until the rule is gone, and is carried out then.
+    Hang,
+    /// Nothing but the delay.
+    Delay,
+}
+
+impl FaultAction {
+    /// The spellings of the option, in the order of the variants.
+    pub const NAMES: &'static [&'static str] =
+        &["fail", "torn", "corrupt", "lose", "misdirect", "stuck", "hang", "delay"];
+
+    const ALL: [FaultAction; 8] = [
+        FaultAction::Fail,
+        FaultAction::Torn,
+        FaultAction::Corrupt,
+        FaultAction::Lose,
+        FaultAction::Misdirect,
+        FaultAction::Stuck,
+        FaultAction::Hang,
+        FaultAction::Delay,
+    ];
+
+    /// From the option's spelling.
+    pub fn parse(text: &str) -> Option<FaultAction> {
+        Self::NAMES.iter().position(|known| *known == text).map(|index| Self::ALL[index])
+    }
+
+    fn name(self) -> &'static str {
+        Self::NAMES[Self::ALL.iter().position(|known| *known == self).unwrap_or(0)]
+    }
+}
+
+/// One rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FaultRule {
+    /// The kind of request.
+    pub op: FaultOp,
+    /// What happens to it.
+    pub action: FaultAction,
+    /// The error of the request.
+    pub errno: Errno,
+    /// Only requests that touch these bytes; `None` for all. Flushes always match.
+    pub range: Option<Range<u64>>,
+    /// So many matching requests pass first.
+    pub after: u64,
+    /// Disarmed after so many hits.
+    pub times: u64,
+    /// How many of the matching requests are hit, in percent.
+    pub probability_percent: u8,
+    /// What arrives of a torn request, in bytes; `None`: half of it.
+    pub bytes: Option<u64>,
+    /// How far a misdirected request goes astray, in bytes.
+    pub distance: u64,
+    /// How long a request waits that is hit.
+    pub delay: Duration,
+    /// Up to so much longer.
+    pub jitter: Duration,
+    /// Counts from then on, from the opening of the node.
+    pub start: Duration,
+    /// Counts until then.
+    pub end: Option<Duration>,
+}
+
+impl FaultRule {
+    /// Fails every request of a kind.
+    pub fn always(op: FaultOp, errno: Errno) -> FaultRule {
+        FaultRule {
+            op,
+            action: FaultAction::Fail,
+            errno,
+            range: None,
+            after: 0,
+            times: FOREVER,
+            probability_percent: 100,
+            bytes: None,
+            distance: 1 << 20,
+            delay: Duration::ZERO,
+            jitter: Duration::ZERO,
+            start: Duration::ZERO,
+            end: None,
+        }
+    }
+
+    /// As [`FaultRule::always`], for the first request alone.
+    pub fn once(op: FaultOp, errno: Errno) -> FaultRule {
+        FaultRule { times: 1, ..FaultRule::always(op, errno) }
+    }
+
+    /// From options that have the keys and types of the driver's rules. Nothing where `op` is missing.
+    pub fn from_options(rule: &Map<String, Value>) -> Option<FaultRule> {
+        let number = |key: &str| rule.get(key).and_then(Value::as_u64);
+        let time = |key: &str| number(key).map(Duration::from_millis);
+        let text = |key: &str| rule.get(key).and_then(Value::as_str);
+        let range = match (number("offset"), number("len")) {
+            (None, None) => None,
+            (offset, len) => {
+                let start = offset.unwrap_or(0);
+                Some(start..len.map_or(u64::MAX, |len| start.saturating_add(len)))
+            }
+        };
+        let errno = number("errno").and_then(|errno| i32::try_from(errno).ok()).map_or(Errno::EIO, Errno);
+        let rest = FaultRule::always(FaultOp::parse(text("op")?)?, errno);
+        let is_once = rule.get("once").and_then(Value::as_bool).unwrap_or(false);
+        Some(FaultRule {
+            action: text("action").and_then(FaultAction::parse).unwrap_or(FaultAction::Fail),
+            range,
+            after: number("after").unwrap_or(0),
+            times: if is_once { 1 } else { number("times").unwrap_or(FOREVER) },
+            probability_percent: number("probability-percent").and_then(|p| u8::try_from(p).ok()).unwrap_or(100),
+            bytes: number("bytes"),
+            distance: number("distance").unwrap_or(rest.distance),
+            delay: time("delay-ms").unwrap_or_default(),
+            jitter: time("jitter-ms").unwrap_or_default(),
+            start: time("start-ms").unwrap_or_default(),
+            end: time("end-ms"),
+            ..rest
+        })
+    }
+
+    /// As options: those that aren't the default.
+    pub fn to_options(&self) -> Map<String, Value> {
+        let mut map = Map::new();
+        let always = FaultRule::always(self.op, Errno::EIO);
+        let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        map.insert("op".to_owned(), json!(self.op.name()));
+        map.insert("action".to_owned(), json!(self.action.name()));
+        let mut add = |key: &str, is_said: bool, value: u64| {
+            if is_said {
+                map.insert(key.to_owned(), json!(value));
+            }
+        };
+        let is_failure = matches!(self.action, FaultAction::Fail | FaultAction::Torn);
+        add("errno", is_failure, u64::try_from(self.errno.0).unwrap_or(0));
+        if let Some(range) = &self.range {
+            add("offset", true, range.start);
+            add("len", range.end != u64::MAX, range.end - range.start);
+        }
+        add("after", self.after > 0, self.after);
+        add("times", self.times != FOREVER, self.times);
+        add("probability-percent", self.probability_percent < 100, self.probability_percent.into());
+        add("bytes", self.bytes.is_some(), self.bytes.unwrap_or(0));
+        add("distance", self.distance != always.distance, self.distance);
+        add("delay-ms", !self.delay.is_zero(), milliseconds(self.delay));
+        add("jitter-ms", !self.jitter.is_zero(), milliseconds(self.jitter));
+        add("start-ms", !self.start.is_zero(), milliseconds(self.start));
+        add("end-ms", self.end.is_some(), milliseconds(self.end.unwrap_or_default()));
+        map
+    }
+
+    fn matches(&self, op: FaultOp, offset: u64, len: u64) -> bool {
+        let touches = match &self.range {
+            Some(range) if op != FaultOp::Flush => offset < range.end && offset.saturating_add(len) > range.start,
+            _ => true,
+        };
+        (self.op == op || self.op == FaultOp::Any) && touches
+    }
+
+    fn counts_at(&self, age: Duration) -> bool {
+        self.start <= age && self.end.is_none_or(|end| age < end)
+    }
+}
+
+/// A rule that is armed, as it is read back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArmedRule {
+    /// By which it is disarmed.
+    pub id: u64,
+    /// With what is left of `after` and `times`.
+    pub rule: FaultRule,
+    /// Requests that it has hit.
+    pub hits: u64,
+}
+
+/// What is to happen to one request.
+#[derive(Clone, Debug)]
+pub(super) struct Verdict {
+    pub id: u64,
+    pub delay: Duration,
+    pub rule: FaultRule,
+}
+
+struct State {
+    rules: Vec<ArmedRule>,
+    next_id: u64,
+    rng: Rng,
+}
+
+/// The rules of a node. They can be changed while it is in use, from any thread.
+pub(super) struct Table {
+    armed: AtomicBool,
+    hits: AtomicU64,
+    state: Mutex<State>,
+    /// When the node was opened.
+    began: Duration,
+}
+
+impl Table {
+    pub fn new(rules: Vec<FaultRule>, seed: u64) -> Table {
+        let state = State { rules: Vec::new(), next_id: 1, rng: Rng::new(seed) };
+        let table = Table {
+            armed: AtomicBool::new(false),
+            hits: AtomicU64::new(0),
+            state: Mutex::new(state),
+            began: rt::now(),
+        };
+        for rule in rules {
+            table.arm(rule, None);
+        }
+        table
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a rule behind the others, or puts it in the place of one of them; nothing where that one isn't there.
+    pub fn arm(&self, rule: FaultRule, in_place_of: Option<u64>) -> Option<u64> {
+        let mut state = self.state();
+        let id = match in_place_of {
+            Some(id) => {
+                state.rules.iter_mut().find(|armed| armed.id == id)?.rule = rule;
+                id
+            }
+            None => {
+                let id = state.next_id;
+                state.next_id += 1;
+                state.rules.push(ArmedRule { id, rule, hits: 0 });
+                id
+            }
+        };
+        self.armed.store(true, Ordering::Release);
+        Some(id)
+    }
+
+    /// Takes a rule away; false where it isn't there.
+    pub fn disarm(&self, id: u64) -> bool {
+        let mut state = self.state();
+        let before = state.rules.len();
+        state.rules.retain(|armed| armed.id != id);
+        self.armed.store(!state.rules.is_empty(), Ordering::Release);
+        state.rules.len() < before
+    }
+
+    pub fn disarm_all(&self) {
+        self.armed.store(false, Ordering::Release);
+        self.state().rules.clear();
+    }
+
+    pub fn rules(&self) -> Vec<ArmedRule> {
+        self.state().rules.clone()
+    }
+
+    pub fn hits(&self) -> u64 {
+        self.hits.load(Ordering::Relaxed)
+    }
+
+    /// Decides on one request, counting it.
+    pub fn decide(&self, op: FaultOp, offset: u64, len: u64) -> Option<Verdict> {
+        if !self.armed.load(Ordering::Acquire) {
+            return None;
+        }
+        let age = rt::now().saturating_sub(self.began);
+        let mut state = self.state();
+        let State { rules, rng, .. } = &mut *state;
+        let hit = rules.iter_mut().position(|ArmedRule { rule, .. }| {
+            if !rule.counts_at(age) || !rule.matches(op, offset, len) {
+                return false;
+            }
+            if rule.after > 0 {
+                rule.after -= 1;
+                return false;
+            }
+            rule.probability_percent >= 100 || rng.chance(u64::from(rule.probability_percent), 100)
+        })?;
+        let armed = &mut rules[hit];
+        let jitter = u64::try_from(armed.rule.jitter.as_nanos()).unwrap_or(u64::MAX - 1);
+        let jitter = if jitter == 0 { 0 } else { rng.below(jitter + 1) };
+        armed.hits += 1;
+        let verdict = Verdict {
+            id: armed.id,
+            delay: armed.rule.delay.saturating_add(Duration::from_nanos(jitter)),
+            rule: armed.rule.clone(),
+        };
+        // A rule that is spent still holds up what hangs.
+        if armed.rule.times != FOREVER {
+            armed.rule.times -= 1;
+            if armed.rule.times == 0 && armed.rule.action != FaultAction::Hang {
+                rules.remove(hit);
+            } else if armed.rule.times == 0 {
+                armed.rule.probability_percent = 0;
+            }
+        }
+        self.hits.fetch_add(1, Ordering::Relaxed);
+        Some(verdict)
+    }
+
+    /// True while a request that this rule has hit is to hang.
+    pub fn hangs(&self, id: u64) -> bool {
+        let age = rt::now().saturating_sub(self.began);
+        let state = self.state();
+        state
+            .rules
+            .iter()
+            .any(|armed| armed.id == id && armed.rule.action == FaultAction::Hang && armed.rule.counts_at(age))
+    }
+
+    /// A random number below `bound`, which isn't 0.
+    pub fn random_below(&self, bound: u64) -> u64 {
+        self.state().rng.below(bound)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_are_read_back_as_they_were_armed() {
+        for text in [
+            r#"{"op":"read","action":"fail","errno":5}"#,
+            r#"{"op":"any","action":"hang","times":1,"end-ms":500,"start-ms":20}"#,
+            r#"{"op":"write","action":"torn","errno":28,"offset":4096,"len":512,"bytes":1024,"after":3}"#,
+            r#"{"op":"write","action":"misdirect","distance":512,"probability-percent":10,"delay-ms":1,"jitter-ms":7}"#,
+        ] {
+            let given: Map<String, Value> = serde_json::from_str(text).unwrap();
+            let table = Table::new(vec![FaultRule::from_options(&given).unwrap()], 0);
+            assert_eq!(table.rules()[0].rule.to_options(), given);
+        }
+    }
+
+    #[test]
+    fn one_seed_is_one_run() {
+        let run = |seed| {
+            let rule = FaultRule { probability_percent: 30, ..FaultRule::always(FaultOp::Any, Errno::EIO) };
+            let table = Table::new(vec![rule], seed);
+            (0..1000).map(|_| table.decide(FaultOp::Read, 0, 1).is_some()).collect::<Vec<bool>>()
+        };
+        assert_eq!(run(7), run(7));
+        assert_ne!(run(7), run(8));
+        let hits = run(7).into_iter().filter(|hit| *hit).count();
+        assert!((200..400).contains(&hits), "{hits}");
+    }
+
+    #[test]
+    fn rules_are_changed_in_their_place_and_count_in_their_time() {
+        let table = Table::new(Vec::new(), 0);
+        let first = table.arm(FaultRule::always(FaultOp::Read, Errno::EIO), None).unwrap();
+        let second = table.arm(FaultRule::once(FaultOp::Any, Errno::ENOSPC), None).unwrap();
+        let decide = |op| table.decide(op, 0, 1).map(|verdict| verdict.id);
+        assert_eq!(
+            (decide(FaultOp::Read), decide(FaultOp::Write), decide(FaultOp::Write)),
+            (Some(first), Some(second), None)
+        );
+        let later = FaultRule { start: Duration::from_secs(3600), ..FaultRule::always(FaultOp::Read, Errno::EIO) };
+        assert_eq!(table.arm(later.clone(), Some(first)), Some(first));
+        assert_eq!(decide(FaultOp::Read), None);
+        let over = FaultRule { start: Duration::ZERO, end: Some(Duration::ZERO), ..later };
+        assert_eq!((table.arm(over, Some(first)), decide(FaultOp::Read)), (Some(first), None));
+        assert_eq!(table.arm(FaultRule::always(FaultOp::Read, Errno::EIO), Some(99)), None);
+        assert!(table.disarm(first) && !table.disarm(first) && table.rules().is_empty());
+        assert_eq!(table.hits(), 2);
+    }
+}
