@@ -223,8 +223,8 @@ async fn reads_as_zeroes(node: &Node) -> bool {
 }
 
 impl Mirror {
-    /// Starts it: from now on writes to `source` are noticed. The target must be writable, and used by nobody. With one of
-    /// another size nothing is copied: the first step fails.
+    /// Starts it: from now on writes to `source` are noticed. The target must be writable, and used by nobody. With
+    /// another size the first step fails.
     pub async fn start(
         graph: &Arc<Graph>,
         id: &str,
@@ -455,7 +455,6 @@ impl Mirror {
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
-        // A base is made as large as its overlay.
         if self.opened.is_none() && self.source.size() != self.target.size() {
             return Err(Error::invalid_argument(DIFFERENT_SIZES));
         }

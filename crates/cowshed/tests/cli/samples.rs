@@ -186,7 +186,7 @@ fn a_vdi_that_is_a_difference_is_read_over_the_parent_that_is_given() {
     child[440..456].copy_from_slice(&parent[408..424]);
     fs::write(&path, &child).unwrap();
     let message = oracle.refused("convert -f vdi -O raw child.vdi out");
-    assert!(message.contains("doesn't say which file its parent is"), "{message}");
+    assert!(message.contains("names no file: say which one it is"), "{message}");
     let line = "convert -O raw --image-opts driver=vdi,file.driver=file,file.filename=child.vdi,backing.driver=vdi,\
                 backing.file.driver=file,backing.file.filename=parent.vdi out";
     ours(&oracle, line);
