@@ -4,6 +4,8 @@
 //! A [`Codec`] is a few bytes of settings. The working memory is kept per thread: any thread may use any codec, and
 //! only the first cluster on a thread pays for it.
 
+mod adc;
+mod bzip2;
 mod deflate;
 mod stored;
 #[cfg(not(feature = "zstd"))]
@@ -14,6 +16,8 @@ mod zstd;
 
 use cowshed_block::{Compression, Error, Result};
 
+pub use adc::unpack_adc;
+pub use bzip2::unpack_bzip2;
 #[cfg(not(feature = "zstd"))]
 use without_zstd as zstd;
 pub use zlib::{ZlibMode, inflate_zlib};

@@ -2,7 +2,10 @@
 //! Formats: drivers that say where data is.
 
 mod blocks;
+mod bochs;
+mod cloop;
 mod context;
+mod dmg;
 mod holes;
 pub mod luks;
 mod mapped;
@@ -59,8 +62,10 @@ pub const FORMATS: &[DriverLine] = &[
     qcow::DRIVER,
     qed::DRIVER,
     parallels::DRIVER,
+    dmg::DRIVER,
+    bochs::DRIVER,
+    cloop::DRIVER,
 ];
 
 /// Formats that are recognised for a clear refusal, and what they are.
-pub const REFUSED: &[(FormatName, &str)] =
-    &[(FormatName::Bochs, "Bochs"), (FormatName::Cloop, "Linux cloop"), (FormatName::Dmg, "Apple disk image (UDIF)")];
+pub const REFUSED: &[(FormatName, &str)] = &[];

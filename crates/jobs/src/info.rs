@@ -216,7 +216,7 @@ async fn whole_info(node: &Node) -> Result<ImageInfo> {
 /// What a read-only format says of itself.
 fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Result<()> {
     info.cluster_size = description.cluster_bytes;
-    info.dirty_flag = Some(false);
+    info.dirty_flag = (!description.only_sizes).then_some(false);
     info.format_specific = Some(description.specific).filter(|specific| !specific.is_null());
     if let Some(name) = description.backing_name {
         info.backing_filename_format = description.backing_format.map(str::to_owned);

@@ -4,9 +4,12 @@
 
 #![forbid(unsafe_code)]
 
+pub mod bochs;
 pub mod bytes;
+pub mod cloop;
 mod complaint;
 pub mod crc32c;
+pub mod dmg;
 pub mod fresh;
 pub mod luks;
 pub mod parallels;

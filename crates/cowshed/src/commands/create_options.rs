@@ -20,7 +20,9 @@ pub fn refusal(format: &str) -> String {
     let makes_none =
         |schema: &DriverSchema| schema.kind == DriverKind::Filter || ["null-co", "null-aio"].contains(&format);
     match DRIVERS.schema(format).filter(|_| format != "fault") {
-        Some(schema) if makes_none(schema) => format!("Format driver '{format}' does not support image creation"),
+        Some(schema) if makes_none(schema) || ONLY_READ.contains(&format) => {
+            format!("Format driver '{format}' does not support image creation")
+        }
         None if ONLY_READ.contains(&format) => format!("Format driver '{format}' does not support image creation"),
         _ => format!("Unknown file format '{format}'"),
     }

@@ -124,6 +124,7 @@ impl MappedFormat for Vmdk {
     fn describe(&self) -> Description {
         let backing_name = self.descriptor.parent_hint.clone();
         Description {
+            only_sizes: false,
             cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
             backing_format: backing_name.is_some().then_some(SCHEMA.name),
             backing_name,

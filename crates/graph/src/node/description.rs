@@ -11,6 +11,8 @@ use serde_json::Value;
 pub struct Description {
     /// Allocation unit in bytes, where there is one.
     pub cluster_bytes: Option<u64>,
+    /// QEMU says sizes of such an image and nothing of its state.
+    pub only_sizes: bool,
     /// The backing file as the image names it.
     pub backing_name: Option<String>,
     /// The backing file's format as the image names it.

@@ -139,7 +139,7 @@ fn wrong_options_are_named_with_their_path() {
         ("driver=file", ["'filename'", "'file'"]),
         ("driver=qcow2,file.filename=F,overlap-check.template=some", ["'overlap-check.template'", "none, constant"]),
         ("driver=floppy,file.filename=F", ["Unknown driver 'floppy'", "qcow2"]),
-        ("driver=bochs,file.filename=F", ["'bochs'", "Bochs"]),
+        ("driver=bochs,file.filename=F", ["bochs", "format"]),
         ("read-only=on", ["'driver'", "'file'"]),
         ("driver=raw,file=nobody", ["'file'", "no node 'nobody'"]),
         ("driver=raw,file.filename=F,node-name=1x", ["node-name", "'1x'"]),
@@ -187,14 +187,15 @@ fn what_is_no_image_is_refused_by_name() {
     assert!(refused(OpenRequest::file("ssh:host/disk")).contains("'ssh'"));
     let name = raw_file(&folder, "disk.raw", &[0; 4096]);
     assert!(refused(OpenRequest::file(&name).format("qcow2")).contains("not in qcow2 format"));
-    for (format, bytes) in
-        [("bochs", &b"Bochs Virtual HD Image"[..]), ("cloop", b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop")]
-    {
+    for (format, bytes, word) in [
+        ("bochs", &b"Bochs Virtual HD Image"[..], "images of Bochs"),
+        ("cloop", b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop", "block_size"),
+    ] {
         let mut content = bytes.to_vec();
         content.resize(65536, 0);
         let name = raw_file(&folder, format, &content);
         let error = refused(OpenRequest::file(&name));
-        assert!(error.contains(&format!("'{format}'")), "{error}");
+        assert!(error.contains(word), "{error}");
     }
     // The mark of a disk image of Apple's is at its end, wherever that is.
     for len in [0, 512, 19544] {
@@ -203,7 +204,7 @@ fn what_is_no_image_is_refused_by_name() {
         content.resize(len + 512, 0);
         let name = raw_file(&folder, "disk.dmg", &content);
         let error = refused(OpenRequest::file(&name));
-        assert!(error.contains("'dmg'") && error.contains("'raw'"), "{error}");
+        assert!(error.contains("property list"), "{error}");
         assert_eq!(open_now(OpenRequest::file(&name).format("raw")).unwrap().driver_name(), "raw");
     }
     let sparse = raw_file(&folder, "sesparse", &[b"\xbe\xba\xfe\xca\0\0\0\0".as_slice(), &[0; 65536]].concat());

@@ -3,9 +3,13 @@
 //! them, and so do the tests that replay the corpus on a stable compiler.
 
 use super::replay::Entry;
+use cowshed_codec::{unpack_adc, unpack_bzip2};
+use cowshed_layout::bochs::BochsHeader;
 use cowshed_layout::bytes::le32_at;
 use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
+use cowshed_layout::cloop::CloopHeader;
 use cowshed_layout::crc32c::crc32;
+use cowshed_layout::dmg::{DmgPacking, DmgTrailer};
 use cowshed_layout::luks::LuksHeader;
 use cowshed_layout::probe::{FormatName, probe};
 use cowshed_layout::qcow2::{
@@ -288,6 +292,38 @@ pub fn block_formats(data: &[u8]) {
         assert!(words.clone().all(|entry| parallels.cluster(entry as u32).is_none_or(|host| host <= LARGEST)));
     }
     vhdx_pieces(data);
+    packed_formats(data);
+}
+
+/// Formats that are only read.
+fn packed_formats(data: &[u8]) {
+    const LARGEST: u64 = i64::MAX as u64;
+    if let Ok(bochs) = BochsHeader::parse(data) {
+        assert!(bochs.size <= u64::from(bochs.catalog_entries) * bochs.extent_bytes);
+        assert!(bochs.bitmap_bytes * 8 * 512 >= bochs.extent_bytes);
+        let words = data.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
+        assert!(words.into_iter().all(|entry| bochs.extent(entry).is_none_or(|host| host <= LARGEST)));
+    }
+    if let Ok(cloop) = CloopHeader::parse(data) {
+        assert!(cloop.size() <= LARGEST && cloop.table_bytes() <= 8 << 32);
+    }
+    let Ok(dmg) = DmgTrailer::parse(data) else { return };
+    let (offset, len) = dmg.list;
+    let list = usize::try_from(offset).ok().and_then(|offset| data.get(offset..offset.checked_add(len as usize)?));
+    let chunks = dmg.chunks(list.unwrap_or(data)).unwrap_or_default();
+    let mut end = 0;
+    for chunk in &chunks {
+        assert!(chunk.start >= end && chunk.len != 0 && chunk.start + chunk.len <= dmg.size);
+        assert!(chunk.host.checked_add(chunk.host_len).is_some_and(|end| end <= LARGEST));
+        end = chunk.start + chunk.len;
+        let packed = usize::try_from(chunk.host).ok().and_then(|at| data.get(at..)).unwrap_or_default();
+        let mut out = vec![0; chunk.len.min(1 << 16) as usize];
+        match chunk.packing {
+            DmgPacking::Bzip2 => drop(unpack_bzip2(packed, &mut out)),
+            DmgPacking::Adc => drop(unpack_adc(packed, &mut out)),
+            _ => {}
+        }
+    }
 }
 
 /// The structures of VHDX, which are far apart in a file: each is tried at the start of the bytes.
