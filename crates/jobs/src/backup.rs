@@ -19,6 +19,9 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// The error of a copy onto a disk of another size.
+pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
+
 /// How often a job that only saves what is overwritten looks whether it is to end.
 const LOOK: Duration = Duration::from_millis(50);
 /// A failed job's target that is not durable by then counts as empty.
@@ -95,7 +98,7 @@ impl Backup {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: BackupRequest) -> Result<Backup> {
         let BackupRequest { source, target, .. } = &request;
         if source.size() != target.size() {
-            return Err(Error::invalid_argument(crate::mirror::DIFFERENT_SIZES));
+            return Err(Error::invalid_argument(DIFFERENT_SIZES));
         }
         if Arc::ptr_eq(source, target) {
             return Err(Error::invalid_argument("Source and target cannot be the same"));

@@ -91,9 +91,6 @@ pub struct Mirror {
     piece: futures_util::lock::Mutex<bool>,
 }
 
-/// The error of a mirror onto a disk of another size.
-pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
-
 /// Who writes to the target.
 #[derive(Clone)]
 enum Writer {
@@ -456,7 +453,7 @@ impl Mirror {
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         if self.opened.is_none() && self.source.size() != self.target.size() {
-            return Err(Error::invalid_argument(DIFFERENT_SIZES));
+            return Err(Error::invalid_argument(crate::backup::DIFFERENT_SIZES));
         }
         let source = self.reader.queue();
         let mut target: Option<Queue> = None;
