@@ -435,7 +435,7 @@ mod tests {
     #[test]
     fn written_archives_are_read() {
         let bytes = archive(&[("a.ovf", b"x"), ("b.mf", &[1; 512]), ("c.vmdk", &[2; 513])]);
-        assert!(bytes.len() as u64 % RECORD_BYTES == 0 && starts_with_descriptor(&bytes));
+        assert!((bytes.len() as u64).is_multiple_of(RECORD_BYTES) && starts_with_descriptor(&bytes));
         let found = read(&bytes).unwrap();
         let shown: Vec<_> = found.iter().map(|m| (m.name.as_str(), m.offset, m.len)).collect();
         assert_eq!(shown, [("a.ovf", 512, 1), ("b.mf", 1536, 512), ("c.vmdk", 2560, 513)]);
