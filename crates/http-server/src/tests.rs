@@ -389,7 +389,7 @@ fn what_is_made_on_the_way_comes_in_chunks() {
     assert_eq!(chunked, b"1\r\n|\r\n0\r\n\r\n");
     // A client must not take what broke off for the whole.
     served.content.fails.store(true, Ordering::SeqCst);
-    let (head, _) = all("GET /packed HTTP/1.1\r\nHost: h\r\n\r\n");
+    let (head, _) = all("GET /packed HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
     assert!(head.starts_with("HTTP/1.1 500 "), "{head}");
     served.stop();
 }

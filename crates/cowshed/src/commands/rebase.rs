@@ -124,7 +124,8 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     let is_base = error.file_name().is_some_and(|name| name.ends_with(base.as_str()));
     let is_base = (is_base || is_unreached(&base, error)) && !base.is_empty() && base != options.image.name;
     // The new chain leads to the image, which is open already.
-    let is_loop = message.contains("loop") || message.contains(": this process ");
+    // A hint may name the format cloop.
+    let is_loop = error.sentence().contains("loop") || message.contains(": this process ");
     let of_image = message.starts_with(&format!("could not open the backing file of '{}'", options.image.name));
     let below_base = message.starts_with("could not open the backing file of");
     match !of_image && (is_base || is_loop || below_base) {

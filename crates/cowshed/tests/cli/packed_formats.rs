@@ -38,7 +38,7 @@ fn zlib(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn bzip2(bytes: &[u8]) -> Vec<u8> {
-    packed("bzip2", &["-c"], bytes)
+    packed("python3", &["-c", "import bz2, sys; sys.stdout.buffer.write(bz2.compress(sys.stdin.buffer.read()))"], bytes)
 }
 
 /// Literals alone, but for one copy of what stands before.

@@ -610,7 +610,7 @@ fn a_refused_command_changes_nothing_and_says_why() {
             {"type": "blockdev-snapshot-sync", "data": {"node-name": "nobody", "snapshot-file": "new2.qcow2", "snapshot-node-name": "m"}}]}),
             "nobody",
         ),
-        ("blockdev-mirror", json!({"job-id": "j", "device": "disk", "target": "small", "sync": "full"}), "small"),
+        ("blockdev-mirror", json!({"job-id": "j", "device": "disk", "target": "nobody", "sync": "full"}), "nobody"),
         ("job-cancel", json!({"id": "nobody"}), "Job not found"),
     ];
     for (name, arguments, reason) in refused {

@@ -231,6 +231,11 @@ fn every_driver_is_added_by_name_and_serves() {
         let options: &[&str] = if format == "vpc" { &["-o", "force_size=on"] } else { &[] };
         qemu.convert((&daemon.path("a.qcow2"), "qcow2"), (&target, format), options);
     }
+    let packed = std::process::Command::new("python3")
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/packed_images.py"))
+        .current_dir(std::path::Path::new(&path("a.raw")).parent().expect("a folder"))
+        .status();
+    assert!(packed.expect("python3 runs").success());
     for copy in ["s", "d", "c", "p", "l", "v", "w", "q", "r"] {
         std::fs::copy(daemon.path("a.raw"), daemon.path(&format!("{copy}.raw"))).expect("a copy");
     }
@@ -265,6 +270,9 @@ fn every_driver_is_added_by_name_and_serves() {
         ("qcow", json!({"file": file("a.qcow"), "read-only": true}), Some(7)),
         ("qed", json!({"file": file("a.qed"), "read-only": true}), Some(7)),
         ("parallels", json!({"file": file("a.parallels"), "read-only": true}), Some(7)),
+        ("dmg", json!({"file": file("a.dmg"), "read-only": true}), Some(7)),
+        ("bochs", json!({"file": file("a.bochs"), "read-only": true}), Some(7)),
+        ("cloop", json!({"file": file("a.cloop"), "read-only": true}), Some(7)),
         ("luks", json!({"file": file("a.luks"), "key-secret": "s"}), Some(7)),
         ("null-co", json!({"size": 64 << 20}), Some(0)),
         ("null-aio", json!({"size": 64 << 20, "read-zeroes": false, "latency-ns": 1000}), Some(0)),
