@@ -55,6 +55,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn check_parent(&self, _parent: &Node) -> Result<()> {
         Ok(())
     }
+    /// True where blocks are so large that they are unpacked one after the other.
+    fn packs_large(&self) -> bool {
+        false
+    }
     /// Unpacks the block that begins at byte `block` of the disk, all of it.
     fn unpack(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<Vec<u8>>> {
         async move { Err(Error::internal("this format packs no blocks").offset(block)) }
@@ -513,6 +517,10 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
             }
             Ok(runs)
         })
+    }
+
+    fn packs_large(&self) -> bool {
+        self.format.packs_large()
     }
 
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {

@@ -2,7 +2,7 @@
 //! Compressed loop images of Linux, for reading: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::{LARGE_BYTES, Place, zeroed};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_codec::inflate_zlib;
 use cowshed_graph::node::Description;
@@ -64,18 +64,22 @@ impl BlockFormat for Cloop {
         Ok((Place::Packed { block: at - skip }, len.min(self.header.block_bytes - skip)))
     }
 
+    fn packs_large(&self) -> bool {
+        self.header.block_bytes > LARGE_BYTES
+    }
+
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
         let index = block / self.header.block_bytes;
         let start = u64::from_be_bytes(file.entry(self.table, index).await?);
         let end = u64::from_be_bytes(file.entry(self.table, index + 1).await?);
         // What doesn't get shorter grows a little.
-        let most = 2 * self.header.block_bytes;
+        let most = self.header.block_bytes + self.header.block_bytes / 8 + 1024;
         let len = end.checked_sub(start).filter(|&len| len <= most);
         let len = len.ok_or_else(|| Error::invalid_image("offsets", end, "a block has an impossible length"))?;
         file.check_data("offsets", start, len, block)?;
         let (packed, bytes) = (file.read(start, len as usize).await?, self.header.block_bytes as usize);
         rt::offload(move || {
-            let mut out = vec![0; bytes];
+            let mut out = zeroed(bytes)?;
             inflate_zlib(&packed, &mut out, bytes)?;
             Ok(out)
         })

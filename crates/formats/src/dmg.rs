@@ -2,8 +2,8 @@
 //! Apple's disk images (UDIF), for reading: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, finish};
-use super::mapped::Place;
-use cowshed_block::{Error, ErrorKind, Result};
+use super::mapped::{LARGE_BYTES, Place, zeroed};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2};
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
@@ -27,6 +27,8 @@ struct Dmg {
     trailer: DmgTrailer,
     /// In the order of the disk.
     chunks: Vec<DmgChunk>,
+    /// Some packed piece is large.
+    packs_large: bool,
 }
 
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -43,7 +45,8 @@ async fn load(file: &ImageFile) -> Result<Dmg> {
         return Err(Error::invalid_image("XMLOffset", offset, "the property list is not in the file"));
     }
     let chunks = trailer.chunks(&file.read(offset, len as usize).await?)?;
-    Ok(Dmg { trailer, chunks })
+    let packs_large = chunks.iter().any(|chunk| chunk.packing.is_packed() && chunk.len > LARGE_BYTES);
+    Ok(Dmg { trailer, chunks, packs_large })
 }
 
 impl BlockFormat for Dmg {
@@ -67,10 +70,12 @@ impl BlockFormat for Dmg {
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let next = self.chunks.partition_point(|chunk| chunk.start + chunk.len <= at);
-        let Some(chunk) = self.chunks.get(next) else { return Ok((Place::Zero, len)) };
-        if at < chunk.start {
-            return Ok((Place::Zero, len.min(chunk.start - at)));
-        }
+        let chunk = self.chunks.get(next).filter(|chunk| chunk.start <= at);
+        // Zeroes are a piece too: what no table has is lost.
+        let chunk = chunk.ok_or_else(|| {
+            let message = "no table of the image has this part of the disk";
+            Error::new(ErrorKind::InvalidImage, message).offset(at).with_errno(Errno::EIO)
+        })?;
         let skip = at - chunk.start;
         let len = len.min(chunk.len - skip);
         match chunk.packing {
@@ -83,6 +88,10 @@ impl BlockFormat for Dmg {
         }
     }
 
+    fn packs_large(&self) -> bool {
+        self.packs_large
+    }
+
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
         let found = self.chunks.binary_search_by_key(&block, |chunk| chunk.start);
         let chunk = found.ok().and_then(|index| self.chunks.get(index).copied());
@@ -90,7 +99,7 @@ impl BlockFormat for Dmg {
         file.check_data("compOffset", chunk.host, chunk.host_len, block)?;
         let packed = file.read(chunk.host, chunk.host_len as usize).await?;
         rt::offload(move || {
-            let mut out = vec![0; chunk.len as usize];
+            let mut out = zeroed(chunk.len as usize)?;
             match chunk.packing {
                 DmgPacking::Zlib => inflate_zlib(&packed, &mut out, chunk.len as usize)?,
                 DmgPacking::Bzip2 => unpack_bzip2(&packed, &mut out)?,

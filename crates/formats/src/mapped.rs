@@ -3,6 +3,7 @@
 //! does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can be written to are a
 //! [`MappedWriter`], too.
 
+use cowshed_block::memory::vec_for;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
@@ -13,6 +14,7 @@ use cowshed_graph::options::BlockdevOptions;
 use cowshed_offline::check::Repair;
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
+use futures_util::lock::Mutex as Turn;
 use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +23,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 const MAX_RUNS: usize = 256;
 /// Unpacked blocks that are kept: small reads in a row don't unpack the same block again.
 const KEPT_BLOCKS: usize = 4;
+/// A packed block of more bytes is large.
+pub(crate) const LARGE_BYTES: u64 = 4 << 20;
+
+/// Memory for what comes out of a packed block. `ENOMEM` where there is none.
+pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec_for(len)?;
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
 
 /// Where a run of the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +92,10 @@ pub(crate) trait MappedFormat: Send + Sync {
     /// Where a range is: runs in order without gaps from `offset` on, at least one, about `max_runs` at most; they may
     /// end before the range does, never behind it.
     fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>>;
+    /// True where blocks are so large that they are unpacked one after the other, and one of them is kept.
+    fn packs_large(&self) -> bool {
+        false
+    }
     /// Unpacks the block that begins at byte `block` of the disk, all of it.
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
@@ -141,6 +156,8 @@ pub(crate) struct MappedDriver {
     /// So much may still be unpacked, in bytes.
     unpack_budget: AtomicU64,
     kept: Mutex<Kept>,
+    /// Held while a large block is unpacked.
+    turn: Turn<()>,
 }
 
 /// Unpacked blocks.
@@ -160,7 +177,15 @@ impl MappedDriver {
         max_unpacked_bytes: u64,
     ) -> MappedDriver {
         let unpack_budget = AtomicU64::new(max_unpacked_bytes);
-        MappedDriver { format, filename, backing, no_backing, unpack_budget, kept: Mutex::default() }
+        MappedDriver {
+            format,
+            filename,
+            backing,
+            no_backing,
+            unpack_budget,
+            kept: Mutex::default(),
+            turn: Turn::default(),
+        }
     }
 
     fn named(&self, error: Error) -> Error {
@@ -237,13 +262,25 @@ impl MappedDriver {
 
     async fn unpacked(&self, block: u64) -> Result<Arc<Vec<u8>>> {
         let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let changes = {
+        let known = || {
             let kept = kept();
-            if let Some((_, bytes)) = kept.blocks.iter().find(|(known, _)| *known == block) {
-                return Ok(Arc::clone(bytes));
-            }
-            kept.changes
+            let found = kept.blocks.iter().find(|(known, _)| *known == block).map(|(_, bytes)| Arc::clone(bytes));
+            (found, kept.changes)
         };
+        if let (Some(bytes), _) = known() {
+            return Ok(bytes);
+        }
+        let is_large = self.format.packs_large();
+        let _turn = if is_large { Some(self.turn.lock().await) } else { None };
+        // Another request may have unpacked it meanwhile.
+        let (found, changes) = known();
+        if let Some(bytes) = found {
+            return Ok(bytes);
+        }
+        let others = if is_large { 0 } else { KEPT_BLOCKS - 1 };
+        if is_large {
+            kept().blocks.clear();
+        }
         let bytes = Arc::new(self.format.unpack(block).await?);
         let len = bytes.len() as u64;
         let within = self.unpack_budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
@@ -255,7 +292,7 @@ impl MappedDriver {
         }
         let mut kept = kept();
         if kept.changes == changes {
-            kept.blocks.truncate(KEPT_BLOCKS - 1);
+            kept.blocks.truncate(others);
             kept.blocks.insert(0, (block, Arc::clone(&bytes)));
         }
         Ok(bytes)

@@ -10,6 +10,8 @@ pub const TRAILER_BYTES: usize = 512;
 pub const MOST_LIST_BYTES: u64 = 32 << 20;
 /// A packed piece is unpacked whole: at most so many bytes.
 pub const MOST_PACKED_BYTES: u64 = 64 << 20;
+/// A packed piece is longer than what comes out of it by no more than an eighth and so many bytes.
+const MOST_GROWTH_BYTES: u64 = 64 << 10;
 const SECTOR_BYTES: u64 = 512;
 const TABLE_HEADER_BYTES: usize = 204;
 const CHUNK_BYTES: usize = 40;
@@ -38,6 +40,13 @@ pub enum DmgPacking {
     Zlib,
     /// bzip2.
     Bzip2,
+}
+
+impl DmgPacking {
+    /// True for what is unpacked whole.
+    pub fn is_packed(self) -> bool {
+        matches!(self, DmgPacking::Adc | DmgPacking::Zlib | DmgPacking::Bzip2)
+    }
 }
 
 /// A piece of the disk.
@@ -126,9 +135,8 @@ impl DmgTrailer {
                 0x8000_0004 => DmgPacking::Adc,
                 0x8000_0005 => DmgPacking::Zlib,
                 0x8000_0006 => DmgPacking::Bzip2,
-                // A comment, and the end.
-                0x7fff_fffe => continue,
-                0xffff_ffff => break,
+                // A comment, and the end, behind which QEMU reads on.
+                0x7fff_fffe | 0xffff_ffff => continue,
                 0x8000_0007 => return Err(Error::unsupported("pieces that are packed with lzfse can't be read")),
                 0x8000_0008 => return Err(Error::unsupported("pieces that are packed with lzma can't be read")),
                 other => return Err(damaged("a kind of piece that isn't known").value(format!("{other:#x}"))),
@@ -143,8 +151,9 @@ impl DmgTrailer {
             let (Some(start), Some(len), Some(host)) = (start, len, host) else {
                 return Err(damaged("a piece is out of range"));
             };
-            let is_packed = matches!(packing, DmgPacking::Adc | DmgPacking::Zlib | DmgPacking::Bzip2);
-            if is_packed && (len > MOST_PACKED_BYTES || host_len > MOST_PACKED_BYTES) {
+            let is_packed = packing.is_packed();
+            // What doesn't get shorter grows a little.
+            if is_packed && (len > MOST_PACKED_BYTES || host_len > len + len / 8 + MOST_GROWTH_BYTES) {
                 return Err(Error::new(ErrorKind::Limit, "a packed piece is too long").offset(start));
             }
             if packing == DmgPacking::Raw && host_len < len {

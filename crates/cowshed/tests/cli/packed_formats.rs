@@ -206,6 +206,46 @@ fn damaged_and_hostile_images_of_apple_are_refused() {
     }
 }
 
+/// Zeroes are a piece too: where no table has one, QEMU fails, and so does this.
+#[test]
+fn a_part_of_a_dmg_that_no_table_has_is_no_zeroes() {
+    let oracle = Oracle::new();
+    let (good, disk) = dmg(&[(1, content(1, 1024), content(1, 1024)), (1, content(2, 512), content(2, 512))]);
+    let mut longer = good.clone();
+    let at = longer.len() - 512 + 492;
+    longer[at..at + 8].copy_from_slice(&(disk.len() as u64 / 512 + 8).to_be_bytes());
+    fs::write(oracle.work().join("a.dmg"), &longer).unwrap();
+    let work = oracle.work();
+    let line = words("convert -f dmg -O raw a.dmg out.raw");
+    assert_eq!(oracle.real(&work, &line).code, Some(1));
+    let message = oracle.refused("convert -f dmg -O raw a.dmg out.raw");
+    assert!(message.contains("no table of the image has this part"), "{message}");
+}
+
+/// What comes out of a piece bounds what is read for it.
+#[test]
+fn a_packed_piece_far_longer_than_its_content_is_refused() {
+    let oracle = Oracle::new();
+    let bytes = content(1, 512);
+    let mut stored = zlib(&bytes);
+    stored.resize(1 << 20, 0);
+    let (file, _) = dmg(&[(0x8000_0005, bytes, stored), (0, vec![0; 512], Vec::new())]);
+    fs::write(oracle.work().join("a.dmg"), file).unwrap();
+    let message = oracle.refused("convert -f dmg -O raw a.dmg out.raw");
+    assert!(message.contains("a packed piece is too long"), "{message}");
+}
+
+/// Blocks of many MiB are unpacked one after the other, and read right by many requests.
+#[test]
+fn large_packed_pieces_are_read_right() {
+    let oracle = Oracle::new();
+    let large = content(5, 5 << 20);
+    let pieces: Vec<Piece> = (0..3).map(|_| (0x8000_0005, large.clone(), zlib(&large))).collect();
+    let (file, disk) = dmg(&pieces);
+    fs::write(oracle.work().join("a.dmg"), file).unwrap();
+    reads_as(&oracle, "a.dmg", "dmg", &disk);
+}
+
 /// A growing image of Bochs: catalog, and extents with a bitmap of their sectors.
 fn bochs(version: u32) -> (Vec<u8>, Vec<u8>) {
     let (extent, entries, size) = (8192usize, 10usize, 75 * 1024usize);
