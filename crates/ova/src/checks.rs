@@ -4,7 +4,7 @@
 use crate::envelope::{Item, Machine, resource};
 use crate::machine::Importer;
 use crate::package::{Package, pieces_of};
-use crate::tar::printable;
+use crate::tar::{has_ending, printable};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vmdk::{SparseHeader, embedded_descriptor, sectors_to_bytes};
 use std::collections::HashSet;
@@ -109,9 +109,8 @@ impl List {
                 self.warning(format!("the length of '{}' isn't said", printable(&reference.href)));
             }
         }
-        let has_certificate = |name: &str| name.ends_with(".cert");
         for member in package.members.iter().filter(|member| !referenced.contains(&member.name)) {
-            match has_certificate(&member.name) {
+            match has_ending(&member.name, "cert") {
                 true => self.warning("the signature isn't checked"),
                 false => self.warning(format!("nothing refers to '{}'", printable(&member.name))),
             }
@@ -122,13 +121,12 @@ impl List {
         let Some(manifest) = &package.manifest else { return self.warning("there is no manifest") };
         let mut seen = HashSet::new();
         for line in manifest.lines.iter().filter(|line| seen.insert(line.name.clone())) {
-            if let Err(error) = package.check_digest(&line.name) {
+            if let Err(error) = package.check_digest(&line.name, &|| false) {
                 self.error(error.to_string());
             }
         }
         for member in &package.members {
-            let needs_none = Some(&member.name) == package.manifest_name.as_ref() || member.name.ends_with(".cert");
-            if !needs_none && manifest.of(&member.name).is_none() {
+            if !package.needs_no_digest(&member.name) && manifest.of(&member.name).is_none() {
                 self.error(format!("the manifest has no digest of '{}'", printable(&member.name)));
             }
         }

@@ -6,6 +6,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use sha1::Sha1;
 use sha2::digest::DynDigest;
 use sha2::{Sha256, Sha384, Sha512};
+use std::collections::HashMap;
 use std::io::{self, Read};
 
 /// Read at once.
@@ -98,7 +99,9 @@ impl Manifest {
     /// For a line that isn't understood: what isn't can't be checked. For two lines about one file that disagree.
     pub fn parse(bytes: &[u8]) -> Result<Manifest> {
         let text = std::str::from_utf8(bytes).map_err(|_| wrong("it is no UTF-8"))?;
+        let text = text.trim_start_matches('\u{feff}').trim_end_matches('\0');
         let mut manifest = Manifest::default();
+        let mut digests: HashMap<(String, &str), String> = HashMap::new();
         for (index, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() {
@@ -107,9 +110,11 @@ impl Manifest {
             let parsed = parse_line(line).ok_or_else(|| {
                 wrong(&format!("line {} is no digest that is known: '{}'", index + 1, printable(line)))
             })?;
-            let known = manifest.lines.iter().find(|known| known.name == parsed.name && known.kind == parsed.kind);
-            if known.is_some_and(|known| known.digest != parsed.digest) {
-                return Err(wrong(&format!("two digests of '{}'", printable(&parsed.name))));
+            match digests.insert((parsed.name.clone(), parsed.kind.name()), parsed.digest.clone()) {
+                // The same line again would have the file read again.
+                Some(known) if known == parsed.digest => continue,
+                Some(_) => return Err(wrong(&format!("two digests of '{}'", printable(&parsed.name)))),
+                None => {}
             }
             if manifest.lines.len() >= crate::limits::MEMBERS * KINDS.len() {
                 return Err(Error::new(ErrorKind::Limit, "too many lines in the manifest"));
@@ -132,6 +137,8 @@ fn parse_line(line: &str) -> Option<Line> {
     let digest = digest.trim_start().strip_prefix('=')?.trim();
     let (kind, _, len) = KINDS.iter().find(|(_, known, _)| known.eq_ignore_ascii_case(word.trim()))?;
     let is_digest = digest.len() == 2 * len && digest.bytes().all(|digit| digit.is_ascii_hexdigit());
+    // As archives and descriptors may have them.
+    let name = name.strip_prefix("./").unwrap_or(name);
     is_digest.then(|| Line { kind: *kind, name: name.to_owned(), digest: digest.to_ascii_lowercase() })
 }
 

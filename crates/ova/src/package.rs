@@ -3,12 +3,13 @@
 
 use crate::envelope::{Envelope, FileReference};
 use crate::limits;
-use crate::manifest::Manifest;
+use crate::manifest::{DigestKind, Line, Manifest};
 use crate::tar::{self, Member, has_ending, printable};
 use cowshed_block::{Error, ErrorKind, Result};
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// An open package.
@@ -28,6 +29,8 @@ pub struct Package {
     pub manifest: Option<Manifest>,
     /// The name of the manifest.
     pub manifest_name: Option<String>,
+    /// Where each name stands in `members`.
+    by_name: HashMap<String, usize>,
 }
 
 /// A part of a disk's file.
@@ -93,17 +96,45 @@ impl Package {
     /// For what can't be read, is damaged, or asks for more than [`limits`] allow.
     pub fn open(path: &Path) -> Result<Package> {
         let named = |error: Error| error.file(path.display().to_string());
-        let mut file = File::open(path).map_err(|error| named(Error::io(&error, "could not open")))?;
-        let about = file.metadata().map_err(|error| named(Error::io(&error, "could not look at")))?;
+        // A FIFO would let the opening wait.
+        let about = fs::metadata(path).map_err(|error| named(Error::io(&error, "could not open")))?;
         if !about.is_file() {
             return Err(named(Error::invalid_argument("a package is a file")));
         }
+        let mut file = File::open(path).map_err(|error| named(Error::io(&error, "could not open")))?;
+        let about = file.metadata().map_err(|error| named(Error::io(&error, "could not look at")))?;
         let is_descriptor = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("ovf"));
         let package = match is_descriptor {
             true => Self::open_folder(path, &file, about.len()),
             false => tar::members(&mut file, about.len()).and_then(|members| Self::open_archive(path, file, members)),
         };
-        package.map_err(named)
+        package.and_then(Self::checked).map_err(named)
+    }
+
+    /// Refuses references that stand for other files than the package's disks, or for more than it may have.
+    fn checked(mut self) -> Result<Package> {
+        self.by_name = self.members.iter().enumerate().map(|(index, member)| (member.name.clone(), index)).collect();
+        let disks = self.envelope.disks.iter().filter_map(|disk| self.envelope.file(disk.file.as_deref()?));
+        for pieces in [self.envelope.files.iter().map(count_of).sum::<u64>(), disks.map(count_of).sum()] {
+            if pieces > 2 * limits::MEMBERS as u64 {
+                let message = format!("more than {} pieces of files", 2 * limits::MEMBERS);
+                return Err(Error::new(ErrorKind::Limit, message));
+            }
+        }
+        let own = |name: &str| name == self.descriptor || self.manifest_name.as_deref() == Some(name);
+        let mut names = HashSet::new();
+        for reference in &self.envelope.files {
+            let href = printable(&reference.href);
+            if own(&reference.href) {
+                let message = format!("the descriptor names '{href}' as a file, which is a part of the package itself");
+                return Err(Error::new(ErrorKind::InvalidImage, message));
+            }
+            if reference.chunk_bytes.is_some() && !names.insert(&reference.href) {
+                let message = format!("the descriptor names the pieces of '{href}' twice");
+                return Err(Error::new(ErrorKind::InvalidImage, message));
+            }
+        }
+        Ok(self)
     }
 
     fn open_archive(path: &Path, file: File, members: Vec<Member>) -> Result<Package> {
@@ -116,8 +147,15 @@ impl Package {
         }
         let window = |member: &Member| Window { file: &file, offset: member.offset, end: member.offset + member.len };
         let envelope = Envelope::parse(&whole(window(&descriptor), descriptor.len, limits::DESCRIPTOR_BYTES)?)?;
-        // Its name is the descriptor's with another ending; any other file with that ending is it too.
-        let manifest = members.iter().find(|member| has_ending(&member.name, "mf"));
+        // Its name is the descriptor's with another ending; the only other file with that ending is it too.
+        let mut manifests: Vec<&Member> = members.iter().filter(|member| has_ending(&member.name, "mf")).collect();
+        if manifests.len() > 1 {
+            manifests.retain(|member| stem_of(&member.name) == stem_of(&descriptor.name));
+            if manifests.len() != 1 {
+                return Err(Error::new(ErrorKind::InvalidImage, "there are several manifests in the archive"));
+            }
+        }
+        let manifest = manifests.first();
         let manifest_name = manifest.map(|member| member.name.clone());
         let manifest =
             manifest.map(|member| Manifest::parse(&whole(window(member), member.len, limits::MANIFEST_BYTES)?));
@@ -131,6 +169,7 @@ impl Package {
             envelope,
             manifest,
             manifest_name,
+            by_name: HashMap::new(),
         })
     }
 
@@ -139,8 +178,7 @@ impl Package {
         let name = name.ok_or_else(|| Error::unsupported("the name of the descriptor is no UTF-8"))?;
         let envelope = Envelope::parse(&whole(Window { file, offset: 0, end: len }, len, limits::DESCRIPTOR_BYTES)?)?;
         let mut members = vec![Member { name: name.to_owned(), offset: 0, len }];
-        let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-        let manifest_name = Some(format!("{stem}.mf")).filter(|name| path.with_file_name(name).is_file());
+        let manifest_name = manifest_beside(path, name)?;
         let manifest = match &manifest_name {
             None => None,
             Some(name) => {
@@ -154,17 +192,25 @@ impl Package {
                 )?)?)
             }
         };
+        let mut known: HashSet<String> = members.iter().map(|member| member.name.clone()).collect();
         for reference in &envelope.files {
             for (name, _) in pieces_of(reference)? {
                 // What is missing is said by the use of it.
                 let Ok(about) = fs::symlink_metadata(path.with_file_name(&name)) else { continue };
-                if about.is_file() && !members.iter().any(|member| member.name == name) {
+                if about.is_file() && known.insert(name.clone()) {
                     members.push(Member { name, offset: 0, len: about.len() });
                 }
             }
         }
-        let path = path.to_owned();
-        Ok(Package { path, archive: None, members, descriptor: name.to_owned(), envelope, manifest, manifest_name })
+        for line in manifest.iter().flat_map(|manifest: &Manifest| &manifest.lines) {
+            let Ok(name) = tar::plain_name(&line.name) else { continue };
+            let Ok(about) = fs::symlink_metadata(path.with_file_name(name)) else { continue };
+            if about.is_file() && known.insert(name.to_owned()) {
+                members.push(Member { name: name.to_owned(), offset: 0, len: about.len() });
+            }
+        }
+        let (path, descriptor, by_name) = (path.to_owned(), name.to_owned(), HashMap::new());
+        Ok(Package { path, archive: None, members, descriptor, envelope, manifest, manifest_name, by_name })
     }
 
     /// True for one file that has all.
@@ -174,7 +220,7 @@ impl Package {
 
     /// The file with this name.
     pub fn member(&self, name: &str) -> Option<&Member> {
-        self.members.iter().find(|member| member.name == name)
+        self.members.get(*self.by_name.get(name)?)
     }
 
     /// Reads a file of the package.
@@ -239,21 +285,54 @@ impl Package {
         Ok(pieces)
     }
 
-    /// Compares a file with the manifest's strongest digest of it; false where the manifest has none.
+    /// True for a file that needs no digest: the manifest, and its signature.
+    pub fn needs_no_digest(&self, name: &str) -> bool {
+        self.manifest_name.as_deref() == Some(name) || has_ending(name, "cert")
+    }
+
+    /// Compares every file with the manifest, where there is one. `is_ended` is asked for each piece that is read.
+    ///
+    /// # Errors
+    /// For a digest that differs, and for one or a file that is missing.
+    pub fn check_digests(&self, is_ended: &dyn Fn() -> bool) -> Result<()> {
+        let Some(manifest) = &self.manifest else { return Ok(()) };
+        for member in &self.members {
+            if !self.check_digest(&member.name, is_ended)? && !self.needs_no_digest(&member.name) {
+                let message = format!("the manifest has no digest of '{}'", printable(&member.name));
+                return Err(Error::new(ErrorKind::InvalidImage, message));
+            }
+        }
+        match manifest.lines.iter().find(|line| self.member(&line.name).is_none()) {
+            Some(line) => self.check_digest(&line.name, is_ended).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Compares a file with all digests that the manifest has of it; false where it has none. `is_ended` is asked for each
+    /// piece that is read.
     ///
     /// # Errors
     /// For a digest that differs.
-    pub fn check_digest(&self, name: &str) -> Result<bool> {
-        let Some(line) = self.manifest.as_ref().and_then(|manifest| manifest.of(name)) else { return Ok(false) };
+    pub fn check_digest(&self, name: &str, is_ended: &dyn Fn() -> bool) -> Result<bool> {
+        let lines = self.manifest.iter().flat_map(|manifest| manifest.lines.iter().filter(|line| line.name == name));
+        let mut is_known = false;
+        for line in lines {
+            self.check_line(line, is_ended)?;
+            is_known = true;
+        }
+        Ok(is_known)
+    }
+
+    fn check_line(&self, line: &Line, is_ended: &dyn Fn() -> bool) -> Result<()> {
+        let name = &line.name;
         let shown = printable(name);
         let Some(member) = self.member(name) else {
             let message = format!("the manifest names '{shown}', which the package lacks");
             return Err(Error::new(ErrorKind::InvalidImage, message));
         };
-        let digest = line.kind.of(&mut *self.reader(member)?);
-        let digest = digest.map_err(|error| Error::io(&error, format!("could not read '{shown}'")))?;
+        let digest = self.digest(member, line.kind, is_ended)?;
         match digest == line.digest {
-            true => Ok(true),
+            true => Ok(()),
             false => Err(Error::new(
                 ErrorKind::InvalidImage,
                 format!(
@@ -263,6 +342,86 @@ impl Package {
                 ),
             )),
         }
+    }
+
+    /// The digest of a file of the package.
+    ///
+    /// # Errors
+    /// For a file that can't be read, and where `is_ended` says so.
+    pub fn digest(&self, member: &Member, kind: DigestKind, is_ended: &dyn Fn() -> bool) -> Result<String> {
+        let digest = kind.of(&mut Ending { reader: self.reader(member)?, is_ended });
+        digest.map_err(|error| match is_ended() {
+            true => Error::new(ErrorKind::Cancelled, "cancelled"),
+            false => Error::io(&error, format!("could not read '{}'", printable(&member.name))),
+        })
+    }
+
+    /// Refuses a target that is one of the package's own files, under any name.
+    ///
+    /// # Errors
+    /// For such a target.
+    pub fn check_target(&self, target: &Path) -> Result<()> {
+        let Ok(target_about) = fs::metadata(target) else { return Ok(()) };
+        let is_target = |path: &Path| {
+            fs::metadata(path).is_ok_and(|about| (about.dev(), about.ino()) == (target_about.dev(), target_about.ino()))
+        };
+        let is_own = match self.is_archive() {
+            true => is_target(&self.path),
+            false => self.members.iter().any(|member| is_target(&self.path.with_file_name(&member.name))),
+        };
+        match is_own {
+            true => {
+                let message = "the target is a file of the package itself";
+                Err(Error::invalid_argument(message).file(target.display().to_string()))
+            }
+            false => Ok(()),
+        }
+    }
+}
+
+/// A reader that is cut off when its work is to end.
+struct Ending<'a> {
+    reader: Box<dyn Read>,
+    is_ended: &'a dyn Fn() -> bool,
+}
+
+impl Read for Ending<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match (self.is_ended)() {
+            true => Err(io::Error::other("cancelled")),
+            false => self.reader.read(bytes),
+        }
+    }
+}
+
+/// A name without its ending.
+fn stem_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(stem, _)| stem)
+}
+
+/// The manifest in the folder of a descriptor, whatever it is: a link there is damage, and not the lack of a manifest.
+fn manifest_beside(path: &Path, descriptor: &str) -> Result<Option<String>> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let failed = |error: io::Error| Error::io(&error, "could not look for the manifest");
+    let mut found: Option<String> = None;
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let Some(name) = name.to_str().filter(|name| has_ending(name, "mf") && stem_of(name) == stem_of(descriptor))
+        else {
+            continue;
+        };
+        if found.replace(name.to_owned()).is_some() {
+            return Err(Error::new(ErrorKind::InvalidImage, "there are several manifests beside the descriptor"));
+        }
+    }
+    Ok(found)
+}
+
+/// The count of files that a reference stands for.
+fn count_of(reference: &FileReference) -> u64 {
+    match (reference.chunk_bytes, reference.size) {
+        (Some(chunk), Some(size)) => size.div_ceil(chunk).clamp(1, 1 + limits::MEMBERS as u64),
+        _ => 1,
     }
 }
 
@@ -283,7 +442,12 @@ pub fn pieces_of(reference: &FileReference) -> Result<Vec<(String, Option<u64>)>
 fn format_of(uri: &str) -> Result<&'static str> {
     // The part behind the last slash says it; the host of the URI may have any name.
     let last = uri.rsplit('/').next().unwrap_or_default().to_ascii_lowercase();
-    let known = FORMATS.iter().find(|(part, _)| last.contains(part));
+    // A word of three letters may be a part of any other.
+    let is_in_last = |part: &str| match part {
+        "raw" => last.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == part),
+        _ => last.contains(part),
+    };
+    let known = FORMATS.iter().find(|(part, _)| is_in_last(part));
     let anywhere = || FORMATS.iter().find(|(part, _)| *part != "raw" && uri.to_ascii_lowercase().contains(part));
     let found = known.or_else(anywhere).map(|(_, driver)| *driver);
     found.ok_or_else(|| Error::unsupported(format!("the format '{}' isn't known", printable(uri))))
@@ -359,7 +523,8 @@ mod tests {
         ] {
             assert_eq!(format_of(uri).unwrap(), driver, "{uri}");
         }
-        for uri in ["", "http://example.org/draw/x", "http://www.ecma-international.org/iso"] {
+        for uri in ["", "http://example.org/draw/x", "http://example.org/draw", "http://www.ecma-international.org/iso"]
+        {
             assert!(format_of(uri).is_err(), "{uri}");
         }
     }

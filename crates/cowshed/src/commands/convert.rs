@@ -18,7 +18,7 @@ use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_ova::Package;
-use cowshed_storage::path_of_text;
+use cowshed_ova::tar::has_ending;
 use std::time::Instant;
 
 /// Requests in flight with `-m`.
@@ -190,6 +190,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if platform.is_some_and(|platform| platform.format == GCP_FORMAT) {
         return pack_for_cloud(args, sources, target, console);
     }
+    let is_known_by_name = |name: &String| ["ova", "ovf"].iter().any(|ending| has_ending(name, ending));
+    let is_told = args.format.is_some() || sources.iter().any(is_known_by_name);
     let is_package = is_package(&mut args, sources, console)?;
     let mut chosen = None;
     if !args.no_create {
@@ -207,6 +209,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     guard(&args, &options, console)?;
     let packed = is_package.then(|| unpack(&args, &options, console)).transpose()?;
     if let Some(disk) = &packed {
+        if !is_told {
+            // A guest may write the first sector of its disk.
+            let disk = &disk.shown;
+            console.complain(format_args!(
+                "warning: {disk} is taken, as the file begins as a package; -f raw takes the file"
+            ));
+        }
         options.sources = vec![disk.spec.clone()];
     }
     let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?.saying_end_again();
@@ -297,7 +306,7 @@ fn pack_for_cloud(
     }
     let args = ConvertArgs { target_format: Some("raw".to_owned()), ..args };
     let options = ConvertOptions { size_unit_bytes: platform.size_unit_bytes, ..options(&args, sources, target)? };
-    let path = path_of_text(target);
+    let path = new_image::local_path(target);
     let (started, persona) = (Instant::now(), console.persona);
     let job = work::Foreground::new(persona, args.progress, args.quiet, "packing")?;
     let work = async |handle| ova::cloud::pack(&options, &path, args.force, &handle).await;
@@ -317,7 +326,7 @@ const NO_ARCHIVES: &str =
 fn is_package(args: &mut ConvertArgs, sources: &[String], console: &Console) -> Result<bool, Failure> {
     let is_named = args.format.as_deref() == Some("ova");
     let may_be = console.persona == Persona::Cowshed && !args.naming.image_opts && (is_named || args.format.is_none());
-    let is_one = |source: &String| may_be && (is_named || Package::is_one(&path_of_text(source)));
+    let is_one = |source: &String| may_be && (is_named || Package::is_one(&new_image::local_path(source)));
     match (sources, sources.iter().any(is_one)) {
         ([_], true) => {
             args.format = None;
@@ -333,10 +342,11 @@ fn is_package(args: &mut ConvertArgs, sources: &[String], console: &Console) -> 
 fn unpack(args: &ConvertArgs, options: &ConvertOptions, console: &Console) -> Result<ova::source::Chosen, Failure> {
     let [image] = options.sources.as_slice() else { return Err(Failure::new("one package at a time")) };
     let job = work::Foreground::new(console.persona, false, true, "checking")?;
-    let target = path_of_text(&options.target.name);
+    let target = new_image::local_path(&options.target.name);
     let is_untrusted = args.naming.untrusted.is_on();
     let choose = async |handle| {
-        let package = Package::open(&path_of_text(&image.name))?;
+        let package = Package::open(&new_image::local_path(&image.name))?;
+        package.check_target(&target)?;
         if is_untrusted && !package.is_archive() {
             let message = "--untrusted takes a package in one file (.ova): `cowshed ova pack` makes one";
             return Err(Error::unsupported(message).file(&image.name));
@@ -367,7 +377,7 @@ fn pack(args: ConvertArgs, sources: &[String], target: &str, console: &mut Conso
         }
     }
     let importer = ova::target::importer(args.platform.as_deref())?;
-    let path = path_of_text(target);
+    let path = new_image::local_path(target);
     let machine = args.machine.machine(&path, importer)?;
     let args = ConvertArgs { target_format: Some("vmdk".to_owned()), ..args };
     let options = options(&args, sources, target)?;

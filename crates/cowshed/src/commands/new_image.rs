@@ -6,7 +6,7 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use cowshed_create::schema::options_of;
 use cowshed_storage::path_of_text;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Formats by the ending of a file's name.
 const ENDINGS: &[(&str, &str)] = &[
@@ -61,9 +61,14 @@ fn by_ending(name: &str) -> Option<(&'static str, &'static str)> {
     ENDINGS.iter().find(|(known, _)| *known == ending).copied()
 }
 
+/// The local file of a name.
+pub fn local_path(name: &str) -> PathBuf {
+    path_of_text(name.strip_prefix("file:").unwrap_or(name))
+}
+
 /// Refuses a file that is there already, under our own name and without `--force`. Devices are there always.
 pub fn check_absent(name: &str, force: bool, console: &Console) -> Result<(), Failure> {
-    let path = path_of_text(name.strip_prefix("file:").unwrap_or(name));
+    let path = local_path(name);
     if force || console.persona != Persona::Cowshed || !path.is_file() {
         return Ok(());
     }

@@ -457,3 +457,143 @@ fn wrong_words_are_refused_before_anything_is_made() {
     ok(&oracle, "ova verify m.ova");
     assert!(whole == fs::read(oracle.work().join("m.ova")).unwrap());
 }
+
+/// The folder of [`changed`].
+fn unpacked(oracle: &Oracle, change: impl FnOnce(&str) -> String) -> PathBuf {
+    changed(oracle, change);
+    oracle.work().join("changed")
+}
+
+#[test]
+fn a_disk_is_chosen_only_by_a_word_that_names_one() {
+    let oracle = disks();
+    ok(&oracle, "convert -q -O ova a.qcow2 b.raw m.ova");
+    let text = fs::read_to_string(unpacked(&oracle, |ovf| format!("{ovf} ")).join("m.ovf")).unwrap();
+    let id = |number: usize| {
+        let part = text.split("<Disk ").nth(number).unwrap();
+        part.split_once("ovf:diskId=\"").unwrap().1.split_once('"').unwrap().0.to_owned()
+    };
+    let (first, second) = (id(1), id(2));
+    // The ids are the other disk's numbers.
+    changed(&oracle, |ovf| {
+        ovf.replace(&format!("\"{first}\""), "\"2\"")
+            .replace(&format!("\"{second}\""), "\"1\"")
+            .replace(&format!("/disk/{first}<"), "/disk/2<")
+            .replace(&format!("/disk/{second}<"), "/disk/1<")
+    });
+    let words = ["number, name or id of several disks", "1 (m-disk1.vmdk), 2 (m-disk2.vmdk)"];
+    refused(&oracle, "convert -O raw --disk 1 changed.ova out", &words);
+    refused(&oracle, "convert -O raw --disk 2 changed.ova out", &words);
+    ok(&oracle, "convert -q -O raw --disk m-disk2.vmdk changed.ova out");
+    oracle.make("compare -f raw -F raw out b.raw");
+    // A disk that can't be read is still the one that its name says.
+    changed(&oracle, |ovf| {
+        ovf.replacen(
+            &format!("ovf:diskId=\"{first}\""),
+            &format!("ovf:diskId=\"{first}\" ovf:parentRef=\"{second}\""),
+            1,
+        )
+    });
+    for wanted in ["1", "m-disk1.vmdk", &first] {
+        refused(&oracle, &format!("convert -O raw --disk {wanted} changed.ova no"), &["difference to another disk"]);
+    }
+}
+
+#[test]
+fn a_manifest_that_lacks_a_file_is_no_check_of_it() {
+    let oracle = disks();
+    ok(&oracle, "convert -q -O ova a.qcow2 m.ova");
+    ok(&oracle, "ova unpack m.ova m");
+    let work = oracle.work();
+    let whole = fs::read_to_string(work.join("m/m.mf")).unwrap();
+    let lacks = "the manifest has no digest of";
+    for text in ["", whole.lines().next().unwrap()] {
+        fs::write(work.join("m/m.mf"), text).unwrap();
+        tool(&oracle, "tar", "--format=ustar -C m -cf part.ova m.ovf m.mf m-disk1.vmdk");
+        refused(&oracle, "ova unpack part.ova to", &[lacks]);
+        refused(&oracle, "ova pack m/m.ovf part2.ova", &[lacks]);
+        refused(&oracle, "convert -O raw part.ova out", &[lacks]);
+        assert!(!work.join("to").exists() && !work.join("part2.ova").exists());
+    }
+    // A right digest beside a wrong one.
+    fs::write(work.join("m/m.mf"), format!("{whole}SHA1(m-disk1.vmdk)= {}\n", "0".repeat(40))).unwrap();
+    refused(&oracle, "ova pack m/m.ovf part2.ova", &["its SHA1 is"]);
+    assert_eq!(cowshed(&oracle, "ova verify m/m.ovf").code, Some(2));
+    // Another manifest in front of the descriptor's.
+    fs::write(work.join("m/a.mf"), &whole).unwrap();
+    fs::write(work.join("m/m.mf"), whole.replace("= ", "= 0").replace("0\n", "\n")).unwrap();
+    tool(&oracle, "tar", "--format=ustar -C m -cf two.ova a.mf m.ovf m.mf m-disk1.vmdk");
+    assert_eq!(cowshed(&oracle, "convert -O raw two.ova out").code, Some(1));
+    assert!(!work.join("out").exists());
+    // In a folder any case counts, and a link that leads nowhere is no lack of a manifest.
+    fs::remove_file(work.join("m/m.mf")).unwrap();
+    fs::write(work.join("m/m.MF"), whole.lines().next().unwrap()).unwrap();
+    refused(&oracle, "convert -O raw m/m.ovf out", &[lacks]);
+    fs::remove_file(work.join("m/m.MF")).unwrap();
+    std::os::unix::fs::symlink("nowhere", work.join("m/m.mf")).unwrap();
+    refused(&oracle, "convert -O raw m/m.ovf out", &["no plain file"]);
+    // Files that the manifest alone names are a part of the package, `./` or not.
+    fs::remove_file(work.join("m/m.mf")).unwrap();
+    fs::write(work.join("m/README"), "abc").unwrap();
+    let of = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+    fs::write(work.join("m/m.mf"), format!("\u{feff}{}SHA256(./README)= {of}\n", whole.replace('(', "(./"))).unwrap();
+    assert_eq!(ok(&oracle, "ova pack m/m.ovf all.ova"), "all.ova: 4 files\n");
+}
+
+#[test]
+fn a_package_that_lacks_a_part_of_a_disk_is_not_unpacked() {
+    let oracle = disks();
+    ok(&oracle, "convert -q -O ova a.qcow2 m.ova");
+    ok(&oracle, "ova unpack m.ova m");
+    tool(&oracle, "tar", "--format=ustar -C m -cf less.ova m.ovf");
+    refused(&oracle, "ova unpack less.ova to", &["lacks 'm-disk1.vmdk'"]);
+    fs::write(oracle.work().join("m/m-disk1.vmdk"), "short").unwrap();
+    tool(&oracle, "tar", "--format=ustar -C m -cf less.ova m.ovf m-disk1.vmdk");
+    refused(&oracle, "ova unpack less.ova to", &["has 5 bytes"]);
+    // Its name without the ending is the folder above.
+    fs::copy(oracle.work().join("m.ova"), oracle.work().join("...ova")).unwrap();
+    refused(&oracle, "ova unpack ...ova", &["name the folder"]);
+    assert!(!oracle.work().join("to").exists() && !oracle.work().join("../m.ovf").exists());
+}
+
+#[test]
+fn no_target_takes_the_name_of_a_file_that_is_in_use() {
+    let oracle = disks();
+    oracle.make("create -q -f qcow2 -F qcow2 -b a.qcow2 top.qcow2");
+    ok(&oracle, "convert -q -O ova b.raw m.ova");
+    ok(&oracle, "ova unpack m.ova m");
+    fs::copy(oracle.work().join("b.raw"), oracle.work().join("odd.tar.gz")).unwrap();
+    let files = ["a.qcow2", "b.raw", "top.qcow2", "m.ova", "m/m.ovf", "m/m-disk1.vmdk", "odd.tar.gz"];
+    let all = || files.map(|name| fs::read(oracle.work().join(name)).unwrap());
+    let before = all();
+    for (line, word) in [
+        ("convert -O ova --force b.raw b.raw", "lock"),
+        ("convert -O ova --force top.qcow2 a.qcow2", "lock"),
+        ("convert --for gcp --force odd.tar.gz odd.tar.gz", "lock"),
+        ("convert -O raw --force m.ova m.ova", "file of the package itself"),
+        ("convert -O raw --force m/m.ovf m/m.ovf", "file of the package itself"),
+        ("convert -O raw --force m/m.ovf m/m-disk1.vmdk", "file of the package itself"),
+        ("ova pack --force m/m.ovf m/m.ovf", "file of the package itself"),
+        ("ova pack --force m/m.ovf m/m-disk1.vmdk", "file of the package itself"),
+    ] {
+        refused(&oracle, line, &[word]);
+        assert!(all() == before, "{line}");
+    }
+}
+
+#[test]
+fn a_fifo_is_no_package_and_a_protocol_in_front_changes_nothing() {
+    let oracle = disks();
+    ok(&oracle, "convert -q -O ova b.raw m.ova");
+    tool(&oracle, "mkfifo", "f.ova");
+    refused(&oracle, "ova info f.ova", &["a package is a file"]);
+    refused(&oracle, "convert -f ova -O raw f.ova out", &["a package is a file"]);
+    ok(&oracle, "convert -q -O raw file:m.ova out");
+    oracle.make("compare -f raw -F raw out b.raw");
+    // A guest can make its disk begin so.
+    fs::copy(oracle.work().join("m.ova"), oracle.work().join("guest.img")).unwrap();
+    let said = cowshed(&oracle, "convert -q --force -O raw guest.img out");
+    assert!(said.code == Some(0) && said.err.contains("guest.img: disk 'm-disk1.vmdk' is taken"), "{said:?}");
+    ok(&oracle, "convert -q -O ova b.raw file:n.ova");
+    assert!(oracle.work().join("n.ova").exists());
+}

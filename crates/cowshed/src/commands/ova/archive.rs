@@ -4,7 +4,8 @@
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_jobs::JobHandle;
 use cowshed_ova::tar::{self, Dialect};
-use std::fs::Permissions;
+use cowshed_storage::{OpenOptions, Permissions};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -80,7 +81,7 @@ pub fn folder_of(target: &Path) -> PathBuf {
 /// A file beside the target, which goes with its handle.
 pub fn beside(target: &Path) -> Result<NamedTempFile> {
     // As any new file: the user's mask counts.
-    let mode = Permissions::from_mode(0o666);
+    let mode = fs::Permissions::from_mode(0o666);
     let made = Builder::new().prefix(".cowshed-").suffix(".part").permissions(mode).tempfile_in(folder_of(target));
     made.map_err(|error| Error::io(&error, "could not make a file beside it").file(target.display().to_string()))
 }
@@ -117,13 +118,19 @@ pub fn copy(reader: &mut dyn Read, writer: &mut dyn Write, job: &JobHandle) -> R
     }
 }
 
-/// Refuses a file that is there already, without `--force`.
-pub fn check_absent(target: &Path, force: bool) -> Result<()> {
+/// Refuses a file that is there already, without `--force`. With it, the file is locked as one that is written to: nothing
+/// uses it while the lock is held.
+pub fn claim(target: &Path, force: bool) -> Result<Option<cowshed_storage::File>> {
     let about = std::fs::symlink_metadata(target);
     let refuse = |message: &str| Err(Error::invalid_argument(message).file(target.display().to_string()));
     match about {
         Ok(about) if !about.is_file() => refuse("it is no plain file"),
         Ok(_) if !force => refuse("the file exists already; --force overwrites it"),
-        _ => Ok(()),
+        Ok(_) => {
+            let permissions = Some(Permissions::CREATE);
+            let options = OpenOptions { write: true, permissions, ..OpenOptions::default() };
+            cowshed_storage::File::open(target, &options).map(Some)
+        }
+        Err(_) => Ok(None),
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The archive that Google's cloud imports: `disk.raw` in GNU's old tar format, compressed with gzip.
 
-use super::archive::{beside, check_absent, copy, publish};
+use super::archive::{beside, claim, copy, publish};
 use super::gzip::Gzip;
 use cowshed_block::{Error, Result};
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
@@ -18,7 +18,8 @@ const NAME: &str = "disk.raw";
 
 /// Converts the sources to one disk, and packs it.
 pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &JobHandle) -> Result<ConvertOutcome> {
-    check_absent(target, force)?;
+    // A file that another one uses, and one of the sources, keep their name.
+    let _held = claim(target, force)?;
     let raw = beside(target)?;
     let name = raw.path().display().to_string();
     let spec = ImageSpec { name, format: Some("raw".to_owned()), ..options.target.clone() };

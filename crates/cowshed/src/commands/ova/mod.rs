@@ -19,7 +19,7 @@ use cowshed_ova::checks::{self, Finding, Weight};
 use cowshed_ova::envelope::resource;
 use cowshed_ova::machine::Importer;
 use cowshed_ova::manifest::{DigestKind, Line};
-use cowshed_ova::tar::printable;
+use cowshed_ova::tar::{has_ending, printable};
 use cowshed_storage::path_of_text;
 use serde_json::json;
 use std::fs;
@@ -226,7 +226,7 @@ fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8,
         Some(folder) => path_of_text(folder),
         None => {
             let stem = path.file_stem().map(PathBuf::from).unwrap_or_default();
-            if stem.as_os_str().is_empty() || path.extension().is_none() {
+            if ["", ".", ".."].iter().any(|part| stem.as_os_str() == *part) || path.extension().is_none() {
                 return Err(Failure::new("name the folder to unpack to"));
             }
             stem
@@ -243,11 +243,7 @@ fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8,
 
 /// Writes the files; after an error none of them is there.
 fn unpack_to(package: &Package, folder: &Path, job: &JobHandle) -> Result<usize> {
-    if let Some(manifest) = &package.manifest {
-        for line in &manifest.lines {
-            package.check_digest(&line.name)?;
-        }
-    }
+    check(package, job)?;
     let named =
         |path: &Path, error: &std::io::Error, doing: &str| Error::io(error, doing).file(path.display().to_string());
     let is_new = match fs::create_dir(folder) {
@@ -280,33 +276,28 @@ fn pack(file: &str, target: &str, force: bool, console: &mut Console) -> Result<
         return Err(Failure::new(format!("{file}: it is packed already; pack wants a descriptor (.ovf)")));
     }
     let target_path = path_of_text(target);
-    archive::check_absent(&target_path, force).map_err(failed)?;
+    let _held = archive::claim(&target_path, force).map_err(failed)?;
     let job = work::Foreground::new(console.persona, false, true, "packing")?;
     job.run(async |handle| pack_to(&package, &target_path, force, &handle), |error| Failure::new(error.to_string()))?;
-    console.line(format_args!("{target}: {} files", package.members.len()));
+    let count = package.members.len() + usize::from(package.manifest.is_none());
+    console.line(format_args!("{target}: {count} files"));
     Ok(0)
 }
 
 fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Result<()> {
+    package.check_target(target)?;
     // What is wrong now is wrong before any importer sees it.
-    for reference in &package.envelope.files {
-        package.pieces(reference)?;
-    }
-    if let Some(manifest) = &package.manifest {
-        for line in &manifest.lines {
-            package.check_digest(&line.name)?;
-        }
-    }
+    check(package, job)?;
     let is_manifest = |name: &str| package.manifest_name.as_deref() == Some(name);
     let files: Vec<_> = package.members.iter().filter(|member| !is_manifest(&member.name)).collect();
     let mut lines = Vec::new();
     for member in &files {
-        let digest = DigestKind::Sha256.of(&mut *package.reader(member)?);
-        let digest = digest.map_err(|error| Error::io(&error, format!("could not read '{}'", member.name)))?;
-        lines.push(Line { kind: DigestKind::Sha256, name: member.name.clone(), digest });
-        if job.is_cancelled() {
-            return job_ended();
+        if member.name != package.descriptor && ["ovf", "mf"].iter().any(|ending| has_ending(&member.name, ending)) {
+            let message = format!("'{}' would be a second descriptor or manifest", printable(&member.name));
+            return Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message));
         }
+        let digest = package.digest(member, DigestKind::Sha256, &|| job.is_cancelled())?;
+        lines.push(Line { kind: DigestKind::Sha256, name: member.name.clone(), digest });
     }
     let mut archive = Archive::create(target)?;
     let manifest: String = lines.iter().map(Line::text).collect();
@@ -321,8 +312,12 @@ fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Re
     archive.finish(target, force)
 }
 
-fn job_ended() -> Result<()> {
-    Err(Error::new(cowshed_block::ErrorKind::Cancelled, "cancelled"))
+/// Refuses a package that lacks a part of a disk, or that isn't as its manifest says.
+fn check(package: &Package, job: &JobHandle) -> Result<()> {
+    for reference in &package.envelope.files {
+        package.pieces(reference)?;
+    }
+    package.check_digests(&|| job.is_cancelled())
 }
 
 /// The name of the manifest of a descriptor.

@@ -42,7 +42,7 @@ pub fn choose(
         return Err(Error::unsupported(message));
     }
     for name in disk.pieces.iter().map(|piece| piece.name.as_str()).chain([package.descriptor.as_str()]) {
-        if package.manifest.is_some() && !package.check_digest(name)? {
+        if package.manifest.is_some() && !package.check_digest(name, &|| job.is_cancelled())? {
             let message = format!("the manifest has no digest of '{}'", printable(name));
             return Err(Error::new(ErrorKind::InvalidImage, message));
         }
@@ -115,30 +115,46 @@ impl Chosen {
 
 /// The disk with this number, name or id; the only one where none is wanted.
 fn find(package: &Package, wanted: Option<&str>) -> Result<PackedDisk> {
-    let disks: Vec<Result<PackedDisk>> = package.disks().collect();
-    let name = |(index, disk): (usize, &Result<PackedDisk>)| {
-        let name = disk.as_ref().map_or("?".to_owned(), |disk| printable(&disk.name));
-        format!("{} ({name})", index + 1)
+    let envelope = &package.envelope;
+    // As the descriptor has them, for a disk that can't be read may be the one that is wanted.
+    let disks: Vec<(&str, &str)> = (envelope.disks.iter())
+        .filter_map(|disk| Some((disk, disk.file.as_deref()?)))
+        .map(|(disk, file)| (disk.id.as_str(), envelope.file(file).map_or("?", |file| file.href.as_str())))
+        .collect();
+    let list = |shown: &mut dyn Iterator<Item = usize>| {
+        let shown = shown.map(|index| {
+            format!("{} ({})", index + 1, disks.get(index).map_or("?".to_owned(), |disk| printable(disk.1)))
+        });
+        shown.collect::<Vec<_>>().join(", ")
     };
-    let names: Vec<String> = disks.iter().enumerate().map(name).collect();
-    let names = names.join(", ");
+    let nth = |index: usize| {
+        let lacking = || Err(Error::new(ErrorKind::InvalidImage, "the package has no disk"));
+        package.disks().nth(index).unwrap_or_else(lacking)
+    };
     let Some(wanted) = wanted else {
-        let mut disks = disks;
         return match disks.len() {
-            0 => Err(Error::new(ErrorKind::InvalidImage, "the package has no disk")),
-            1 => disks.remove(0),
-            _ => {
+            0 | 1 => nth(0),
+            count => {
+                let names = list(&mut (0..count));
                 Err(Error::invalid_argument(format!("the package has several disks: choose one with --disk: {names}")))
             }
         };
     };
-    let is_wanted = |disk: &PackedDisk| {
-        wanted == disk.name || wanted == disk.id || wanted.parse::<usize>().is_ok_and(|number| number == disk.number)
-    };
-    let position = disks.iter().position(|disk| disk.as_ref().is_ok_and(&is_wanted));
-    // A disk that can't be read is chosen by its number.
-    let position = position.or_else(|| wanted.parse::<usize>().ok().and_then(|number| number.checked_sub(1)));
-    position.and_then(|index| disks.into_iter().nth(index)).unwrap_or_else(|| {
-        Err(Error::new(ErrorKind::NotFound, format!("the package has no disk '{}': it has {names}", printable(wanted))))
-    })
+    let number = wanted.parse::<usize>().ok().and_then(|number| number.checked_sub(1));
+    let found: Vec<usize> = (disks.iter().enumerate())
+        .filter(|&(index, &(id, name))| id == wanted || name == wanted || Some(index) == number)
+        .map(|(index, _)| index)
+        .collect();
+    let shown = printable(wanted);
+    match found.as_slice() {
+        [index] => nth(*index),
+        [] => {
+            let names = list(&mut (0..disks.len()));
+            Err(Error::new(ErrorKind::NotFound, format!("the package has no disk '{shown}': it has {names}")))
+        }
+        _ => {
+            let names = list(&mut found.iter().copied());
+            Err(Error::invalid_argument(format!("'{shown}' is the number, name or id of several disks: {names}")))
+        }
+    }
 }

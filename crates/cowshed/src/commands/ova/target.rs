@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A new package as the target of a conversion: each source becomes a disk.
 
-use super::archive::{Archive, Content, beside, check_absent};
+use super::archive::{Archive, Content, beside, claim};
 use super::{ForArg, manifest_name};
 use crate::commands::sizes;
 use crate::output::Failure;
@@ -125,7 +125,8 @@ pub async fn pack(
     force: bool,
     job: &JobHandle,
 ) -> Result<Packed> {
-    check_absent(target, force)?;
+    // A file that another one uses, and one of the sources, keep their name.
+    let _held = claim(target, force)?;
     let stem = target.file_stem().and_then(|stem| stem.to_str()).unwrap_or("machine").to_owned();
     let mut files: Vec<NamedTempFile> = Vec::new();
     let mut outcomes = Vec::new();
