@@ -16,6 +16,7 @@ mod valid {
     pub const SIZE: u32 = 1 << 3;
     pub const ATIME: u32 = 1 << 4;
     pub const MTIME: u32 = 1 << 5;
+    pub const FH: u32 = 1 << 6;
     pub const ATIME_NOW: u32 = 1 << 7;
     pub const MTIME_NOW: u32 = 1 << 8;
 }
@@ -50,6 +51,8 @@ pub struct Changes {
     pub uid: Option<u32>,
     pub gid: Option<u32>,
     pub size: Option<u64>,
+    /// The change goes through an open file.
+    pub through_descriptor: bool,
     pub atime: Option<Time>,
     pub mtime: Option<Time>,
 }
@@ -245,6 +248,7 @@ fn changes(fields: &Fields<'_>) -> Changes {
     let number = |bit: u32, at: usize| (bits & bit != 0).then(|| fields.u32(at));
     Changes {
         size: (bits & valid::SIZE != 0).then(|| fields.u64(16)),
+        through_descriptor: bits & valid::FH != 0,
         atime: time(valid::ATIME, valid::ATIME_NOW, 32, 56),
         mtime: time(valid::MTIME, valid::MTIME_NOW, 40, 60),
         mode: number(valid::MODE, 68),

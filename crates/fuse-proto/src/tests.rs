@@ -80,6 +80,8 @@ fn changes_are_those_that_the_bits_name() {
     };
     assert_eq!(changes(0), Changes::default());
     assert_eq!(changes(1 << 3), Changes { size: Some(5 << 20), ..Changes::default() });
+    let through_descriptor = Changes { size: Some(5 << 20), through_descriptor: true, ..Changes::default() };
+    assert_eq!(changes(1 << 3 | 1 << 6), through_descriptor);
     let owners = Changes { mode: Some(0o100600), uid: Some(1000), gid: Some(1001), ..Changes::default() };
     assert_eq!(changes(7), owners);
     let times = Changes { atime: Some(Time::At(-3, 7)), mtime: Some(Time::Now), ..Changes::default() };

@@ -25,6 +25,8 @@ const FIGURE_BYTES: u32 = 4096;
 const DURABLE: u32 = 0o10000;
 /// The open flag by which a file loses its bytes: `O_TRUNC`.
 const TRUNCATES: u32 = 0o1000;
+/// The open flag by which writes go to the end of the file: `O_APPEND`.
+const APPENDS: u32 = 0o2000;
 
 /// Modes of fallocate(2).
 mod allocate {
@@ -74,7 +76,7 @@ impl Work {
         let result = match operation {
             Operation::Read { offset, len } => return self.read(offset, len).await.map_err(|error| number_of(&error)),
             Operation::Write { offset, flags, .. } => {
-                return self.write(offset, data.unwrap_or_default(), flags & DURABLE != 0).await;
+                return self.write(offset, data.unwrap_or_default(), flags).await;
             }
             Operation::GetAttributes => Ok(self.attributes()),
             Operation::SetAttributes(changes) => return self.set_attributes(&changes).await,
@@ -101,7 +103,7 @@ impl Work {
         self.shared.attributes.look(&self.node(), self.disk.size()).body()
     }
 
-    /// A disk of a fixed length stays as it is, as a block device. One that grows with its writes may begin anew.
+    /// A disk that grows with its writes may begin anew. Another one hears of `O_TRUNC` as a change of the size.
     async fn open(&self, flags: u32) -> Result<Vec<u8>> {
         if flags & TRUNCATES != 0 && self.shared.config.growable {
             let _one = self.shared.resizing.lock().await;
@@ -122,20 +124,42 @@ impl Work {
         result.map(|()| Given::Data(buf))
     }
 
-    async fn write(&self, offset: u64, mut data: IoBuf, is_durable: bool) -> Outcome {
-        let end = offset.checked_add(data.len() as u64).ok_or(errno(Number::FBIG))?;
-        if end > self.disk.size() && self.shared.config.growable {
-            self.grow(end).await.map_err(|error| number_of(&error))?;
-        }
-        let there = self.disk.size().saturating_sub(offset);
-        if there == 0 && !data.is_empty() {
+    async fn write(&self, offset: u64, mut data: IoBuf, flags: u32) -> Outcome {
+        let growable = self.shared.config.growable;
+        if !growable && flags & APPENDS != 0 && !data.is_empty() {
+            // The kernel may know another length than the disk has. Behind the end there is no room.
             return Err(errno(Number::NOSPC));
         }
-        data.truncate(usize::try_from(there).unwrap_or(usize::MAX));
-        let len = data.len() as u32;
-        let (result, _) = match is_durable || self.shared.config.writethrough {
-            true => self.disk.write_durable(offset, data).await,
-            false => self.disk.write(offset, data).await,
+        let end = offset.checked_add(data.len() as u64).ok_or(errno(Number::FBIG))?;
+        let is_durable = flags & DURABLE != 0 || self.shared.config.writethrough;
+        // Held from where the disk grows to the end of the write, so that no truncation comes between them.
+        let mut one = None;
+        let (result, len) = loop {
+            if growable && end > self.disk.size() {
+                if one.is_none() {
+                    one = Some(self.shared.resizing.lock().await);
+                }
+                self.grow(end).await.map_err(|error| number_of(&error))?;
+            }
+            let there = self.disk.size().saturating_sub(offset);
+            if !growable {
+                if there == 0 && !data.is_empty() {
+                    return Err(errno(Number::NOSPC));
+                }
+                data.truncate(usize::try_from(there).unwrap_or(usize::MAX));
+            }
+            let len = data.len() as u32;
+            let (result, written) = match is_durable {
+                true => self.disk.write_durable(offset, data).await,
+                false => self.disk.write(offset, data).await,
+            };
+            // A file that was truncated meanwhile is too short: the write comes after that.
+            let is_too_short = result.as_ref().is_err_and(|error| error.errno() == Errno::EINVAL);
+            if !is_too_short || one.is_some() || !growable {
+                break (result, len);
+            }
+            one = Some(self.shared.resizing.lock().await);
+            data = written;
         };
         result.map_err(|error| number_of(&error))?;
         self.note_change();
@@ -160,10 +184,10 @@ impl Work {
     }
 
     async fn set_attributes(&self, changes: &Changes) -> Outcome {
-        if let Some(size) = changes.size {
-            if !self.shared.config.writable {
-                return Err(errno(Number::ROFS));
-            }
+        if changes.size.is_some() && !self.shared.config.writable {
+            return Err(errno(Number::ROFS));
+        }
+        if let Some(size) = changes.size.filter(|size| !self.opens_to_truncate(*size, changes)) {
             if self.node().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
                 return Err(errno(Number::INVAL));
             }
@@ -176,15 +200,22 @@ impl Work {
         Ok(Given::Fields(self.attributes()))
     }
 
-    /// Makes the disk at least so long.
+    /// True for the change by which `O_TRUNC` empties a file. The kernel gives `truncate(path, 0)` the same words.
+    fn opens_to_truncate(&self, size: u64, changes: &Changes) -> bool {
+        size == 0 && !changes.through_descriptor && !self.shared.config.growable
+    }
+
+    /// Makes the disk at least so long. The caller holds [`Shared::resizing`].
     async fn grow(&self, end: u64) -> Result<()> {
-        let _one = self.shared.resizing.lock().await;
         let wanted = match self.node().is_sized_in_sectors() {
             true => end.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(end),
             false => end,
         };
-        match wanted > self.disk.size() {
-            true => self.resize(wanted).await,
+        if wanted > self.disk.size() {
+            self.resize(wanted).await?;
+        }
+        match end > self.disk.size() {
+            true => Err(Error::new(ErrorKind::NoSpace, "another user made the disk shorter")),
             false => Ok(()),
         }
     }
@@ -229,6 +260,7 @@ impl Work {
         }
         let outcome = async {
             if grows && end > size {
+                let _one = self.shared.resizing.lock().await;
                 self.grow(end).await?;
             }
             if let Some(may_unmap) = may_unmap {

@@ -183,7 +183,8 @@ impl Session {
         let data = match operation {
             Operation::Unanswered => return,
             Operation::Init { major, minor, features, max_readahead } => {
-                self.answer(header.unique, init(major, minor, features, max_readahead));
+                let wanted = wanted(self.shared.config.growable);
+                self.answer(header.unique, init(major, minor, features & wanted, max_readahead));
                 return;
             }
             Operation::Write { len, .. } => match self.data(len as usize) {
@@ -270,7 +271,16 @@ fn answer(shared: &Shared, device: &FuseDevice, unique: u64, outcome: Outcome) {
     }
 }
 
-fn init(major: u32, minor: u32, offered: u64, max_readahead: u32) -> Outcome {
+/// Features of use. With `ATOMIC_O_TRUNC` the kernel takes the file for empty, and drops the pages of mappings: a disk of
+/// a fixed length, which stays as it is, answers a change of its size instead.
+fn wanted(growable: bool) -> u64 {
+    match growable {
+        true => features::WANTED,
+        false => features::WANTED & !features::ATOMIC_O_TRUNC,
+    }
+}
+
+fn init(major: u32, minor: u32, accepted: u64, max_readahead: u32) -> Outcome {
     if major > MAJOR {
         return Ok(Given::Fields(reply::older_version()));
     }
@@ -279,7 +289,7 @@ fn init(major: u32, minor: u32, offered: u64, max_readahead: u32) -> Outcome {
         return Err(Errno(Number::PROTO.raw_os_error()));
     }
     let reply = InitReply {
-        features: offered & features::WANTED,
+        features: accepted,
         max_readahead,
         max_background: MAX_BACKGROUND,
         max_write: MAX_REQUEST_BYTES,

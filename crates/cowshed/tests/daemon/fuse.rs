@@ -223,6 +223,76 @@ fn a_growable_export_loses_its_bytes_when_it_is_opened_to_be_truncated() {
     tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
 }
 
+/// `> disk.raw` by another process leaves descriptors and mappings of a disk of a fixed length as they are.
+#[test]
+fn a_disk_of_a_fixed_length_that_is_opened_to_be_truncated_stays_for_others() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    tool("qemu-io", &["-c", "write -P 5 0 64k", text(&folder.join("d.qcow2"))]);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true})));
+    let path = folder.join("m");
+    let script = "import errno, mmap, os, sys
+path = sys.argv[1]
+fd = os.open(path, os.O_RDWR)
+appends = os.open(path, os.O_WRONLY | os.O_APPEND)
+shared = mmap.mmap(fd, 1 << 20)
+assert shared[0:4] == b'\\x05' * 4
+shared[65536:65540] = b'dirt'
+for _ in range(3):
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    try:
+        sys.exit('appended: %d' % os.write(appends, b'XXXX'))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    assert os.lseek(fd, 0, os.SEEK_END) == 8 << 20
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    assert shared[524288:524292] == bytes(4)
+    assert shared[65536:65540] == b'dirt'
+shared.flush()
+";
+    tool("python3", &["-c", script, text(&path)]);
+    let file = open(&path);
+    let mut bytes = [0; 4];
+    file.read_exact_at(&mut bytes, 65536).expect("a read");
+    assert_eq!(&bytes, b"dirt");
+    // A descriptor changes the length still.
+    file.set_len(0).expect("a shorter disk");
+    assert_eq!(path.metadata().expect("attributes").len(), 0);
+    drop(file);
+    daemon.stop();
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+/// A write that meets a truncation comes before it or after it.
+#[test]
+fn writes_to_a_growable_export_go_on_beside_truncations() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "growable": true})));
+    let path = folder.join("m");
+    let writers: Vec<_> = (0..3u64)
+        .map(|number| {
+            let file = open(&path);
+            std::thread::spawn(move || {
+                for turn in 0..300 {
+                    file.write_all_at(&[7; 8192], (turn % 50 * 3 + number) * 8192).expect("it grows");
+                }
+            })
+        })
+        .collect();
+    while !writers.iter().all(std::thread::JoinHandle::is_finished) {
+        drop(OpenOptions::new().write(true).truncate(true).open(&path).expect("it opens"));
+    }
+    writers.into_iter().for_each(|writer| writer.join().expect("no panic"));
+    daemon.stop();
+    tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
 #[test]
 fn one_partition_is_mounted() {
     let folder = temp_dir();
