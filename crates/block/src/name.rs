@@ -5,6 +5,7 @@
 //! bytes of such characters themselves. Every name has exactly one text. So nothing is lost on the way from the command
 //! line through options and errors back to the file system or into an image's header.
 
+use crate::{Error, Result};
 use std::borrow::Cow;
 
 /// The character of byte 0, if that one needed any.
@@ -79,6 +80,26 @@ pub fn visible_name(text: &str) -> Cow<'_, str> {
     Cow::Owned(visible)
 }
 
+/// What an identifier is, as further line of the message that something is none.
+pub const IDENTIFIERS: &str = "Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.";
+
+/// True for an id as QEMU has them: a letter, then letters, digits and `-._`, of any length.
+pub fn is_identifier(text: &str) -> bool {
+    text.starts_with(|first: char| first.is_ascii_alphabetic())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
+/// Refuses an `id` on the command line that is no identifier.
+///
+/// # Errors
+/// In QEMU's words, two lines.
+pub fn check_identifier(id: &str) -> Result<()> {
+    match is_identifier(id) {
+        true => Ok(()),
+        false => Err(Error::invalid_argument(format!("Parameter 'id' expects an identifier\n{IDENTIFIERS}"))),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +108,17 @@ mod tests {
     fn a_visible_name_is_one_line_without_commands() {
         assert_eq!(visible_name("a\n\u{1b}[31m\u{9b}\u{7f}ü"), "a\\n\\u{1b}[31m\\u{9b}\\u{7f}ü");
         assert!(matches!(visible_name("plain ü\u{10fe80}"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn identifiers_start_with_a_letter() {
+        for good in ["a", "Z9", "a-b.c_d"] {
+            assert!(check_identifier(good).is_ok(), "{good}");
+        }
+        for wrong in ["", "1a", "-a", "a b", "ü", "aü", "a\n"] {
+            let error = check_identifier(wrong).expect_err(wrong);
+            assert_eq!(error.message().lines().count(), 2, "{wrong}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::authorization::{Authorization, Authorizations};
 use crate::monitor_properties::MonitorProperties;
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
-use cowshed_nbd::{ClientTls, ServerTls};
+use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::PollLimit;
 use serde_json::{Value, json};
@@ -405,7 +405,8 @@ impl Objects {
     pub fn server_tls(&self, id: &str) -> QmpResult<ServerTls> {
         match self.find(id) {
             Some(Object::TlsCreds { dir, is_server: true, verify_peer, sanity_check, .. }) => {
-                make_server_tls(&dir, verify_peer, sanity_check).map_err(|error| QmpError::generic(error.to_string()))
+                ServerTls::of_object(&dir, verify_peer, sanity_check)
+                    .map_err(|error| QmpError::generic(error.to_string()))
             }
             Some(Object::TlsCreds { .. }) => Err(QmpError::generic("Expected TLS credentials for a server endpoint")),
             Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
@@ -420,16 +421,6 @@ impl Objects {
             _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
         }
     }
-}
-
-/// Credentials of a server. With `sanity_check` its own certificate is checked, too.
-pub(crate) fn make_server_tls(dir: &Path, verify_peer: bool, sanity_check: bool) -> cowshed_block::Result<ServerTls> {
-    if sanity_check { ServerTls::checked(dir, verify_peer) } else { ServerTls::from_dir(dir, verify_peer) }
-}
-
-/// Credentials of a client. With `sanity_check` its own certificate is checked, too.
-pub(crate) fn make_client_tls(dir: &Path, verify_peer: bool, sanity_check: bool) -> cowshed_block::Result<ClientTls> {
-    if sanity_check { ClientTls::checked(dir, verify_peer) } else { ClientTls::from_dir(dir, verify_peer) }
 }
 
 /// Options of credentials that the TLS library has no place for. `text` gives an option's value.

@@ -32,7 +32,7 @@ mod absent {
             Err(absent())
         }
 
-        pub fn checked(_: &Path, _: bool) -> Result<ClientTls> {
+        pub fn of_object(_: &Path, _: bool, _: bool) -> Result<ClientTls> {
             Err(absent())
         }
 

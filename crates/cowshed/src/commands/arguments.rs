@@ -4,6 +4,7 @@
 use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
+use cowshed_block::check_identifier;
 use cowshed_daemon::{refused_object, tls_credentials};
 use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
@@ -105,11 +106,6 @@ impl NamingArgs {
 /// The properties of a secret.
 const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
 
-fn is_identifier(id: &str) -> bool {
-    id.starts_with(|first: char| first.is_ascii_alphabetic())
-        && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
-}
-
 /// What `--object` defines.
 pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
     let mut objects = Objects::default();
@@ -197,13 +193,8 @@ fn limits(options: &BlockdevOptions) -> Result<Limits, Failure> {
 
 fn id_of(options: &BlockdevOptions) -> Result<String, Failure> {
     let Some(id) = options.text("id") else { return Err(Failure::new("Parameter 'id' is missing")) };
-    match is_identifier(id) {
-        true => Ok(id.to_owned()),
-        false => Err(Failure::new(
-            "Parameter 'id' expects an identifier\n\
-             Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.",
-        )),
-    }
+    check_identifier(id)?;
+    Ok(id.to_owned())
 }
 
 /// A secret; `known` may hold the key that it is encrypted with.

@@ -85,6 +85,7 @@ const FURTHER_LINES: &[&str] = &[
     "Could not open backing image.",
     "Detected format of ",
     "Did you forget a valid tls-creds?",
+    "Identifiers consist of ",
     "Is another process using the image [",
     "Optional suffix k, M, G, T, P or E means ",
     "Path must be less than ",

@@ -187,3 +187,27 @@ fn names_out_of_images_stay_in_their_line() {
     let info: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(info["backing-filename"], name);
 }
+
+/// Of a message with two lines both are lines, under every name.
+#[test]
+fn what_identifiers_are_stands_in_a_line_of_its_own() {
+    let folder = Folder(Oracle::new());
+    let further = "Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.";
+    for (program, line, option) in [
+        ("cowshed", "info --object secret,id=1t,data=x nosuch", ""),
+        ("qemu-img", "info --object secret,id=1t,data=x nosuch", ""),
+        ("qemu-img", "info --object tls-creds-x509,id=1t,dir=. nosuch", ""),
+        ("qemu-io", "--object throttle-group,id=1t -c quit nosuch", ""),
+        ("qemu-nbd", "--object secret,id=1t,data=x nosuch", ""),
+        ("qemu-storage-daemon", "--object iothread,id=1t", "--object iothread,id=1t: "),
+        ("qemu-storage-daemon", "--chardev null,id=1x", "--chardev null,id=1x: "),
+        ("qemu-storage-daemon", "--chardev null,id=c --monitor chardev=c,id=1", "--monitor chardev=c,id=1: "),
+    ] {
+        let tool = folder.0.work().join(program);
+        let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &tool);
+        let output = folder.run(tool.to_str().expect("text"), line);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let expected = format!("{program}: {option}Parameter 'id' expects an identifier\n{further}\n");
+        assert_eq!((output.status.code(), said), (Some(1), expected), "{program} {line}");
+    }
+}

@@ -276,3 +276,50 @@ fn a_certificate_of_ones_own_is_checked_as_by_qemu() {
     assert!(differences.is_empty(), "{}", differences.join("\n"));
     assert!(refused > 50, "{refused}");
 }
+
+/// Files of credentials that are missing, or are something else: QEMU 11's words, with every choice of what is checked.
+#[test]
+fn credentials_that_cannot_be_read_are_refused_as_by_qemu() {
+    let oracle = Oracle::new();
+    let made = Command::new("bash").args(["-c", OWN_CERTIFICATES, "bash"]).arg(oracle.work()).output().expect("bash");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let good = oracle.work().join("in-good");
+    for end in ["server", "client"] {
+        for damage in [
+            "rm ca-cert.pem",
+            "rm ca-cert.pem; echo x >END-cert.pem",
+            "echo garbage >ca-cert.pem",
+            ": >ca-cert.pem",
+            "rm ca-cert.pem; mkdir ca-cert.pem",
+            "rm END-cert.pem",
+            "rm END-key.pem",
+            "rm END-cert.pem END-key.pem",
+            "echo x >END-cert.pem",
+            "echo x >END-key.pem",
+            "rm END-cert.pem; mkdir END-cert.pem",
+            "rm END-key.pem; mkdir END-key.pem",
+            "echo x >ca-crl.pem; rm END-key.pem",
+            "echo x >ca-crl.pem; echo x >END-cert.pem",
+            "echo garbage >ca-crl.pem",
+            ": >ca-crl.pem",
+            "cp ca-cert.pem ca-crl.pem",
+            "mkdir ca-crl.pem",
+            "ln -s nowhere ca-crl.pem",
+        ] {
+            let script = format!("rm -rf d; cp -r in-good d; cd d; {}", damage.replace("END", end));
+            let status = Command::new("bash").args(["-c", &script]).current_dir(oracle.work()).status().expect("bash");
+            assert!(status.success() && good.is_dir(), "{script}");
+            for checks in ["", ",sanity-check=off", ",verify-peer=off", ",verify-peer=off,sanity-check=off"] {
+                let line = format!("info --object tls-creds-x509,id=t,dir=d,endpoint={end}{checks} nosuch");
+                let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+                let (real, ours) = (oracle.real(&oracle.work(), &arguments), oracle.ours(&oracle.work(), &arguments));
+                // A client of QEMU doesn't look at the list; ours does.
+                if end == "client" && damage.ends_with("ca-crl.pem") && !damage.starts_with("ln") {
+                    assert!(ours.err.contains("Cannot load CRL 'd/ca-crl.pem'"), "{damage}: {line}: {ours:?}");
+                    continue;
+                }
+                assert_eq!((ours.code, ours.err), (real.code, real.err), "{damage}: {line}");
+            }
+        }
+    }
+}

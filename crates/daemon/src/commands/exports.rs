@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
-use super::{Arguments, Group, activity, change, command, failed, fuse, http, names, nothing, vhost};
+use super::{Arguments, Group, activity, change, command, failed, fuse, http, nothing, vhost};
 use crate::nbd::{ExportSpec, ListenPlace, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::servers::VHOST_USER_BLK;
 use crate::state::Daemon;
-use cowshed_block::ErrorKind;
+use cowshed_block::{ErrorKind, is_identifier};
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
 use cowshed_image::node::{BitmapUse, LocalFuture};
@@ -364,7 +364,7 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
 
 /// The id of a new export is one, and no other export has it.
 fn check_new(daemon: &Daemon, id: &str) -> QmpResult<()> {
-    match (names::is_id(id), daemon.find_export(id)) {
+    match (is_identifier(id), daemon.find_export(id)) {
         (false, _) => Err(QmpError::generic("Invalid block export id")),
         (true, Some(_)) => Err(QmpError::generic(format!("Block export id '{id}' is already in use"))),
         (true, None) => Ok(()),

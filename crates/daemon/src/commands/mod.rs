@@ -29,6 +29,7 @@ pub(crate) use arguments::Arguments;
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::{Access, start_nbd};
 pub(crate) use nodes::add_node;
+pub(crate) use objects::NO_IDENTIFIER;
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;
 pub(crate) use throttle::throttle_export;

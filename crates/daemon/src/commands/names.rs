@@ -6,6 +6,7 @@
 
 use crate::nbd::Exported;
 use crate::state::Daemon;
+use cowshed_block::is_identifier;
 use cowshed_image::Node;
 use cowshed_image::graph::below_filters;
 use cowshed_image::node::ChildRole;
@@ -162,14 +163,7 @@ pub(super) fn check_no_overlay(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<(
     }
 }
 
-/// As QEMU has its ids: a letter, then letters, digits and `-._`, of any length. What `nbd-server-add` makes of a node-name or an
-/// export's name is one too.
-pub(super) fn is_id(text: &str) -> bool {
-    let starts_well = text.starts_with(|first: char| first.is_ascii_alphabetic());
-    starts_well && text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
-}
-
 /// Refuses what is no id of a job.
 pub(super) fn check_job_id(id: &str) -> QmpResult<()> {
-    if is_id(id) { Ok(()) } else { Err(QmpError::generic(format!("Invalid job ID '{id}'"))) }
+    if is_identifier(id) { Ok(()) } else { Err(QmpError::generic(format!("Invalid job ID '{id}'"))) }
 }

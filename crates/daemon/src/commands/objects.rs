@@ -5,12 +5,13 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
 use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
-    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, make_client_tls,
-    make_server_tls, properties_of,
+    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
 };
 use crate::state::Daemon;
+use cowshed_block::is_identifier;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
+use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -76,11 +77,13 @@ command qom-list-get: paths: [str] -> [ObjectPropertiesValues]
     ],
 };
 
+/// What `object-add` says of an id. On the command line a further line says what identifiers are.
+pub(crate) const NO_IDENTIFIER: &str = "Parameter 'id' expects an identifier";
+
 async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let id = arguments.text("id");
-    let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
-    if !starts_well || !id.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
-        return Err(QmpError::generic("Parameter 'id' expects an identifier"));
+    if !is_identifier(id) {
+        return Err(QmpError::generic(NO_IDENTIFIER));
     }
     let object = match arguments.text("qom-type") {
         "authz-simple" => {
@@ -119,10 +122,10 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     // Credentials that can't be used are refused here, not when somebody needs them.
     match &object {
         Object::TlsCreds { dir, is_server: true, verify_peer, sanity_check, .. } => {
-            make_server_tls(dir, *verify_peer, *sanity_check).map_err(failed)?;
+            ServerTls::of_object(dir, *verify_peer, *sanity_check).map_err(failed)?;
         }
         Object::TlsCreds { dir, is_server: false, verify_peer, sanity_check, .. } => {
-            let credentials = make_client_tls(dir, *verify_peer, *sanity_check).map_err(failed)?;
+            let credentials = ClientTls::of_object(dir, *verify_peer, *sanity_check).map_err(failed)?;
             daemon.graph.set_tls_credentials(id, Some(credentials));
         }
         Object::Secret(secret) => daemon.graph.set_secret(id, Some(secret.bytes().clone())),

@@ -3,7 +3,7 @@
 
 use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, check_identifier};
 use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -38,6 +38,7 @@ impl Chardevs {
         let text = if first.contains('=') { text.to_owned() } else { format!("backend={text}") };
         let mut pairs: BTreeMap<String, String> = parse_list(&text, BareKey::On)?.into_iter().collect();
         let Some(id) = pairs.remove("id") else { return refused("chardev: no id specified".into()) };
+        check_identifier(&id)?;
         let Some(backend) = pairs.remove("backend") else {
             return refused(format!("chardev: \"{id}\" missing backend"));
         };
@@ -60,9 +61,13 @@ impl Chardevs {
             return refused(format!("Invalid parameter '{unknown}'"));
         }
         let options = ChardevOptions { backend, log };
-        if self.0.insert(id.clone(), options.clone()).is_some() {
-            return refused(format!("there are two character devices '{id}'"));
+        if self.0.contains_key(&id) {
+            return refused(format!("attempt to add duplicate property '{id}' to object (type 'container')"));
         }
+        if options.is_stdio() && self.0.values().any(ChardevOptions::is_stdio) {
+            return refused("cannot use stdio by multiple character devices".to_owned());
+        }
+        self.0.insert(id.clone(), options.clone());
         Ok((id, options))
     }
 }
@@ -179,9 +184,25 @@ mod tests {
     }
 
     #[test]
+    fn ids_and_the_standard_streams_are_taken_once() {
+        let mut chardevs = Chardevs::default();
+        chardevs.add("stdio,id=a").expect("the first");
+        for (wrong, reason) in [
+            ("null,id=a", "attempt to add duplicate property 'a' to object (type 'container')"),
+            ("stdio,id=b", "cannot use stdio by multiple character devices"),
+        ] {
+            let error = chardevs.add(wrong).expect_err(wrong);
+            assert_eq!(error.message(), reason, "{wrong}");
+        }
+        assert!(!chardevs.contains("b"));
+    }
+
+    #[test]
     fn what_would_not_be_done_is_refused() {
         for (wrong, reason) in [
             ("socket,path=/a,server=on", "no id specified"),
+            ("null,id=1x", "Parameter 'id' expects an identifier\nIdentifiers consist of letters"),
+            ("null,id=", "Parameter 'id' expects an identifier"),
             ("id=a", "chardev: \"a\" missing backend"),
             ("socket,id=a,path=/a,wait=on", "'wait' option is incompatible with socket in client connect mode"),
             (

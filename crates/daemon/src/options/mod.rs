@@ -16,10 +16,10 @@ use crate::metrics;
 use crate::monitor::MonitorAddress;
 use crate::objects::REFUSED_OBJECTS;
 use crate::state::Daemon;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, IDENTIFIERS, Result, check_identifier};
 use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
-use cowshed_nbd::ClientTls;
+use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{Strictness, parse_json};
 use cowshed_storage::{ListenOptions, SocketAddress};
 use drive::Controls;
@@ -117,9 +117,9 @@ pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
     let flag = |key: &str| arguments.get(key).and_then(Value::as_bool).unwrap_or(true);
     let (dir, verify_peer, sanity_check) = (dir.as_ref(), flag("verify-peer"), flag("sanity-check"));
     if text("endpoint") == Some("server") {
-        return crate::objects::make_server_tls(dir, verify_peer, sanity_check).map(|_| TlsCredentials::Server);
+        return ServerTls::of_object(dir, verify_peer, sanity_check).map(|_| TlsCredentials::Server);
     }
-    crate::objects::make_client_tls(dir, verify_peer, sanity_check).map(TlsCredentials::Client)
+    ClientTls::of_object(dir, verify_peer, sanity_check).map(TlsCredentials::Client)
 }
 
 /// The credentials of a client that the object `id` stands for, of those that these options define.
@@ -227,6 +227,9 @@ impl Step {
         let option = format!("--monitor {text}");
         let refused = |message: String| Err(Error::invalid_argument(message).file(option.clone()));
         let (map, _) = parse(text, "chardev", BareKey::On).map_err(|error| error.file(option.clone()))?;
+        if let Some(id) = map.get("id").and_then(Value::as_str) {
+            check_identifier(id).map_err(|error| error.file(option.clone()))?;
+        }
         let mut pretty = false;
         for (key, value) in &map {
             let value = value.as_str().unwrap_or_default();
@@ -332,8 +335,12 @@ impl Step {
             }
         };
         result.map_err(|error| {
-            let whole = error.whole.unwrap_or_else(|| error.description.clone());
-            Error::invalid_argument(whole).qemu(error.description).file(self.option)
+            let mut sentence = error.description;
+            if sentence == commands::NO_IDENTIFIER {
+                sentence = format!("{sentence}\n{IDENTIFIERS}");
+            }
+            let whole = error.whole.unwrap_or_else(|| sentence.clone());
+            Error::invalid_argument(whole).qemu(sentence).file(self.option)
         })
     }
 }
@@ -371,7 +378,7 @@ mod tests {
         Step::chardev("stdio,id=s", &mut chardevs).unwrap();
         assert!(Step::monitor("m", &chardevs).is_ok());
         assert!(Step::monitor("chardev=s,mode=control,pretty=on", &chardevs).is_ok());
-        for wrong in ["x", "m,mode=readline", "m,pretty=maybe", "m,foo=1"] {
+        for wrong in ["x", "m,mode=readline", "m,pretty=maybe", "m,foo=1", "m,id=1", "m,id="] {
             assert!(Step::monitor(wrong, &chardevs).is_err(), "{wrong}");
         }
     }

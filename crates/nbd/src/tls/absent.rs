@@ -26,7 +26,7 @@ impl ServerTls {
     }
 
     /// Fails: TLS is not built in.
-    pub fn checked(_: &Path, _: bool) -> Result<ServerTls> {
+    pub fn of_object(_: &Path, _: bool, _: bool) -> Result<ServerTls> {
         Err(absent())
     }
 }
@@ -38,7 +38,7 @@ impl ClientTls {
     }
 
     /// Fails: TLS is not built in.
-    pub fn checked(_: &Path, _: bool) -> Result<ClientTls> {
+    pub fn of_object(_: &Path, _: bool, _: bool) -> Result<ClientTls> {
         Err(absent())
     }
 

@@ -3,10 +3,10 @@
 
 use super::sanity::{End, check_own};
 use cowshed_block::{Error, Result};
-use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, ring};
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, ServerConfig, SignatureScheme};
@@ -35,78 +35,90 @@ pub struct ClientTls {
 impl ServerTls {
     /// Reads the files in `dir`. With `verify_peer` only clients with a certificate of the authority are let in.
     pub fn from_dir(dir: &Path, verify_peer: bool) -> Result<ServerTls> {
+        ServerTls::read(dir, verify_peer, verify_peer)
+    }
+
+    /// As [`ServerTls::from_dir`], as QEMU reads its objects: the authority and its list of revoked certificates must be
+    /// good whether clients are verified or not. With `sanity_check` the server's own certificate must be in its time,
+    /// for a server, and issued by the authority.
+    pub fn of_object(dir: &Path, verify_peer: bool, sanity_check: bool) -> Result<ServerTls> {
+        let credentials = ServerTls::read(dir, verify_peer, true)?;
+        if sanity_check {
+            check_own(dir, End::Server)?;
+        }
+        Ok(credentials)
+    }
+
+    fn read(dir: &Path, verify_peer: bool, needs_authority: bool) -> Result<ServerTls> {
         let provider = Arc::new(ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong(dir, &error))?;
-        let builder = if verify_peer {
-            let roots = Arc::new(roots(dir)?);
-            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider)
-                .with_crls(revoked(dir)?)
-                .build()
-                .map_err(|error| wrong(&dir.join(CA_CERT), &error))?;
-            builder.with_client_cert_verifier(verifier)
-        } else {
-            builder.with_no_client_auth()
+        let roots = needs_authority.then(|| roots(dir)).transpose()?;
+        let own = identity(dir, End::Server)?;
+        let (chain, key) = own.ok_or_else(|| {
+            let [certificate, key] = files(dir, End::Server).map(|path| path.display().to_string());
+            Error::invalid_argument(format!("Missing server cert '{certificate}' & key '{key}'"))
+        })?;
+        let verifier = match roots {
+            Some(roots) => {
+                let builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+                Some(builder.with_crls(revoked(dir)?).build().map_err(|error| unverifying(dir, &error))?)
+            }
+            None => None,
         };
-        let (chain, key) = identity(dir, End::Server)?;
+        let builder = match verifier.filter(|_| verify_peer) {
+            Some(verifier) => builder.with_client_cert_verifier(verifier),
+            None => builder.with_no_client_auth(),
+        };
         let config = builder.with_single_cert(chain, key).map_err(|error| unusable(dir, End::Server, &error))?;
         Ok(ServerTls { config: Arc::new(config) })
-    }
-
-    /// As [`ServerTls::from_dir`]. The server's own certificate must be in its time, for a server, and issued by the
-    /// authority in `ca-cert.pem`.
-    pub fn checked(dir: &Path, verify_peer: bool) -> Result<ServerTls> {
-        let credentials = ServerTls::from_dir(dir, verify_peer)?;
-        check_own(dir, End::Server)?;
-        Ok(credentials)
     }
 }
 
 impl ClientTls {
     /// Reads the files in `dir`. Without `verify_peer` any server will do, which is only good for testing.
     pub fn from_dir(dir: &Path, verify_peer: bool) -> Result<ClientTls> {
+        ClientTls::read(dir, verify_peer, verify_peer)
+    }
+
+    /// As [`ClientTls::from_dir`], as QEMU reads its objects: the authority must be good whether servers are verified or
+    /// not. With `sanity_check` the client's own certificate, where it has one, must be in its time, for a client, and
+    /// issued by the authority.
+    pub fn of_object(dir: &Path, verify_peer: bool, sanity_check: bool) -> Result<ClientTls> {
+        let credentials = ClientTls::read(dir, verify_peer, true)?;
+        if sanity_check {
+            check_own(dir, End::Client)?;
+        }
+        Ok(credentials)
+    }
+
+    fn read(dir: &Path, verify_peer: bool, needs_authority: bool) -> Result<ClientTls> {
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong(dir, &error))?;
-        let builder = if verify_peer {
-            let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots(dir)?), provider)
-                .with_crls(revoked(dir)?)
-                .build()
-                .map_err(|error| wrong(&dir.join(CA_CERT), &error))?;
-            builder.with_webpki_verifier(verifier)
-        } else {
-            builder.dangerous().with_custom_certificate_verifier(Arc::new(Anybody { provider }))
+        let roots = needs_authority.then(|| roots(dir)).transpose()?;
+        let own = identity(dir, End::Client)?;
+        let verifier = match roots {
+            Some(roots) => {
+                let builder = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
+                Some(builder.with_crls(revoked(dir)?).build().map_err(|error| unverifying(dir, &error))?)
+            }
+            None => None,
         };
-        let [certificate, key] = files(dir, End::Client);
-        let config = match (certificate.exists(), key.exists()) {
-            (false, false) => builder.with_no_client_auth(),
-            (true, false) => {
-                let (certificate, key) = (certificate.display(), key.display());
-                let message = format!("Cert '{certificate}' without corresponding key '{key}'");
-                return Err(Error::invalid_argument(message));
-            }
-            (false, true) => {
-                let (certificate, key) = (certificate.display(), key.display());
-                let message = format!("Key '{key}' without corresponding cert '{certificate}'");
-                return Err(Error::invalid_argument(message));
-            }
-            (true, true) => {
-                let (chain, key) = identity(dir, End::Client)?;
+        let builder = match verifier.filter(|_| verify_peer) {
+            Some(verifier) => builder.with_webpki_verifier(verifier),
+            None => builder.dangerous().with_custom_certificate_verifier(Arc::new(Anybody { provider })),
+        };
+        let config = match own {
+            None => builder.with_no_client_auth(),
+            Some((chain, key)) => {
                 let built = builder.with_client_auth_cert(chain, key);
                 built.map_err(|error| unusable(dir, End::Client, &error))?
             }
         };
         Ok(ClientTls { config: Arc::new(config) })
-    }
-
-    /// As [`ClientTls::from_dir`]. The client's own certificate, where it has one, must be in its time, for a client, and
-    /// issued by the authority in `ca-cert.pem`.
-    pub fn checked(dir: &Path, verify_peer: bool) -> Result<ClientTls> {
-        let credentials = ClientTls::from_dir(dir, verify_peer)?;
-        check_own(dir, End::Client)?;
-        Ok(credentials)
     }
 
     /// As [`ClientTls::from_dir`] without files: any server will do. What `tls-verify-peer=0` asks for.
@@ -155,22 +167,59 @@ fn roots(dir: &Path) -> Result<RootCertStore> {
     let path = dir.join(CA_CERT);
     let mut roots = RootCertStore::empty();
     for certificate in certificates(&path)? {
-        roots.add(certificate).map_err(|error| wrong(&path, &error))?;
+        roots.add(certificate).map_err(|_| not_parsed(&path))?;
     }
     Ok(roots)
 }
 
+/// The lists of revoked certificates. One that can't be read would let everybody in who is on it.
 fn revoked(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     let path = dir.join(CA_CRL);
     if !path.exists() {
         return Ok(Vec::new());
     }
-    CertificateRevocationListDer::pem_file_iter(&path).and_then(Iterator::collect).map_err(|error| wrong(&path, &error))
+    let lists: Vec<_> =
+        CertificateRevocationListDer::pem_file_iter(&path).and_then(Iterator::collect).map_err(|error| {
+            no_list(&path, if matches!(error, pem::Error::Io(_)) { "Error while reading file." } else { NO_BASE64 })
+        })?;
+    if lists.is_empty() { Err(no_list(&path, NO_BASE64)) } else { Ok(lists) }
 }
 
-pub(super) fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>> {
-    let found: Vec<_> =
-        CertificateDer::pem_file_iter(path).and_then(Iterator::collect).map_err(|error| wrong(path, &error))?;
+/// What QEMU says of a text that is no PEM.
+const NO_BASE64: &str = "Base64 decoding error.";
+
+fn no_list(path: &Path, reason: &str) -> Error {
+    Error::invalid_argument(format!("Cannot load CRL '{}': {reason}", path.display()))
+}
+
+/// An error of what verifies the peer.
+fn unverifying(dir: &Path, error: &VerifierBuilderError) -> Error {
+    match error {
+        VerifierBuilderError::InvalidCrl(_) => no_list(&dir.join(CA_CRL), "it can't be parsed"),
+        error => wrong(&dir.join(CA_CERT), error),
+    }
+}
+
+pub(super) fn not_parsed(path: &Path) -> Error {
+    Error::invalid_argument(format!("Unable to import certificate {}: it can't be parsed", path.display()))
+}
+
+/// An error of a file in PEM. `kind` is what QEMU calls its contents.
+fn unread(path: &Path, kind: &str, error: &pem::Error) -> Error {
+    let whole = wrong(path, error);
+    let shown = path.display();
+    match error {
+        pem::Error::Io(_) if path.is_dir() => {
+            whole.qemu(format!("Cannot load {kind} {shown}: Error reading file “{shown}”: Is a directory"))
+        }
+        _ => whole,
+    }
+}
+
+pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(|error| unread(path, "CA cert list", &error))?;
     if found.is_empty() {
         let sentence = format!("Unable to import certificate {}: No certificate was found.", path.display());
         return Err(wrong(path, &"there is no certificate in it").qemu(sentence));
@@ -194,14 +243,28 @@ fn unusable(dir: &Path, end: End, error: &rustls::Error) -> Error {
     Error::invalid_argument(format!("Cannot set certificate '{certificate}' & key '{key}': {reason}"))
 }
 
-fn identity(dir: &Path, end: End) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
+/// A chain of certificates and the key to its first one.
+type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+/// The certificate and the key of this end; `None` where there is neither.
+fn identity(dir: &Path, end: End) -> Result<Option<Identity>> {
     let [certificate, path] = files(dir, end);
+    let lonely = |one: &str, path: &Path, other: &str, missing: &Path| {
+        let (path, missing) = (path.display(), missing.display());
+        Err(Error::invalid_argument(format!("{one} '{path}' without corresponding {other} '{missing}'")))
+    };
+    match (certificate.exists(), path.exists()) {
+        (true, true) => {}
+        (false, false) => return Ok(None),
+        (true, false) => return lonely("Cert", &certificate, "key", &path),
+        (false, true) => return lonely("Key", &path, "cert", &certificate),
+    }
     let chain = certificates(&certificate)?;
-    let key = PrivateKeyDer::from_pem_file(&path).map_err(|error| {
-        let sentence = format!("Unable to import private key {}", path.display());
-        if path.exists() { wrong(&path, &error).qemu(sentence) } else { wrong(&path, &error) }
+    let key = PrivateKeyDer::from_pem_file(&path).map_err(|error| match path.is_dir() {
+        true => unread(&path, "private key", &error),
+        false => wrong(&path, &error).qemu(format!("Unable to import private key {}", path.display())),
     })?;
-    Ok((chain, key))
+    Ok(Some((chain, key)))
 }
 
 /// Takes every server for the right one. That it has the key to the certificate it shows is still checked.

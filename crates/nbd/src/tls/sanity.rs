@@ -3,7 +3,7 @@
 //! for, and that `ca-cert.pem` has issued it.
 
 use super::certificate::{Certificate, Oid, Usage};
-use super::credentials::{CA_CERT, certificates, wrong};
+use super::credentials::{CA_CERT, certificates, not_parsed};
 use cowshed_block::{Error, Result};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::ring;
@@ -145,11 +145,11 @@ impl Check {
         let mut roots = RootCertStore::empty();
         for authority in authorities {
             if signs(&authority).is_none_or(|(permitted, _)| permitted) {
-                roots.add(authority).map_err(|error| wrong(&self.authority_path, &error))?;
+                roots.add(authority).map_err(|_| not_parsed(&self.authority_path))?;
             }
         }
         let (first, rest) = own.split_first().ok_or_else(untrusted)?;
-        let parsed = ParsedCertificate::try_from(first).map_err(|error| wrong(&self.own_path, &error))?;
+        let parsed = ParsedCertificate::try_from(first).map_err(|_| not_parsed(&self.own_path))?;
         let algorithms = ring::default_provider().signature_verification_algorithms.all;
         match verify_server_cert_signed_by_trust_anchor(&parsed, &roots, rest, self.now, algorithms) {
             Err(rustls::Error::InvalidCertificate(
@@ -158,10 +158,6 @@ impl Check {
             _ => Ok(()),
         }
     }
-}
-
-fn not_parsed(path: &Path) -> Error {
-    refused(format!("Unable to import certificate {}: it can't be parsed", path.display()))
 }
 
 fn refused(sentence: String) -> Error {

@@ -36,6 +36,11 @@ fn refused(error: &rustls::Error, is_handshaking: bool) -> Error {
         rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { expected, .. }) => {
             format!("Certificate does not match the hostname {}", expected.to_str())
         }
+        rustls::Error::InvalidCertificate(CertificateError::Revoked) => "The certificate has been revoked".to_owned(),
+        rustls::Error::InvalidCertificate(error) => {
+            let message = format!("the peer's certificate {}", certificate_words(error));
+            return failed(&message).qemu("The certificate is not trusted");
+        }
         rustls::Error::AlertReceived(alert) => {
             let words = in_words(&format!("{alert:?}"));
             let words = format!("the peer ended the encrypted connection: {words}");
@@ -49,6 +54,29 @@ fn refused(error: &rustls::Error, is_handshaking: bool) -> Error {
         _ => return failed(error),
     };
     failed(error).qemu(words)
+}
+
+/// A reason against a certificate, as words that follow it.
+fn certificate_words(error: &CertificateError) -> &'static str {
+    match error {
+        CertificateError::BadEncoding => "can't be parsed",
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => "has expired",
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => "is not yet active",
+        CertificateError::Revoked => "has been revoked",
+        CertificateError::UnhandledCriticalExtension => "has a critical extension that is not known here",
+        CertificateError::UnknownIssuer => "hasn't got a known issuer",
+        CertificateError::UnknownRevocationStatus => "is of an issuer without a revocation list",
+        CertificateError::ExpiredRevocationList | CertificateError::ExpiredRevocationListContext { .. } => {
+            "is of an issuer whose revocation list has expired"
+        }
+        CertificateError::BadSignature => "has a wrong signature",
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => "is of another host",
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "has an extended key usage that doesn't allow this end of a connection"
+        }
+        CertificateError::Other(error) if error.to_string().contains("CaUsedAsEndEntity") => "is an authority's own",
+        _ => "is not trusted",
+    }
 }
 
 /// The name of an alert as words: `CertificateRequired` is "certificate required".
@@ -158,7 +186,26 @@ impl Session {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustls::AlertDescription;
+    use rustls::pki_types::UnixTime;
+    use rustls::{AlertDescription, OtherError};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    #[test]
+    fn certificates_are_refused_in_words() {
+        let time = UnixTime::since_unix_epoch(Duration::from_secs(5));
+        let ca = OtherError(Arc::new(std::io::Error::other("CaUsedAsEndEntity")));
+        for (error, words) in [
+            (CertificateError::ExpiredContext { time, not_after: time }, "has expired"),
+            (CertificateError::NotValidYetContext { time, not_before: time }, "is not yet active"),
+            (CertificateError::Other(ca), "is an authority's own"),
+            (CertificateError::ApplicationVerificationFailure, "is not trusted"),
+        ] {
+            let error = refused(&rustls::Error::InvalidCertificate(error), true);
+            assert_eq!(error.to_string(), format!("TLS failed: the peer's certificate {words}"));
+            assert_eq!(error.sentence(), "The certificate is not trusted");
+        }
+    }
 
     #[test]
     fn alerts_of_the_peer_are_words() {
