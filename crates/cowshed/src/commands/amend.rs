@@ -133,7 +133,8 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
             Failure::open(persona, file, error)
         }
         ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
-            let message = error.message();
+            let sentence = error.sentence();
+            let message = if error.field_name() == Some("size") { &sentence } else { error.message() };
             Failure::new(match message.strip_prefix("invalid ") {
                 Some(rest) => format!("Invalid {rest}"),
                 None => message.to_owned(),
