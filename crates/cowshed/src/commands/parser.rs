@@ -60,10 +60,59 @@ pub fn command(verb: &Verb, persona: Persona) -> Command {
         .override_usage(usage.trim_end().to_owned())
         .args_override_self(true)
         .infer_long_args(true);
+    let command = if persona == Persona::Cowshed { command } else { with_abbreviations(command, verb.name) };
     // As with getopt the argument after an option is its value, whatever it looks like.
     command.mut_args(|arg| match arg.is_positional() || !takes_value(&arg) {
         true => arg,
         false => arg.allow_hyphen_values(true),
+    })
+}
+
+/// Long options that no program of QEMU has.
+const OURS: &[&str] = &[
+    "allow",
+    "compression-level",
+    "compression-window",
+    "disk",
+    "dry-run",
+    "for",
+    "limit",
+    "lossy",
+    "memory",
+    "metadata-budget",
+    "reflink",
+    "request-memory",
+    "stop-timeout",
+    "time-limit",
+    "undo",
+    "undo-log",
+    "untrusted",
+    "vm-cpus",
+    "vm-firmware",
+    "vm-memory",
+    "vm-name",
+    "vm-network",
+];
+
+/// Long options that QEMU has in other verbs only.
+const OURS_OF: &[(&str, &str)] =
+    &[("bench", "output"), ("check", "progress"), ("convert", "force"), ("create", "force"), ("dd", "force")];
+
+/// Under a name of QEMU its long options may be cut short where only ours begin alike.
+fn with_abbreviations(command: Command, verb: &str) -> Command {
+    let longs: Vec<String> = command.get_arguments().filter_map(Arg::get_long).map(str::to_owned).collect();
+    let is_ours = |long: &str| OURS.contains(&long) || OURS_OF.contains(&(verb, long));
+    command.mut_args(|arg| {
+        let Some(long) = arg.get_long().filter(|long| !is_ours(long)) else { return arg };
+        let starts = |start: &str, ours: bool| {
+            longs.iter().filter(|other| other.starts_with(start) && is_ours(other) == ours).count()
+        };
+        let begins = (1..long.len()).filter_map(|end| long.get(..end));
+        let unique = begins.filter(|start| {
+            starts(start, false) == 1 && starts(start, true) > 0 && !longs.iter().any(|other| other == start)
+        });
+        let aliases: Vec<String> = unique.map(str::to_owned).collect();
+        arg.aliases(aliases)
     })
 }
 
@@ -218,5 +267,44 @@ fn invalid_value(error: &clap::Error, root: &Command, argument: &str, value: &st
     match short {
         Some(short) => format!("{long} (-{short}) expects {allowed}, not '{value}'"),
         None => format!("{long} expects {allowed}, not '{value}'"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_options_of_qemu_count_for_abbreviations_under_its_names() {
+        let parse = |persona: Persona, line: &str| {
+            let verb = line.split(' ').next().unwrap_or_default();
+            let words = std::iter::once("program").chain(line.split(' '));
+            root_for(persona, verb).try_get_matches_from(words).map_err(|error| error.kind())
+        };
+        for line in [
+            "create --f=qcow2 a 1M",
+            "create --for qcow2 a 1M",
+            "bench --a threads a",
+            "bitmap --a a b",
+            "compare --a raw a b",
+            "convert --co a b",
+            "convert --forc a b",
+            "convert --r 1M a b",
+            "dd --forc if=a of=b",
+            "info --l a",
+            "info --limi a",
+            "snapshot --a one a",
+            "snapshot --li a",
+        ] {
+            assert!(parse(Persona::QemuImg, line).is_ok(), "{line}");
+            assert!(parse(Persona::Cowshed, line).is_err(), "{line}");
+        }
+        // These two are options of ours in full.
+        let convert = parse(Persona::QemuImg, "convert --for azure a b").expect("the platform");
+        let (_, convert) = convert.subcommand().expect("a verb");
+        assert!(!convert.get_flag("force_share"));
+        for line in ["create --b a 1M", "convert --s raw a b"] {
+            assert_eq!(parse(Persona::QemuImg, line).expect_err(line), ErrorKind::UnknownArgument, "{line}");
+        }
     }
 }
