@@ -437,7 +437,9 @@ pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> Q
              folder that nobody else may read",
         ));
     }
-    text("dir").ok_or_else(|| QmpError::generic("Missing 'dir' property value"))
+    let dir = text("dir").ok_or_else(|| QmpError::generic("Missing 'dir' property value"))?;
+    // An empty one is the root folder, as in QEMU: never the folder that the program runs in.
+    Ok(if dir.is_empty() { "/" } else { dir })
 }
 
 /// The error for an id that is taken.
@@ -454,6 +456,7 @@ mod tests {
         let check =
             |key: &'static str, value: &'static str| check_tls_options(move |asked| (asked == key).then_some(value));
         assert_eq!(check("dir", "x").unwrap(), "x");
+        assert_eq!(check("dir", "").unwrap(), "/");
         assert_eq!(check("priority", "NORMAL").unwrap_err().description, "Missing 'dir' property value");
         let error = check("priority", "NORMAL:-VERS-TLS1.2").unwrap_err().description;
         assert!(error.contains("'priority'") && error.contains("TLS 1.2 and 1.3 are offered"), "{error}");

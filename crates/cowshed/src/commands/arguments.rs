@@ -5,7 +5,7 @@ use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_block::check_identifier;
-use cowshed_daemon::{refused_object, tls_credentials};
+use cowshed_daemon::{check_object, refused_object, tls_credentials};
 use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
 use cowshed_image::filters::throttle::Limits;
@@ -48,6 +48,9 @@ impl Objects {
         groups || named.chain(&self.unused).any(|known| known == id)
     }
 }
+
+/// The parser's name of `--object`.
+pub const DEFINITIONS: &str = "definitions";
 
 /// How an image is named, for every verb that opens one.
 #[derive(Args, Clone, Debug)]
@@ -115,6 +118,9 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
             if let Some(error) = refused_object(&kind) {
                 return Err(error.into());
             }
+            if NOT_OF_IMAGES.contains(&kind.as_str()) {
+                id_of(&options)?;
+            }
             let message = match NOT_OF_IMAGES.contains(&kind.as_str()) {
                 true => format!("invalid object type: {kind}"),
                 false => format!("Parameter 'qom-type' does not accept value '{kind}'"),
@@ -137,7 +143,10 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
                 let limits = limits(&options)?;
                 objects.graph.get_or_insert_with(|| Graph::new(&DRIVERS)).throttle_groups().create(&id, limits)?;
             }
-            _ => objects.unused.push(id),
+            _ => {
+                check_object(definition)?;
+                objects.unused.push(id);
+            }
         }
     }
     Ok(objects)
@@ -154,7 +163,8 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
         let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
         let kind = kind.strip_prefix("qom-type=").unwrap_or(kind).to_owned();
         // The options of a type that there isn't are nobody's business.
-        let pairs = if is_known(&kind) { parse_list(rest, BareKey::Refused)? } else { Vec::new() };
+        let has_meaning = is_known(&kind) || NOT_OF_IMAGES.contains(&kind.as_str());
+        let pairs = if has_meaning { parse_list(rest, BareKey::Refused)? } else { Vec::new() };
         let map = pairs.into_iter().map(|(key, value)| (key, value.into())).collect();
         (kind, BlockdevOptions::from_map(map)?)
     };

@@ -57,7 +57,7 @@ struct CreateArgs {
     quiet: bool,
     /// A secret for encrypted images, secret,id=ID,file=FILE (or data=TEXT; format=raw|base64), or TLS credentials for
     /// servers, tls-creds-x509,id=ID,dir=FOLDER
-    #[arg(long = "object", value_name = "OBJDEF")]
+    #[arg(id = super::arguments::DEFINITIONS, long = "object", value_name = "OBJDEF")]
     objects: Vec<String>,
     /// FILE, and SIZE in bytes or with a suffix k, M, G, T, P, E (powers of 1024); no SIZE: as large as BACKING_FILE
     #[arg(value_name = "FILE [SIZE]", value_hint = clap::ValueHint::FilePath)]

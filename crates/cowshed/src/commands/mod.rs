@@ -134,6 +134,10 @@ impl Program {
 pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
     let result = parse(invocation, console).and_then(|parsed| match parsed {
         Some((verb, matches)) => {
+            let definitions = matches.try_get_many::<String>(arguments::DEFINITIONS).ok().flatten();
+            if daemon::show_object_help(definitions.into_iter().flatten(), console)? {
+                return Ok(0);
+            }
             rt::prepare()?;
             (verb.run)(&matches, console)
         }

@@ -287,7 +287,7 @@ mod tests {
             "bench --a threads a",
             "bitmap --a a b",
             "compare --a raw a b",
-            "convert --co a b",
+            "convert --com a b",
             "convert --forc a b",
             "convert --r 1M a b",
             "dd --forc if=a of=b",

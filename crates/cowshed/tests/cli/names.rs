@@ -211,3 +211,32 @@ fn what_identifiers_are_stands_in_a_line_of_its_own() {
         assert_eq!((output.status.code(), said), (Some(1), expected), "{program} {line}");
     }
 }
+
+/// `--object help` lists types, and `--object TYPE,help` properties, before anything is opened.
+#[test]
+fn objects_are_explained_under_every_name() {
+    let folder = Folder(Oracle::new());
+    let secret = "secret options:\n  data=<string>\n  file=<string>\n";
+    for (program, line) in [
+        ("cowshed", "info --object"),
+        ("cowshed", "serve --object"),
+        ("qemu-img", "info --object"),
+        ("qemu-img", "dd --object"),
+        ("qemu-img", "create -f qcow2 --object"),
+        ("qemu-io", "--object"),
+        ("qemu-nbd", "--object"),
+        ("qemu-storage-daemon", "--object"),
+    ] {
+        let tool = folder.0.work().join(program);
+        let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &tool);
+        for (asked, begins) in [
+            ("help", "List of user creatable objects:\n  authz-list\n"),
+            ("nosuch,help", "List of user creatable objects:\n  authz-list\n"),
+            ("secret,help", secret),
+        ] {
+            let output = folder.run(tool.to_str().expect("text"), &format!("{line} {asked}"));
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(output.status.success() && said.starts_with(begins), "{program} {line} {asked}: {output:?}");
+        }
+    }
+}

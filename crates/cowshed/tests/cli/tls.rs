@@ -323,3 +323,22 @@ fn credentials_that_cannot_be_read_are_refused_as_by_qemu() {
         }
     }
 }
+
+/// Objects that images don't use have their obligatory properties nevertheless.
+#[test]
+fn unused_objects_are_checked_as_by_qemu() {
+    let oracle = Oracle::new();
+    for object in [
+        "authz-simple,id=t",
+        "authz-simple,id=t,identity=x",
+        "authz-simple,id=t,identity=x,foo=1",
+        "authz-list,id=t",
+        "authz-listfile,id=t",
+        "iothread,id=t",
+        "iothread,id=1t",
+    ] {
+        let arguments: Vec<String> = format!("info --object {object} nosuch").split(' ').map(str::to_owned).collect();
+        let (real, ours) = (oracle.real(&oracle.work(), &arguments), oracle.ours(&oracle.work(), &arguments));
+        assert_eq!((ours.code, ours.err), (real.code, real.err), "{object}");
+    }
+}

@@ -106,6 +106,16 @@ pub fn refused_object(kind: &str) -> Option<Error> {
     Some(Error::unsupported(format!("objects of type '{kind}' are not supported: {reason}")))
 }
 
+/// Refuses an object whose properties aren't those of its type, `[qom-type=]TYPE,id=ID,…` or JSON.
+///
+/// # Errors
+/// In QEMU's words: a property is missing, unexpected or of another type.
+pub fn check_object(definition: &str) -> Result<()> {
+    let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
+    let checked = crate::schema::build()?.check("ObjectOptions", arguments, strictness);
+    checked.map(drop).map_err(|error| Error::invalid_argument(error.description))
+}
+
 /// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Those of a server are
 /// only checked.
 pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {

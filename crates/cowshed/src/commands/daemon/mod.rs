@@ -204,7 +204,10 @@ fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, devic
 }
 
 /// Prints what the values of `--object` ask for with `help`; true when one did.
-fn show_object_help<'a>(objects: impl IntoIterator<Item = &'a String>, console: &mut Console) -> Result<bool, Failure> {
+pub(super) fn show_object_help<'a>(
+    objects: impl IntoIterator<Item = &'a String>,
+    console: &mut Console,
+) -> Result<bool, Failure> {
     for text in objects {
         if let Some(help) = cowshed_daemon::object_help(text)? {
             console.line(help);
