@@ -37,20 +37,11 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     let mut result = Ok(());
     if let Some(nbd) = nbd {
         // What is late may hold what a detach needs; then the closing of the nodes flushes them.
-        let mut stopping = Box::pin(nbd.stop(limit / 3, late.is_empty()));
-        let stopped = match within((limit / 6).min(PATIENCE), &mut stopping).await {
-            Some(stopped) => stopped,
-            // A job may hold a client's request back.
-            None => {
-                daemon.jobs.cancel_all();
-                stopping.await
-            }
-        };
         let hung;
-        (result, hung) = stopped;
+        (result, hung) = or_without_jobs(daemon, limit, nbd.stop(limit / 3, late.is_empty())).await;
         late.extend(hung);
     }
-    let (stopped, hung) = daemon.servers.stop(limit / 6, late.is_empty()).await;
+    let (stopped, hung) = or_without_jobs(daemon, limit, daemon.servers.stop(limit / 6, late.is_empty())).await;
     result = result.and(stopped);
     late.extend(hung);
     late.extend(daemon.jobs.stop(limit / 6).await.into_iter().map(|id| format!("job '{id}'")));
@@ -83,6 +74,19 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     let overdue = Error::new(ErrorKind::Limit, message);
     tracing::error!("{overdue}");
     Stopped { result: result.and(Err(overdue)), is_overdue: true }
+}
+
+/// The output of `work`, which stops servers within a part of `limit`. A job may hold a client's request back: the jobs are cancelled
+/// where the work takes long.
+async fn or_without_jobs<T>(daemon: &Daemon, limit: Duration, work: impl Future<Output = T>) -> T {
+    let mut work = Box::pin(work);
+    match within((limit / 12).min(PATIENCE), &mut work).await {
+        Some(output) => output,
+        None => {
+            daemon.jobs.cancel_all();
+            work.await
+        }
+    }
 }
 
 fn log(result: &Result<()>) {

@@ -19,9 +19,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The error of a copy onto a disk of another size.
-pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
-
 /// How often a job that only saves what is overwritten looks whether it is to end.
 const LOOK: Duration = Duration::from_millis(50);
 /// A failed job's target that is not durable by then counts as empty.
@@ -98,7 +95,7 @@ impl Backup {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: BackupRequest) -> Result<Backup> {
         let BackupRequest { source, target, .. } = &request;
         if source.size() != target.size() {
-            return Err(Error::invalid_argument(DIFFERENT_SIZES));
+            return Err(crate::different_sizes());
         }
         if Arc::ptr_eq(source, target) {
             return Err(Error::invalid_argument("Source and target cannot be the same"));
@@ -173,7 +170,11 @@ impl Backup {
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         match select(pin!(self.copy_parts(job, judge)), pin!(job.cancelled())).await {
             Either::Left((copied, _)) => copied,
-            Either::Right(_) => job.pause_point().await,
+            Either::Right(_) => {
+                // While the piece still holds drains: what it does to the disk has begun, or does not begin.
+                self.saver()?.abandon();
+                job.pause_point().await
+            }
         }
     }
 
@@ -254,6 +255,13 @@ impl Backup {
     /// Ends; without [`Backup::finish`] the target is incomplete.
     pub async fn end(&self) -> Result<()> {
         self.end_as(false).await
+    }
+
+    /// Takes the start back, before [`Backup::copy`]: the bitmap stays as it is.
+    pub async fn undo(&self) -> Result<()> {
+        self.saver()?.abandon();
+        let detached = self.user.detach().await;
+        detached.and(self.graph.remove_filter(&self.filter).await)
     }
 
     async fn end_as(&self, succeeded: bool) -> Result<()> {

@@ -39,3 +39,10 @@ pub mod zeroes;
 pub use job::{JobHandle, Progress};
 pub use spec::ImageSpec;
 use work_error::in_work;
+
+/// The error of a copy onto a disk of another size.
+pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
+
+pub(crate) fn different_sizes() -> cowshed_block::Error {
+    cowshed_block::Error::invalid_argument(DIFFERENT_SIZES)
+}

@@ -8,7 +8,7 @@
 use crate::JobHandle;
 use crate::commit::opened::{OpenedBase, reader_of};
 use crate::faults::{Failure, Judge, settle};
-use crate::zeroes::is_zero;
+use crate::zeroes::{is_zero, reads_as_zeroes};
 use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
@@ -202,21 +202,6 @@ impl Ends<'_> {
         };
         written.map_err(Failure::write)
     }
-}
-
-/// True when the node is known to read as zeroes everywhere.
-async fn reads_as_zeroes(node: &Node) -> bool {
-    let (size, mut at) = (node.size(), 0);
-    while at < size {
-        match node.block_status_chain(at, size - at, STATUS_RUNS).await {
-            Ok(runs) if runs.iter().all(|run| run.zero) => match runs.last() {
-                Some(last) => at = last.start + last.len,
-                None => return false,
-            },
-            _ => return false,
-        }
-    }
-    true
 }
 
 impl Mirror {
@@ -452,9 +437,7 @@ impl Mirror {
 
     /// Copies until there was a moment without anything to copy. Progress counts what was copied.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
-        if self.opened.is_none() && self.source.size() != self.target.size() {
-            return Err(Error::invalid_argument(crate::backup::DIFFERENT_SIZES));
-        }
+        self.check_size()?;
         let source = self.reader.queue();
         let mut target: Option<Queue> = None;
         let mut from = 0;
@@ -623,7 +606,8 @@ impl Mirror {
             }
             (_, writer, _) => writer.end(&self.graph).await,
         };
-        let result = match result.and(released) {
+        // A client of FUSE may have cut it meanwhile.
+        let result = match result.and(released).and_then(|()| self.check_size()) {
             Ok(()) if pivot => {
                 let replaced = self.replaces.as_ref().unwrap_or(&self.source);
                 self.graph.replace(replaced, &self.target).await
@@ -664,6 +648,13 @@ impl Mirror {
         *self.piece.lock().await = true;
     }
 
+    fn check_size(&self) -> Result<()> {
+        match self.opened.is_some() || self.source.size() == self.target.size() {
+            true => Ok(()),
+            false => Err(crate::different_sizes()),
+        }
+    }
+
     async fn abandon_filter(&self) {
         if let Some(filter) = self.writer().filter() {
             filter.abandon();
@@ -683,11 +674,11 @@ impl Mirror {
             let source = self.reader.detach().await;
             return source.and(give_back_in_time(&self.graph, writer).await);
         }
-        let writer = match &self.opened {
-            Some(opened) => opened.close().await,
-            None => self.writer().end(&self.graph).await,
+        let Some(opened) = &self.opened else {
+            let ended = self.writer().end(&self.graph).await;
+            return ended.and(self.reader.detach().await);
         };
-        writer.and(self.reader.detach().await).and(self.let_go().await)
+        opened.close().await.and(self.reader.detach().await).and(self.let_go().await)
     }
 
     /// Gives the layers back between the disk and the base of a commit.

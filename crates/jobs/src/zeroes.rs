@@ -2,10 +2,13 @@
 //! Finding zeroes in data.
 
 use cowshed_block::without;
+use cowshed_image::Node;
 use std::ops::Range;
 
 /// Bytes looked at without a branch, so that the compiler uses vector instructions.
 const STRIDE_BYTES: usize = 256;
+/// Runs that one question about the mapping returns at most.
+const STATUS_RUNS: usize = 64;
 
 /// True when all bytes are zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
@@ -61,6 +64,21 @@ pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<Segment
         });
     }
     found
+}
+
+/// True when the node is known to read as zeroes everywhere.
+pub(crate) async fn reads_as_zeroes(node: &Node) -> bool {
+    let (size, mut at) = (node.size(), 0);
+    while at < size {
+        match node.block_status_chain(at, size - at, STATUS_RUNS).await {
+            Ok(runs) if runs.iter().all(|run| run.zero) => match runs.last() {
+                Some(last) => at = last.start + last.len,
+                None => return false,
+            },
+            _ => return false,
+        }
+    }
+    true
 }
 
 #[cfg(test)]

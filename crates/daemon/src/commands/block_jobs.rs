@@ -468,7 +468,7 @@ impl BackupPlan {
                 Ok(BackupStarted { job, backup })
             }
             Err(error) => {
-                backup.end().await.map_err(failed)?;
+                backup.undo().await.map_err(failed)?;
                 Err(error)
             }
         }
@@ -490,7 +490,7 @@ impl BackupStarted {
 
     /// As if it had not been started.
     pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
-        if let Err(error) = self.backup.end().await {
+        if let Err(error) = self.backup.undo().await {
             tracing::error!(%error, job = self.job.id, "could not take a backup back");
         }
         daemon.jobs.dismiss(&self.job);

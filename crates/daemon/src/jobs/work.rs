@@ -93,6 +93,8 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
 
 /// A target that takes longer to close is left to close when it can, where the job is cancelled.
 const LEFT_ALONE: Duration = Duration::from_millis(500);
+/// The same of a job that was complete: others may want the target as it is on disk.
+const LEFT_COMPLETE: Duration = Duration::from_secs(5);
 
 /// The target of a job that was opened for it.
 pub(crate) struct Closing {
@@ -140,7 +142,8 @@ impl Closing {
                     }
                     closed
                 };
-                finished.and(unless_given_up(handle, closing).await)
+                let limit = if complete { LEFT_COMPLETE } else { LEFT_ALONE };
+                finished.and(unless_given_up(handle, limit, closing).await)
             })
         });
         let flush = move || -> LocalFuture<'static, Result<()>> {
@@ -154,15 +157,29 @@ impl Closing {
     }
 }
 
-/// The result of closing a target that may never answer. Once the job is cancelled and some time has passed the target is closed
-/// without the job.
-async fn unless_given_up(job: JobHandle, closing: impl Future<Output = Result<()>> + 'static) -> Result<()> {
-    let mut closing = rt::spawn(closing);
-    let closed = rt::within(LEFT_ALONE, &mut closing).await;
-    match closed {
-        Some(closed) => closed,
-        None => job.unless_cancelled(closing).await.unwrap_or(Ok(())),
+/// The result of closing a target that may never answer. Once the job is cancelled, and `limit` has passed, the target is closed
+/// without the job, and the log tells of an error.
+async fn unless_given_up(
+    job: JobHandle,
+    limit: Duration,
+    closing: impl Future<Output = Result<()>> + 'static,
+) -> Result<()> {
+    let is_left = Rc::new(Cell::new(false));
+    let is_left_now = Rc::clone(&is_left);
+    let mut closing = rt::spawn(async move {
+        let closed = closing.await;
+        if let (true, Err(error)) = (is_left_now.get(), &closed) {
+            tracing::warn!(%error, "could not close the target of a job");
+        }
+        closed
+    });
+    if let Some(closed) = rt::within(limit, &mut closing).await {
+        return closed;
     }
+    job.unless_cancelled(closing).await.unwrap_or_else(|_| {
+        is_left.set(true);
+        Ok(())
+    })
 }
 
 /// Removes a file that was made for a copy. Where the copy's target hangs the file goes once the target has answered, and this

@@ -197,7 +197,7 @@ impl Driver for Qcow2Driver {
         let _ = self.on_corruption.set(tell);
     }
 
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    fn settle<'a>(&'a self, _drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(self.read_ahead_ended())
     }
 

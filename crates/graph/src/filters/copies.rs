@@ -52,20 +52,20 @@ impl Copies {
         Copying(Arc::clone(self))
     }
 
-    /// How many copies run.
-    pub(super) fn running(&self) -> usize {
-        self.running.load(Ordering::SeqCst)
-    }
-
-    /// Waits until no copy runs.
-    pub(super) async fn idle(&self) {
+    /// Waits until fewer copies run than this.
+    pub(super) async fn fewer_than(&self, most: usize) {
         loop {
             let seen = self.ended.now();
-            if self.running.load(Ordering::SeqCst) == 0 {
+            if self.running.load(Ordering::SeqCst) < most {
                 return;
             }
             self.ended.wait(seen).await;
         }
+    }
+
+    /// Waits until no copy runs.
+    pub(super) async fn idle(&self) {
+        self.fewer_than(1).await;
     }
 
     /// From now on no request waits for the target.

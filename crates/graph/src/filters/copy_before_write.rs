@@ -217,8 +217,7 @@ impl CopyBeforeWrite {
             Err(CopyFailure::writing(Error::os(Errno::ETIMEDOUT, message)))
         };
         // Each attempt at a part waits behind the first one, which may never end.
-        if self.saver.copies().running() >= MOST_COPIES {
-            rt::sleep(timeout).await;
+        if rt::within(timeout, self.saver.copies().fewer_than(MOST_COPIES)).await.is_none() {
             return late();
         }
         let attempt = Arc::new(Attempt::default());
@@ -290,8 +289,11 @@ impl Filter for CopyBeforeWrite {
         keeps_writers_away(wanted)
     }
 
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    fn settle<'a>(&'a self, drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(async move {
+            if super::drains_target(drained, self.saver.target_link(), self.below()) {
+                return self.idle().await;
+            }
             // A copy without a request or a job that waits for it (given up, or too slow) only reads the disk. A drain that waited
             // for it would hold the disk's clients while the target is silent.
             self.saver.discarded(0, u64::MAX).await;

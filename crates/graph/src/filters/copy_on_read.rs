@@ -190,7 +190,7 @@ impl Filter for CopyOnRead {
         }
     }
 
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    fn settle<'a>(&'a self, _drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(self.idle())
     }
 

@@ -29,13 +29,14 @@ pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 
 use crate::node::{
-    Below, Driver, Intent, LiveOptions, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
-    done,
+    Below, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work,
+    ZeroFlags, done, nodes_below,
 };
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use std::any::Any;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A copy that a filter could not make.
 #[derive(Clone, Debug)]
@@ -123,7 +124,7 @@ pub(crate) trait Filter: Any + Send + Sync {
     }
 
     /// As [`Driver::settle`].
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    fn settle<'a>(&'a self, _drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(std::future::ready(()))
     }
 
@@ -146,6 +147,14 @@ pub(crate) trait Filter: Any + Send + Sync {
     fn moves_freely(&self) -> bool {
         false
     }
+}
+
+/// True when a drain reaches the target of a filter by another way than through the filter's disk.
+fn drains_target(drained: &[Arc<Node>], target: &Link, disk: &Below) -> bool {
+    let (Some(target), Ok(disk)) = (target.get(), disk.node()) else { return false };
+    let disk = nodes_below(&disk);
+    let is_in = |nodes: &[Arc<Node>], node: &Arc<Node>| nodes.iter().any(|known| Arc::ptr_eq(known, node));
+    nodes_below(&target).iter().any(|node| is_in(drained, node) && !is_in(&disk, node))
 }
 
 /// What filters that must see each write ask of their child: a write past them would not be saved, or not be mirrored.
@@ -236,8 +245,8 @@ impl<F: Filter> Driver for F {
         Filter::permissions(self, wanted, read_only)
     }
 
-    fn settle(&self) -> LocalFuture<'_, ()> {
-        Filter::settle(self)
+    fn settle<'a>(&'a self, drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
+        Filter::settle(self, drained)
     }
 
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {

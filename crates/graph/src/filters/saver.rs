@@ -137,6 +137,10 @@ impl Saver {
         &self.copies
     }
 
+    pub(super) fn target_link(&self) -> &Link {
+        &self.target
+    }
+
     fn target(&self) -> Result<Arc<Node>> {
         self.target.get().ok_or_else(|| Error::internal("a filter without a target"))
     }

@@ -173,8 +173,11 @@ impl Filter for WriteBlocking {
         keeps_writers_away(wanted)
     }
 
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    fn settle<'a>(&'a self, drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(async move {
+            if super::drains_target(drained, &self.target, &self.below) {
+                return self.idle().await;
+            }
             // Once the target is given up its copies touch nothing else, and a drain holds the disk's clients.
             let _ = self.copies.unless_given_up(self.idle()).await;
         })

@@ -337,6 +337,11 @@ impl Attachment {
         self.generation.load(Ordering::SeqCst)
     }
 
+    /// Closes the gate for the drains that run below.
+    pub(super) fn join_drains(self: &Arc<Self>) {
+        self.graph.drains.join(self);
+    }
+
     /// Queues look again at what stands below them. It is drained.
     pub(super) fn renew(&self) {
         self.generation.fetch_add(1, Ordering::SeqCst);

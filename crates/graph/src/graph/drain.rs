@@ -16,15 +16,15 @@ pub struct Drained {
 }
 
 /// The gates that a drain holds closed.
-#[derive(Default)]
 struct Closed {
     /// An attachment to a node that reaches one of these joins the drain.
     nodes: Vec<Arc<Node>>,
-    attachments: Mutex<Vec<Arc<Attachment>>>,
+    /// `None` when the drain is over.
+    attachments: Mutex<Option<Vec<Arc<Attachment>>>>,
 }
 
 impl Closed {
-    fn attachments(&self) -> MutexGuard<'_, Vec<Arc<Attachment>>> {
+    fn attachments(&self) -> MutexGuard<'_, Option<Vec<Arc<Attachment>>>> {
         self.attachments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -35,7 +35,8 @@ impl Closed {
 
     /// Closes the gate, once.
     fn add(&self, attachment: &Arc<Attachment>) {
-        let mut attachments = self.attachments();
+        let mut closed = self.attachments();
+        let Some(attachments) = &mut *closed else { return };
         if !attachments.iter().any(|known| Arc::ptr_eq(known, attachment)) {
             attachment.gate().close();
             attachments.push(Arc::clone(attachment));
@@ -54,7 +55,7 @@ impl Drains {
 
     fn begin(&self, nodes: &[&Arc<Node>]) -> Arc<Closed> {
         let nodes = nodes.iter().map(|node| Arc::clone(node)).collect();
-        let closed = Arc::new(Closed { nodes, attachments: Mutex::default() });
+        let closed = Arc::new(Closed { nodes, attachments: Mutex::new(Some(Vec::new())) });
         let mut list = self.list();
         list.retain(|known| known.strong_count() > 0);
         list.push(Arc::downgrade(&closed));
@@ -75,7 +76,8 @@ impl Drains {
 impl Drained {
     /// Closes the gates, lets throttled requests go, and waits until no request is left.
     pub(super) async fn of(attachment: &Arc<Attachment>) -> Drained {
-        Self::begin(Arc::default(), vec![Arc::clone(attachment)]).await
+        let closed = Arc::new(Closed { nodes: Vec::new(), attachments: Mutex::new(Some(Vec::new())) });
+        Self::begin(closed, vec![Arc::clone(attachment)]).await
     }
 
     async fn begin(closed: Arc<Closed>, attachments: Vec<Arc<Attachment>>) -> Drained {
@@ -107,9 +109,11 @@ impl Drop for Drained {
         for throttle in self.throttles.iter().filter_map(|node| node.throttle()) {
             throttle.end_drain();
         }
-        for attachment in self.closed.attachments().drain(..) {
-            // What stands below may have changed.
+        let attachments = self.closed.attachments().take().unwrap_or_default();
+        for attachment in attachments {
+            // What stands below may have changed: nodes that another drain holds may be there by now.
             attachment.renew();
+            attachment.join_drains();
             attachment.gate().open();
         }
     }
@@ -130,7 +134,7 @@ impl Graph {
         // What requests left behind goes on without them. No new ones come to these nodes.
         for node in self.snapshot().nodes().filter(|top| closed.is_below(top)) {
             if !slip!("drain_without_what_is_read_ahead") {
-                node.settle().await;
+                node.settle(&closed.nodes).await;
             }
         }
         drained

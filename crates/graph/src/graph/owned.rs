@@ -84,7 +84,7 @@ impl Graph {
         node.check_open()?;
         let attachment = Attachment::new(self, node, request)?;
         self.owned().attachments.insert(attachment.name().to_owned(), Arc::downgrade(&attachment));
-        self.drains.join(&attachment);
+        attachment.join_drains();
         Ok(attachment)
     }
 

@@ -349,8 +349,8 @@ pub trait Driver: Any + Send + Sync {
     /// Has `tell` told of damage that the driver meets. Set once.
     fn observe_corruption(&self, _tell: OnCorruption) {}
 
-    /// Waits for what goes on behind requests that have ended.
-    fn settle(&self) -> LocalFuture<'_, ()> {
+    /// Waits for what goes on behind requests that have ended, where it touches one of the drained nodes.
+    fn settle<'a>(&'a self, _drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(ready(()))
     }
 

@@ -386,10 +386,10 @@ impl Node {
         self.readers.get_or_init(Arc::default)
     }
 
-    /// Waits for what goes on behind requests that have ended.
-    pub(crate) async fn settle(&self) {
+    /// Waits for what goes on behind requests that have ended, where it touches one of the drained nodes.
+    pub(crate) async fn settle(&self, drained: &[Arc<Node>]) {
         self.left_behind_ended().await;
-        self.driver.settle().await;
+        self.driver.settle(drained).await;
     }
 
     /// True for nodes that pass requests on to their one child (throttle, copy-on-read, copy-before-write, fault).
