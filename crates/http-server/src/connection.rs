@@ -305,8 +305,15 @@ impl Connection<'_> {
         };
         let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
         let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
-        let packing = content.packing().map(|packing| Packed { packing, is_chunked: !request.is_old });
-        let keeps_alive = keeps_alive && packing.as_ref().is_none_or(|packed| packed.is_chunked);
+        let packing = content.packing();
+        if packing.is_some() && request.is_old {
+            // The end of the connection would be the end of the content, wherever it breaks off.
+            let mut refused = message(505, "the length of this file is unknown before its end: that takes HTTP/1.1");
+            if request.method == "HEAD" {
+                refused.body.clear();
+            }
+            return self.refuse(&refused).await;
+        }
         let reading = content.open();
         let version = reading.version().number;
         // A client that goes on without saying with what (curl -C -) would join two disks.
@@ -337,7 +344,7 @@ impl Connection<'_> {
     async fn send_answer(
         &self,
         answer: &Answer,
-        content: Option<(&str, &dyn Reading, Option<Packed>)>,
+        content: Option<(&str, &dyn Reading, Option<Packing>)>,
         keeps_alive: bool,
     ) -> Result<()> {
         let connection = if keeps_alive { "keep-alive" } else { "close" };
@@ -353,12 +360,12 @@ impl Connection<'_> {
         for piece in &answer.body {
             match (piece, content.as_ref().zip(version)) {
                 (Piece::Text(more), _) => text.extend_from_slice(more.as_bytes()),
-                (Piece::Part(part), Some(((path, reading, packed), version))) => {
+                (Piece::Part(part), Some(((path, reading, packing), version))) => {
                     let before = std::mem::take(&mut text);
                     let sending =
-                        Sending { connection: self, path, reading: *reading, version, packed: packed.as_ref() };
+                        Sending { connection: self, path, reading: *reading, version, packing: packing.as_ref() };
                     sending.part(part.clone(), before).await?;
-                    if packed.as_ref().is_some_and(|packed| packed.is_chunked) {
+                    if packing.is_some() {
                         text.extend_from_slice(LAST_CHUNK);
                     }
                 }
@@ -386,26 +393,16 @@ impl Connection<'_> {
 /// What ends a response in chunks (RFC 9112, 7.1).
 const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
-/// How a content is sent whose length is unknown.
-struct Packed {
-    packing: Packing,
-    is_chunked: bool,
-}
-
-impl Packed {
-    /// What is sent of a piece.
-    async fn pack(&self, piece: IoBuf) -> Result<IoBuf> {
-        let packing = Arc::clone(&self.packing);
-        let packed = rt::offload(move || packing(&piece)).await?;
-        Ok(match self.is_chunked {
-            // A chunk without bytes would be the last one.
-            true if !packed.is_empty() => {
-                let head = format!("{:x}\r\n", packed.len());
-                IoBuf::copy_from(&[head.as_bytes(), &packed, b"\r\n"].concat())
-            }
-            _ => IoBuf::copy_from(&packed),
-        })
+/// A chunk with what is sent of a piece.
+async fn chunk(packing: &Packing, piece: IoBuf) -> Result<IoBuf> {
+    let packing = Arc::clone(packing);
+    let packed = rt::offload(move || packing(&piece)).await?;
+    if packed.is_empty() {
+        // A chunk without bytes would be the last one.
+        return Ok(IoBuf::default());
     }
+    let head = format!("{:x}\r\n", packed.len());
+    Ok(IoBuf::copy_from(&[head.as_bytes(), &packed, b"\r\n"].concat()))
 }
 
 /// A content on its way to the client.
@@ -415,7 +412,7 @@ struct Sending<'a> {
     reading: &'a dyn Reading,
     /// The version that the head names.
     version: Version,
-    packed: Option<&'a Packed>,
+    packing: Option<&'a Packing>,
 }
 
 impl Sending<'_> {
@@ -426,7 +423,7 @@ impl Sending<'_> {
         let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
         let mut sending = piece_at(part.start);
         // Nothing is promised before the first bytes are there.
-        if !sending.is_empty() || self.packed.is_some() {
+        if !sending.is_empty() || self.packing.is_some() {
             bufs.push(self.read(sending.clone()).await?);
         }
         loop {
@@ -462,8 +459,8 @@ impl Sending<'_> {
             self.connection.config().tell(&Event::Failed { peer, path, error });
         }
         result?;
-        match self.packed {
-            Some(packed) => packed.pack(buf).await,
+        match self.packing {
+            Some(packing) => chunk(packing, buf).await,
             None => Ok(buf),
         }
     }

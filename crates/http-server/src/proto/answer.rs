@@ -148,8 +148,6 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
             field(&mut fields, "Content-Type", about.media_type);
             match about.is_packed {
                 false => field(&mut fields, "Content-Length", about.len),
-                // To HTTP/1.0 the end of the connection says where the content ends.
-                true if request.is_old => {}
                 true => field(&mut fields, "Transfer-Encoding", "chunked"),
             }
             Answer { status: 200, fields, body: vec![Piece::Part(0..about.len)] }
@@ -260,8 +258,6 @@ mod tests {
         assert_eq!((packed.status, &packed.body[..]), (200, &[Piece::Part(0..1000)][..]));
         assert_eq!((value(&packed, "Content-Length"), value(&packed, "Accept-Ranges")), (None, Some("none")));
         assert_eq!(value(&packed, "Transfer-Encoding"), Some("chunked"));
-        let old = answer(&Request { is_old: true, ..request }, &About { is_packed: true, ..about(1000) });
-        assert_eq!(value(&old, "Transfer-Encoding"), None);
     }
 
     #[test]
