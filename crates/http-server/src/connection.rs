@@ -312,7 +312,7 @@ impl Connection<'_> {
             if request.method == "HEAD" {
                 refused.body.clear();
             }
-            return self.refuse(&refused).await;
+            return self.send_answer(&refused, None, keeps_alive).await;
         }
         let reading = content.open();
         let version = reading.version().number;
