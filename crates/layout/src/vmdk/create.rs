@@ -140,7 +140,7 @@ impl NewVmdk<'_> {
         let heads = if self.adapter == "ide" { 16 } else { 255 };
         let cylinders = self.size / SECTOR_BYTES / 63 / heads;
         format!(
-            "# Disk DescriptorFile\nversion=1\nCID={:08x}\nparentCID={parent_cid:08x}\ncreateType=\"{}\"\n{hint}\
+            "# Disk DescriptorFile\nversion=1\nCID={:x}\nparentCID={parent_cid:x}\ncreateType=\"{}\"\n{hint}\
              # Extent description\n{extents}\n# The Disk Data Base\n#DDB\n\n\
              ddb.virtualHWVersion = \"{}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
              ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"63\"\nddb.adapterType = \"{}\"\n\
