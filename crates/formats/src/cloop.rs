@@ -72,7 +72,7 @@ impl BlockFormat for Cloop {
         let index = block / self.header.block_bytes;
         let start = u64::from_be_bytes(file.entry(self.table, index).await?);
         let end = u64::from_be_bytes(file.entry(self.table, index + 1).await?);
-        // What doesn't get shorter grows a little.
+        // Data that doesn't get shorter grows a little.
         let most = self.header.block_bytes + self.header.block_bytes / 8 + 1024;
         let len = end.checked_sub(start).filter(|&len| len <= most);
         let len = len.ok_or_else(|| Error::invalid_image("offsets", end, "a block has an impossible length"))?;

@@ -284,7 +284,7 @@ impl Backup {
         if bitmap.mode == BitmapMode::Never || (bitmap.mode == BitmapMode::OnSuccess && !succeeded) {
             return Ok(());
         }
-        // What is on the target must be durable there before the bitmap, which is durable at once, forgets it.
+        // Copied data must be durable on the target before the bitmap, which is durable at once, forgets it.
         let flush = self.request.target.flush();
         let is_durable = succeeded || matches!(rt::within(FLUSH_LIMIT, flush).await, Some(Ok(())));
         let _drained = self.graph.drain(&[&self.request.source]).await;

@@ -152,7 +152,7 @@ impl DmgTrailer {
                 return Err(damaged("a piece is out of range"));
             };
             let is_packed = packing.is_packed();
-            // What doesn't get shorter grows a little.
+            // Data that doesn't get shorter grows a little.
             if is_packed && (len > MOST_PACKED_BYTES || host_len > len + len / 8 + MOST_GROWTH_BYTES) {
                 return Err(Error::new(ErrorKind::Limit, "a packed piece is too long").offset(start));
             }

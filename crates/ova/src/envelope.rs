@@ -171,7 +171,7 @@ impl Envelope {
     /// What makes the descriptor useless.
     fn check(&self) -> Result<()> {
         for (index, file) in self.files.iter().enumerate() {
-            // What lies on a server isn't opened; what is named by a scheme is none of the package's files.
+            // Disks on servers aren't opened: a name with a scheme is none of the package's files.
             plain_name(&file.href)?;
             if self.files[..index].iter().any(|other| other.id == file.id) {
                 return Err(wrong(&format!("two files have the id '{}'", printable(&file.id))));

@@ -195,7 +195,7 @@ impl Package {
         let mut known: HashSet<String> = members.iter().map(|member| member.name.clone()).collect();
         for reference in &envelope.files {
             for (name, _) in pieces_of(reference)? {
-                // What is missing is said by the use of it.
+                // The use of a missing one tells of it.
                 let Ok(about) = fs::symlink_metadata(path.with_file_name(&name)) else { continue };
                 if about.is_file() && known.insert(name.clone()) {
                     members.push(Member { name, offset: 0, len: about.len() });

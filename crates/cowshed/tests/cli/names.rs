@@ -182,7 +182,7 @@ fn names_out_of_images_stay_in_their_line() {
             }
         }
     }
-    // What programs read says the name itself.
+    // Output for programs has the name itself.
     let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), "info --output=json child");
     let info: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(info["backing-filename"], name);

@@ -350,7 +350,7 @@ fn what_importers_reject_is_found() {
     for (from, to, weight, words) in table {
         changed(&oracle, |ovf| ovf.replace(from, to));
         let said = cowshed(&oracle, "ova verify changed.ova");
-        // What isn't even a descriptor can't be looked at.
+        // Another file than a descriptor can't be looked at.
         let found = said.out.lines().any(|line| line.starts_with(weight) && line.contains(words));
         let is_refused = said.code == Some(1) && said.err.contains(words);
         assert!(found || is_refused, "{from} → {to}: {said:?}");

@@ -243,7 +243,7 @@ shared[65536:65540] = b'dirt'
 for _ in range(3):
     os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
     try:
-        sys.exit('appended: %d' % os.write(appends, b'XXXX'))
+        sys.exit('appended: %d' % os.write(appends, b'more'))
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
     os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))

@@ -53,7 +53,7 @@ pub(super) fn encrypt_key(draft: &Draft) -> Option<&str> {
     encrypt_option(draft, "key-secret")
 }
 
-/// What the options say of encryption. Who only asks what the image says of itself needs no key.
+/// What the options say of encryption. The image's own statements need no key.
 fn encryption(opener: &Opener, draft: &Draft, is_encrypted: bool) -> Result<EncryptionOptions> {
     let secret = match encrypt_key(draft) {
         Some(id) if is_encrypted && opener.needs_keys(draft) => Some(opener.secret(id)?),
@@ -69,7 +69,7 @@ async fn data_file(opener: &Rc<Opener>, draft: &mut Draft, image: &str, header: 
         return Ok(None);
     }
     let spec = match (given, header.data_file_name()) {
-        // Who only asks what the image says of itself needs no data: nothing is opened on the image's word then.
+        // The image's own statements need no data: nothing is opened on the image's word then.
         _ if opener.no_io && !draft.is_metadata => {
             draft.settings.no_data = true;
             draft.options.remove("data-file");

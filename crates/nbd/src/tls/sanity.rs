@@ -117,7 +117,7 @@ impl Check {
             Role::Authority => (Usage::CertificateSigning, "certificate signing"),
             Role::Own(_) => (Usage::DigitalSignature, "digital signature"),
         };
-        // What isn't marked as critical is advice.
+        // An extension that isn't critical is advice.
         if certificate.permits(usage).is_some_and(|(permitted, critical)| critical && !permitted) {
             return Err(refused(format!("Certificate {shown} usage does not permit {wanted}")));
         }
@@ -132,7 +132,7 @@ impl Check {
         Ok(())
     }
 
-    /// That the issuers have signed it. What else the library finds is found again where the certificate is shown.
+    /// That the issuers have signed it. The library checks the rest again where the certificate is shown.
     fn signatures(&self, own: &[CertificateDer<'_>], authorities: Vec<CertificateDer<'static>>) -> Result<()> {
         let untrusted = || {
             let (own, authority) = (self.own_path.display(), self.authority_path.display());

@@ -286,7 +286,7 @@ fn pack(file: &str, target: &str, force: bool, console: &mut Console) -> Result<
 
 fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Result<()> {
     package.check_target(target)?;
-    // What is wrong now is wrong before any importer sees it.
+    // An error that shows now shows before any importer sees the package.
     check(package, job)?;
     let is_manifest = |name: &str| package.manifest_name.as_deref() == Some(name);
     let files: Vec<_> = package.members.iter().filter(|member| !is_manifest(&member.name)).collect();

@@ -76,7 +76,7 @@ pub fn choose(
         }
     };
     let policy = Policy {
-        // What it names lies outside of the package.
+        // Its names lead out of the package.
         allow_backing: false,
         allow_data_file: false,
         allow_extents: false,
@@ -103,7 +103,7 @@ impl Chosen {
         {
             message = format!("{}{behind}", self.shown);
         }
-        // What a disk names lies outside of its package, whatever is allowed.
+        // A name in a disk leads out of its package, whatever is allowed.
         if let Some((before, hint)) = message.split_once(" ('--allow ")
             && let Some((_, behind)) = hint.split_once(" does)")
         {

@@ -80,7 +80,7 @@ impl MachineArgs {
             importer,
             disks: Vec::new(),
         };
-        // What is wrong now is wrong after the copying too.
+        // An error that shows now would show after the copying, too.
         machine.descriptor().map_err(|error| Failure::new(error.to_string()))?;
         Ok(machine)
     }
