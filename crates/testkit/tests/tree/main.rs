@@ -3,6 +3,7 @@
 
 mod crate_graph;
 mod dependencies;
+mod documents;
 mod module_graph;
 mod programs;
 mod style;
