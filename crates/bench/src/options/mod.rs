@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The effect of one option: the same work without it and with it, in turns, by our program and by QEMU's where it has
-//! the option. The figures of docs/fast.md.
+//! the option. The figures of docs/measurements/options.md.
 
 mod commands;
 mod served;
