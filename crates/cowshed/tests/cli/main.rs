@@ -30,6 +30,7 @@ mod onto_itself;
 mod oracle;
 mod ova;
 mod package;
+mod pages;
 mod packed_formats;
 mod platforms;
 mod program;
