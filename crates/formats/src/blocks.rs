@@ -10,7 +10,7 @@ use super::writer::{Usage, Writer};
 use cowshed_block::{Error, ErrorKind, Result, text_of_name};
 use cowshed_graph::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::open::{Draft, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_graph::options::{Key, KeyType, REQUIRED};
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
@@ -417,7 +417,7 @@ pub(crate) fn parent_of<F: BlockFormat>(
     draft: &Draft,
     name: Option<String>,
     what: &str,
-) -> Result<NamedBacking> {
+) -> Result<BackingReference> {
     if name.is_none() && opener.opens_backing(draft) && draft.options.get("backing").is_none() {
         let parent = match what {
             "" => "a parent".to_owned(),
@@ -427,7 +427,7 @@ pub(crate) fn parent_of<F: BlockFormat>(
             format!("the disk is a difference of {parent}, and names no file: say which one it is with 'backing'");
         return Err(Error::invalid_image("parent", "missing", message));
     }
-    Ok(NamedBacking { name, format: Some(F::NAME.to_owned()) })
+    Ok(BackingReference { name, format: Some(F::NAME.to_owned()) })
 }
 
 /// Refuses a parent whose content is another than the image was made of. A parent of another format is the user's choice.
@@ -448,7 +448,7 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     draft: &mut Draft,
     file: ImageFile,
     format: F,
-    backing: NamedBacking,
+    backing: BackingReference,
 ) -> Opened {
     let filename = file.node[0].filename();
     opener.policy().check_size(format.size()).map_err(|error| file.named(error))?;

@@ -5,7 +5,7 @@ use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::Place;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Description;
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::bochs::{BochsHeader, HEADER_BYTES};
 use std::rc::Rc;
@@ -30,7 +30,7 @@ struct Bochs {
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let bochs = load(&file).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, bochs, NamedBacking::default()).await
+    finish(opener, draft, file, bochs, BackingReference::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Bochs> {

@@ -6,7 +6,7 @@ use super::mapped::{LARGE_BYTES, Place, zeroed};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_codec::inflate_zlib;
 use cowshed_graph::node::Description;
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::cloop::{CloopHeader, HEADER_BYTES};
 use cowshed_storage::rt;
@@ -30,7 +30,7 @@ struct Cloop {
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let cloop = load(&file).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, cloop, NamedBacking::default()).await
+    finish(opener, draft, file, cloop, BackingReference::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Cloop> {

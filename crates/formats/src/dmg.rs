@@ -6,7 +6,7 @@ use super::mapped::{LARGE_BYTES, Place, zeroed};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2};
 use cowshed_graph::node::Description;
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::dmg::{DmgChunk, DmgPacking, DmgTrailer};
 use cowshed_layout::probe::PROBE_TAIL_BYTES;
@@ -34,7 +34,7 @@ struct Dmg {
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let dmg = load(&file).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, dmg, NamedBacking::default()).await
+    finish(opener, draft, file, dmg, BackingReference::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Dmg> {

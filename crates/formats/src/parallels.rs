@@ -7,7 +7,7 @@ use super::survey::Survey;
 use super::units::Units;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::parallels::{ENTRY_BYTES, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader};
 use cowshed_offline::check::Repair;
@@ -32,7 +32,7 @@ struct Parallels {
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let parallels = load(&file).await.map_err(|error| file.named(error))?;
-    finish(opener, draft, file, parallels, NamedBacking::default()).await
+    finish(opener, draft, file, parallels, BackingReference::default()).await
 }
 
 async fn load(file: &ImageFile) -> Result<Parallels> {

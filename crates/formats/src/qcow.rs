@@ -8,7 +8,7 @@ use cowshed_block::memory::try_push;
 use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
 use cowshed_graph::node::Description;
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
 use cowshed_storage::rt;
@@ -38,7 +38,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let qcow = load(&file).await.map_err(|error| file.named(error))?;
     // The header has no place for the backing file's format.
-    let backing = NamedBacking { name: qcow.backing_name.clone(), format: None };
+    let backing = BackingReference { name: qcow.backing_name.clone(), format: None };
     finish(opener, draft, file, qcow, backing).await
 }
 

@@ -8,7 +8,7 @@ use super::units::Units;
 use cowshed_block::memory::try_push;
 use cowshed_block::{Error, Result, name_of_text, slip};
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
@@ -53,7 +53,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let qed = load(&file).await.map_err(|error| file.named(error))?;
     let named = qed.backing();
-    let backing = NamedBacking { format: named.format().map(str::to_owned), name: named.name };
+    let backing = BackingReference { format: named.format().map(str::to_owned), name: named.name };
     finish(opener, draft, file, qed, backing).await
 }
 

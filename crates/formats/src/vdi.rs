@@ -9,7 +9,7 @@ use super::writer::Usage;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
 use cowshed_layout::vhdx::Guid;
@@ -37,7 +37,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let vdi = load(&file).await.map_err(|error| file.named(error))?;
     let backing = match &vdi.header.parent {
         Some(parent) => parent_of::<Vdi>(opener, draft, None, &identity(parent)).map_err(|error| file.named(error))?,
-        None => NamedBacking::default(),
+        None => BackingReference::default(),
     };
     finish(opener, draft, file, vdi, backing).await
 }

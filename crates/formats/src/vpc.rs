@@ -8,7 +8,7 @@ use super::units::Units;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Description;
 use cowshed_graph::node::Node;
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener, Telling};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_layout::parents::{beside, utf16};
 use cowshed_layout::vpc::{
@@ -95,7 +95,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let backing = match &vpc.parent {
         Some(parent) => parent_of::<Vpc>(opener, draft, parent.name.clone(), &hexadecimal(&parent.uuid))
             .map_err(|error| file.named(error))?,
-        None => NamedBacking::default(),
+        None => BackingReference::default(),
     };
     finish(opener, draft, file, vpc, backing).await
 }

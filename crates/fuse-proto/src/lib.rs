@@ -13,7 +13,7 @@ pub mod reply;
 pub mod request;
 
 pub use reply::{Attributes, InitReply, reply};
-pub use request::{Changes, Header, Operation, Time};
+pub use request::{Changes, Operation, RequestHeader, Time};
 
 use std::fmt;
 

@@ -23,7 +23,7 @@ mod valid {
 
 /// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct RequestHeader {
     /// Length of the whole request in bytes.
     pub len: u32,
     /// Number of the operation, see [`opcode`].
@@ -166,17 +166,18 @@ impl Fields<'_> {
     }
 }
 
-impl Header {
+impl RequestHeader {
     /// Parses the header of a request that has `received` bytes.
     ///
     /// # Errors
     /// Where the header is not all there, or says another length than the request has.
-    pub fn parse(bytes: &[u8], received: usize) -> Result<Header, Malformed> {
+    pub fn parse(bytes: &[u8], received: usize) -> Result<RequestHeader, Malformed> {
         if bytes.len() < HEADER_BYTES || received < HEADER_BYTES {
             return Err(Malformed { what: "length of a request", value: received as u64 });
         }
         let fields = Fields(bytes);
-        let header = Header { len: fields.u32(0), opcode: fields.u32(4), unique: fields.u64(8), node: fields.u64(16) };
+        let header =
+            RequestHeader { len: fields.u32(0), opcode: fields.u32(4), unique: fields.u64(8), node: fields.u64(16) };
         match header.len as usize == received {
             true => Ok(header),
             false => Err(Malformed { what: "length in the header of a request", value: header.len.into() }),
@@ -189,7 +190,7 @@ impl Operation {
     ///
     /// # Errors
     /// Where fields are missing, or a write has more or less data than it says.
-    pub fn parse(header: &Header, body: &[u8]) -> Result<Operation, Malformed> {
+    pub fn parse(header: &RequestHeader, body: &[u8]) -> Result<Operation, Malformed> {
         let fields = Fields(body);
         let least = match header.opcode {
             opcode::INIT => 16,

@@ -2,7 +2,7 @@
 //! Requests and replies, byte by byte as `linux/fuse.h` lays them out.
 
 use crate::reply::{self, Attributes, InitReply};
-use crate::request::{Changes, HEADER_BYTES, Header, Operation, Time, opcode};
+use crate::request::{Changes, HEADER_BYTES, Operation, RequestHeader, Time, opcode};
 use crate::{Malformed, WRITE_HEAD_BYTES};
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ fn request(opcode: u32, fields: &[u8], data_bytes: usize) -> Result<Operation, M
     bytes.extend(77u64.to_ne_bytes());
     bytes.extend(1u64.to_ne_bytes());
     bytes.resize(HEADER_BYTES, 0);
-    let header = Header::parse(&bytes, len)?;
+    let header = RequestHeader::parse(&bytes, len)?;
     assert_eq!((header.unique, header.node), (77, 1));
     Operation::parse(&header, fields)
 }
@@ -132,7 +132,7 @@ proptest! {
             bytes[..4].copy_from_slice(&(received as u32).to_ne_bytes());
             bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
         }
-        if let Ok(header) = Header::parse(&bytes, received)
+        if let Ok(header) = RequestHeader::parse(&bytes, received)
             && let Ok(Operation::Write { len, .. }) = Operation::parse(&header, &bytes[HEADER_BYTES..])
         {
             prop_assert_eq!(len as usize + WRITE_HEAD_BYTES, received);

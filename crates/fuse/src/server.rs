@@ -23,7 +23,7 @@ pub const MAX_THREADS: usize = 64;
 
 /// How a disk is served.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct ServerConfig {
     /// The export's name.
     pub id: String,
     /// The file may be written to.
@@ -47,7 +47,7 @@ pub type OnUnmount = Box<dyn FnOnce() + Send>;
 
 /// What the owner and the threads share.
 pub(crate) struct Shared {
-    pub config: Config,
+    pub config: ServerConfig,
     pub attachment: Arc<Attachment>,
     pub attributes: FileAttributes,
     /// Something was written since the last flush.
@@ -85,7 +85,7 @@ impl Server {
     /// # Errors
     /// Where the file can't be mounted on, or there are no threads to be had. Nothing is left behind then.
     pub fn start(
-        config: Config,
+        config: ServerConfig,
         point: &MountPoint,
         attachment: Arc<Attachment>,
         on_unmount: OnUnmount,

@@ -6,7 +6,8 @@ use crate::server::{MAX_REQUEST_BYTES, Shared};
 use cowshed_block::{Errno, Result};
 use cowshed_fuse_proto::request::{HEADER_BYTES, MAX_FIELDS_BYTES};
 use cowshed_fuse_proto::{
-    Header, InitReply, MAJOR, MIN_BUFFER_BYTES, MIN_MINOR, Malformed, Operation, WRITE_HEAD_BYTES, features, reply,
+    InitReply, MAJOR, MIN_BUFFER_BYTES, MIN_MINOR, Malformed, Operation, RequestHeader, WRITE_HEAD_BYTES, features,
+    reply,
 };
 use cowshed_image::graph::Queue;
 use cowshed_storage::{FuseDevice, IoBuf, rt};
@@ -173,7 +174,7 @@ impl Session {
             Err(error) => {
                 tracing::warn!(export = self.shared.config.id, %error, "a request that breaks the protocol");
                 // Without its number there is no reply.
-                if let Ok(header) = Header::parse(&self.intake.head, received) {
+                if let Ok(header) = RequestHeader::parse(&self.intake.head, received) {
                     self.answer(header.unique, Err(Errno(Number::IO.raw_os_error())));
                 }
                 return;
@@ -216,9 +217,9 @@ impl Session {
         }
     }
 
-    fn parse(&self, received: usize) -> std::result::Result<(Header, Operation), Malformed> {
+    fn parse(&self, received: usize) -> std::result::Result<(RequestHeader, Operation), Malformed> {
         let Intake { head, data } = &self.intake;
-        let header = Header::parse(head, received)?;
+        let header = RequestHeader::parse(head, received)?;
         let mut fields = [0; MAX_FIELDS_BYTES];
         let (first, rest) = fields.split_at_mut(WRITE_HEAD_BYTES - HEADER_BYTES);
         first.copy_from_slice(&head[HEADER_BYTES..]);
@@ -300,7 +301,7 @@ fn init(major: u32, minor: u32, accepted: u64, max_readahead: u32) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use crate::{AllowOther, Config, MountPoint, Server};
+    use crate::{AllowOther, MountPoint, Server, ServerConfig};
     use cowshed_image::OpenRequest;
     use cowshed_image::graph::{AttachRequest, Graph};
     use cowshed_storage::rt;
@@ -324,7 +325,7 @@ mod tests {
             let node = graph.add_with(request).await.unwrap();
             graph.attach(&node, AttachRequest::export("m", true)).await.unwrap()
         });
-        let config = Config {
+        let config = ServerConfig {
             id: "m".to_owned(),
             writable: true,
             growable: false,

@@ -2,9 +2,9 @@
 //! One client, from its first request to its last; and the places of all.
 
 use crate::content::{Content, Packing, Reading, Version};
-use crate::proto::answer::{About, Answer, Piece, Tag, answer, message, phrase};
+use crate::proto::answer::{About, Answer, AnswerPart, Tag, answer, message, phrase};
 use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
-use crate::server::{Config, Contents, Event};
+use crate::server::{Contents, Event, ServerConfig};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::Stream;
 use cowshed_storage::rt::{self, within};
@@ -39,7 +39,7 @@ fn host_of(peer: &str) -> &str {
 /// What the server serves, and how.
 pub(crate) struct Site {
     pub contents: Arc<Contents>,
-    pub config: Config,
+    pub config: ServerConfig,
 }
 
 /// The clients of one server; its thread's own.
@@ -222,7 +222,7 @@ fn timed_out(what: &str) -> Error {
 }
 
 impl Connection<'_> {
-    fn config(&self) -> &Config {
+    fn config(&self) -> &ServerConfig {
         &self.place.clients.site.config
     }
 
@@ -322,7 +322,7 @@ impl Connection<'_> {
             true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
             false => response(request, &**content, &*reading),
         };
-        if matches!(&answer.body[..], [Piece::Part(part)] if !part.is_empty()) {
+        if matches!(&answer.body[..], [AnswerPart::Part(part)] if !part.is_empty()) {
             clients.note_version(self.peer, &request.path, version);
         }
         if place.page.is_some() {
@@ -331,7 +331,7 @@ impl Connection<'_> {
         tracing::debug!(peer = self.peer, status = answer.status, method = request.method, "HTTP request");
         self.has_sent.set(false);
         let sent = self.send_answer(&answer, Some((&request.path, &*reading, packing)), keeps_alive).await;
-        if answer.body.iter().any(|piece| matches!(piece, Piece::Part(_))) {
+        if answer.body.iter().any(|piece| matches!(piece, AnswerPart::Part(_))) {
             let (len, is_complete) = (reading.size(), sent.is_ok());
             self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
         }
@@ -359,8 +359,8 @@ impl Connection<'_> {
         let version = content.as_ref().map(|(_, reading, _)| reading.version());
         for piece in &answer.body {
             match (piece, content.as_ref().zip(version)) {
-                (Piece::Text(more), _) => text.extend_from_slice(more.as_bytes()),
-                (Piece::Part(part), Some(((path, reading, packing), version))) => {
+                (AnswerPart::Text(more), _) => text.extend_from_slice(more.as_bytes()),
+                (AnswerPart::Part(part), Some(((path, reading, packing), version))) => {
                     let before = std::mem::take(&mut text);
                     let sending =
                         Sending { connection: self, path, reading: *reading, version, packing: packing.as_ref() };
@@ -369,7 +369,7 @@ impl Connection<'_> {
                         text.extend_from_slice(LAST_CHUNK);
                     }
                 }
-                (Piece::Part(_), None) => return Err(Error::internal("a part of no content")),
+                (AnswerPart::Part(_), None) => return Err(Error::internal("a part of no content")),
             }
         }
         match text.is_empty() {

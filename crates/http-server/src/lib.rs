@@ -2,7 +2,7 @@
 //! Serves disks over HTTP/1.1, for reading: whole, or by byte ranges.
 //!
 //! ```text
-//! Server::start(Config) ─ listen(address) ─ add(path, content) … remove(path) ─ stop(grace)
+//! Server::start(ServerConfig) ─ listen(address) ─ add(path, content) … remove(path) ─ stop(grace)
 //! ```
 //! - [`proto`]: bytes and structs, without I/O
 //! - `content`: what is served; a node of the block graph is one
@@ -16,4 +16,4 @@ mod server;
 mod tests;
 
 pub use content::{Content, Packing, Reading, Version};
-pub use server::{Config, Event, EventHandler, Limits, Server};
+pub use server::{Event, EventHandler, Limits, Server, ServerConfig};

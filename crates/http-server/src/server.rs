@@ -19,7 +19,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How a [`Server`] works.
 #[derive(Clone, Debug, Default)]
-pub struct Config {
+pub struct ServerConfig {
     /// Credentials; none: no encryption.
     pub tls: Option<ServerTls>,
     /// What clients may take of this process.
@@ -28,7 +28,7 @@ pub struct Config {
     pub events: Option<EventHandler>,
 }
 
-impl Config {
+impl ServerConfig {
     pub(crate) fn tell(&self, event: &Event<'_>) {
         if let Some(EventHandler(handler)) = &self.events {
             handler(event);
@@ -122,14 +122,14 @@ enum Message {
 
 /// What is at a path.
 #[derive(Clone)]
-pub(crate) struct Place {
+pub(crate) struct Listed {
     pub content: Arc<dyn Content>,
     /// What a browser gets that doesn't ask for the download.
     pub page: Option<Arc<dyn Content>>,
 }
 
 /// What is at each path.
-pub(crate) type Contents = Mutex<BTreeMap<String, Place>>;
+pub(crate) type Contents = Mutex<BTreeMap<String, Listed>>;
 
 /// Serves contents over HTTP until [`Server::stop`], on a thread of its own. Usable from any thread.
 ///
@@ -160,7 +160,7 @@ impl Server {
     ///
     /// # Errors
     /// When the system has no thread or no descriptor left, or the limits leave no room for a client.
-    pub fn start(config: Config) -> Result<Server> {
+    pub fn start(config: ServerConfig) -> Result<Server> {
         if config.limits.max_connections == 0 || config.limits.piece_bytes == 0 {
             return Err(Error::invalid_argument(
                 "a server of HTTP takes at least one connection and pieces of one byte",
@@ -230,7 +230,7 @@ impl Server {
         if contents.contains_key(path) {
             return Err(Error::new(ErrorKind::Busy, format!("the path '{path}' is taken")));
         }
-        contents.insert(path.to_owned(), Place { content, page });
+        contents.insert(path.to_owned(), Listed { content, page });
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server with clients that speak by hand; what curl, browsers and QEMU make of it is tested with the tool.
 
-use crate::{Config, Content, Event, EventHandler, Limits, Reading, Server, Version};
+use crate::{Content, Event, EventHandler, Limits, Reading, Server, ServerConfig, Version};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
 use futures_util::future::LocalBoxFuture;
@@ -72,7 +72,7 @@ struct Served {
 }
 
 fn serve(pattern: Pattern, limits: Limits) -> Served {
-    let server = Server::start(Config { limits, ..Config::default() }).expect("a thread");
+    let server = Server::start(ServerConfig { limits, ..ServerConfig::default() }).expect("a thread");
     listening(server, Arc::new(pattern))
 }
 
@@ -222,8 +222,8 @@ fn the_owner_learns_what_was_sent() {
             Event::Failed { path, error, .. } => format!("{path} failed {error}"),
         });
     }));
-    let server =
-        Server::start(Config { limits: small(), events: Some(handler), ..Config::default() }).expect("a thread");
+    let server = Server::start(ServerConfig { limits: small(), events: Some(handler), ..ServerConfig::default() })
+        .expect("a thread");
     let content = Arc::new(Pattern { len: 2500, ..Pattern::default() });
     let served = listening(server, content);
     assert_eq!(served.client().get("/disk", "Range: bytes=100-\r\n").body, bytes(100..2500));

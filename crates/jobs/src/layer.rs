@@ -24,7 +24,7 @@ pub fn qcow2_layer(node: &Node) -> Option<Qcow2Layer> {
 
 /// Sizes of what a format allocates, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
+pub struct LayerGeometry {
     /// Cluster size.
     pub cluster_bytes: u64,
     /// A subcluster's size where the image has them, else a cluster's.
@@ -32,11 +32,11 @@ pub struct Geometry {
 }
 
 /// The geometry of `node`, `None` for formats without clusters.
-pub fn geometry(node: &Node) -> Option<Geometry> {
+pub fn geometry(node: &Node) -> Option<LayerGeometry> {
     let header = qcow2_layer(node)?.header;
     let cluster_bytes = header.cluster_size();
     let allocation_unit_bytes = if header.has_extended_l2() { cluster_bytes / 32 } else { cluster_bytes };
-    Some(Geometry { cluster_bytes, allocation_unit_bytes })
+    Some(LayerGeometry { cluster_bytes, allocation_unit_bytes })
 }
 
 impl Qcow2Layer {

@@ -33,9 +33,9 @@ pub struct StreamRequest {
 }
 
 /// The work under way. Requests that a dropped future of it has begun are carried out, and so is the copy of a piece; the steps
-/// behind them are not. A dropped [`Stream::copy`] can be called again. A dropped [`Stream::finish`] or [`Stream::end`] may leave
+/// behind them are not. A dropped [`StreamJob::copy`] can be called again. A dropped [`StreamJob::finish`] or [`StreamJob::end`] may leave
 /// the filter in the graph.
-pub struct Stream {
+pub struct StreamJob {
     graph: Arc<Graph>,
     request: StreamRequest,
     chain: Chain,
@@ -48,9 +48,9 @@ pub struct Stream {
     held: HeldNodes,
 }
 
-impl Stream {
+impl StreamJob {
     /// Starts it: puts the filter between the image and its users.
-    pub async fn start(graph: &Arc<Graph>, id: &str, request: StreamRequest) -> Result<Stream> {
+    pub async fn start(graph: &Arc<Graph>, id: &str, request: StreamRequest) -> Result<StreamJob> {
         let node = &request.node;
         let chain = Chain::between(node, request.base.as_ref())?;
         let stays = chain.layers().len() == 1 && request.backing_file.is_none();
@@ -75,7 +75,7 @@ impl Stream {
         }
         match Self::insert(graph, id, &request, &chain).await {
             Ok((filter, user, held)) => {
-                Ok(Stream { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays, held })
+                Ok(StreamJob { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays, held })
             }
             Err(error) => {
                 Self::restore(graph, node, was_read_only).await?;
@@ -181,7 +181,7 @@ impl Stream {
         Ok((len, filter.take_over(&self.chain, at, len).await.map_err(Failure::from)))
     }
 
-    /// Makes the image durable, so that [`Stream::finish`] finds little to do while it holds the disk's users. A cancelled `job` does
+    /// Makes the image durable, so that [`StreamJob::finish`] finds little to do while it holds the disk's users. A cancelled `job` does
     /// not wait for it.
     pub async fn flush(&self, job: &JobHandle) -> Result<()> {
         job.unless_cancelled(self.request.node.flush()).await?

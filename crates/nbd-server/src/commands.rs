@@ -3,7 +3,7 @@
 
 use crate::budget::Permit;
 use crate::intake::{Job, Work};
-use crate::outbox::Piece;
+use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, ErrorKind, Result, slip};
@@ -42,7 +42,7 @@ impl<D: Disk> Session<D> {
         }
         if let Some(permit) = permit {
             permit.end_work();
-            self.outbox.push([Piece::Sent(permit)]);
+            self.outbox.push([ReplyPart::Sent(permit)]);
         }
     }
 
@@ -102,7 +102,7 @@ impl<D: Disk> Session<D> {
                 }
                 _ => reply::simple(request.cookie, 0),
             };
-            self.outbox.push([Piece::Head(head)]);
+            self.outbox.push([ReplyPart::Head(head)]);
             return;
         };
         let is_fast_zero = request.command == Command::WriteZeroes && request.flags.contains(CommandFlags::FAST_ZERO);
@@ -121,11 +121,11 @@ impl<D: Disk> Session<D> {
     /// A reply that is an error. The text is for the client's user, who is a stranger: nothing of ours stands in it.
     pub(crate) fn refuse(&self, request: &Request, errno: NbdErrno, why: &'static str) {
         match self.terms.replies {
-            ReplyStyle::Simple => self.outbox.push([Piece::Head(reply::simple(request.cookie, errno.0))]),
+            ReplyStyle::Simple => self.outbox.push([ReplyPart::Head(reply::simple(request.cookie, errno.0))]),
             style => {
                 let extended = style == ReplyStyle::Extended;
                 let head = reply::error(extended, answered(request), errno, why.len() as u16);
-                self.outbox.push([Piece::Head(head), Piece::Data(IoBuf::copy_from(why.as_bytes()))]);
+                self.outbox.push([ReplyPart::Head(head), ReplyPart::Data(IoBuf::copy_from(why.as_bytes()))]);
             }
         }
     }

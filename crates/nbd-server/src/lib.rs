@@ -12,12 +12,12 @@
 //! - `session`: requests of one client. `intake` reads them, `life` says whether any more may begin. `outbox` sends the
 //!   replies, `budget` bounds their memory (`pool`: that of all connections). `commands` carries them out, `sparse` words reads, `status` answers block status
 
+mod admission;
 mod budget;
 mod commands;
 mod config;
 mod disk;
 mod export;
-mod haggling;
 mod intake;
 mod life;
 mod negotiation;

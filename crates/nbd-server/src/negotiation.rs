@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! From the greeting to the transmission phase: option haggling in fixed newstyle.
 
+use crate::admission::{Haggling, Slot};
 use crate::config::Authorizer;
-use crate::haggling::{Haggling, Slot};
 use crate::registry::{Registry, Served, Stay};
 use crate::{Disk, Export};
 use cowshed_block::{Error, ErrorKind, Result, slip};

@@ -25,7 +25,7 @@ const MAX_WAITING: usize = 1024;
 
 /// A part of a reply. The parts of one chunk stand next to one another in the queue.
 #[derive(Debug)]
-pub(crate) enum Piece {
+pub(crate) enum ReplyPart {
     Head(Head),
     Data(IoBuf),
     /// What the data before it counted for, given back when it is sent.
@@ -34,7 +34,7 @@ pub(crate) enum Piece {
 
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    queue: RefCell<VecDeque<Piece>>,
+    queue: RefCell<VecDeque<ReplyPart>>,
     is_sending: Cell<bool>,
     /// Who waits for room in the queue.
     waiting: RefCell<Vec<Waker>>,
@@ -60,7 +60,7 @@ impl Outbox {
     }
 
     /// Queues a reply. [`Outbox::send`] must follow.
-    pub(crate) fn push(&self, pieces: impl IntoIterator<Item = Piece>) {
+    pub(crate) fn push(&self, pieces: impl IntoIterator<Item = ReplyPart>) {
         let mut queue = self.queue.borrow_mut();
         pieces.into_iter().for_each(|piece| queue.push_back(piece));
     }
@@ -126,15 +126,15 @@ impl Outbox {
         let mut bytes = 0;
         while let Some(piece) = queue.pop_front() {
             match piece {
-                Piece::Head(head) => {
+                ReplyPart::Head(head) => {
                     if filled + head.len() > heads.len() {
-                        queue.push_front(Piece::Head(head));
+                        queue.push_front(ReplyPart::Head(head));
                         break;
                     }
                     heads[filled..filled + head.len()].copy_from_slice(&head);
                     filled += head.len();
                 }
-                Piece::Data(mut data) => {
+                ReplyPart::Data(mut data) => {
                     if filled > 0 {
                         buffers.push(heads.split_to(filled));
                         filled = 0;
@@ -143,15 +143,15 @@ impl Outbox {
                     let rest = data.len().saturating_sub(MAX_BYTES - bytes);
                     if rest > 0 {
                         let rest = data.split_off(data.len() - rest);
-                        queue.push_front(Piece::Data(rest));
+                        queue.push_front(ReplyPart::Data(rest));
                     }
                     bytes += data.len();
                     buffers.push(data);
                 }
-                Piece::Sent(permit) => permits.push(permit),
+                ReplyPart::Sent(permit) => permits.push(permit),
             }
             let is_full = buffers.len() + 2 >= MAX_BUFFERS || bytes >= MAX_BYTES;
-            if is_full && !matches!(queue.front(), Some(Piece::Sent(_))) {
+            if is_full && !matches!(queue.front(), Some(ReplyPart::Sent(_))) {
                 break;
             }
         }

@@ -7,7 +7,7 @@
 use crate::budget::{PIECE_BYTES, Permit};
 use crate::commands::answered;
 use crate::intake::{Intake, Job, Work};
-use crate::outbox::Piece;
+use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::sparse::leading_zeroes;
 use crate::{Disk, DiskQueue};
@@ -51,7 +51,7 @@ impl<D: Disk> Session<D> {
                     if offset == request.offset {
                         self.push_whole_head(request);
                     }
-                    self.outbox.push([Piece::Data(data)]);
+                    self.outbox.push([ReplyPart::Data(data)]);
                 }
                 false if leading_zeroes(&data) == data.len() => self.push_hole(request, offset, data.len(), flags),
                 false => self.push_data(request, offset, data, flags),
@@ -69,12 +69,12 @@ impl<D: Disk> Session<D> {
     /// The header of a reply of one part.
     fn push_whole_head(&self, request: &Request) {
         match self.terms.replies {
-            ReplyStyle::Simple => self.outbox.push([Piece::Head(reply::simple(request.cookie, 0))]),
+            ReplyStyle::Simple => self.outbox.push([ReplyPart::Head(reply::simple(request.cookie, 0))]),
             ReplyStyle::Structured | ReplyStyle::Extended => {
                 let is_extended = self.terms.replies == ReplyStyle::Extended;
                 let (flags, Request { offset, length, .. }) = (ReplyFlags::DONE, *request);
                 let head = reply::offset_data(is_extended, answered(request), flags, offset, length);
-                self.outbox.push([Piece::Head(head)]);
+                self.outbox.push([ReplyPart::Head(head)]);
             }
         }
     }

@@ -2,8 +2,8 @@
 //! The threads that serve: each has its connections, which never leave it.
 
 use crate::Disk;
+use crate::admission::{PARKED, Slot};
 use crate::config::Event;
-use crate::haggling::{PARKED, Slot};
 use crate::negotiation::negotiate;
 use crate::registry::Registry;
 use crate::session;
@@ -24,9 +24,9 @@ use std::time::Duration;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a queue is asked to do.
-pub(crate) enum Message<D: Disk> {
+pub(crate) enum QueueMessage<D: Disk> {
     /// Accept clients and hand them to the queues in turn.
-    Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<Message<D>>>>, next: Arc<AtomicUsize> },
+    Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<QueueMessage<D>>>>, next: Arc<AtomicUsize> },
     /// Serve a client.
     Serve { socket: Socket, slot: Option<Slot<D>> },
     /// Accept nobody any more and end when the last client is gone.
@@ -35,7 +35,7 @@ pub(crate) enum Message<D: Disk> {
 
 /// The owner's end of a queue.
 pub(crate) struct Queue<D: Disk> {
-    mailbox: Arc<Mailbox<Message<D>>>,
+    mailbox: Arc<Mailbox<QueueMessage<D>>>,
     ended: Arc<Watched<bool>>,
 }
 
@@ -62,7 +62,7 @@ impl<D: Disk> Queue<D> {
             match Self::start(registry, number) {
                 Ok(queue) => queues.push(queue),
                 Err(error) => {
-                    queues.iter().for_each(|queue| queue.send(Message::Stop));
+                    queues.iter().for_each(|queue| queue.send(QueueMessage::Stop));
                     return Err(error);
                 }
             }
@@ -71,7 +71,7 @@ impl<D: Disk> Queue<D> {
     }
 
     fn start(registry: &Arc<Registry<D>>, number: usize) -> Result<Queue<D>> {
-        let mailbox: Arc<Mailbox<Message<D>>> = Arc::default();
+        let mailbox: Arc<Mailbox<QueueMessage<D>>> = Arc::default();
         let ended = Arc::new(Watched::new(false));
         let (registry, inbox, ending) = (Arc::clone(registry), Arc::clone(&mailbox), Ending(Arc::clone(&ended)));
         let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
@@ -93,11 +93,11 @@ impl<D: Disk> Queue<D> {
         }
     }
 
-    pub(crate) fn send(&self, message: Message<D>) {
+    pub(crate) fn send(&self, message: QueueMessage<D>) {
         self.mailbox.send(message);
     }
 
-    pub(crate) fn mailbox(&self) -> Arc<Mailbox<Message<D>>> {
+    pub(crate) fn mailbox(&self) -> Arc<Mailbox<QueueMessage<D>>> {
         Arc::clone(&self.mailbox)
     }
 
@@ -107,21 +107,21 @@ impl<D: Disk> Queue<D> {
     }
 }
 
-async fn serve_all<D: Disk>(registry: Arc<Registry<D>>, inbox: Arc<Mailbox<Message<D>>>) {
+async fn serve_all<D: Disk>(registry: Arc<Registry<D>>, inbox: Arc<Mailbox<QueueMessage<D>>>) {
     rt::poll_up_to(registry.config.poll_limit.clone());
     rt::sleep_exactly();
     let mut listening: Vec<JoinHandle<()>> = Vec::new();
     let mut serving: Vec<JoinHandle<()>> = Vec::new();
     loop {
         match inbox.receive().await {
-            Message::Listen { listener, mailboxes, next } => {
+            QueueMessage::Listen { listener, mailboxes, next } => {
                 listening.push(rt::spawn(accept_all(Arc::clone(&registry), listener, mailboxes, next)));
             }
-            Message::Serve { socket, slot } => {
+            QueueMessage::Serve { socket, slot } => {
                 serving.retain(|task| !task.is_finished());
                 serving.push(rt::spawn(serve(Arc::clone(&registry), socket, slot)));
             }
-            Message::Stop => break,
+            QueueMessage::Stop => break,
         }
     }
     for task in listening {
@@ -135,7 +135,7 @@ async fn serve_all<D: Disk>(registry: Arc<Registry<D>>, inbox: Arc<Mailbox<Messa
 async fn accept_all<D: Disk>(
     registry: Arc<Registry<D>>,
     listener: Listener,
-    mailboxes: Vec<Arc<Mailbox<Message<D>>>>,
+    mailboxes: Vec<Arc<Mailbox<QueueMessage<D>>>>,
     next: Arc<AtomicUsize>,
 ) {
     registry.held.wait(|held| (!*held).then_some(())).await;
@@ -171,7 +171,7 @@ async fn accept_all<D: Disk>(
                         return;
                     };
                     let queue = next.fetch_add(1, Ordering::Relaxed) % mailboxes.len();
-                    mailboxes[queue].send(Message::Serve { socket, slot: Some(slot) });
+                    mailboxes[queue].send(QueueMessage::Serve { socket, slot: Some(slot) });
                 });
             }
             Err(error) if Listener::is_transient(&error) => {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The exports, and who uses them.
 
+use crate::admission::{Connections, Hagglers};
 use crate::config::{Event, ServerConfig};
-use crate::haggling::{Connections, Hagglers};
 use crate::pool::{ExportShare, Pool};
 use crate::signal::Watched;
 use crate::{Disk, Export, ExportInfo, Removal};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server as its owner sees it.
 
+use crate::admission::Connections;
 use crate::config::ServerConfig;
-use crate::haggling::Connections;
 use crate::pool::PoolStats;
-use crate::queue::{self, Message, Queue};
+use crate::queue::{self, Queue, QueueMessage};
 use crate::registry::Registry;
 use crate::signal::lock;
 use crate::{Disk, DiskQueue, Export, ExportInfo, Removal};
@@ -56,7 +56,7 @@ impl<D: Disk> Server<D> {
         let queues = lock(&self.queues);
         let mailboxes = queues.iter().map(Queue::mailbox).collect();
         let first = queues.first().ok_or_else(stopped)?;
-        first.send(Message::Listen { listener, mailboxes, next: Arc::clone(&self.next_queue) });
+        first.send(QueueMessage::Listen { listener, mailboxes, next: Arc::clone(&self.next_queue) });
         Ok(address)
     }
 
@@ -67,7 +67,7 @@ impl<D: Disk> Server<D> {
         match queues.len() {
             0 => Err(stopped()),
             count => {
-                queues[next % count].send(Message::Serve { socket, slot: None });
+                queues[next % count].send(QueueMessage::Serve { socket, slot: None });
                 Ok(())
             }
         }
@@ -116,7 +116,7 @@ impl<D: Disk> Server<D> {
         self.registry.begin_stop();
         let queues = std::mem::take(&mut *lock(&self.queues));
         for queue in &queues {
-            queue.send(Message::Stop);
+            queue.send(QueueMessage::Stop);
         }
         let registry = Arc::clone(&self.registry);
         let impatience = rt::spawn(async move {
@@ -147,7 +147,7 @@ impl<D: Disk> Drop for Server<D> {
         self.registry.begin_stop();
         self.registry.disconnect_all();
         for queue in lock(&self.queues).drain(..) {
-            queue.send(Message::Stop);
+            queue.send(QueueMessage::Stop);
         }
     }
 }

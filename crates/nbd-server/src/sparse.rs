@@ -2,7 +2,7 @@
 //! Reads and their replies, in which long runs of zeroes are only mentioned.
 
 use crate::commands::answered;
-use crate::outbox::Piece;
+use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
@@ -29,7 +29,9 @@ impl<D: Disk> Session<D> {
             return;
         }
         match self.terms.replies {
-            ReplyStyle::Simple => self.outbox.push([Piece::Head(reply::simple(request.cookie, 0)), Piece::Data(buf)]),
+            ReplyStyle::Simple => {
+                self.outbox.push([ReplyPart::Head(reply::simple(request.cookie, 0)), ReplyPart::Data(buf)])
+            }
             _ if buf.is_empty() => self.answer(request, Ok(()), ""),
             _ if buf.len() < HOLE_BYTES || request.flags.contains(CommandFlags::DF) => {
                 self.push_data(request, request.offset, buf, ReplyFlags::DONE);
@@ -45,13 +47,13 @@ impl<D: Disk> Session<D> {
 
     pub(crate) fn push_data(&self, request: &Request, offset: u64, data: IoBuf, flags: ReplyFlags) {
         let head = reply::offset_data(self.is_extended(), answered(request), flags, offset, data.len() as u64);
-        self.outbox.push([Piece::Head(head), Piece::Data(data)]);
+        self.outbox.push([ReplyPart::Head(head), ReplyPart::Data(data)]);
     }
 
     pub(crate) fn push_hole(&self, request: &Request, offset: u64, len: usize, flags: ReplyFlags) {
         // Lengths of 32 bits: a read is never longer.
         let head = reply::offset_hole(self.is_extended(), answered(request), flags, offset, len as u32);
-        self.outbox.push([Piece::Head(head)]);
+        self.outbox.push([ReplyPart::Head(head)]);
     }
 
     /// The next chunk of a reply, of the first `len` bytes of what is left.

@@ -4,7 +4,7 @@
 use crate::commands::answered;
 use crate::disk::{DirtyRun, DiskRun};
 use crate::negotiation::Context;
-use crate::outbox::Piece;
+use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
 use cowshed_block::{Error, Result};
@@ -29,7 +29,7 @@ impl<D: Disk> Session<D> {
     /// Answers for the contexts with these numbers.
     pub(crate) async fn status(&self, request: &Request, contexts: &[u32]) {
         match self.collect_status(request, contexts).await {
-            Ok(bytes) => self.outbox.push([Piece::Data(IoBuf::copy_from(&bytes))]),
+            Ok(bytes) => self.outbox.push([ReplyPart::Data(IoBuf::copy_from(&bytes))]),
             Err(error) => self.fail(request, error, "asking for the block status failed"),
         }
     }

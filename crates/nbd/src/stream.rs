@@ -3,7 +3,7 @@
 //!
 //! At most one receives and one sends at a time; the two may be different tasks, of a client also on different threads.
 
-use crate::tls::{ClientTls, Plain, ServerTls, Session, failed};
+use crate::tls::{ClientTls, Plain, ServerTls, TlsSession, failed};
 use cowshed_block::{Error, Result};
 use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,7 +18,7 @@ const CIPHER_BYTES: usize = PLAIN_BYTES + (PLAIN_BYTES >> 3) + 4096;
 pub struct Stream {
     socket: Socket,
     /// The state of the encryption. Locked for short computations only.
-    tls: OnceLock<Mutex<Session>>,
+    tls: OnceLock<Mutex<TlsSession>>,
 }
 
 impl Stream {
@@ -99,7 +99,7 @@ impl Stream {
         }
     }
 
-    fn lock(&self) -> Option<MutexGuard<'_, Session>> {
+    fn lock(&self) -> Option<MutexGuard<'_, TlsSession>> {
         self.tls.get().map(|tls| tls.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -125,12 +125,12 @@ impl Stream {
 
     /// Starts TLS as the server. The client must not have sent anything that wasn't read.
     pub async fn start_server_tls(&self, credentials: &ServerTls) -> Result<()> {
-        self.handshake(Session::of_server(credentials)?).await
+        self.handshake(TlsSession::of_server(credentials)?).await
     }
 
     /// Starts TLS as the client of a server with that name in its certificate.
     pub async fn start_client_tls(&self, credentials: &ClientTls, name: &str) -> Result<()> {
-        self.handshake(Session::of_client(credentials, name)?).await
+        self.handshake(TlsSession::of_client(credentials, name)?).await
     }
 
     /// Who the peer's certificate is for: its distinguished name as [RFC 4514](https://www.rfc-editor.org/rfc/rfc4514) writes
@@ -140,7 +140,7 @@ impl Stream {
         self.lock()?.peer_identity()
     }
 
-    async fn handshake(&self, session: Session) -> Result<()> {
+    async fn handshake(&self, session: TlsSession) -> Result<()> {
         if self.tls.set(Mutex::new(session)).is_err() {
             return Err(Error::internal("TLS was started twice"));
         }

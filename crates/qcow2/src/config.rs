@@ -6,7 +6,7 @@ use cowshed_layout::qcow2::{Geometry, L2Format};
 
 /// Facts of the image and choices of the user; fixed while the image is open.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct EngineConfig {
     /// Geometry, version and whether an external data file holds the guest clusters.
     pub format: L2Format,
     /// Virtual size in bytes.
@@ -52,7 +52,7 @@ pub struct Config {
     pub names_backing: bool,
 }
 
-impl Config {
+impl EngineConfig {
     /// Shorthand for the geometry.
     pub(crate) fn geometry(&self) -> Geometry {
         self.format.geometry

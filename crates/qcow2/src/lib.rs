@@ -31,13 +31,13 @@ mod zero;
 
 pub use allocate::{Allocation, Fill};
 pub use compressed::{CompressedAllocation, CompressedPlace};
-pub use config::Config;
+pub use config::EngineConfig;
 pub use dirty_bits::{DirtyBits, Piece};
 pub use engine::{Budget, Engine, Reclaim, Statistics};
 pub use grow::RefcountGrowth;
 pub use interleaving::set_interleaving_hook;
 pub use map::{ExtentList, MAX_EXTENTS};
-pub use pins::Pin;
+pub use pins::EpochGuard;
 pub use resize::{L1Growth, Tail};
 pub use restart::Restart;
 pub use stall::{Load, Planned, Reserve, Stall, TableId};

@@ -34,11 +34,11 @@ fn shard_of_thread() -> usize {
 
 /// Proof that a request planned in some epoch is still running; see [`crate::Engine::pin`].
 #[must_use = "a mapping is only good while its pin lives"]
-pub struct Pin<'a> {
+pub struct EpochGuard<'a> {
     counter: &'a AtomicU64,
 }
 
-impl Drop for Pin<'_> {
+impl Drop for EpochGuard<'_> {
     fn drop(&mut self) {
         self.counter.fetch_sub(1, Ordering::SeqCst);
     }
@@ -51,7 +51,7 @@ impl Pins {
     }
 
     /// Pins the current epoch.
-    pub(crate) fn pin(&self) -> Pin<'_> {
+    pub(crate) fn pin(&self) -> EpochGuard<'_> {
         let shard = &self.shards[shard_of_thread()].0;
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
@@ -60,7 +60,7 @@ impl Pins {
             counter.fetch_add(1, Ordering::SeqCst);
             interleaving::point();
             if self.epoch.load(Ordering::SeqCst) == epoch {
-                return Pin { counter };
+                return EpochGuard { counter };
             }
             counter.fetch_sub(1, Ordering::SeqCst);
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Beginning anew while the image stays open: with slices of another size, or with an image that was changed on disk.
 
-use crate::config::Config;
+use crate::config::EngineConfig;
 use crate::engine::{Engine, Refcounts, Room, State, Tables};
 use crate::structures::Structure;
 use crate::writeback::holds_changes;
@@ -40,7 +40,7 @@ impl Engine {
     pub fn restart(&self, facts: Restart, l1: &[u64]) -> Result<()> {
         let state = &mut *self.own();
         self.check_at_rest(state)?;
-        let config = Config {
+        let config = EngineConfig {
             l1_offset: facts.l1_offset,
             refcount_table_offset: facts.refcount_table_offset,
             refcount_table_clusters: facts.refcount_table_clusters,
@@ -58,16 +58,16 @@ impl Engine {
         Ok(())
     }
 
-    fn restart_tables(&self, state: &mut State, config: &Config, l1: &[u64]) -> Result<()> {
+    fn restart_tables(&self, state: &mut State, config: &EngineConfig, l1: &[u64]) -> Result<()> {
         self.directory.restart(l1, self.slices_per_table() as usize)?;
         state.tables = Tables::new(config, l1.len());
         Ok(())
     }
 
     /// The facts of the opening, with what has changed since.
-    fn config_now(&self, state: &State) -> Config {
+    fn config_now(&self, state: &State) -> EngineConfig {
         let (l2_cache_bytes, refcount_cache_bytes) = self.cache_limits();
-        Config {
+        EngineConfig {
             l1_offset: state.tables.l1_offset,
             l2_cache_bytes,
             l2_slice_bytes: self.slice_bytes(),

@@ -5,7 +5,7 @@
 use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
 use cowshed_qcow2::{
-    Budget, Config, Cycle, CycleEnd, Engine, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, Tail,
+    Budget, Cycle, CycleEnd, Engine, EngineConfig, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, Tail,
     ZeroMode,
 };
 use std::collections::BTreeMap;
@@ -16,11 +16,11 @@ struct Disk {
     bytes: Vec<u8>,
     engine: Arc<Engine>,
     budget: Arc<Budget>,
-    config: Config,
+    config: EngineConfig,
     backing: Vec<u8>,
 }
 
-fn engine_of(config: &Config, l1: &[u64], budget: &Arc<Budget>) -> Arc<Engine> {
+fn engine_of(config: &EngineConfig, l1: &[u64], budget: &Arc<Budget>) -> Arc<Engine> {
     let engine = Arc::new(Engine::new(config.clone(), l1).unwrap());
     engine.join_budget(budget);
     engine
@@ -58,7 +58,7 @@ impl Disk {
             let block = &mut bytes[2 * cluster..3 * cluster];
             refcount::set(block, shape.refcount_order, index as usize, 1);
         }
-        let config = Config {
+        let config = EngineConfig {
             format: L2Format { geometry, version: shape.version, data_file: false },
             size: shape.size,
             encrypted: false,

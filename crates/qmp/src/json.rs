@@ -2,7 +2,7 @@
 //! JSON as QEMU's parser takes it, with its words for errors. Strings may stand in single quotes. A key that comes twice in one
 //! object is an error, because either value could be meant.
 
-use crate::lexer::{Kind, Lexer, Place, Token};
+use crate::lexer::{Kind, Lexer, Position, Token};
 use serde_json::{Map, Number, Value};
 
 /// Deepest nesting of objects and lists that is taken.
@@ -96,7 +96,7 @@ impl Parser {
     }
 
     /// The end of the input, which may leave something open.
-    pub fn finish(&mut self, end: Place) -> Option<Parsed<Value>> {
+    pub fn finish(&mut self, end: Position) -> Option<Parsed<Value>> {
         let is_open = !self.open.is_empty() && !self.skips;
         *self = Parser::default();
         is_open.then(|| Err(wrong(end, "premature end of input")))
@@ -151,7 +151,7 @@ impl Parser {
         }
     }
 
-    fn value(&mut self, kind: Kind, place: Place) -> Parsed<Option<Value>> {
+    fn value(&mut self, kind: Kind, place: Position) -> Parsed<Option<Value>> {
         let value = match kind {
             Kind::Mark(mark @ (b'{' | b'[')) => {
                 if self.open.len() == MAX_DEPTH {
@@ -181,7 +181,7 @@ impl Parser {
     }
 
     /// Ends the innermost object or list.
-    fn close(&mut self, place: Place) -> Parsed<Option<Value>> {
+    fn close(&mut self, place: Position) -> Parsed<Option<Value>> {
         match self.open.pop() {
             Some(Open::List(items)) => self.put(Value::Array(items), place),
             Some(Open::Object(members, _)) => self.put(Value::Object(members), place),
@@ -190,7 +190,7 @@ impl Parser {
     }
 
     /// Puts a complete value where it belongs.
-    fn put(&mut self, value: Value, place: Place) -> Parsed<Option<Value>> {
+    fn put(&mut self, value: Value, place: Position) -> Parsed<Option<Value>> {
         self.expected = Expected::More;
         match self.open.last_mut() {
             None => {
@@ -208,7 +208,7 @@ impl Parser {
     }
 }
 
-fn wrong(place: Place, what: &str) -> String {
+fn wrong(place: Position, what: &str) -> String {
     format!("{}:{}: JSON parse error, {what}", place.line, place.column)
 }
 
@@ -224,7 +224,7 @@ fn number(text: &[u8]) -> Value {
 }
 
 /// What a token in quotes says.
-fn text(token: &[u8], place: Place) -> Parsed<String> {
+fn text(token: &[u8], place: Position) -> Parsed<String> {
     let mut bytes = token.get(1..token.len().saturating_sub(1)).unwrap_or_default();
     let mut result = String::new();
     while let Some((&byte, rest)) = bytes.split_first() {

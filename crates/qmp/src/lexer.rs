@@ -3,7 +3,7 @@
 
 /// Where a token begins: line and column, from 1 on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct Position {
     pub line: usize,
     pub column: usize,
 }
@@ -28,7 +28,7 @@ pub(crate) enum Kind {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Token {
     pub kind: Kind,
-    pub place: Place,
+    pub place: Position,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,16 +82,16 @@ pub(crate) struct Lexer {
     state: State,
     text: Vec<u8>,
     /// Of the byte that comes next.
-    place: Place,
+    place: Position,
     /// Of the token that is open.
-    start: Place,
+    start: Position,
     limit: usize,
 }
 
 impl Lexer {
     /// `limit`: most bytes of one token.
     pub fn new(limit: usize) -> Self {
-        let place = Place { line: 1, column: 1 };
+        let place = Position { line: 1, column: 1 };
         Lexer { state: State::Start, text: Vec::new(), place, start: place, limit }
     }
 
@@ -99,8 +99,8 @@ impl Lexer {
     pub fn take(&mut self, byte: u8) -> [Option<Token>; 2] {
         let found = self.step(byte);
         self.place = match byte {
-            b'\n' => Place { line: self.place.line.saturating_add(1), column: 1 },
-            _ => Place { column: self.place.column.saturating_add(1), ..self.place },
+            b'\n' => Position { line: self.place.line.saturating_add(1), column: 1 },
+            _ => Position { column: self.place.column.saturating_add(1), ..self.place },
         };
         found
     }
@@ -117,7 +117,7 @@ impl Lexer {
     }
 
     /// The end of the input: the number or word that is complete with it, or else the text that isn't, and the place of the end.
-    pub fn finish(&mut self) -> (Option<Token>, Place) {
+    pub fn finish(&mut self) -> (Option<Token>, Position) {
         let mut end = self.place;
         let token = match self.state {
             State::Start | State::Recovery => None,
@@ -163,14 +163,14 @@ impl Lexer {
 
     /// A byte that ended another token: QEMU counts it twice.
     fn begin_behind(&mut self, byte: u8) -> Option<Token> {
-        self.begin_at(Place { column: self.place.column.saturating_add(1), ..self.place }, byte)
+        self.begin_at(Position { column: self.place.column.saturating_add(1), ..self.place }, byte)
     }
 
     fn begin(&mut self, byte: u8) -> Option<Token> {
         self.begin_at(self.place, byte)
     }
 
-    fn begin_at(&mut self, place: Place, byte: u8) -> Option<Token> {
+    fn begin_at(&mut self, place: Position, byte: u8) -> Option<Token> {
         self.start = place;
         self.state = match byte {
             b' ' | b'\t' | b'\r' | b'\n' => return None,
@@ -190,7 +190,7 @@ impl Lexer {
     }
 
     fn recover(&mut self, byte: u8) -> Option<Token> {
-        self.start = Place { column: self.place.column.saturating_add(1), ..self.place };
+        self.start = Position { column: self.place.column.saturating_add(1), ..self.place };
         match byte {
             b'\n' | b'\r' => self.state = State::Start,
             b'{' | b'}' | b'[' | b']' | b':' | b',' => {

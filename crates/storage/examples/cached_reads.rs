@@ -6,7 +6,7 @@
 //! threads. With NAME only those whose name contains it run.
 
 use cowshed_storage::rt::{block_on, spawn};
-use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
+use cowshed_storage::{File, IoBuf, IoEngine, OpenOptions};
 use futures_util::future::join_all;
 use io_uring::{IoUring, opcode, types};
 use std::os::fd::AsRawFd;
@@ -112,10 +112,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     std::fs::write(&path, vec![1u8; FILE_BYTES as usize])?;
     let reads = 320_000;
     measure("bare io_uring", reads, || bare_ring(&path, reads).expect("a ring"));
-    for (engine, name) in [(Engine::IoUring, "io_uring"), (Engine::Threads, "thread pool")] {
+    for (engine, name) in [(IoEngine::IoUring, "io_uring"), (IoEngine::Threads, "thread pool")] {
         for write in [false, true] {
             let file = File::open(&path, &OpenOptions { engine, write, ..OpenOptions::default() })?;
-            let operations = if engine == Engine::Threads || write { reads / 10 } else { reads };
+            let operations = if engine == IoEngine::Threads || write { reads / 10 } else { reads };
             let what = if write { "write" } else { "read" };
             measure(&format!("File, {name}, {what}"), operations, || block_on(through_file(&file, operations, write)));
         }

@@ -4,7 +4,6 @@
 mod space;
 
 use crate::attempts::Attempts;
-use crate::behind::WriteBehind;
 use crate::blocklock::{Access, BlockGuard, BlockLocks};
 use crate::cache::LiveAlignment;
 use crate::counters::{FileCounters, FileObserver, FileOp, FileStats};
@@ -19,6 +18,7 @@ use crate::null::NullFile;
 use crate::payload::{Bufs, Payload};
 use crate::remote::{Remote, RemoteFile};
 use crate::simulated::SimulatedFile;
+use crate::write_behind::WriteBehind;
 use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, TransferSizes, rt};
 use cowshed_block::{Errno, Error, Result, slip, without};
 use std::path::Path;

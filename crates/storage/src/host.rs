@@ -9,15 +9,15 @@ mod tests;
 use crate::attempts::{Attempts, ring_gave_up};
 use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
+use crate::data_cache::KnownData;
 use crate::identity::{FileIdentity, Listed};
-use crate::known::KnownData;
 use crate::medium::Space;
 use crate::names::text_of_path;
 use crate::payload::{MAX_TRANSFER, Payload};
 use crate::ring::{Direction, Ring, RingOp};
-use crate::rt::{self, Pool};
+use crate::rt::{self, ThreadPool};
 use crate::sys::{self, SysResult};
-use crate::{Alignment, DeviceQueue, Engine, LayoutHints, OpenOptions};
+use crate::{Alignment, DeviceQueue, IoEngine, LayoutHints, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use open::{check_ring, direct_alignment, forced_engine, no_direct_io, open_descriptor, os_error, wrong_kind};
 use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
@@ -35,7 +35,7 @@ const LARGEST_SECTOR_BYTES: u64 = 4096;
 pub(crate) struct HostFile {
     fd: Arc<OwnedFd>,
     listed: Listed,
-    engine: Engine,
+    engine: IoEngine,
     is_device: bool,
     /// See [`HostFile::space_block_bytes`].
     space_block_bytes: u64,
@@ -97,7 +97,7 @@ impl HostFile {
         rustix::fs::fcntl_setfl(&fd, flags - OFlags::NONBLOCK)
             .map_err(|error| os_error(error, "could not set the file's flags"))?;
         let engine = forced_engine().unwrap_or(options.engine);
-        if engine == Engine::IoUring {
+        if engine == IoEngine::IoUring {
             check_ring()?;
         }
         let alignment = match options.cache.direct {
@@ -253,7 +253,7 @@ impl HostFile {
     }
 
     fn worker(&self, attempts: &Attempts) -> Worker {
-        if self.engine != Engine::Threads
+        if self.engine != IoEngine::Threads
             && !attempts.is_past_ring()
             && let Some(ring) = rt::current_ring()
         {
@@ -286,9 +286,9 @@ impl HostFile {
         offset: u64,
     ) -> std::result::Result<RingOp<'_>, Payload> {
         match self.engine {
-            Engine::Threads => Err(payload),
+            IoEngine::Threads => Err(payload),
             _ if self.is_in_pieces(payload.len()) => Err(payload),
-            Engine::Auto | Engine::IoUring => match rt::current_ring() {
+            IoEngine::Auto | IoEngine::IoUring => match rt::current_ring() {
                 Some(ring) => Ok(ring.transfer(&self.fd, direction, payload, (0, MAX_TRANSFER), offset)),
                 None => Err(payload),
             },
@@ -299,7 +299,7 @@ impl HostFile {
     /// `None`: it isn't there, or is not looked for.
     #[inline]
     pub(crate) fn read_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
-        if self.engine == Engine::Threads || payload.len() > NOW_BYTES {
+        if self.engine == IoEngine::Threads || payload.len() > NOW_BYTES {
             return None;
         }
         let past = self.reads_past_cache.load(Ordering::Relaxed);
@@ -319,7 +319,7 @@ impl HostFile {
     /// did, the workers have the next ones for a while. `None`: not this one.
     pub(crate) fn write_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
         let len = payload.len();
-        if self.is_direct() || self.is_device || self.engine == Engine::Threads || len > NOW_BYTES {
+        if self.is_direct() || self.is_device || self.engine == IoEngine::Threads || len > NOW_BYTES {
             return None;
         }
         if len >= BULK_BYTES && self.is_in_bulk() {
@@ -365,13 +365,13 @@ impl HostFile {
         }
         let fd = Arc::clone(&self.fd);
         // As an operation of the ring: what is dropped half-way ends before its executor does.
-        rt::to_completion(async move { Pool::io().run(move || work(fd.as_fd())).await }).await
+        rt::to_completion(async move { ThreadPool::io().run(move || work(fd.as_fd())).await }).await
     }
 
     /// As [`HostFile::call`] for what nearly always is done at once: also on this thread where it has nothing else to wait
     /// for, for handing it over and waiting takes longer than the call, and a thread to hand it to has to be made first.
     async fn short_call<T: Send + 'static>(&self, work: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static) -> T {
-        match self.engine != Engine::Threads && rt::is_alone() {
+        match self.engine != IoEngine::Threads && rt::is_alone() {
             true => work(self.fd.as_fd()),
             false => self.call(work).await,
         }

@@ -4,12 +4,12 @@
 //! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
 mod attempts;
-mod behind;
 mod blocklock;
 pub mod buf;
 mod cache;
 pub mod confine;
 mod counters;
+mod data_cache;
 mod direct;
 mod event;
 pub mod fault;
@@ -21,7 +21,6 @@ mod host;
 mod identity;
 #[cfg(test)]
 mod kernel_faults;
-mod known;
 pub mod lock;
 mod medium;
 mod names;
@@ -40,6 +39,7 @@ pub mod simulated;
 pub mod socket;
 mod sys;
 mod transfer;
+mod write_behind;
 
 pub use buf::{IoBuf, SCRATCH_POISON, fill_no_scratch_buffers};
 pub use counters::{EndedOp, FileObserver, FileOp, FileOpStats, FileStats, ShardedCounters};
@@ -51,7 +51,7 @@ pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, sync_folder_of, text_of_path};
 pub use nbd_device::{NbdCall, NbdControl, NbdDevice};
 pub use options::{
-    Alignment, CacheMode, DataRange, DeviceQueue, Engine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
+    Alignment, CacheMode, DataRange, DeviceQueue, IoEngine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
 };
 pub use remote::{Remote, RemoteFuture};
 pub use shared::SharedMemory;

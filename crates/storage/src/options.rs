@@ -17,7 +17,7 @@ pub struct CacheMode {
 /// Who carries out the operations. `COWSHED_IO_ENGINE=io_uring|threads|auto` in the environment overrides it for all
 /// files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Engine {
+pub enum IoEngine {
     /// io_uring where the kernel allows it, else threads.
     #[default]
     Auto,
@@ -40,7 +40,7 @@ pub struct OpenOptions {
     /// Page cache use.
     pub cache: CacheMode,
     /// Who does the I/O.
-    pub engine: Engine,
+    pub engine: IoEngine,
     /// Whether to lock.
     pub locking: Locking,
     /// Locks to take at once. `None`: none, until [`crate::File::lock`]; with `create`, those of

@@ -6,7 +6,7 @@ use crate::kernel_faults::{self, Call};
 #[cfg(not(test))]
 use crate::payload::MAX_TRANSFER;
 use crate::payload::{Bufs, Payload};
-use crate::ring::{Direction, Message};
+use crate::ring::{Direction, SocketMessage};
 use cowshed_block::Errno;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -178,7 +178,7 @@ pub(crate) fn receive(socket: impl AsFd, payload: &Payload, skip: usize) -> SysR
 /// One `sendmsg` of the payload behind its first `skip` bytes, without waiting: `EAGAIN` when there is no room.
 pub(crate) fn send(socket: impl AsFd, payload: &Payload, skip: usize) -> SysResult<usize> {
     let fd = socket.as_fd().as_raw_fd();
-    let mut message = Message::default();
+    let mut message = SocketMessage::default();
     message.point_to(&payload.bufs, skip);
     retry(|| {
         // SAFETY: the message points to memory that `payload` owns, and both are borrowed until the call is over.

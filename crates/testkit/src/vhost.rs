@@ -3,7 +3,7 @@
 
 use cowshed_storage::{EventCounter, SharedMemory, Socket, SocketAddress, rt};
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply, request};
-use cowshed_vhost_user_proto::{Header, Region, features, inflight};
+use cowshed_vhost_user_proto::{MessageHeader, Region, features, inflight};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -109,7 +109,7 @@ impl FrontEnd {
 
     /// Asks for something that has a reply of its own.
     pub fn ask(&self, number: u32, body: &[u8]) -> Vec<u8> {
-        self.send_raw(&Header::message(number, false, body), None);
+        self.send_raw(&MessageHeader::message(number, false, body), None);
         self.receive().expect("a reply").0
     }
 
@@ -120,7 +120,7 @@ impl FrontEnd {
 
     /// Sends what needs no reply and asks for one: true when it was accepted.
     pub fn tell(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) -> bool {
-        self.send_raw(&Header::message(number, true, body), descriptor);
+        self.send_raw(&MessageHeader::message(number, true, body), descriptor);
         u64::from_le_bytes(self.receive().expect("an answer").0.try_into().unwrap()) == 0
     }
 
@@ -132,12 +132,15 @@ impl FrontEnd {
     /// Agrees on those of `wanted` that are offered.
     pub fn negotiate(&mut self, wanted: u64) {
         self.features = self.ask_number(request::GET_FEATURES, &[]) & wanted;
-        self.send_raw(&Header::message(request::SET_OWNER, false, &[]), None);
+        self.send_raw(&MessageHeader::message(request::SET_OWNER, false, &[]), None);
         if self.features & features::PROTOCOL_FEATURES != 0 {
             let protocol = self.ask_number(request::GET_PROTOCOL_FEATURES, &[]);
-            self.send_raw(&Header::message(request::SET_PROTOCOL_FEATURES, false, &protocol.to_le_bytes()), None);
+            self.send_raw(
+                &MessageHeader::message(request::SET_PROTOCOL_FEATURES, false, &protocol.to_le_bytes()),
+                None,
+            );
         }
-        self.send_raw(&Header::message(request::SET_FEATURES, false, &self.features.to_le_bytes()), None);
+        self.send_raw(&MessageHeader::message(request::SET_FEATURES, false, &self.features.to_le_bytes()), None);
     }
 
     /// The guest's memory as a message has it.
@@ -149,7 +152,7 @@ impl FrontEnd {
     pub fn share_memory(&self) {
         let mut body = vec![1, 0, 0, 0, 0, 0, 0, 0];
         body.extend(self.region().encode());
-        self.send_raw(&Header::message(request::SET_MEM_TABLE, false, &body), Some(&self.guest.file));
+        self.send_raw(&MessageHeader::message(request::SET_MEM_TABLE, false, &body), Some(&self.guest.file));
     }
 
     fn pair(ring: u32, value: u32) -> Vec<u8> {
@@ -309,7 +312,7 @@ impl FrontEnd {
     /// Asks for a region for requests in flight.
     pub fn notes(&self) -> (InflightPlace, OwnedFd) {
         let wish = InflightPlace { len: 0, offset: 0, queues: 2, ring_size: RING_SIZE };
-        self.send_raw(&Header::message(request::GET_INFLIGHT_FD, false, &wish.encode(24)), None);
+        self.send_raw(&MessageHeader::message(request::GET_INFLIGHT_FD, false, &wish.encode(24)), None);
         let (body, mut descriptors) = self.receive().unwrap();
         let len = u64::from_le_bytes(body[..8].try_into().unwrap());
         let queues = u16::from_le_bytes([body[16], body[17]]);

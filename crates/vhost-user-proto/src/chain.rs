@@ -103,7 +103,7 @@ impl<P: Shared> Pieces<P> {
 
 /// The memory of one request.
 #[derive(Clone, Debug)]
-pub struct Chain<P> {
+pub struct DescriptorChain<P> {
     /// Its number in the ring.
     pub head: u16,
     /// What the device reads.
@@ -142,7 +142,7 @@ impl Descriptor {
     }
 }
 
-impl<P: Shared> Chain<P> {
+impl<P: Shared> DescriptorChain<P> {
     /// Walks the chain that begins at `head` of `table`. What was written to memory meanwhile doesn't matter: each descriptor is
     /// copied once.
     ///
@@ -153,8 +153,8 @@ impl<P: Shared> Chain<P> {
         table: &P,
         head: u16,
         indirect: bool,
-    ) -> (Result<(), Malformed>, Chain<P>) {
-        let mut chain = Chain { head, readable: Pieces::default(), writable: Pieces::default() };
+    ) -> (Result<(), Malformed>, DescriptorChain<P>) {
+        let mut chain = DescriptorChain { head, readable: Pieces::default(), writable: Pieces::default() };
         let result = chain.follow(memory, table, head, indirect);
         (result, chain)
     }

@@ -10,7 +10,7 @@ pub const WRITEBACK_AT: u32 = 32;
 
 /// What the config space says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct DeviceConfig {
     /// Size of the disk in bytes; a part of a sector at its end is not shown.
     pub disk_bytes: u64,
     /// Segments of a request: two places of the ring are the header's and the status's.
@@ -39,7 +39,7 @@ pub struct Config {
     pub max_zeroes_segments: u32,
 }
 
-impl Config {
+impl DeviceConfig {
     /// The bytes of the config space.
     pub fn encode(&self) -> [u8; CONFIG_BYTES] {
         let mut bytes = [0; CONFIG_BYTES];
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn fields_stand_where_the_specification_has_them() {
-        let config = Config {
+        let config = DeviceConfig {
             disk_bytes: (1 << 30) + 100,
             max_segments: 126,
             block_bytes: 4096,

@@ -22,12 +22,12 @@ pub mod ring;
 #[cfg(test)]
 mod tests;
 
-pub use chain::{Chain, Pieces};
-pub use config::Config;
+pub use chain::{DescriptorChain, Pieces};
+pub use config::DeviceConfig;
 pub use inflight::Inflight;
 pub use malformed::Malformed;
 pub use memory::{Memory, Shared};
-pub use message::{Header, Message};
+pub use message::{Message, MessageHeader};
 pub use regions::{Region, Regions};
 pub use ring::Ring;
 

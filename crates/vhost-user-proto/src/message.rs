@@ -58,7 +58,7 @@ pub mod request {
 
 /// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct MessageHeader {
     /// What it asks for.
     pub request: u32,
     /// An answer is wanted also where the message has none of its own.
@@ -67,9 +67,9 @@ pub struct Header {
     pub body_bytes: u32,
 }
 
-impl Header {
+impl MessageHeader {
     /// Parses the header of a message of a front end.
-    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Header, Malformed> {
+    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<MessageHeader, Malformed> {
         let (request, flags, body_bytes) = (u32_at(bytes, 0), u32_at(bytes, 4), u32_at(bytes, 8));
         if flags & VERSION_MASK != VERSION {
             return Err(Malformed::new("version of a message, in its flags", flags));
@@ -80,7 +80,7 @@ impl Header {
         if body_bytes > MAX_BODY_BYTES {
             return Err(Malformed::new("length of a message", body_bytes));
         }
-        Ok(Header { request, needs_reply: flags & NEED_REPLY != 0, body_bytes })
+        Ok(MessageHeader { request, needs_reply: flags & NEED_REPLY != 0, body_bytes })
     }
 
     /// The bytes of a message: for a client, and for the back end's own channel.
@@ -207,7 +207,7 @@ pub enum Message {
 
 impl Message {
     /// Parses the body behind a header.
-    pub fn parse(header: &Header, body: &[u8]) -> Result<Message, Malformed> {
+    pub fn parse(header: &MessageHeader, body: &[u8]) -> Result<Message, Malformed> {
         use request::*;
         let needs = |len: usize| match body.len() >= len {
             true => Ok(()),
@@ -288,12 +288,12 @@ fn table(body: &[u8]) -> Result<Vec<Region>, Malformed> {
     body[8..].as_chunks::<REGION_BYTES>().0[..count].iter().map(Region::parse).collect()
 }
 
-fn single_region(header: &Header, body: &[u8]) -> Result<Region, Malformed> {
+fn single_region(header: &MessageHeader, body: &[u8]) -> Result<Region, Malformed> {
     let bytes = body.get(8..).and_then(<[u8]>::first_chunk::<REGION_BYTES>);
     Region::parse(bytes.ok_or(Malformed::new("a message's body is too short; the request", header.request))?)
 }
 
-fn config_range(header: &Header, body: &[u8]) -> Result<(u32, u32, u32), Malformed> {
+fn config_range(header: &MessageHeader, body: &[u8]) -> Result<(u32, u32, u32), Malformed> {
     if body.len() < CONFIG_HEAD_BYTES {
         return Err(Malformed::new("a message's body is too short; the request", header.request));
     }
@@ -314,7 +314,7 @@ pub fn config_reply(offset: u32, flags: u32, bytes: &[u8]) -> Vec<u8> {
     body
 }
 
-fn inflight(header: &Header, body: &[u8]) -> Result<InflightPlace, Malformed> {
+fn inflight(header: &MessageHeader, body: &[u8]) -> Result<InflightPlace, Malformed> {
     if body.len() < INFLIGHT_BYTES {
         return Err(Malformed::new("a message's body is too short; the request", header.request));
     }
@@ -329,7 +329,7 @@ mod tests {
 
     fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
         let (head, body) = bytes.split_first_chunk().unwrap();
-        let header = Header::parse(head)?;
+        let header = MessageHeader::parse(head)?;
         assert_eq!(header.body_bytes as usize, body.len());
         Message::parse(&header, body)
     }
@@ -339,7 +339,7 @@ mod tests {
         let region = Region { guest_address: 1 << 20, len: 1 << 12, front_end_address: 7 << 30, file_offset: 4096 };
         let mut table = vec![1, 0, 0, 0, 0, 0, 0, 0];
         table.extend(region.encode());
-        let message = |request, body: &[u8]| parse(&Header::message(request, false, body));
+        let message = |request, body: &[u8]| parse(&MessageHeader::message(request, false, body));
         assert_eq!(message(request::SET_MEM_TABLE, &table), Ok(Message::SetMemTable(vec![region])));
         assert_eq!(message(request::ADD_MEM_REG, &table), Ok(Message::AddMemReg(region)));
         assert!(message(request::SET_MEM_TABLE, &table[..32]).is_err());
@@ -363,22 +363,22 @@ mod tests {
 
     #[test]
     fn wrong_headers_are_refused() {
-        let sound = Header::message(request::GET_FEATURES, true, &[]);
-        let header = Header::parse(sound.first_chunk().unwrap()).unwrap();
+        let sound = MessageHeader::message(request::GET_FEATURES, true, &[]);
+        let header = MessageHeader::parse(sound.first_chunk().unwrap()).unwrap();
         assert!(header.needs_reply);
-        assert!(Header::parse(header.reply(&[]).first_chunk().unwrap()).is_err(), "a reply is no request");
+        assert!(MessageHeader::parse(header.reply(&[]).first_chunk().unwrap()).is_err(), "a reply is no request");
         let mut other = sound.clone();
         other[4] = 2;
-        assert!(Header::parse(other.first_chunk().unwrap()).is_err(), "another version");
+        assert!(MessageHeader::parse(other.first_chunk().unwrap()).is_err(), "another version");
         let mut long = sound;
         long[8..].copy_from_slice(&(MAX_BODY_BYTES + 1).to_le_bytes());
-        assert!(Header::parse(long.first_chunk().unwrap()).is_err(), "too long");
+        assert!(MessageHeader::parse(long.first_chunk().unwrap()).is_err(), "too long");
     }
 
     proptest! {
         #[test]
         fn no_body_makes_a_parser_panic(number in 0u32..48, body in proptest::collection::vec(any::<u8>(), 0..400)) {
-            let header = Header { request: number, needs_reply: false, body_bytes: body.len() as u32 };
+            let header = MessageHeader { request: number, needs_reply: false, body_bytes: body.len() as u32 };
             if let Ok(Message::SetMemTable(regions)) = Message::parse(&header, &body) {
                 prop_assert!(regions.len() <= MAX_TABLE_REGIONS);
             }

@@ -2,7 +2,7 @@
 //! Requests of a block device.
 
 use crate::malformed::{u32_at, u64_at};
-use crate::{Chain, SECTOR_BYTES, Shared};
+use crate::{DescriptorChain, SECTOR_BYTES, Shared};
 
 /// Bytes of a request's header.
 pub const HEADER_BYTES: usize = 16;
@@ -34,7 +34,7 @@ pub enum Status {
 
 /// What the checks of a request go by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct RequestLimits {
     /// Size of the disk in bytes, now.
     pub disk_bytes: u64,
     /// Logical block size in bytes: requests are multiples of it.
@@ -89,19 +89,19 @@ pub enum Request {
 }
 
 /// Bytes of a chain's answer: without the status.
-fn answer_bytes<P: Shared>(chain: &Chain<P>) -> u64 {
+fn answer_bytes<P: Shared>(chain: &DescriptorChain<P>) -> u64 {
     chain.writable.len().saturating_sub(1)
 }
 
 /// Writes the status to the last writable byte. False: the chain has no place for one.
-pub fn write_status<P: Shared>(chain: &Chain<P>, status: Status) -> bool {
+pub fn write_status<P: Shared>(chain: &DescriptorChain<P>, status: Status) -> bool {
     !chain.writable.is_empty() && chain.writable.write(answer_bytes(chain), &[status as u8])
 }
 
 impl Request {
     /// The request that a chain holds, or how it ends at once. Header, data and status may share descriptors, and lie in any
     /// number of them.
-    pub fn parse<P: Shared>(chain: &Chain<P>, limits: &Limits) -> Result<Request, Status> {
+    pub fn parse<P: Shared>(chain: &DescriptorChain<P>, limits: &RequestLimits) -> Result<Request, Status> {
         let mut header = [0; HEADER_BYTES];
         if chain.writable.is_empty() || !chain.readable.read(0, &mut header) {
             return Err(Status::IoError);
@@ -127,7 +127,12 @@ impl Request {
     }
 }
 
-fn segments<P: Shared>(chain: &Chain<P>, sent: u64, limits: &Limits, known_flags: u32) -> Result<Vec<Segment>, Status> {
+fn segments<P: Shared>(
+    chain: &DescriptorChain<P>,
+    sent: u64,
+    limits: &RequestLimits,
+    known_flags: u32,
+) -> Result<Vec<Segment>, Status> {
     let count = sent / SEGMENT_BYTES as u64;
     if count == 0 || count > limits.max_segments.into() || !sent.is_multiple_of(SEGMENT_BYTES as u64) {
         return Err(Status::IoError);
@@ -156,7 +161,7 @@ fn segments<P: Shared>(chain: &Chain<P>, sent: u64, limits: &Limits, known_flags
     Ok(found)
 }
 
-impl Limits {
+impl RequestLimits {
     /// The offset in bytes of a range that lies on the disk, in whole blocks.
     fn range(&self, sector: u64, len: u64) -> Result<u64, Status> {
         let disk_bytes = self.disk_bytes - self.disk_bytes % SECTOR_BYTES;

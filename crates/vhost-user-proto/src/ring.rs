@@ -2,7 +2,7 @@
 //! The split virtqueue, as the device sees it.
 
 use crate::chain::DESCRIPTOR_BYTES;
-use crate::{Chain, Malformed, Memory, Shared};
+use crate::{DescriptorChain, Malformed, Memory, Shared};
 use std::sync::atomic::{Ordering, fence};
 
 /// The most places of a ring.
@@ -156,8 +156,8 @@ impl<P: Shared> Ring<P> {
     }
 
     /// The memory of the chain that begins at `head`.
-    pub fn chain<M: Memory<Piece = P>>(&self, memory: &M, head: u16) -> (Result<(), Malformed>, Chain<P>) {
-        Chain::walk(memory, &self.descriptors, head, self.indirect)
+    pub fn chain<M: Memory<Piece = P>>(&self, memory: &M, head: u16) -> (Result<(), Malformed>, DescriptorChain<P>) {
+        DescriptorChain::walk(memory, &self.descriptors, head, self.indirect)
     }
 
     /// Gives a chain back, of which the device has written `written` bytes. No effect for one that isn't in flight.

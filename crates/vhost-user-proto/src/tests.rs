@@ -3,9 +3,9 @@
 
 use crate::chain::{INDIRECT, MAX_DESCRIPTORS, NEXT, WRITE};
 use crate::memory::Block;
-use crate::request::{Limits, Request, Segment, Status, write_status};
+use crate::request::{Request, RequestLimits, Segment, Status, write_status};
 use crate::ring::RingPlace;
-use crate::{Chain, Malformed, Ring, Shared};
+use crate::{DescriptorChain, Malformed, Ring, Shared};
 use proptest::prelude::*;
 
 const SIZE: u16 = 16;
@@ -13,8 +13,13 @@ const MEMORY_BYTES: usize = 1 << 16;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const DATA: u64 = 0x4000;
-const LIMITS: Limits =
-    Limits { disk_bytes: 1 << 20, block_bytes: 512, read_only: false, max_segments: 4, max_segment_sectors: 256 };
+const LIMITS: RequestLimits = RequestLimits {
+    disk_bytes: 1 << 20,
+    block_bytes: 512,
+    read_only: false,
+    max_segments: 4,
+    max_segment_sectors: 256,
+};
 
 fn place(event_index: bool) -> RingPlace {
     RingPlace { size: SIZE, descriptors: 0, available: AVAILABLE, used: USED, event_index, indirect: true }
@@ -40,7 +45,7 @@ fn offer(memory: &Block, head: u16) {
     memory.store(AVAILABLE as usize + 2, index.wrapping_add(1));
 }
 
-fn walked(memory: &Block, head: u16) -> Result<Chain<Block>, Malformed> {
+fn walked(memory: &Block, head: u16) -> Result<DescriptorChain<Block>, Malformed> {
     let (result, chain) = ring(memory, false).chain(memory, head);
     result.map(|()| chain)
 }
@@ -242,7 +247,7 @@ fn data_outside_of_memory_leaves_a_place_for_the_status() {
 #[test]
 fn requests_that_cannot_be_end_with_an_error() {
     let memory = Block::zeroed(MEMORY_BYTES);
-    let parse = |kind: u32, sector: u64, len: u32, limits: &Limits| {
+    let parse = |kind: u32, sector: u64, len: u32, limits: &RequestLimits| {
         header(&memory, kind, sector);
         let (to, from) = if kind == 0 { (16, len + 1) } else { (16 + len, 1) };
         describe(&memory, 0, 0, (DATA, to, NEXT, 1));
@@ -256,12 +261,12 @@ fn requests_that_cannot_be_end_with_an_error() {
         for (sector, len) in [(last, 1024), (last + 1, 512), (0, 511), (u64::MAX, 512), (u64::MAX / 512, 512)] {
             assert_eq!(parse(kind, sector, len, &LIMITS), Err(Status::IoError), "{sector} {len}");
         }
-        let blocks = Limits { block_bytes: 4096, ..LIMITS };
+        let blocks = RequestLimits { block_bytes: 4096, ..LIMITS };
         assert!(parse(kind, 8, 4096, &blocks).is_ok());
         assert_eq!(parse(kind, 1, 4096, &blocks), Err(Status::IoError));
         assert_eq!(parse(kind, 8, 512, &blocks), Err(Status::IoError));
     }
-    let read_only = Limits { read_only: true, ..LIMITS };
+    let read_only = RequestLimits { read_only: true, ..LIMITS };
     for kind in [1, 11, 13] {
         assert_eq!(parse(kind, 0, 512, &read_only), Err(Status::IoError));
     }

@@ -4,7 +4,7 @@
 //! A flush promises that all changes are durable whose end was told before. A process that was killed has taken mappings along that
 //! only its memory had. The next one must not answer a flush as if they were there.
 
-use crate::memory::Piece;
+use crate::memory::MemoryPiece;
 use cowshed_storage::signal::lock;
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ pub(crate) struct Ledger(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    note: Option<UnflushedNote<Piece>>,
+    note: Option<UnflushedNote<MemoryPiece>>,
     is_marked: bool,
     /// Changes that ended.
     changes: u64,
@@ -33,7 +33,7 @@ impl State {
 
 impl Ledger {
     /// Writes to this note from now on.
-    pub fn take_up(&self, note: UnflushedNote<Piece>, is_lost: bool) {
+    pub fn take_up(&self, note: UnflushedNote<MemoryPiece>, is_lost: bool) {
         let mut state = lock(&self.0);
         state.note = Some(note);
         state.is_lost = is_lost;

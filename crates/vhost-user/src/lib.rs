@@ -18,4 +18,4 @@ mod session;
 mod tests;
 
 pub use cowshed_vhost_user_proto as proto;
-pub use server::{Config, Server};
+pub use server::{Server, ServerConfig};

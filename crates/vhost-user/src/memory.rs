@@ -6,9 +6,9 @@ use cowshed_vhost_user_proto::{Memory, Regions, Shared};
 
 /// A piece of guest memory.
 #[derive(Clone, Debug)]
-pub(crate) struct Piece(pub SharedMemory);
+pub(crate) struct MemoryPiece(pub SharedMemory);
 
-impl Shared for Piece {
+impl Shared for MemoryPiece {
     #[inline]
     fn len(&self) -> usize {
         self.0.len()
@@ -34,8 +34,8 @@ impl Shared for Piece {
         self.0.store(at, value);
     }
 
-    fn part(&self, at: usize, len: usize) -> Piece {
-        Piece(self.0.part(at, len))
+    fn part(&self, at: usize, len: usize) -> MemoryPiece {
+        MemoryPiece(self.0.part(at, len))
     }
 }
 
@@ -47,21 +47,21 @@ pub(crate) struct GuestMemory {
 
 impl GuestMemory {
     /// As much of a range as lies in the region where it begins.
-    fn head(&self, address: u64, len: usize) -> Option<Piece> {
+    fn head(&self, address: u64, len: usize) -> Option<MemoryPiece> {
         let (memory, offset, left) = self.regions.find(address)?;
         let take = len.min(usize::try_from(left).unwrap_or(usize::MAX));
-        Some(Piece(memory.part(usize::try_from(offset).ok()?, take)))
+        Some(MemoryPiece(memory.part(usize::try_from(offset).ok()?, take)))
     }
 }
 
 impl Memory for GuestMemory {
-    type Piece = Piece;
+    type Piece = MemoryPiece;
 
-    fn piece(&self, address: u64, len: usize) -> Option<Piece> {
+    fn piece(&self, address: u64, len: usize) -> Option<MemoryPiece> {
         self.head(address, len).filter(|piece| piece.len() == len)
     }
 
-    fn pieces(&self, mut address: u64, mut len: usize, pieces: &mut Vec<Piece>) -> bool {
+    fn pieces(&self, mut address: u64, mut len: usize, pieces: &mut Vec<MemoryPiece>) -> bool {
         while len > 0 {
             let Some(piece) = self.head(address, len) else { return false };
             len -= piece.len();

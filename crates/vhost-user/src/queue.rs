@@ -2,14 +2,14 @@
 //! The thread of one ring.
 
 use crate::ledger::Ledger;
-use crate::memory::{GuestMemory, Piece};
+use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
 use cowshed_block::{Error, Result};
 use cowshed_image::graph::{Attachment, Queue as Disk};
 use cowshed_storage::EventCounter;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
-use cowshed_vhost_user_proto::request::{Limits, Request, Status};
+use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status};
 use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Inflight, Malformed, Ring};
 use futures_util::future::{Either, LocalBoxFuture, select};
@@ -34,7 +34,7 @@ pub(crate) struct Ways {
     /// The export's name.
     pub id: Arc<str>,
     /// What requests are checked by; the size is looked up for each.
-    pub limits: Limits,
+    pub limits: RequestLimits,
     /// Each change is durable before its status is told, whatever the driver says.
     pub writethrough: bool,
     /// The driver's own switch.
@@ -88,7 +88,7 @@ pub(crate) struct Start {
     pub kick: Option<EventCounter>,
     pub line: Arc<Line>,
     /// Where its requests in flight are noted.
-    pub notes: Option<Piece>,
+    pub notes: Option<MemoryPiece>,
     pub ways: Ways,
 }
 
@@ -178,9 +178,9 @@ impl Queue {
 
 /// A ring that runs.
 struct Running {
-    ring: Ring<Piece>,
+    ring: Ring<MemoryPiece>,
     start: Start,
-    inflight: Option<Inflight<Piece>>,
+    inflight: Option<Inflight<MemoryPiece>>,
     bytes: u64,
     /// Requests of an earlier life that have not begun.
     left: VecDeque<u16>,
@@ -359,7 +359,7 @@ impl Running {
     fn begin(&mut self, disk: &Disk, memory: &GuestMemory, head: u16) {
         let (result, chain) = self.ring.chain(memory, head);
         let ways = &self.start.ways;
-        let limits = Limits { disk_bytes: disk.size(), ..ways.limits };
+        let limits = RequestLimits { disk_bytes: disk.size(), ..ways.limits };
         let request = match result {
             Ok(()) => Request::parse(&chain, &limits),
             Err(error) => {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carries out one request.
 
-use crate::memory::Piece;
+use crate::memory::MemoryPiece;
 use crate::queue::Ways;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::IoBuf;
-use cowshed_vhost_user_proto::Chain;
+use cowshed_vhost_user_proto::DescriptorChain;
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
 
 /// Longer reads and writes go in pieces of so many bytes.
@@ -27,12 +27,12 @@ pub(crate) struct Ended {
 }
 
 /// The memory that a request takes while it runs.
-pub(crate) fn cost(request: &Request, chain: &Chain<Piece>) -> u64 {
+pub(crate) fn cost(request: &Request, chain: &DescriptorChain<MemoryPiece>) -> u64 {
     let data = match request {
         Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
         _ => 0,
     };
-    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<Piece>();
+    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<MemoryPiece>();
     data + REQUEST_BYTES + pieces as u64
 }
 
@@ -42,7 +42,7 @@ fn lost() -> Error {
 }
 
 /// Carries a request out and writes its status.
-pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: Request) -> Ended {
+pub(crate) async fn run(disk: Queue, ways: Ways, chain: DescriptorChain<MemoryPiece>, request: Request) -> Ended {
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
@@ -86,13 +86,13 @@ pub(crate) async fn run(disk: Queue, ways: Ways, chain: Chain<Piece>, request: R
 }
 
 /// Writes the status of a chain.
-pub(crate) fn end(chain: &Chain<Piece>, status: Status, written: u64, bytes: u64) -> Ended {
+pub(crate) fn end(chain: &DescriptorChain<MemoryPiece>, status: Status, written: u64, bytes: u64) -> Ended {
     let has_status = write_status(chain, status);
     let written = has_status.then(|| u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX));
     Ended { head: chain.head, written, bytes }
 }
 
-async fn read(disk: &Queue, chain: &Chain<Piece>, offset: u64, len: u64) -> (Result<()>, u64) {
+async fn read(disk: &Queue, chain: &DescriptorChain<MemoryPiece>, offset: u64, len: u64) -> (Result<()>, u64) {
     let mut done = 0;
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
@@ -110,7 +110,7 @@ async fn read(disk: &Queue, chain: &Chain<Piece>, offset: u64, len: u64) -> (Res
     (Ok(()), done)
 }
 
-async fn write(disk: &Queue, ways: &Ways, chain: &Chain<Piece>, offset: u64, len: u64) -> Result<()> {
+async fn write(disk: &Queue, ways: &Ways, chain: &DescriptorChain<MemoryPiece>, offset: u64, len: u64) -> Result<()> {
     let mut done = 0;
     let is_durable = ways.is_durable();
     while done < len {

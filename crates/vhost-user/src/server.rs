@@ -24,7 +24,7 @@ const LEAVE_GRACE: Duration = Duration::from_secs(5);
 
 /// How a disk is served.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct ServerConfig {
     /// The export's name, which the guest reads as the disk's serial number (its first 20 bytes).
     pub id: String,
     /// The guest may write.
@@ -39,7 +39,7 @@ pub struct Config {
     pub poll_limit: PollLimit,
 }
 
-impl Config {
+impl ServerConfig {
     /// Checks what a user may get wrong, in QEMU's words where it has some.
     pub fn check(&self) -> Result<()> {
         if !self.block_bytes.is_power_of_two() || !(512..=MAX_BLOCK_BYTES).contains(&self.block_bytes) {
@@ -61,7 +61,7 @@ impl Config {
 /// What the owner and the control thread share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub config: Config,
+    pub config: ServerConfig,
     pub attachment: Arc<Attachment>,
     pub queues: Vec<Queue>,
     /// The front end that is connected.
@@ -81,7 +81,7 @@ pub struct Server {
 
 impl Server {
     /// Starts the threads, and takes front ends.
-    pub fn start(config: Config, listener: Listener, attachment: Arc<Attachment>) -> Result<Server> {
+    pub fn start(config: ServerConfig, listener: Listener, attachment: Arc<Attachment>) -> Result<Server> {
         config.check()?;
         let mut queues: Vec<Queue> = Vec::new();
         for number in 0..config.queues {

@@ -2,21 +2,21 @@
 //! One front end: what was agreed on, its memory, its rings.
 
 use crate::ledger::Ledger;
-use crate::memory::{GuestMemory, Piece};
+use crate::memory::{GuestMemory, MemoryPiece};
 use crate::queue::{Line, MemoryNow, Start, Ways};
 use crate::server::Shared;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::Node;
 use cowshed_storage::signal::lock;
 use cowshed_storage::{EventCounter, SharedMemory, Socket, rt};
-use cowshed_vhost_user_proto::config::{Config as Space, WRITEBACK_AT};
+use cowshed_vhost_user_proto::config::{DeviceConfig, WRITEBACK_AT};
 use cowshed_vhost_user_proto::features::{self, protocol};
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, RingAddresses, config_reply, request};
 use cowshed_vhost_user_proto::regions::MAX_REGIONS;
-use cowshed_vhost_user_proto::request::Limits;
+use cowshed_vhost_user_proto::request::RequestLimits;
 use cowshed_vhost_user_proto::ring::RingPlace;
-use cowshed_vhost_user_proto::{Header, Malformed, Message, Region, inflight};
+use cowshed_vhost_user_proto::{Malformed, Message, MessageHeader, Region, inflight};
 use futures_util::future::{Either, select};
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -127,7 +127,7 @@ async fn announce_sizes(shared: Arc<Shared>, channel: Rc<RefCell<Option<Socket>>
             continue;
         }
         known = size;
-        let message = Header::message(request::BACKEND_CONFIG_CHANGE, false, &[]);
+        let message = MessageHeader::message(request::BACKEND_CONFIG_CHANGE, false, &[]);
         let told = channel.borrow().as_ref().is_some_and(|channel| channel.send_now(&message));
         tracing::info!(export = shared.config.id, size, told, "the disk has a new size");
     }
@@ -142,7 +142,7 @@ impl Session<'_> {
                 HEADER_BYTES => {}
                 count => return Err(Error::invalid_argument("a message ends in its header").value(count)),
             }
-            let header = Header::parse(&head).map_err(refused)?;
+            let header = MessageHeader::parse(&head).map_err(refused)?;
             let mut body = vec![0; header.body_bytes as usize];
             if socket.receive_with_descriptors(&mut body, &mut descriptors).await? < body.len() {
                 return Err(Error::invalid_argument("a message ends in its body").value(header.request));
@@ -166,7 +166,7 @@ impl Session<'_> {
         }
     }
 
-    async fn take(&mut self, header: &Header, message: Message, mut descriptors: Vec<OwnedFd>) -> Result<Reply> {
+    async fn take(&mut self, header: &MessageHeader, message: Message, mut descriptors: Vec<OwnedFd>) -> Result<Reply> {
         match message {
             Message::GetFeatures => return Ok(number(self.offered())),
             Message::SetFeatures(features) => {
@@ -345,7 +345,7 @@ impl Session<'_> {
 
     fn ways(&self) -> Ways {
         let config = &self.shared.config;
-        let limits = Limits {
+        let limits = RequestLimits {
             disk_bytes: 0,
             block_bytes: config.block_bytes,
             read_only: !config.writable,
@@ -363,11 +363,11 @@ impl Session<'_> {
     }
 
     /// What the guest reads of the disk.
-    fn space(&self) -> Space {
+    fn space(&self) -> DeviceConfig {
         let config = &self.shared.config;
         let node = self.shared.attachment.node();
         let grain = grain_bytes(&node).unwrap_or(config.block_bytes).max(config.block_bytes);
-        Space {
+        DeviceConfig {
             disk_bytes: self.shared.attachment.size(),
             max_segments: MAX_SEGMENTS,
             block_bytes: config.block_bytes,
@@ -423,7 +423,7 @@ impl Session<'_> {
         *lock(&self.memory) = Arc::new(self.regions.clone());
     }
 
-    fn make_notes(&mut self, header: &Header, place: InflightPlace) -> Result<Reply> {
+    fn make_notes(&mut self, header: &MessageHeader, place: InflightPlace) -> Result<Reply> {
         let queues = place.queues.min(self.shared.config.queues);
         let len = (inflight::region_bytes(queues, place.ring_size) + inflight::NOTE_BYTES) as u64;
         let place = InflightPlace { len, offset: 0, queues, ..place };
@@ -451,7 +451,8 @@ impl Session<'_> {
         if place.len < (at + inflight::NOTE_BYTES) as u64 {
             return Ok(());
         }
-        let (note, is_lost) = UnflushedNote::open(Piece(memory.part(at, inflight::NOTE_BYTES))).map_err(refused)?;
+        let (note, is_lost) =
+            UnflushedNote::open(MemoryPiece(memory.part(at, inflight::NOTE_BYTES))).map_err(refused)?;
         if is_lost {
             let export = &self.shared.config.id;
             tracing::warn!(export, "the process before was killed: changes that the guest has not flushed are lost");
@@ -461,10 +462,10 @@ impl Session<'_> {
     }
 
     /// The notes of one ring.
-    fn notes_of(&self, number: usize) -> Option<Piece> {
+    fn notes_of(&self, number: usize) -> Option<MemoryPiece> {
         let (memory, place) = self.notes.as_ref()?;
         let bytes = inflight::part_bytes(place.ring_size);
-        (number < usize::from(place.queues)).then(|| Piece(memory.part(number * bytes, bytes)))
+        (number < usize::from(place.queues)).then(|| MemoryPiece(memory.part(number * bytes, bytes)))
     }
 }
 

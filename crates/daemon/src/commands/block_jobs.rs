@@ -12,7 +12,7 @@ use cowshed_jobs::backup::{Backup, BackupBitmap, BackupRequest, BitmapMode};
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
-use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -294,7 +294,7 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
-    let stream = Stream::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
+    let stream = StreamJob::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
     let policy = on_error(&arguments, "on-error");
     let job = daemon.jobs.add(common.spec("stream", stream.nodes(), (policy, policy)), &daemon.events)?;
     daemon.jobs.start(Rc::clone(&job), run_stream(job, stream));

@@ -7,7 +7,7 @@ use crate::nbd::Exported;
 use crate::servers::ExportServer;
 use crate::state::Daemon;
 use cowshed_block::Result;
-use cowshed_fuse::{AllowOther, Config, MountPoint, Server};
+use cowshed_fuse::{AllowOther, MountPoint, Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -26,7 +26,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
     let threads = arguments.get("iothread").and_then(Value::as_array).map(Vec::len);
-    let config = Config {
+    let config = ServerConfig {
         id: arguments.text("id").to_owned(),
         writable,
         growable: writable && arguments.flag("growable", false),
@@ -51,7 +51,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     nothing()
 }
 
-fn start(daemon: &Daemon, config: Config, point: &MountPoint, attachment: Arc<Attachment>) -> Result<()> {
+fn start(daemon: &Daemon, config: ServerConfig, point: &MountPoint, attachment: Arc<Attachment>) -> Result<()> {
     let (id, writable) = (config.id.clone(), config.writable);
     let has_ended = Arc::new(AtomicBool::new(false));
     let (ended, control, ending) = (Arc::clone(&has_ended), daemon.control.clone(), id.clone());

@@ -7,7 +7,7 @@ use crate::nbd::{Exported, ListenPlace};
 use crate::servers::ExportServer;
 use crate::state::Daemon;
 use cowshed_block::{Error, Result};
-use cowshed_http_server::{Config, Server};
+use cowshed_http_server::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -43,7 +43,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     let request = AttachRequest::export(id.clone(), false);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let config = Config { tls, ..Config::default() };
+    let config = ServerConfig { tls, ..ServerConfig::default() };
     let started = start(config, &listen, &path, &attachment);
     match started {
         Ok((server, bound)) => {
@@ -60,7 +60,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
 }
 
 fn start(
-    config: Config,
+    config: ServerConfig,
     listen: &SocketAddress,
     path: &str,
     attachment: &Arc<Attachment>,

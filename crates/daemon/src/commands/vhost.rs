@@ -10,7 +10,7 @@ use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{Listener, Socket, SocketAddress};
-use cowshed_vhost_user::{Config, Server};
+use cowshed_vhost_user::{Server, ServerConfig};
 use serde_json::{Map, Value};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     if writable && node.is_read_only() {
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
-    let config = Config {
+    let config = ServerConfig {
         id: arguments.text("id").to_owned(),
         writable,
         writethrough: arguments.flag("writethrough", false),
@@ -50,7 +50,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     nothing()
 }
 
-fn start(daemon: &Daemon, config: Config, listener: Listener, attachment: Arc<Attachment>) -> Result<()> {
+fn start(daemon: &Daemon, config: ServerConfig, listener: Listener, attachment: Arc<Attachment>) -> Result<()> {
     let (id, writable) = (config.id.clone(), config.writable);
     let server = Server::start(config, listener, Arc::clone(&attachment))?;
     let export = Exported::new(VHOST_USER_BLK, id.clone(), id, attachment, writable, Vec::new());

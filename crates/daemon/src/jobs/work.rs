@@ -10,7 +10,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::backup::Backup;
 use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
-use cowshed_jobs::stream::Stream;
+use cowshed_jobs::stream::StreamJob;
 use cowshed_storage::rt;
 use std::cell::Cell;
 use std::rc::Rc;
@@ -71,7 +71,7 @@ pub(crate) async fn run_merge(job: Rc<Job>, merge: Merge) -> (Result<()>, Finish
 }
 
 /// Takes over what the layers below an image hold.
-pub(crate) async fn run_stream(job: Rc<Job>, stream: Stream) -> (Result<()>, Finish) {
+pub(crate) async fn run_stream(job: Rc<Job>, stream: StreamJob) -> (Result<()>, Finish) {
     copy_once!(job, stream)
 }
 

@@ -5,7 +5,7 @@
 use crate::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_block::{Error, Result};
 use cowshed_graph::node::ChildRole;
-use cowshed_graph::open::{Draft, NamedBacking, Opener, Place, Role};
+use cowshed_graph::open::{BackingReference, Draft, Opener, Role, TreePlace};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::File;
 use serde_json::Value;
@@ -21,7 +21,7 @@ pub(super) async fn context(
     options: Qcow2RuntimeOptions,
 ) -> Result<OpenContext> {
     let data_file = data_file(opener, draft, image, header).await?;
-    let named = NamedBacking {
+    let named = BackingReference {
         name: header.backing_file_name().map(|name| name.into_owned()),
         format: header.backing_format().map(|format| format.into_owned()),
     };
@@ -82,7 +82,8 @@ async fn data_file(opener: &Rc<Opener>, draft: &mut Draft, image: &str, header: 
         }
         (None, Some(name)) => opener.data_file_by_name(&name, image)?.into(),
     };
-    let place = Place { is_metadata: draft.is_metadata, ..draft.place.storage("data-file", !draft.settings.read_only) };
+    let place =
+        TreePlace { is_metadata: draft.is_metadata, ..draft.place.storage("data-file", !draft.settings.read_only) };
     let node = opener.child(draft, ChildRole::DataFile, spec, place).await;
     let node = node.map_err(|error| error.context(format!("could not open the data file of '{image}'")))?;
     Ok(Some(node.storage()))

@@ -5,33 +5,33 @@
 //! whenever it had to wait for something. The futures of a driver are parts of a node's request. That request runs to its end
 //! even when its caller drops it (`rt::to_completion`), for nothing takes back a write that the kernel has begun.
 
-mod ahead;
 mod allocate;
 mod bitmaps;
 mod chain_map;
 mod children;
 mod cleaner;
+pub mod cluster_cache;
 mod compressed;
+mod cut_short;
 mod driver;
 mod encryption;
+mod extent_io;
 mod flush;
 mod header;
 mod holes;
-pub mod inflated;
 mod internal;
 mod line;
-mod lost;
 mod open;
 mod options;
 mod preallocate;
 mod read;
+mod readahead;
 mod reflink;
 mod reopen;
 mod reserve;
 mod resize;
 mod schema;
-mod shared;
-mod span;
+mod shared_metadata;
 mod status;
 mod vm_state;
 mod write;
@@ -78,9 +78,9 @@ pub struct Qcow2Driver {
     /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
-    inflated: Arc<inflated::Inflated>,
-    ahead: Arc<ahead::Ahead>,
-    membership: shared::Membership,
+    inflated: Arc<cluster_cache::Inflated>,
+    ahead: Arc<readahead::Ahead>,
+    membership: shared_metadata::Membership,
     /// The header as it is on disk.
     header: Mutex<Header>,
     writable: AtomicBool,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: header, L1 table, and nothing else that grows with the image.
 
-use super::ahead::Ahead;
 use super::cleaner::clean_each;
 use super::encryption;
-use super::shared::Core;
+use super::readahead::Ahead;
+use super::shared_metadata::Core;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::Qcow2RuntimeOptions;
 use arc_swap::ArcSwapOption;
@@ -17,7 +17,7 @@ use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Format};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_offline::{read_header, read_header_as};
-use cowshed_qcow2::{Budget, Config, OverlapSet, Structure};
+use cowshed_qcow2::{Budget, EngineConfig, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -185,14 +185,14 @@ pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
     try_collect(buf.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)))
 }
 
-fn config_of(header: &Header, context: &OpenContext) -> Result<Config> {
+fn config_of(header: &Header, context: &OpenContext) -> Result<EngineConfig> {
     let options = &context.options;
     check_version(header, options)?;
     let format = L2Format::of(header)?;
     let cluster_size = format.geometry.cluster_size();
     let (l2_cache_bytes, refcount_cache_bytes) = cache_sizes(options, &format, header.size)?;
     let l2_slice_bytes = slice_bytes(options, cluster_size)?;
-    Ok(Config {
+    Ok(EngineConfig {
         format,
         size: header.size,
         encrypted: header.crypt_method != 0,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads: one extent goes straight to the file; several are read side by side.
 
-use super::ahead::{Next, Turn};
-use super::span::MapSpan;
+use super::extent_io::MapSpan;
+use super::readahead::{DecodeGuard, Next};
 use super::{Cipher, Qcow2Driver};
 use cowshed_block::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_graph::encryption::{SECTOR_BYTES, decrypt};
@@ -203,7 +203,13 @@ impl Qcow2Driver {
     }
 
     /// As [`Self::read_compressed`], where no store has the cluster.
-    async fn inflate(&self, turn: Turn, (host, len): (u64, u64), skip: usize, mut out: IoBuf) -> (Result<()>, IoBuf) {
+    async fn inflate(
+        &self,
+        turn: DecodeGuard,
+        (host, len): (u64, u64),
+        skip: usize,
+        mut out: IoBuf,
+    ) -> (Result<()>, IoBuf) {
         if let Err(error) = self.count_decompressed() {
             return (Err(error), out);
         }

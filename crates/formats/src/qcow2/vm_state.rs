@@ -2,7 +2,7 @@
 //! The state of a virtual machine: mapped behind the disk, from the first L1 entry on that the disk doesn't need.
 
 use super::Qcow2Driver;
-use super::span::MapSpan;
+use super::extent_io::MapSpan;
 use cowshed_block::{Error, Extent, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;

@@ -2,7 +2,7 @@
 //! Writes: in place without the owner where the clusters are ours, else through an allocation.
 
 use super::Qcow2Driver;
-use super::span::Partly;
+use super::extent_io::Partly;
 use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_graph::buffers::join;
 use cowshed_graph::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};

@@ -13,7 +13,7 @@ use super::writer::Usage;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::open::{Draft, DriverLine, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::vhdx::{
     ENTRY_BYTES, HEADER_BYTES, HEADER_OFFSETS, MAX_LOG_BYTES, METADATA_TABLE_BYTES, MetadataItem, MetadataTable,
@@ -56,7 +56,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let backing = match &vhdx.parent {
         Some(parent) => parent_of::<Vhdx>(opener, draft, parent.name.clone(), &parent.linkages.join(", "))
             .map_err(|error| file.named(error))?,
-        None => NamedBacking::default(),
+        None => BackingReference::default(),
     };
     finish(opener, draft, file, vhdx, backing).await
 }

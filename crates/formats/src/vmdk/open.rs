@@ -7,7 +7,7 @@ use crate::holes::Holes;
 use crate::mapped::{MappedDriver, MappedFormat};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{ChildRole, Node};
-use cowshed_graph::open::{Draft, NamedBacking, Opened, Opener};
+use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
     SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
@@ -55,7 +55,7 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let message = "the disk is a difference to a parent, and doesn't say where that is";
         return Err(named(Error::invalid_image("parentFileNameHint", "missing", message)));
     }
-    let backing = NamedBacking { name: parent, format: Some(SCHEMA.name.to_owned()) };
+    let backing = BackingReference { name: parent, format: Some(SCHEMA.name.to_owned()) };
     let (backing, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
     if let Some(backing) = &backing {
         check_parent(&vmdk.descriptor, backing).map_err(named)?;

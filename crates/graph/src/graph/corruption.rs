@@ -21,7 +21,7 @@ pub type CorruptionObserver = Arc<dyn Fn(&Corruption) + Send + Sync>;
 
 /// Whoever is told.
 #[derive(Default)]
-pub(super) struct Observers(RwLock<Vec<CorruptionObserver>>);
+pub(super) struct CorruptionObservers(RwLock<Vec<CorruptionObserver>>);
 
 impl Graph {
     /// Has `observer` told of every image of this graph that is found to be corrupt, by whosever request: once for each

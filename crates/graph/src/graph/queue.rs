@@ -6,7 +6,7 @@ use super::attachment::Attachment;
 use super::gate::Lane;
 use crate::filters::throttle::{Credit, Direction};
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
-use crate::stats::{IoKind, Outcome, PassedCounters, outcome_of};
+use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, PermissionSet, rt};
@@ -19,14 +19,14 @@ use std::sync::Arc;
 pub struct Queue(Rc<QueueState>);
 
 /// What stands at the attachment's place. Requests share it without touching the counts that all threads see.
-struct Standing {
+struct CachedRoute {
     node: Arc<Node>,
     /// When `node` is a throttle filter without settings of its own.
-    bypass: Option<Bypass>,
+    fast_path: Option<FastPath>,
 }
 
 /// The way past a throttle filter.
-struct Bypass {
+struct FastPath {
     filter: Arc<Node>,
     /// What stands behind it.
     behind: Arc<Node>,
@@ -36,38 +36,38 @@ struct Bypass {
     passed: Arc<PassedCounters>,
 }
 
-impl Drop for Bypass {
+impl Drop for FastPath {
     fn drop(&mut self) {
         self.filter.fold_passed(&self.passed);
     }
 }
 
-impl Standing {
-    fn new(node: Arc<Node>) -> Standing {
+impl CachedRoute {
+    fn new(node: Arc<Node>) -> CachedRoute {
         let behind = if node.is_plain_throttle() { node.child(ChildRole::File) } else { None };
-        let bypass = behind.map(|behind| Bypass {
+        let fast_path = behind.map(|behind| FastPath {
             filter: Arc::clone(&node),
             behind,
             credits: Default::default(),
             passed: node.add_passed(),
         });
-        Standing { node, bypass }
+        CachedRoute { node, fast_path }
     }
 
     /// Where a request goes: to the node, or past a throttle filter that lets it go at once.
     #[inline]
-    fn way<const WRITES: bool>(&self, len: u64) -> Way<'_> {
+    fn choose<const WRITES: bool>(&self, len: u64) -> Route<'_> {
         let direction = if WRITES { Direction::Write } else { Direction::Read };
-        match &self.bypass {
-            Some(bypass) if !self.node.is_watched() && (!WRITES || !self.node.is_tracked()) => {
-                if self.pays(bypass, direction, len) {
-                    return Way { to: &bypass.behind, past: Some(bypass) };
+        match &self.fast_path {
+            Some(fast_path) if !self.node.is_watched() && (!WRITES || !self.node.is_tracked()) => {
+                if self.try_debit(fast_path, direction, len) {
+                    return Route { to: &fast_path.behind, fast_path: Some(fast_path) };
                 }
                 self.note_entrance();
             }
             _ => {}
         }
-        Way { to: &self.node, past: None }
+        Route { to: &self.node, fast_path: None }
     }
 
     /// The request that is about to go to the node has not begun while a throttle filter there holds it back.
@@ -80,35 +80,35 @@ impl Standing {
 
     /// True when the filter needn't be asked, or lets the request go at once.
     #[inline]
-    fn pays(&self, bypass: &Bypass, direction: Direction, len: u64) -> bool {
-        let credit = &bypass.credits[direction as usize];
+    fn try_debit(&self, fast_path: &FastPath, direction: Direction, len: u64) -> bool {
+        let credit = &fast_path.credits[direction as usize];
         credit.take(len) || self.node.throttle().is_some_and(|throttle| throttle.lend(credit, direction, len))
     }
 }
 
 /// Where a request goes.
-struct Way<'a> {
+struct Route<'a> {
     to: &'a Node,
     /// The filter that it goes past.
-    past: Option<&'a Bypass>,
+    fast_path: Option<&'a FastPath>,
 }
 
-impl Way<'_> {
+impl Route<'_> {
     #[inline]
     fn count(&self, kind: IoKind, len: u64, span: Span, result: &Result<()>) {
-        let Some(bypass) = self.past else { return };
+        let Some(fast_path) = self.fast_path else { return };
         match result {
-            Ok(()) => bypass.passed.count(kind, len, span.took_ns, span.end_ns),
-            Err(_) => bypass.count_refused(kind, len, span.start_ns, result),
+            Ok(()) => fast_path.passed.count(kind, len, span.took_ns, span.end_ns),
+            Err(_) => fast_path.count_refused(kind, len, span.start_ns, result),
         }
     }
 }
 
-impl Bypass {
+impl FastPath {
     #[cold]
     fn count_refused(&self, kind: IoKind, len: u64, start_ns: u64, result: &Result<()>) {
         self.filter.count(kind, 0, len, start_ns, result);
-        if outcome_of(result) == Outcome::Invalid {
+        if outcome_of(result) == RequestOutcome::Invalid {
             // What can't be is no load.
             self.credits[direction_of(kind) as usize].give_back(len);
         }
@@ -133,7 +133,7 @@ struct QueueState {
     lane: Arc<Lane>,
     /// What stands there in some generation: as long as that is the attachment's, no shared counter is touched to hold
     /// it.
-    seen: RefCell<(u64, Rc<Standing>)>,
+    seen: RefCell<(u64, Rc<CachedRoute>)>,
 }
 
 impl Drop for QueueState {
@@ -144,17 +144,17 @@ impl Drop for QueueState {
 
 impl QueueState {
     #[inline]
-    fn standing(&self) -> Rc<Standing> {
+    fn route(&self) -> Rc<CachedRoute> {
         let generation = self.attachment.generation();
         let mut seen = self.seen.borrow_mut();
         if seen.0 != generation {
-            *seen = (generation, Rc::new(Standing::new(self.attachment.node())));
+            *seen = (generation, Rc::new(CachedRoute::new(self.attachment.node())));
         }
         Rc::clone(&seen.1)
     }
 
     fn node(&self) -> Arc<Node> {
-        Arc::clone(&self.standing().node)
+        Arc::clone(&self.route().node)
     }
 
     fn check_attached(&self) -> Result<()> {
@@ -229,15 +229,16 @@ impl QueueState {
     }
 
     #[cold]
-    fn count_refused(&self, kind: IoKind, outcome: Outcome, start_ns: u64, end_ns: u64) {
+    fn count_refused(&self, kind: IoKind, outcome: RequestOutcome, start_ns: u64, end_ns: u64) {
         let accounting = self.attachment.accounting();
         let latency_ns = match outcome {
-            Outcome::Failed if accounting.failed => Some(end_ns.saturating_sub(start_ns)),
-            Outcome::Invalid if accounting.invalid => Some(0),
+            RequestOutcome::Failed if accounting.failed => Some(end_ns.saturating_sub(start_ns)),
+            RequestOutcome::Invalid if accounting.invalid => Some(0),
             _ => None,
         };
         self.lane.counters.count_refused(kind, outcome, latency_ns, end_ns);
-        if let (Outcome::Failed, Some(latency_ns), true) = (outcome, latency_ns, self.attachment.is_observing()) {
+        if let (RequestOutcome::Failed, Some(latency_ns), true) = (outcome, latency_ns, self.attachment.is_observing())
+        {
             self.attachment.observe(kind, latency_ns, end_ns);
         }
     }
@@ -258,11 +259,11 @@ macro_rules! carry_out {
         let queue: &QueueState = $queue;
         let result = match queue.check($kind) {
             Ok(()) => {
-                let standing = queue.standing();
-                if standing.bypass.is_some() && !standing.node.is_tracked() {
-                    standing.note_entrance();
+                let route = queue.route();
+                if route.fast_path.is_some() && !route.node.is_tracked() {
+                    route.note_entrance();
                 }
-                let $node = &*standing.node;
+                let $node = &*route.node;
                 $work.await
             }
             Err(error) => Err(error),
@@ -280,12 +281,12 @@ macro_rules! carry_out_with {
         let len = $buf.len() as u64;
         let (result, buf, span) = match queue.check($kind) {
             Ok(()) => {
-                let standing = queue.standing();
-                let way = standing.way::<WRITES>(len);
-                let $node = way.to;
+                let route = queue.route();
+                let chosen = route.choose::<WRITES>(len);
+                let $node = chosen.to;
                 let (result, buf) = $work.await;
                 let span = queue.span_since($start_ns);
-                way.count($kind, len, span, &result);
+                chosen.count($kind, len, span, &result);
                 (result, buf, span)
             }
             Err(error) => (Err(error), $buf, queue.span_since($start_ns)),
@@ -301,7 +302,7 @@ impl Queue {
         // It is in the list by now: whoever changes this from now on finds it there.
         lane.set_plain(attachment.counts_plainly());
         let attachment = Arc::clone(attachment);
-        let seen = RefCell::new((attachment.generation(), Rc::new(Standing::new(attachment.node()))));
+        let seen = RefCell::new((attachment.generation(), Rc::new(CachedRoute::new(attachment.node()))));
         Queue(Rc::new(QueueState { attachment, lane, seen }))
     }
 
@@ -312,8 +313,8 @@ impl Queue {
 
     /// Virtual size in bytes, now.
     pub fn size(&self) -> u64 {
-        let standing = self.0.standing();
-        standing.bypass.as_ref().map_or(&standing.node, |bypass| &bypass.behind).size()
+        let route = self.0.route();
+        route.fast_path.as_ref().map_or(&route.node, |fast_path| &fast_path.behind).size()
     }
 
     /// Enters as a request does, for work that goes past this queue: drains wait until the guard is dropped, and this waits for
@@ -439,10 +440,11 @@ impl Queue {
         let start_ns = queue.start_ns();
         let passage = queue.attachment.gate().enter(&queue.lane).await;
         let direction = direction_of(kind);
-        let standing = queue.standing();
-        let mut node = Some(Arc::clone(&standing.node));
-        if let Some(bypass) = standing.bypass.as_ref().filter(|bypass| standing.pays(bypass, direction, len)) {
-            node = Some(Arc::clone(&bypass.behind));
+        let route = queue.route();
+        let mut node = Some(Arc::clone(&route.node));
+        if let Some(fast_path) = route.fast_path.as_ref().filter(|fast_path| route.try_debit(fast_path, direction, len))
+        {
+            node = Some(Arc::clone(&fast_path.behind));
         }
         while let Some(filter) = node.filter(|node| node.is_filter()) {
             if let Some(throttle) = filter.throttle() {
@@ -463,6 +465,6 @@ impl Queue {
     /// Counts a request that the caller refused as impossible before it got here.
     pub fn count_invalid(&self, kind: IoKind) {
         let now_ns = rt::round_now_ns();
-        self.0.count_refused(kind, Outcome::Invalid, now_ns, now_ns);
+        self.0.count_refused(kind, RequestOutcome::Invalid, now_ns, now_ns);
     }
 }

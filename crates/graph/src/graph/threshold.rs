@@ -10,7 +10,7 @@ pub type ThresholdObserver = Arc<dyn Fn(&ThresholdCrossed) + Send + Sync>;
 
 /// Whoever is told.
 #[derive(Default)]
-pub(super) struct Observers(RwLock<Vec<ThresholdObserver>>);
+pub(super) struct ThresholdObservers(RwLock<Vec<ThresholdObserver>>);
 
 impl Graph {
     /// Has `observer` told when a write crosses the threshold of a node of this graph

@@ -10,7 +10,7 @@ pub type QuorumObserver = Arc<dyn Fn(&QuorumReport, u64, u64) + Send + Sync>;
 
 /// All observers.
 #[derive(Default)]
-pub(super) struct Observers(RwLock<Vec<QuorumObserver>>);
+pub(super) struct QuorumObservers(RwLock<Vec<QuorumObserver>>);
 
 impl Graph {
     /// Has `observer` told what the quorums of this graph meet.

@@ -9,7 +9,7 @@ use super::{
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, HostOffset, Result};
-use cowshed_qcow2::{Pin, Statistics};
+use cowshed_qcow2::{EpochGuard, Statistics};
 use cowshed_storage::{File, IoBuf, Permissions};
 use std::any::Any;
 use std::future::{Future, ready};
@@ -27,7 +27,7 @@ pub type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
 pub type Work<'a> = LocalFuture<'a, Result<()>>;
 
 /// What keeps a mapped range from getting another owner. It is held until the I/O there is done.
-pub(crate) type Guard<'a> = Option<Pin<'a>>;
+pub(crate) type Guard<'a> = Option<EpochGuard<'a>>;
 
 /// Why a range is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 
 use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
 use super::{Corruption, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
-use crate::stats::{IoKind, Outcome, PassedCounters, outcome_of};
+use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
 #[cfg(mutants)]
 use cowshed_block::slip;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -73,13 +73,13 @@ impl Node {
     /// Counts a request that is impossible.
     #[cold]
     fn count_invalid(&self, kind: IoKind) {
-        self.counters.count_refused(kind, Outcome::Invalid, 0, rt::round_now_ns());
+        self.counters.count_refused(kind, RequestOutcome::Invalid, 0, rt::round_now_ns());
     }
 
     #[cold]
     fn count_failed(&self, kind: IoKind, latency_ns: u64, end_ns: u64, error: &Error) {
         let outcome = outcome_of::<()>(&Err(error.clone()));
-        let latency_ns = if outcome == Outcome::Failed { latency_ns } else { 0 };
+        let latency_ns = if outcome == RequestOutcome::Failed { latency_ns } else { 0 };
         self.counters.count_refused(kind, outcome, latency_ns, end_ns);
         if error.kind() == ErrorKind::InvalidImage {
             self.tell_corrupt(error);

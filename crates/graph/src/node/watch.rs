@@ -3,7 +3,7 @@
 //! histograms. A node that nobody asks about looks at one flag for each request.
 
 use super::{Node, ThresholdCrossed};
-use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, Outcome};
+use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, RequestOutcome};
 use cowshed_block::Result;
 use cowshed_storage::{EndedOp, FileObserver, FileOp, rt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -45,7 +45,7 @@ impl FileObserver for OfFile {
             FileOp::Discard => IoKind::Discard,
             FileOp::Sync => IoKind::Flush,
         };
-        let outcome = if ended.done { Outcome::Done } else { Outcome::Failed };
+        let outcome = if ended.done { RequestOutcome::Done } else { RequestOutcome::Failed };
         node.note_ended(kind, ended.end, ended.latency_ns, ended.end_ns, outcome);
     }
 }
@@ -109,15 +109,15 @@ impl Node {
 
     /// A request has ended; `end` is the first byte behind it.
     #[cold]
-    pub(super) fn note_watched(&self, kind: IoKind, end: u64, start_ns: u64, end_ns: u64, outcome: Outcome) {
+    pub(super) fn note_watched(&self, kind: IoKind, end: u64, start_ns: u64, end_ns: u64, outcome: RequestOutcome) {
         // Of a file, every operation is shown by the file itself.
         if self.driver.protocol_file().is_none() {
             self.note_ended(kind, end, end_ns.saturating_sub(start_ns), end_ns, outcome);
         }
     }
 
-    fn note_ended(&self, kind: IoKind, end: u64, latency_ns: u64, end_ns: u64, outcome: Outcome) {
-        if outcome != Outcome::Invalid {
+    fn note_ended(&self, kind: IoKind, end: u64, latency_ns: u64, end_ns: u64, outcome: RequestOutcome) {
+        if outcome != RequestOutcome::Invalid {
             self.watch.observed().record(kind, latency_ns, end_ns);
         }
         let threshold_bytes = self.watch.threshold_bytes.load(Ordering::Relaxed);

@@ -42,7 +42,7 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
             return Err(Error::invalid_argument(message).file(options.to_json_name()));
         }
     };
-    let place = Place {
+    let place = TreePlace {
         role: Role::Root,
         path: String::new(),
         writable: request.writable,
@@ -141,7 +141,7 @@ pub enum Role {
 
 /// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct TreePlace {
     /// What it is opened as.
     pub role: Role,
     /// The option path of the node, "" or ending in a dot.
@@ -216,12 +216,12 @@ pub struct Draft {
     /// Its options.
     pub options: BlockdevOptions,
     /// Where it stands.
-    pub place: Place,
+    pub place: TreePlace,
     /// What they come to for any driver.
     pub settings: NodeSettings,
     /// The children that are open.
     pub children: Children,
-    /// See [`Place::is_metadata`]. That of `place` is for the children.
+    /// See [`TreePlace::is_metadata`]. That of `place` is for the children.
     pub is_metadata: bool,
 }
 
@@ -237,7 +237,11 @@ impl Opener {
     }
 
     /// Opens a node and what is below it.
-    pub(super) fn node(self: &Rc<Self>, options: BlockdevOptions, place: Place) -> LocalFuture<'_, Result<Arc<Node>>> {
+    pub(super) fn node(
+        self: &Rc<Self>,
+        options: BlockdevOptions,
+        place: TreePlace,
+    ) -> LocalFuture<'_, Result<Arc<Node>>> {
         if rt::is_deep() {
             let opener = Rc::clone(self);
             return Box::pin(rt::spawn(async move { opener.node_unboxed(options, place).await }));
@@ -245,7 +249,7 @@ impl Opener {
         rt::nested(self.node_unboxed(options, place))
     }
 
-    async fn node_unboxed(self: &Rc<Self>, mut options: BlockdevOptions, mut place: Place) -> Result<Arc<Node>> {
+    async fn node_unboxed(self: &Rc<Self>, mut options: BlockdevOptions, mut place: TreePlace) -> Result<Arc<Node>> {
         if let Some(deadline) = &self.deadline {
             deadline.check()?;
         }
@@ -385,7 +389,7 @@ impl Opener {
         draft: &mut Draft,
         role: ChildRole,
         spec: Value,
-        place: Place,
+        place: TreePlace,
     ) -> Result<Arc<Node>> {
         let edge = Edge::of(&draft.name, place.writable, place.force_share || place.share_writes);
         let node = match spec {
@@ -444,7 +448,7 @@ impl Opener {
 }
 
 /// Reads the common keys: settles what the node does, and changes `place` to what its children take over.
-fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSettings> {
+fn take_over(options: &BlockdevOptions, place: &mut TreePlace) -> Result<NodeSettings> {
     if options.flag("active") == Some(false) {
         let message = format!("'{}active=off' is for nodes that are added to a daemon", place.path);
         return Err(Error::invalid_argument(message));
@@ -486,10 +490,10 @@ fn take_over(options: &BlockdevOptions, place: &mut Place) -> Result<NodeSetting
     })
 }
 
-impl Place {
+impl TreePlace {
     /// The place of the child `key` that stores bytes for a node in this place.
-    pub fn storage(&self, key: &str, writable: bool) -> Place {
-        Place {
+    pub fn storage(&self, key: &str, writable: bool) -> TreePlace {
+        TreePlace {
             role: Role::Storage,
             path: format!("{}{key}.", self.path),
             writable,

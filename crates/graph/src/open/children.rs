@@ -2,7 +2,7 @@
 //! The backing file of an image, from the options or on the header's word, and keys.
 
 use super::BackingPolicy;
-use super::build::{Draft, Opener, Place, Role, named};
+use super::build::{Draft, Opener, Role, TreePlace, named};
 use super::names::{driver_for, file_options, resolve};
 use crate::node::{ChildRole, Node};
 use crate::options::{BlockdevOptions, first_leaf};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// The backing file as an image names it.
 #[derive(Clone, Debug, Default)]
-pub struct NamedBacking {
+pub struct BackingReference {
     /// Its name.
     pub name: Option<String>,
     /// Its format.
@@ -74,7 +74,7 @@ impl Opener {
         self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,
-        named: &NamedBacking,
+        named: &BackingReference,
     ) -> Result<(Option<Arc<Node>>, bool)> {
         if !self.opens_backing(draft) {
             // Checks and snapshots look at a backing file in QEMU.
@@ -110,7 +110,7 @@ impl Opener {
         self: &Rc<Self>,
         draft: &mut Draft,
         image: &str,
-        header: &NamedBacking,
+        header: &BackingReference,
         given: Option<Value>,
     ) -> Result<Option<Arc<Node>>> {
         // A policy says itself what it refuses.
@@ -135,7 +135,7 @@ impl Opener {
             let message = format!("the backing chain is longer than {} images", self.policy.max_chain_depth);
             return Err(Error::new(ErrorKind::Limit, message).file(image));
         }
-        let place = Place {
+        let place = TreePlace {
             role: Role::Backing,
             path: format!("{}backing.", draft.place.path),
             writable: false,
@@ -156,7 +156,7 @@ impl Opener {
     }
 
     /// The options of the backing file that the header names.
-    fn backing_by_name(&self, name: &str, image: &str, header: &NamedBacking) -> Result<BlockdevOptions> {
+    fn backing_by_name(&self, name: &str, image: &str, header: &BackingReference) -> Result<BlockdevOptions> {
         self.policy.check(self.policy.allow_backing, "the backing file", name, image)?;
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
@@ -170,7 +170,7 @@ impl Opener {
         &self,
         mut options: BlockdevOptions,
         image: &str,
-        header: &NamedBacking,
+        header: &BackingReference,
     ) -> Result<BlockdevOptions> {
         let has_place = options.get("filename").is_some()
             || match options.get("file") {

@@ -3,7 +3,7 @@
 //! and only in the descriptor's own folder, unless the user says otherwise. In a folder of uploads the neighbour's file is as near
 //! as the image's own parts.
 
-use super::build::{Draft, Opener, Place, Role};
+use super::build::{Draft, Opener, Role, TreePlace};
 use super::names::driver_for;
 use crate::options::BlockdevOptions;
 use cowshed_block::{Error, ErrorKind, Result};
@@ -14,7 +14,7 @@ use std::path::{Component, Path, PathBuf};
 pub struct ExtentPlace {
     pub filename: String,
     pub options: BlockdevOptions,
-    pub place: Place,
+    pub place: TreePlace,
 }
 
 impl Opener {
@@ -46,7 +46,7 @@ impl Opener {
             Some(end) => format!("{}{name}", &image[..=end]),
             None => name.to_owned(),
         };
-        let mut place = Place {
+        let mut place = TreePlace {
             role: Role::Storage,
             // New grains go where another writer would put its own.
             share_writes: false,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opens filters, and the drivers that keep one disk in several nodes.
 
-use super::build::{Draft, Opened, Opener, Place, Role};
+use super::build::{Draft, Opened, Opener, Role, TreePlace};
 use super::line::{DriverLine, FirstUse, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
@@ -154,7 +154,7 @@ async fn log_writes(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 /// A node that keeps the whole disk as others do.
 async fn replica(opener: &Rc<Opener>, draft: &mut Draft, role: ChildRole, options: Value) -> Result<Arc<Node>> {
     let writable = !draft.settings.read_only;
-    let place = Place { role: Role::Replica, ..draft.place.storage(&role.name(), writable) };
+    let place = TreePlace { role: Role::Replica, ..draft.place.storage(&role.name(), writable) };
     let path = opener.path_of_files();
     let node = opener.child(draft, role, options, place).await?;
     opener.back_to(path);

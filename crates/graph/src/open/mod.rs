@@ -17,9 +17,9 @@ mod policy;
 mod protocols;
 
 pub use crate::node::HeaderName;
-pub use build::{Draft, Opened, Opener, Place, Role};
+pub use build::{Draft, Opened, Opener, Role, TreePlace};
 pub use cache::{CACHE_MODES, Cache};
-pub use children::NamedBacking;
+pub use children::BackingReference;
 pub use drivers::Drivers;
 pub use filters::FILTERS;
 pub use line::{DriverLine, FirstUse, Telling};

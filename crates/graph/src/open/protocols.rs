@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers of protocols: files and devices here, others beside.
 
-use super::build::{Draft, Opened, OpenedFile, Opener, Place};
+use super::build::{Draft, Opened, OpenedFile, Opener, TreePlace};
 use super::line::{DriverLine, Telling};
 use super::names::check_file_kind;
 use super::null;
@@ -87,7 +87,7 @@ impl Opener {
     }
 
     /// What the locks of a file say.
-    fn file_permissions(&self, place: &Place, writes: bool) -> Permissions {
+    fn file_permissions(&self, place: &TreePlace, writes: bool) -> Permissions {
         let permissions = match place.share_writes {
             _ if place.force_share => Edge::of("", writes, true).permissions,
             // Nothing that a writer could spoil.

@@ -4,7 +4,7 @@
 
 use super::BlockdevOptions;
 use cowshed_block::{Error, Result};
-use cowshed_storage::{Engine, Locking};
+use cowshed_storage::{IoEngine, Locking};
 use serde_json::Value;
 
 impl BlockdevOptions {
@@ -38,7 +38,7 @@ impl BlockdevOptions {
 #[derive(Debug)]
 pub(crate) struct FileOptions {
     pub filename: String,
-    pub engine: Engine,
+    pub engine: IoEngine,
     pub locking: Locking,
 }
 
@@ -47,10 +47,10 @@ impl FileOptions {
         FileOptions {
             filename: options.text("filename").unwrap_or_default().to_owned(),
             engine: match options.text("aio") {
-                Some("threads") => Engine::Threads,
-                Some("io_uring") => Engine::IoUring,
+                Some("threads") => IoEngine::Threads,
+                Some("io_uring") => IoEngine::IoUring,
                 // Linux' older asynchronous interface has nothing that io_uring lacks.
-                _ => Engine::Auto,
+                _ => IoEngine::Auto,
             },
             locking: match options.text("locking") {
                 Some("on") => Locking::On,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RequestOutcome {
     /// It was carried out.
     Done,
     /// It was carried out and failed.
@@ -107,12 +107,12 @@ impl LaneCounters {
     /// Counts a request that was not. With `latency_ns` it counts as a use of the disk all the same, and for the total
     /// time. Only the lane's thread calls this.
     #[cold]
-    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, latency_ns: Option<u64>, end_ns: u64) {
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: RequestOutcome, latency_ns: Option<u64>, end_ns: u64) {
         let counters = &self.kinds[kind as usize];
         match outcome {
-            Outcome::Done => {}
-            Outcome::Failed => bump(&counters.failed, 1),
-            Outcome::Invalid => bump(&counters.invalid, 1),
+            RequestOutcome::Done => {}
+            RequestOutcome::Failed => bump(&counters.failed, 1),
+            RequestOutcome::Invalid => bump(&counters.invalid, 1),
         }
         if let Some(latency_ns) = latency_ns {
             bump(&counters.total_ns, latency_ns);
@@ -246,12 +246,12 @@ impl NodeCounters {
 
     /// Counts a request that was not; one that failed took `latency_ns`.
     #[cold]
-    pub(crate) fn count_refused(&self, kind: IoKind, outcome: Outcome, latency_ns: u64, end_ns: u64) {
+    pub(crate) fn count_refused(&self, kind: IoKind, outcome: RequestOutcome, latency_ns: u64, end_ns: u64) {
         let [_, _, failed, invalid, total_ns, last_end_ns] = self.table.row(kind as usize);
         match outcome {
-            Outcome::Done => return,
-            Outcome::Failed => failed.fetch_add(1, Ordering::Relaxed),
-            Outcome::Invalid => invalid.fetch_add(1, Ordering::Relaxed),
+            RequestOutcome::Done => return,
+            RequestOutcome::Failed => failed.fetch_add(1, Ordering::Relaxed),
+            RequestOutcome::Invalid => invalid.fetch_add(1, Ordering::Relaxed),
         };
         total_ns.fetch_add(latency_ns, Ordering::Relaxed);
         last_end_ns.store(end_ns, Ordering::Relaxed);
@@ -321,8 +321,8 @@ mod tests {
     fn lanes_count_outcomes_apart() {
         let lane = LaneCounters::default();
         lane.count_done(IoKind::Write, 4096, 512, 250, 350);
-        lane.count_refused(IoKind::Write, Outcome::Failed, Some(30), 400);
-        lane.count_refused(IoKind::Write, Outcome::Invalid, None, 450);
+        lane.count_refused(IoKind::Write, RequestOutcome::Failed, Some(30), 400);
+        lane.count_refused(IoKind::Write, RequestOutcome::Invalid, None, 450);
         lane.count_merged(IoKind::Read);
         let mut kinds = [KindStats::default(); KINDS];
         lane.collect(&mut kinds);

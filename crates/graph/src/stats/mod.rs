@@ -7,7 +7,7 @@ mod histogram;
 mod interval;
 mod observed;
 
-pub use counters::{Accounting, KindStats, NodeStats, Outcome};
+pub use counters::{Accounting, KindStats, NodeStats, RequestOutcome};
 pub(crate) use counters::{LaneCounters, NodeCounters, PassedCounters};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
@@ -89,12 +89,12 @@ impl AttachmentStats {
 }
 
 /// What a result is to the statistics.
-pub(crate) fn outcome_of<T>(result: &Result<T>) -> Outcome {
+pub(crate) fn outcome_of<T>(result: &Result<T>) -> RequestOutcome {
     match result {
-        Ok(_) => Outcome::Done,
+        Ok(_) => RequestOutcome::Done,
         Err(error) => match error.kind() {
-            ErrorKind::InvalidArgument | ErrorKind::ReadOnly => Outcome::Invalid,
-            _ => Outcome::Failed,
+            ErrorKind::InvalidArgument | ErrorKind::ReadOnly => RequestOutcome::Invalid,
+            _ => RequestOutcome::Failed,
         },
     }
 }

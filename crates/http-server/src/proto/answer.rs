@@ -55,12 +55,12 @@ pub struct Answer {
     /// The fields, each with its end of line; without `Date` and `Connection`.
     pub fields: String,
     /// What follows the head, in order. Empty for `HEAD`.
-    pub body: Vec<Piece>,
+    pub body: Vec<AnswerPart>,
 }
 
 /// A piece of a response's content.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum AnswerPart {
     /// These bytes.
     Text(String),
     /// A range of the content.
@@ -101,7 +101,7 @@ pub fn message(status: u16, text: &str) -> Answer {
     if status == 405 {
         field(&mut fields, "Allow", "GET, HEAD");
     }
-    Answer { status, fields, body: vec![Piece::Text(text)] }
+    Answer { status, fields, body: vec![AnswerPart::Text(text)] }
 }
 
 /// The response to a request of a path that is known.
@@ -150,7 +150,7 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
                 false => field(&mut fields, "Content-Length", about.len),
                 true => field(&mut fields, "Transfer-Encoding", "chunked"),
             }
-            Answer { status: 200, fields, body: vec![Piece::Part(0..about.len)] }
+            Answer { status: 200, fields, body: vec![AnswerPart::Part(0..about.len)] }
         }
         Wanted::Nothing => {
             let mut answer = message(416, "none of these bytes is there, or the ranges are too many");
@@ -162,7 +162,7 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
                 field(&mut fields, "Content-Type", about.media_type);
                 field(&mut fields, "Content-Length", part.end - part.start);
                 field(&mut fields, "Content-Range", content_range(part, about.len));
-                Answer { status: 206, fields, body: vec![Piece::Part(part.clone())] }
+                Answer { status: 206, fields, body: vec![AnswerPart::Part(part.clone())] }
             }
             parts => several(fields, parts, about),
         },
@@ -177,11 +177,11 @@ fn several(mut fields: String, parts: &[Range<u64>], about: &About<'_>) -> Answe
         let range = content_range(part, about.len);
         let head = format!("\r\n--{BOUNDARY}\r\nContent-Type: {}\r\nContent-Range: {range}\r\n\r\n", about.media_type);
         len += head.len() as u64 + (part.end - part.start);
-        body.extend([Piece::Text(head), Piece::Part(part.clone())]);
+        body.extend([AnswerPart::Text(head), AnswerPart::Part(part.clone())]);
     }
     let end = format!("\r\n--{BOUNDARY}--\r\n");
     len += end.len() as u64;
-    body.push(Piece::Text(end));
+    body.push(AnswerPart::Text(end));
     field(&mut fields, "Content-Type", format_args!("multipart/byteranges; boundary={BOUNDARY}"));
     field(&mut fields, "Content-Length", len);
     Answer { status: 206, fields, body }
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn the_whole_content_is_the_answer_to_a_plain_get() {
         let all = answer(&get(), &about(1000));
-        assert_eq!((all.status, &all.body[..]), (200, &[Piece::Part(0..1000)][..]));
+        assert_eq!((all.status, &all.body[..]), (200, &[AnswerPart::Part(0..1000)][..]));
         assert_eq!(value(&all, "Content-Length"), Some("1000"));
         assert_eq!(value(&all, "ETag"), Some("\"v1\""));
         assert_eq!(value(&all, "Accept-Ranges"), Some("bytes"));
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn a_range_is_answered_with_its_place() {
         let one = answer(&Request { range: Some("bytes=10-19".into()), ..get() }, &about(1000));
-        assert_eq!((one.status, &one.body[..]), (206, &[Piece::Part(10..20)][..]));
+        assert_eq!((one.status, &one.body[..]), (206, &[AnswerPart::Part(10..20)][..]));
         assert_eq!(value(&one, "Content-Range"), Some("bytes 10-19/1000"));
         assert_eq!(value(&one, "Content-Length"), Some("10"));
         let none = answer(&Request { range: Some("bytes=1000-".into()), ..get() }, &about(1000));
@@ -255,7 +255,7 @@ mod tests {
     fn what_is_made_on_the_way_has_no_length_and_no_ranges() {
         let request = Request { range: Some("bytes=10-19".into()), ..get() };
         let packed = answer(&request, &About { is_packed: true, ..about(1000) });
-        assert_eq!((packed.status, &packed.body[..]), (200, &[Piece::Part(0..1000)][..]));
+        assert_eq!((packed.status, &packed.body[..]), (200, &[AnswerPart::Part(0..1000)][..]));
         assert_eq!((value(&packed, "Content-Length"), value(&packed, "Accept-Ranges")), (None, Some("none")));
         assert_eq!(value(&packed, "Transfer-Encoding"), Some("chunked"));
     }
@@ -268,12 +268,12 @@ mod tests {
             .body
             .iter()
             .map(|piece| match piece {
-                Piece::Text(text) => text.len() as u64,
-                Piece::Part(part) => part.end - part.start,
+                AnswerPart::Text(text) => text.len() as u64,
+                AnswerPart::Part(part) => part.end - part.start,
             })
             .sum();
         assert_eq!(value(&several, "Content-Length"), Some(len.to_string().as_str()));
-        assert_eq!(several.body.iter().filter(|piece| matches!(piece, Piece::Part(_))).count(), 2);
+        assert_eq!(several.body.iter().filter(|piece| matches!(piece, AnswerPart::Part(_))).count(), 2);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use cowshed_block::{Error, Result};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation};
-use cowshed_offline::amend::{self, Amendment, BackingName};
+use cowshed_offline::amend::{self, Amendment, NewBacking};
 use std::sync::Arc;
 
 /// What to change.
@@ -190,7 +190,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
         }
     };
     let switch = |key: &str| values.is_given(key).then(|| values.switch(key));
-    let backing = (values.is_given("backing_file") || values.is_given("backing_fmt")).then(|| BackingName {
+    let backing = (values.is_given("backing_file") || values.is_given("backing_fmt")).then(|| NewBacking {
         name: match values.get("backing_file") {
             Some(name) => Some(name.to_owned()).filter(|name| !name.is_empty()),
             None => header.backing_file_name().map(|name| name.into_owned()),
@@ -200,7 +200,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
             None => header.backing_format().map(|format| format.into_owned()),
         },
     });
-    let named = BackingName {
+    let named = NewBacking {
         name: header.backing_file_name().map(|name| name.into_owned()),
         format: header.backing_format().map(|format| format.into_owned()),
     };

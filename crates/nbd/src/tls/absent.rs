@@ -49,14 +49,14 @@ impl ClientTls {
 }
 
 #[derive(Debug)]
-pub(crate) enum Session {}
+pub(crate) enum TlsSession {}
 
-impl Session {
-    pub fn of_server(credentials: &ServerTls) -> Result<Session> {
+impl TlsSession {
+    pub fn of_server(credentials: &ServerTls) -> Result<TlsSession> {
         match credentials.0 {}
     }
 
-    pub fn of_client(credentials: &ClientTls, _: &str) -> Result<Session> {
+    pub fn of_client(credentials: &ClientTls, _: &str) -> Result<TlsSession> {
         match credentials.0 {}
     }
 

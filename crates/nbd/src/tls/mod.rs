@@ -23,13 +23,13 @@ mod sanity;
 mod session;
 
 #[cfg(not(feature = "tls"))]
-pub(crate) use absent::Session;
+pub(crate) use absent::TlsSession;
 #[cfg(not(feature = "tls"))]
 pub use absent::{ClientTls, ServerTls};
 #[cfg(feature = "tls")]
 pub use credentials::{ClientTls, ServerTls};
 #[cfg(feature = "tls")]
-pub(crate) use session::Session;
+pub(crate) use session::TlsSession;
 
 use cowshed_block::{Error, ErrorKind};
 

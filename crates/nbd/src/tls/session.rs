@@ -13,7 +13,7 @@ use std::io::{Read, Write};
 const RAW_BYTES: usize = 64 << 10;
 
 /// One connection's encryption.
-pub(crate) struct Session {
+pub(crate) struct TlsSession {
     connection: Connection,
     /// Received and not yet looked at: this range of `raw`. Taken out while receiving.
     raw: IoBuf,
@@ -21,9 +21,9 @@ pub(crate) struct Session {
     end: usize,
 }
 
-impl std::fmt::Debug for Session {
+impl std::fmt::Debug for TlsSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Session")
+        f.write_str("TlsSession")
     }
 }
 
@@ -93,20 +93,20 @@ fn in_words(name: &str) -> String {
     words
 }
 
-impl Session {
-    pub fn of_server(credentials: &ServerTls) -> Result<Session> {
+impl TlsSession {
+    pub fn of_server(credentials: &ServerTls) -> Result<TlsSession> {
         let connection = ServerConnection::new(credentials.config.clone()).map_err(|error| failed(&error))?;
-        Ok(Session::new(connection.into()))
+        Ok(TlsSession::new(connection.into()))
     }
 
     /// `name` is the one in the server's certificate.
-    pub fn of_client(credentials: &ClientTls, name: &str) -> Result<Session> {
+    pub fn of_client(credentials: &ClientTls, name: &str) -> Result<TlsSession> {
         let connection = ClientConnection::new(credentials.config.clone(), server_name(name)?);
-        Ok(Session::new(connection.map_err(|error| failed(&error))?.into()))
+        Ok(TlsSession::new(connection.map_err(|error| failed(&error))?.into()))
     }
 
-    fn new(connection: Connection) -> Session {
-        Session { connection, raw: IoBuf::zeroed(RAW_BYTES), start: 0, end: 0 }
+    fn new(connection: Connection) -> TlsSession {
+        TlsSession { connection, raw: IoBuf::zeroed(RAW_BYTES), start: 0, end: 0 }
     }
 
     pub fn is_handshaking(&self) -> bool {
@@ -143,7 +143,7 @@ impl Session {
         }
     }
 
-    /// The buffer to receive encrypted bytes in; [`give_buffer`](Session::give_buffer) takes it back.
+    /// The buffer to receive encrypted bytes in; [`give_buffer`](TlsSession::give_buffer) takes it back.
     pub fn take_buffer(&mut self) -> IoBuf {
         std::mem::take(&mut self.raw)
     }

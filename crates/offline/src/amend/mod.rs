@@ -28,7 +28,7 @@ pub struct Amendment {
     /// Refcounts may lag behind while the dirty bit is set.
     pub lazy_refcounts: Option<bool>,
     /// The backing file as the header is to name it.
-    pub backing: Option<BackingName>,
+    pub backing: Option<NewBacking>,
     /// The external data file as the header is to name it.
     pub data_file: Option<String>,
     /// The data file is a raw image at any time: can only be given up.
@@ -37,7 +37,7 @@ pub struct Amendment {
 
 /// A backing file as a header names it. Nothing is opened or compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct BackingName {
+pub struct NewBacking {
     /// Its name, at most 1023 bytes; `None`: no backing file.
     pub name: Option<String>,
     /// Its format; `None`: left to be probed.

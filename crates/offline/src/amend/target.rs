@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The header that a change asks for, and the rules of what can be changed.
 
-use super::{Amendment, BackingName};
+use super::{Amendment, NewBacking};
 use crate::snapshots::Image;
 use cowshed_block::{Error, ErrorKind, Result, name_of_text};
 use cowshed_layout::qcow2::features::{
@@ -90,7 +90,7 @@ fn change_lazy_refcounts(new: &mut Header, amendment: &Amendment, is_downgrade: 
     Ok(())
 }
 
-fn change_backing(new: &mut Header, backing: &BackingName) -> Result<()> {
+fn change_backing(new: &mut Header, backing: &NewBacking) -> Result<()> {
     new.backing_file = match &backing.name {
         Some(name) => Some(checked_name("backing_file", name)?),
         None => None,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The steps of a repair that give up or guess, and only on demand.
 
-use super::session::Session;
+use super::session::CheckSession;
 use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{L1Entry, features, offset, snapshot};
 use cowshed_qcow2::check::{EditStep, Finding, FindingKind, INACTIVE, give_up_l1, give_up_l2};
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.
     pub(super) async fn give_up(&mut self) -> Result<bool> {
         let has_backing = self.header.backing_file.is_some();

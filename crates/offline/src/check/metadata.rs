@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Counting the clusters of every structure but guest data.
 
-use super::session::Session;
+use super::session::CheckSession;
 use super::snapshots::SNAPSHOT_RULES_VERSION;
 use cowshed_block::Result;
 use cowshed_block::memory::vec_for;
 use cowshed_layout::qcow2::BitmapTableEntry;
-use cowshed_qcow2::check::{Counts, Finding, FindingKind, Ledger, Structure};
+use cowshed_qcow2::check::{CheckedStructure, Counts, Finding, FindingKind, Ledger};
 use std::ops::Range;
 
 /// Which structures are counted.
@@ -19,13 +19,13 @@ pub(super) enum Scope {
 }
 
 struct Marker<'s, 'a> {
-    session: &'s Session<'a>,
+    session: &'s CheckSession<'a>,
     counts: &'s Counts,
     first_pass: bool,
     ledger: &'s mut Ledger,
 }
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// Counts all metadata in the window of `counts`. Must come before any guest data is counted.
     pub(super) async fn mark_metadata(
         &self,
@@ -37,28 +37,32 @@ impl Session<'_> {
         let mut marker = Marker { session: self, counts, first_pass, ledger };
         let cluster_size = self.geometry.cluster_size();
         let header = &self.header;
-        marker.region(Structure::Header, 0, cluster_size)?;
-        marker.known(Structure::ActiveL1, header.l1_table_offset, self.l1.len() as u64 * 8)?;
+        marker.region(CheckedStructure::Header, 0, cluster_size)?;
+        marker.known(CheckedStructure::ActiveL1, header.l1_table_offset, self.l1.len() as u64 * 8)?;
         if self.snapshot_table_len != 0 {
-            marker.region(Structure::SnapshotTable, header.snapshots_offset, self.snapshot_table_len)?;
+            marker.region(CheckedStructure::SnapshotTable, header.snapshots_offset, self.snapshot_table_len)?;
         }
         for snapshot in &self.snapshots {
             if snapshot.validate(SNAPSHOT_RULES_VERSION, header.cluster_bits).is_ok() {
-                marker.known(Structure::SnapshotL1, snapshot.l1_table_offset, u64::from(snapshot.l1_size) * 8)?;
+                marker.known(
+                    CheckedStructure::SnapshotL1,
+                    snapshot.l1_table_offset,
+                    u64::from(snapshot.l1_size) * 8,
+                )?;
             }
         }
         if let Some(encryption) = header.encryption_header() {
-            marker.region(Structure::EncryptionHeader, encryption.offset, encryption.length)?;
+            marker.region(CheckedStructure::EncryptionHeader, encryption.offset, encryption.length)?;
         }
         marker.bitmaps().await?;
         if scope == Scope::Whole {
             let table_len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
-            marker.known(Structure::RefcountTable, header.refcount_table_offset, table_len)?;
+            marker.known(CheckedStructure::RefcountTable, header.refcount_table_offset, table_len)?;
             marker.refcount_blocks()?;
         }
         for table in self.tables.iter().filter(|table| table.weight != 0) {
             let cluster = table.offset >> header.cluster_bits;
-            marker.clusters(Structure::L2Table, cluster..cluster + 1, table.weight)?;
+            marker.clusters(CheckedStructure::L2Table, cluster..cluster + 1, table.weight)?;
         }
         Ok(())
     }
@@ -66,7 +70,7 @@ impl Session<'_> {
 
 impl Marker<'_, '_> {
     /// Counts a region and reports one that is too far out.
-    fn region(&mut self, structure: Structure, offset: u64, len: u64) -> Result<()> {
+    fn region(&mut self, structure: CheckedStructure, offset: u64, len: u64) -> Result<()> {
         if len != 0 && self.session.context.is_past_end(offset, len) {
             if self.first_pass {
                 self.ledger.add(Finding::new(FindingKind::PastEnd { structure, offset, len }));
@@ -77,7 +81,7 @@ impl Marker<'_, '_> {
     }
 
     /// Counts a region; one that is too far out was reported before.
-    fn known(&mut self, structure: Structure, offset: u64, len: u64) -> Result<()> {
+    fn known(&mut self, structure: CheckedStructure, offset: u64, len: u64) -> Result<()> {
         if len == 0 || self.session.context.is_past_end(offset, len) {
             return Ok(());
         }
@@ -85,7 +89,7 @@ impl Marker<'_, '_> {
         self.clusters(structure, offset >> bits..((offset + len - 1) >> bits) + 1, 1)
     }
 
-    fn clusters(&mut self, structure: Structure, clusters: Range<u64>, weight: u32) -> Result<()> {
+    fn clusters(&mut self, structure: CheckedStructure, clusters: Range<u64>, weight: u32) -> Result<()> {
         for cluster in clusters {
             let Some(old) = self.counts.mark_metadata(cluster, weight)? else { continue };
             if old.is_metadata() {
@@ -104,7 +108,7 @@ impl Marker<'_, '_> {
         for same in offsets.chunk_by(|a, b| a == b) {
             let cluster = same[0] >> session.header.cluster_bits;
             let users = u32::try_from(same.len()).unwrap_or(u32::MAX);
-            self.clusters(Structure::RefcountBlock, cluster..cluster + 1, users)?;
+            self.clusters(CheckedStructure::RefcountBlock, cluster..cluster + 1, users)?;
         }
         Ok(())
     }
@@ -112,10 +116,10 @@ impl Marker<'_, '_> {
     async fn bitmaps(&mut self) -> Result<()> {
         let session = self.session;
         let Some(extension) = session.header.bitmaps().filter(|_| !session.stale_bitmaps) else { return Ok(()) };
-        self.region(Structure::BitmapDirectory, extension.directory_offset, extension.directory_size)?;
+        self.region(CheckedStructure::BitmapDirectory, extension.directory_offset, extension.directory_size)?;
         for bitmap in &session.bitmaps {
             let (start, len) = (bitmap.table_offset, u64::from(bitmap.table_size) * 8);
-            self.region(Structure::BitmapTable, start, len)?;
+            self.region(CheckedStructure::BitmapTable, start, len)?;
             if session.context.is_past_end(start, len) {
                 continue;
             }
@@ -137,12 +141,12 @@ impl Marker<'_, '_> {
             && self.first_pass
         {
             let reason = error.message().to_owned();
-            let kind = FindingKind::Unreadable { structure: Structure::BitmapTable, offset: at, reason };
+            let kind = FindingKind::Unreadable { structure: CheckedStructure::BitmapTable, offset: at, reason };
             self.ledger.add(Finding::at(kind, at, None));
         }
         if offset == 0 {
             return Ok(());
         }
-        self.region(Structure::BitmapData, offset, 1 << cluster_bits)
+        self.region(CheckedStructure::BitmapData, offset, 1 << cluster_bits)
     }
 }

@@ -22,11 +22,11 @@ mod undo_log;
 use crate::ProgressFn;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::check::Ledger;
-pub use cowshed_qcow2::check::{Counters, Finding, FindingKind, Outlook, Remedy, Severity, Structure};
+pub use cowshed_qcow2::check::{CheckedStructure, Counters, Finding, FindingKind, Outlook, Remedy, Severity};
 use cowshed_storage::{CacheMode, File};
 use journal::Journal;
 pub use repair::REBUILT;
-use session::Session;
+use session::CheckSession;
 use std::sync::OnceLock;
 pub use undo::{UndoReport, undo};
 
@@ -121,7 +121,7 @@ pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -
 /// Before a repair of a file with direct I/O that ends within a sector, or may come to: a direct write to the last sector
 /// makes the file longer for a moment; a power cut then would bring into being what an entry says to be behind the end,
 /// and nobody counts it.
-fn leave_odd_ends_to_the_cache(session: &Session<'_>) {
+fn leave_odd_ends_to_the_cache(session: &CheckSession<'_>) {
     let (file, sector) = (session.file, session.file.alignment().offset);
     let may_be_odd = !file.len().is_multiple_of(sector) || session.geometry.cluster_size() < sector;
     let mode = file.cache_mode();
@@ -141,7 +141,7 @@ async fn check_file(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) 
         Some(log) if options.repair != Repair::None => Some(Journal::start(log, file).await.map_err(named)?),
         _ => None,
     };
-    let mut session = Session::load(file, options, watch, journal.as_ref(), &mut ledger).await.map_err(named)?;
+    let mut session = CheckSession::load(file, options, watch, journal.as_ref(), &mut ledger).await.map_err(named)?;
     let overlaps = session.survey(&mut ledger).await.map_err(named)?;
     let outlook = session.outlook(&ledger).await.map_err(named)?;
     if options.repair == Repair::None {

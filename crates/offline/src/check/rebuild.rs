@@ -3,14 +3,14 @@
 
 use super::metadata::Scope;
 use super::relocate::Copy;
-use super::session::Session;
+use super::session::CheckSession;
 use cowshed_block::memory::try_collect;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::offset;
 use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layout};
 use std::collections::BTreeSet;
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// Replaces refcount table and blocks. With `keep` no count becomes smaller than it was. The clusters of
     /// `copies` get the counts that they will need.
     pub(super) async fn rebuild(&mut self, keep: bool, copies: &[Copy]) -> Result<()> {

@@ -3,7 +3,7 @@
 //! metadata is copied so that neither writes into the other. Guest data with more users than its refcount can say is
 //! copied, too.
 
-use super::session::Session;
+use super::session::CheckSession;
 use super::sweep::OverlapEntry;
 use cowshed_block::memory::{grow_map, try_push, vec_for};
 use cowshed_block::{HostOffset, Result};
@@ -31,7 +31,7 @@ struct Overfull {
     surplus: Vec<OverlapEntry>,
 }
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// Per overfull cluster that nothing but plain entries refer to: the entries that need copies of their own.
     pub(super) async fn overfull(&self, ledger: &Ledger) -> Result<HashMap<u64, Vec<OverlapEntry>>> {
         let max = self.geometry.max_refcount();

@@ -4,7 +4,7 @@
 
 use super::metadata::Scope;
 use super::relocate::Copy;
-use super::session::Session;
+use super::session::CheckSession;
 use super::sweep::OverlapEntry;
 use super::{CheckReport, Repair, report_of};
 use cowshed_block::memory::{set_for, try_collect, try_extend, vec_for};
@@ -18,7 +18,11 @@ use cowshed_qcow2::check::{
 pub const REBUILT: &str = "Rebuilding refcount structure";
 
 /// Repairs an image that was surveyed into `before`.
-pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[OverlapEntry]) -> Result<CheckReport> {
+pub(super) async fn run(
+    mut session: CheckSession<'_>,
+    before: Ledger,
+    overlaps: &[OverlapEntry],
+) -> Result<CheckReport> {
     let all = session.options.repair == Repair::All;
     if !session.obstacles.is_empty() {
         let mut report = report_of(before);
@@ -31,7 +35,7 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     if changed {
         // What is left is another image, whose damage is looked for anew.
         let mut now = Ledger::new(session.options.findings_max);
-        session = Session::load(file, session.options, session.watch, session.journal, &mut now).await?;
+        session = CheckSession::load(file, session.options, session.watch, session.journal, &mut now).await?;
         let overlaps = session.survey(&mut now).await?;
         if session.obstacles.is_empty() {
             session.repair(&now, &overlaps, &mut notes).await?;
@@ -45,7 +49,7 @@ pub(super) async fn run(mut session: Session<'_>, before: Ledger, overlaps: &[Ov
     let was = before.counters;
     let mut followed = 0;
     let mut session = if changed {
-        let mut reread = Session::load(file, session.options, session.watch, session.journal, &mut after).await?;
+        let mut reread = CheckSession::load(file, session.options, session.watch, session.journal, &mut after).await?;
         reread.survey(&mut after).await?;
         (repaired, followed) = repaired_findings(before, &after, reread.geometry.cluster_bits())?;
         reread
@@ -100,7 +104,7 @@ fn repaired_findings(before: Ledger, after: &Ledger, cluster_bits: u32) -> Resul
     Ok((gone, followed))
 }
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// All steps. Returns true when anything was written.
     async fn repair(&mut self, before: &Ledger, overlaps: &[OverlapEntry], notes: &mut Vec<String>) -> Result<bool> {
         let mut changed = false;

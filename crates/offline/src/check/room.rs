@@ -2,12 +2,12 @@
 //! Room for what a repair writes anew: behind the end of the file, or, where the container or the file system can't hold
 //! more, in clusters that nothing refers to.
 
-use super::session::Session;
+use super::session::CheckSession;
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{Counts, Ledger};
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// `count` clusters that nothing uses, neighbours if wanted.
     pub(super) async fn take_room(&mut self, count: u64, neighbours: bool) -> Result<Vec<u64>> {
         if !self.stays_inside {

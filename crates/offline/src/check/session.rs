@@ -10,7 +10,9 @@ use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
     limits, offset,
 };
-use cowshed_qcow2::check::{Finding, FindingKind, INACTIVE, Ledger, ScanContext, Structure, TableRef, TableRefs};
+use cowshed_qcow2::check::{
+    CheckedStructure, Finding, FindingKind, INACTIVE, Ledger, ScanContext, TableRef, TableRefs,
+};
 use cowshed_storage::{File, IoBuf};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -19,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 const PIECE_BYTES: usize = 1 << 20;
 
 /// An image under check.
-pub(super) struct Session<'a> {
+pub(super) struct CheckSession<'a> {
     pub file: &'a File,
     pub options: &'a CheckOptions,
     pub header: Header,
@@ -73,7 +75,7 @@ pub(super) struct Session<'a> {
     total: AtomicU64,
 }
 
-impl<'a> Session<'a> {
+impl<'a> CheckSession<'a> {
     /// Reads everything but L2 tables and refcount blocks, and notes what is wrong with it.
     pub async fn load(
         file: &'a File,
@@ -93,7 +95,7 @@ impl<'a> Session<'a> {
             file_len,
             first_pass: true,
         };
-        let mut session = Session {
+        let mut session = CheckSession {
             file,
             options,
             geometry,
@@ -178,8 +180,8 @@ impl<'a> Session<'a> {
         self.write_buf(offset, IoBuf::copy_from(bytes)).await
     }
 
-    /// Writes a buffer. With an undo log it waits until [`Session::settle`], and the image is the old one until then
-    /// for everybody but [`Session::read`].
+    /// Writes a buffer. With an undo log it waits until [`CheckSession::settle`], and the image is the old one until then
+    /// for everybody but [`CheckSession::read`].
     pub async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
         let Some(journal) = self.journal else { return self.write_now(offset, buf).await };
         if journal.overlaps(offset, buf.len()) {
@@ -213,7 +215,7 @@ impl<'a> Session<'a> {
     }
 
     /// Part of a region that lies in the file, in bytes; a finding when it ends too far out.
-    pub(super) fn within(&self, structure: Structure, offset: u64, len: u64, ledger: &mut Ledger) -> u64 {
+    pub(super) fn within(&self, structure: CheckedStructure, offset: u64, len: u64, ledger: &mut Ledger) -> u64 {
         if len == 0 {
             return 0;
         }
@@ -249,7 +251,7 @@ impl<'a> Session<'a> {
     async fn load_refcount_table(&mut self, ledger: &mut Ledger) -> Result<()> {
         let offset = self.header.refcount_table_offset;
         let len = u64::from(self.header.refcount_table_clusters) << self.geometry.cluster_bits();
-        let len = self.within(Structure::RefcountTable, offset, len, ledger);
+        let len = self.within(CheckedStructure::RefcountTable, offset, len, ledger);
         self.needs_rebuild |= len == 0;
         let count = len / 8;
         let mut table = vec_for(usize::try_from(count).unwrap_or(usize::MAX))?;
@@ -312,7 +314,7 @@ impl<'a> Session<'a> {
 
     async fn load_active_l1(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
         let offset = self.header.l1_table_offset;
-        let len = self.within(Structure::ActiveL1, offset, u64::from(self.header.l1_size) * 8, ledger);
+        let len = self.within(CheckedStructure::ActiveL1, offset, u64::from(self.header.l1_size) * 8, ledger);
         let mut l1 = vec_for((len / 8) as usize)?;
         let context = self.context;
         self.read_numbers(offset, len / 8, |first, entries| {
@@ -337,7 +339,7 @@ impl<'a> Session<'a> {
         let entries = match result {
             Ok(entries) => entries,
             Err(error) if error.kind() == ErrorKind::InvalidImage => {
-                self.unreadable(Structure::BitmapDirectory, start, &error, ledger);
+                self.unreadable(CheckedStructure::BitmapDirectory, start, &error, ledger);
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -345,7 +347,7 @@ impl<'a> Session<'a> {
         for entry in entries {
             match entry.validate(self.header.size, self.header.cluster_bits) {
                 Ok(()) => self.bitmaps.push(entry),
-                Err(error) => self.unreadable(Structure::BitmapTable, entry.table_offset, &error, ledger),
+                Err(error) => self.unreadable(CheckedStructure::BitmapTable, entry.table_offset, &error, ledger),
             }
         }
         Ok(())
@@ -371,10 +373,10 @@ impl<'a> Session<'a> {
     }
 
     /// A structure that can't be counted: reported, and nothing is repaired unless it is one to give up.
-    pub(super) fn unreadable(&mut self, structure: Structure, offset: u64, error: &Error, ledger: &mut Ledger) {
+    pub(super) fn unreadable(&mut self, structure: CheckedStructure, offset: u64, error: &Error, ledger: &mut Ledger) {
         let reason = error.message().to_owned();
-        let is_bitmap = matches!(structure, Structure::BitmapDirectory | Structure::BitmapTable);
-        let is_given_up = self.gives_up_owners() && (is_bitmap || structure == Structure::SnapshotTable);
+        let is_bitmap = matches!(structure, CheckedStructure::BitmapDirectory | CheckedStructure::BitmapTable);
+        let is_given_up = self.gives_up_owners() && (is_bitmap || structure == CheckedStructure::SnapshotTable);
         let hidden = ledger.hidden_references;
         if is_given_up {
             self.lost_bitmaps |= is_bitmap;
@@ -447,7 +449,7 @@ pub(super) fn add_l1_entries(
         if context.geometry.in_cluster(offset) != 0 {
             ledger.add(at(FindingKind::UnalignedL2 { offset }));
         } else if context.is_past_end(offset, cluster_size) {
-            let kind = FindingKind::PastEnd { structure: Structure::L2Table, offset, len: cluster_size };
+            let kind = FindingKind::PastEnd { structure: CheckedStructure::L2Table, offset, len: cluster_size };
             ledger.add(at(kind));
         } else {
             let l1_index = if active { l1_index as u32 } else { INACTIVE };

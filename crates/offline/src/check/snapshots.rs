@@ -2,12 +2,12 @@
 //! The snapshot table, and its repair where entries lack fields or have too much.
 
 use super::relocate::Copy;
-use super::session::{Session, UnreadSnapshot, add_l1_entries};
+use super::session::{CheckSession, UnreadSnapshot, add_l1_entries};
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::snapshot::{self, Salvaged};
 use cowshed_layout::qcow2::{L1Entry, Snapshot, limits, offset};
-use cowshed_qcow2::check::{Finding, FindingKind, Ledger, Structure, TableRefs, normal_l1_entry};
+use cowshed_qcow2::check::{CheckedStructure, Finding, FindingKind, Ledger, TableRefs, normal_l1_entry};
 
 /// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
 /// missing, not wrong, and what the snapshot owns is known without them.
@@ -19,7 +19,7 @@ const GROWTH_BYTES_MAX: u64 = 4 << 30;
 /// L1 entries of a snapshot are edited so many bytes at a time.
 const L1_PIECE_BYTES: usize = 1 << 20;
 
-impl Session<'_> {
+impl CheckSession<'_> {
     pub(super) async fn load_snapshots(&mut self, refs: &mut TableRefs, ledger: &mut Ledger) -> Result<()> {
         let count = self.header.nb_snapshots;
         if count == 0 {
@@ -28,7 +28,7 @@ impl Session<'_> {
         let start = self.header.snapshots_offset;
         let (mut table, error) = self.read_snapshot_table(start, count).await?;
         if let Some(error) = error {
-            self.unreadable(Structure::SnapshotTable, start, &error, ledger);
+            self.unreadable(CheckedStructure::SnapshotTable, start, &error, ledger);
             if !self.gives_up_owners() {
                 return Ok(());
             }
@@ -85,14 +85,14 @@ impl Session<'_> {
         let unread = |len: u64, reason: &str| UnreadSnapshot { index: 0, offset, len, reason: reason.to_owned() };
         let unreadable = |error: &Error| {
             let reason = error.message().to_owned();
-            let kind = FindingKind::Unreadable { structure: Structure::SnapshotL1, offset, reason };
+            let kind = FindingKind::Unreadable { structure: CheckedStructure::SnapshotL1, offset, reason };
             Finding::at(kind, offset, None)
         };
         if let Err(error) = snapshot.validate(SNAPSHOT_RULES_VERSION, self.header.cluster_bits) {
             ledger.add(unreadable(&error));
             return Ok(Some(unread(0, error.message())));
         }
-        if self.within(Structure::SnapshotL1, offset, len, ledger) < len {
+        if self.within(CheckedStructure::SnapshotL1, offset, len, ledger) < len {
             return Ok(Some(unread(len, "it reaches past the end of the file")));
         }
         let context = self.context;
@@ -197,7 +197,7 @@ impl Session<'_> {
         }
     }
 
-    /// As [`Session::write_snapshot_table`], where entries lack fields or have too much.
+    /// As [`CheckSession::write_snapshot_table`], where entries lack fields or have too much.
     pub(super) async fn copy_snapshot_table(&mut self, notes: &mut Vec<String>) -> Result<Vec<Copy>> {
         match self.growth_obstacle() {
             _ if !self.incomplete_snapshots => Ok(Vec::new()),

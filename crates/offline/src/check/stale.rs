@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Bitmaps that a program without support for them has made worthless.
 
-use super::session::Session;
+use super::session::CheckSession;
 use cowshed_block::Result;
 use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{HeaderStages, extension_type, switch_header};
@@ -10,7 +10,7 @@ use cowshed_qcow2::check::{Ledger, Outlook};
 /// Bytes of which a write is atomic.
 const SECTOR_BYTES: usize = 512;
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// Takes the extension for bitmaps out of the header, durably, so that nothing names the bitmaps' clusters when they
     /// are freed. False where that can't be done at once: the header stays as it is, and so do they.
     pub(super) async fn drop_stale_bitmaps(&mut self) -> Result<bool> {

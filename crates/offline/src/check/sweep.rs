@@ -3,7 +3,7 @@
 
 use super::crew::fan_out;
 use super::metadata::Scope;
-use super::session::Session;
+use super::session::CheckSession;
 use cowshed_block::memory::{try_collect, try_extend, try_push};
 use cowshed_block::{Error, Result, without};
 use cowshed_layout::qcow2::refcount;
@@ -45,7 +45,7 @@ pub(super) struct Sums {
     pub overlaps: Vec<OverlapEntry>,
 }
 
-impl Session<'_> {
+impl CheckSession<'_> {
     /// The windows of clusters that are counted one after the other.
     pub(super) fn windows(&self) -> Vec<Range<u64>> {
         // One cluster more than the file has: compressed data may touch it.
@@ -373,7 +373,7 @@ async fn join2(a: impl Future<Output = Result<()>>, b: impl Future<Output = Resu
     a.and(b)
 }
 
-/// What [`Session::read_clusters`] read.
+/// What [`CheckSession::read_clusters`] read.
 struct Clusters {
     bufs: Vec<IoBuf>,
     cluster_size: usize,

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A structure of the format that owns clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Structure {
+pub enum CheckedStructure {
     /// The header's cluster.
     Header,
     /// The refcount table.
@@ -32,22 +32,22 @@ pub enum Structure {
     EncryptionHeader,
 }
 
-impl Structure {
+impl CheckedStructure {
     /// What people call it.
     pub const fn name(self) -> &'static str {
         match self {
-            Structure::Header => "header",
-            Structure::RefcountTable => "refcount table",
-            Structure::RefcountBlock => "refcount block",
-            Structure::ActiveL1 => "active L1 table",
-            Structure::SnapshotL1 => "snapshot L1 table",
-            Structure::L2Table => "L2 table",
-            Structure::Data => "data",
-            Structure::SnapshotTable => "snapshot table",
-            Structure::BitmapDirectory => "bitmap directory",
-            Structure::BitmapTable => "bitmap table",
-            Structure::BitmapData => "bitmap data",
-            Structure::EncryptionHeader => "encryption header",
+            CheckedStructure::Header => "header",
+            CheckedStructure::RefcountTable => "refcount table",
+            CheckedStructure::RefcountBlock => "refcount block",
+            CheckedStructure::ActiveL1 => "active L1 table",
+            CheckedStructure::SnapshotL1 => "snapshot L1 table",
+            CheckedStructure::L2Table => "L2 table",
+            CheckedStructure::Data => "data",
+            CheckedStructure::SnapshotTable => "snapshot table",
+            CheckedStructure::BitmapDirectory => "bitmap directory",
+            CheckedStructure::BitmapTable => "bitmap table",
+            CheckedStructure::BitmapData => "bitmap data",
+            CheckedStructure::EncryptionHeader => "encryption header",
         }
     }
 }
@@ -74,13 +74,13 @@ pub enum FindingKind {
     /// Bit 63 of an L2 entry contradicts the stored refcount.
     CopiedL2 { entry: u64, refcount: u64 },
     /// A structure lies a cluster or more behind the end of the file.
-    PastEnd { structure: Structure, offset: u64, len: u64 },
+    PastEnd { structure: CheckedStructure, offset: u64, len: u64 },
     /// The offset of a data cluster isn't a multiple of the cluster size.
     UnalignedData { offset: u64, zero: bool },
     /// The offset of an L2 table isn't a multiple of the cluster size.
     UnalignedL2 { offset: u64 },
     /// The offset of another structure isn't a multiple of the cluster size.
-    Unaligned { structure: Structure, offset: u64 },
+    Unaligned { structure: CheckedStructure, offset: u64 },
     /// Reserved bits of an L1 entry are set.
     ReservedL1 { entry: u64 },
     /// An L1 entry without an L2 table has bit 63 set.
@@ -106,13 +106,13 @@ pub enum FindingKind {
     /// Two refcount table entries share a block.
     RefcountBlockShared { index: u64, references: u64 },
     /// A cluster belongs to metadata and to something else.
-    Overlap { structure: Structure, cluster: u64 },
+    Overlap { structure: CheckedStructure, cluster: u64 },
     /// A snapshot lacks fields that version 3 asks for.
     SnapshotIncomplete { index: u32 },
     /// A snapshot has more extra data than there may be.
     SnapshotOversized { index: u32 },
     /// A structure can't be read by the rules of the format.
-    Unreadable { structure: Structure, offset: u64, reason: String },
+    Unreadable { structure: CheckedStructure, offset: u64, reason: String },
 }
 
 /// Something wrong in an image.
@@ -211,7 +211,9 @@ impl Finding {
     pub const fn hides_references(&self) -> bool {
         match self.kind {
             FindingKind::UnalignedL2 { .. } | FindingKind::Unaligned { .. } | FindingKind::Unreadable { .. } => true,
-            FindingKind::PastEnd { structure, .. } => !matches!(structure, Structure::Data | Structure::BitmapData),
+            FindingKind::PastEnd { structure, .. } => {
+                !matches!(structure, CheckedStructure::Data | CheckedStructure::BitmapData)
+            }
             _ => false,
         }
     }
@@ -382,7 +384,7 @@ impl Ledger {
         self.hidden_references |= finding.hides_references();
         self.uncounted |= finding.is_uncounted();
         if let FindingKind::Overlap { structure, cluster } = finding.kind
-            && structure != Structure::Data
+            && structure != CheckedStructure::Data
         {
             self.clashes_omitted |= self.clashes.len() >= CLASHES_MAX;
             self.clashes_omitted |= self.clashes.try_reserve(1).is_err();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The remedy of a repair for a finding, told before it is applied.
 
-use super::{Finding, FindingKind, Ledger, Structure};
+use super::{CheckedStructure, Finding, FindingKind, Ledger};
 use cowshed_block::Result;
 use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Entry};
@@ -115,7 +115,8 @@ impl Outlook {
         }));
         let mut clashes = set_for(ledger.clashes.len())?;
         clashes.extend(ledger.clashes.iter().copied());
-        let data = |finding: &Finding| matches!(finding.kind, FindingKind::Overlap { structure: Structure::Data, .. });
+        let data =
+            |finding: &Finding| matches!(finding.kind, FindingKind::Overlap { structure: CheckedStructure::Data, .. });
         let order = header.refcount_order;
         Ok(Outlook {
             obstacles,
@@ -162,10 +163,10 @@ impl Outlook {
             FindingKind::RefcountLow { cluster, .. } => self.movable.contains(&cluster).then_some(Remedy::CopyCluster),
             FindingKind::UnalignedData { zero: true, .. } if self.has_zero_flag => Some(Remedy::MakeZeroPlain),
             FindingKind::UnalignedData { .. }
-            | FindingKind::PastEnd { structure: Structure::Data, .. }
+            | FindingKind::PastEnd { structure: CheckedStructure::Data, .. }
             | FindingKind::CompressedInDataFile { .. }
             | FindingKind::SubclusterUnallocated { .. } => self.give_up(self.may_zero()),
-            FindingKind::PastEnd { structure: Structure::L2Table, .. } | FindingKind::UnalignedL2 { .. } => {
+            FindingKind::PastEnd { structure: CheckedStructure::L2Table, .. } | FindingKind::UnalignedL2 { .. } => {
                 self.give_up(!self.has_backing)
             }
             FindingKind::SubclusterBitmap { .. } => self.lossy.then_some(Remedy::TakeData),
@@ -177,23 +178,25 @@ impl Outlook {
             FindingKind::SnapshotIncomplete { .. } | FindingKind::SnapshotOversized { .. } => {
                 Some(Remedy::CompleteSnapshots)
             }
-            FindingKind::Unreadable { structure: Structure::SnapshotTable | Structure::SnapshotL1, .. }
-            | FindingKind::PastEnd { structure: Structure::SnapshotL1, .. }
+            FindingKind::Unreadable {
+                structure: CheckedStructure::SnapshotTable | CheckedStructure::SnapshotL1,
+                ..
+            }
+            | FindingKind::PastEnd { structure: CheckedStructure::SnapshotL1, .. }
                 if self.lossy =>
             {
                 Some(Remedy::DropSnapshots)
             }
-            FindingKind::Unreadable { structure: Structure::BitmapDirectory | Structure::BitmapTable, .. }
-                if self.lossy =>
-            {
-                Some(Remedy::DropBitmaps)
-            }
+            FindingKind::Unreadable {
+                structure: CheckedStructure::BitmapDirectory | CheckedStructure::BitmapTable,
+                ..
+            } if self.lossy => Some(Remedy::DropBitmaps),
             FindingKind::RefcountBlockUnaligned { .. }
             | FindingKind::RefcountBlockPastEnd { .. }
             | FindingKind::RefcountTableReserved { .. }
             | FindingKind::RefcountBlockShared { .. }
-            | FindingKind::PastEnd { structure: Structure::RefcountTable, .. } => Some(Remedy::RebuildRefcounts),
-            FindingKind::Overlap { structure: Structure::Data, .. } => {
+            | FindingKind::PastEnd { structure: CheckedStructure::RefcountTable, .. } => Some(Remedy::RebuildRefcounts),
+            FindingKind::Overlap { structure: CheckedStructure::Data, .. } => {
                 (!self.is_encrypted).then_some(Remedy::CopyCluster)
             }
             FindingKind::Overlap { .. }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading one L2 table: counting what it refers to and finding what is wrong with its entries.
 
-use super::{Counts, Finding, FindingKind, INACTIVE, Structure, TableRef};
+use super::{CheckedStructure, Counts, Finding, FindingKind, INACTIVE, TableRef};
 use cowshed_block::Result;
 use cowshed_block::memory::{no_memory, try_push};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, SubclusterBitmap};
@@ -208,7 +208,7 @@ impl Scan<'_> {
         if self.table.weight == 0 {
             return;
         }
-        let kind = FindingKind::Overlap { structure: Structure::Data, cluster };
+        let kind = FindingKind::Overlap { structure: CheckedStructure::Data, cluster };
         let guest = self.guest(word);
         out.find(self.at(word, kind), 1);
         out.keep(|out| &mut out.overlaps, (word, entry, guest));
@@ -337,7 +337,7 @@ impl Scan<'_> {
     /// Counts every cluster that a region touches.
     fn count(&self, word: usize, offset: u64, len: u64, compressed: bool, out: &mut ScanOutput) -> Result<()> {
         if self.context.is_past_end(offset, len) {
-            self.found(word, FindingKind::PastEnd { structure: Structure::Data, offset, len }, out);
+            self.found(word, FindingKind::PastEnd { structure: CheckedStructure::Data, offset, len }, out);
             return Ok(());
         }
         if self.table.weight == 0 {
@@ -347,7 +347,7 @@ impl Scan<'_> {
         for cluster in offset >> cluster_bits..=(offset + len - 1) >> cluster_bits {
             let mark = self.counts.add(cluster, self.table.weight)?;
             if compressed && mark.is_some_and(|mark| mark.is_metadata()) {
-                let kind = FindingKind::Overlap { structure: Structure::Data, cluster };
+                let kind = FindingKind::Overlap { structure: CheckedStructure::Data, cluster };
                 out.find(self.at(word, kind), 1);
             }
         }

@@ -21,12 +21,12 @@ pub(crate) use room::{Edit, Room};
 pub(crate) use tables::{Dirt, L1Dirt, Tables};
 use tuning::Tuning;
 
-use crate::config::Config;
+use crate::config::EngineConfig;
 use crate::directory::Directory;
 use crate::inflight::Inflight;
 use crate::interleaving;
 use crate::metadata_map::MetadataMap;
-use crate::pins::{Pin, Pins};
+use crate::pins::{EpochGuard, Pins};
 use crate::stall::{Load, Stall, TableId};
 use crate::structures::Structure;
 use cowshed_block::{Error, GuestOffset, HostOffset, without};
@@ -114,7 +114,7 @@ pub(crate) struct State {
 /// Reading plans ([`Engine::map`], [`Engine::map_overwrite`]) take no lock when the tables are cached. Everything that
 /// changes the mapping passes one short critical section: the *owner*.
 pub struct Engine {
-    pub(crate) config: Config,
+    pub(crate) config: EngineConfig,
     pub(crate) geometry: Geometry,
     pub(crate) directory: Directory,
     pub(crate) pins: Pins,
@@ -130,7 +130,7 @@ pub struct Engine {
 impl Engine {
     /// From the header's facts and the active L1 table.
     /// `ENOMEM` where there is no memory for it.
-    pub fn new(config: Config, l1: &[u64]) -> Result<Self, Error> {
+    pub fn new(config: EngineConfig, l1: &[u64]) -> Result<Self, Error> {
         let geometry = config.geometry();
         let slices_per_table = (geometry.cluster_size() / config.l2_slice_bytes) as usize;
         let state = State {
@@ -196,7 +196,7 @@ impl Engine {
     }
 
     /// Facts given at open.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &EngineConfig {
         &self.config
     }
 
@@ -216,7 +216,7 @@ impl Engine {
 
     /// Starts a request: mappings that it sees from now on stay good until the pin is dropped, which must be after its
     /// I/O has completed. Never hold a pin while waiting for anything but that I/O.
-    pub fn pin(&self) -> Pin<'_> {
+    pub fn pin(&self) -> EpochGuard<'_> {
         self.pins.pin()
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Refcount table and blocks in memory, and the allocation of host clusters. Only the owner gets here.
 
-use crate::config::Config;
+use crate::config::EngineConfig;
 use crate::engine::contiguous::RunSearch;
 use crate::engine::damage::hex;
 use crate::engine::tables::Dirt;
@@ -28,7 +28,7 @@ pub(crate) struct Block {
 
 /// A run of host clusters that was just allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct FreeRun {
     /// Number of the first cluster.
     pub(crate) cluster: u64,
     /// How many, at least 1.
@@ -70,7 +70,7 @@ pub(crate) struct Refcounts {
 }
 
 impl Refcounts {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
         let cluster_size = config.geometry().cluster_size();
         Refcounts {
             table: None,
@@ -291,7 +291,7 @@ impl Engine {
 
     /// Allocates up to `want` neighbouring host clusters with count 1, at `at` exactly if given (`Stall::Retry` when
     /// that one is taken, or isn't there). Clusters that read as zeroes and such that don't never come in one run.
-    pub(crate) fn allocate(&self, state: &mut State, want: u64, at: Option<u64>) -> Planned<Run> {
+    pub(crate) fn allocate(&self, state: &mut State, want: u64, at: Option<u64>) -> Planned<FreeRun> {
         let table_len = self.refcount_table(state)?;
         let mut cluster = at.unwrap_or(state.refcounts.hint).max(1);
         loop {
@@ -336,7 +336,7 @@ impl Engine {
         Some(start..stop)
     }
 
-    fn take(&self, state: &mut State, found: Range<u64>, exact: bool) -> Planned<Run> {
+    fn take(&self, state: &mut State, found: Range<u64>, exact: bool) -> Planned<FreeRun> {
         let bits = self.geometry.cluster_bits();
         let high_cluster = state.refcounts.high_water.div_ceil(self.geometry.cluster_size());
         let is_zero =
@@ -358,7 +358,7 @@ impl Engine {
             state.refcounts.hint = end;
         }
         state.refcounts.high_water = state.refcounts.high_water.max(end << bits);
-        Ok(Run { cluster: found.start, count: end - found.start, is_zero })
+        Ok(FreeRun { cluster: found.start, count: end - found.start, is_zero })
     }
 
     /// Puts a refcount block for the empty region `index` into its own cluster `cluster`, the first of what is left.

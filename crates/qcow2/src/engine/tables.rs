@@ -2,7 +2,7 @@
 //! The owner's side of the L1 table and the L2 slices: what is dirty, what is busy, what may leave the cache.
 
 use crate::compact::Shape;
-use crate::config::Config;
+use crate::config::EngineConfig;
 use crate::engine::damage::hex;
 use crate::engine::room::Edit;
 use crate::engine::{Engine, State};
@@ -101,7 +101,7 @@ enum Visit {
 }
 
 impl Tables {
-    pub(crate) fn new(config: &Config, l1_len: usize) -> Self {
+    pub(crate) fn new(config: &EngineConfig, l1_len: usize) -> Self {
         Tables {
             slices: HashMap::new(),
             clock: VecDeque::new(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The settings that may change while an image is open: its backing size, its overlap checks, the size of its caches.
 
-use crate::config::Config;
+use crate::config::EngineConfig;
 use crate::engine::Engine;
 use crate::structures::OverlapSet;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 /// For "no backing file": no disk is that long.
 const NO_BACKING: u64 = u64::MAX;
 
-/// The changeable part of [`Config`]. Changed only while no request runs, but for the cache limits.
+/// The changeable part of [`EngineConfig`]. Changed only while no request runs, but for the cache limits.
 pub(crate) struct Tuning {
     backing_size: AtomicU64,
     lazy_refcounts: AtomicBool,
@@ -21,7 +21,7 @@ pub(crate) struct Tuning {
 }
 
 impl Tuning {
-    pub(crate) fn new(config: &Config) -> Tuning {
+    pub(crate) fn new(config: &EngineConfig) -> Tuning {
         Tuning {
             backing_size: AtomicU64::new(config.backing_size.unwrap_or(NO_BACKING)),
             lazy_refcounts: AtomicBool::new(config.lazy_refcounts),

@@ -5,7 +5,7 @@ use crate::payload::Payload;
 use crate::ring::{Direction, Ring};
 use crate::rt;
 use crate::sys;
-use crate::{Alignment, Engine, IoBuf, OpenOptions};
+use crate::{Alignment, IoBuf, IoEngine, OpenOptions};
 use cowshed_block::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use std::os::fd::OwnedFd;
@@ -89,12 +89,12 @@ pub(super) fn wrong_kind(kind: FileType) -> Error {
 }
 
 /// `COWSHED_IO_ENGINE` overrides the choice of every file: for tests, and for kernels where one of them misbehaves.
-pub(super) fn forced_engine() -> Option<Engine> {
-    static FORCED: LazyLock<Option<Engine>> =
+pub(super) fn forced_engine() -> Option<IoEngine> {
+    static FORCED: LazyLock<Option<IoEngine>> =
         LazyLock::new(|| match std::env::var("COWSHED_IO_ENGINE").ok()?.as_str() {
-            "io_uring" => Some(Engine::IoUring),
-            "threads" => Some(Engine::Threads),
-            "auto" => Some(Engine::Auto),
+            "io_uring" => Some(IoEngine::IoUring),
+            "threads" => Some(IoEngine::Threads),
+            "auto" => Some(IoEngine::Auto),
             other => {
                 tracing::warn!(value = other, "COWSHED_IO_ENGINE is none of auto, io_uring, threads");
                 None

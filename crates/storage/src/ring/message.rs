@@ -5,19 +5,19 @@ use crate::payload::{Bufs, MAX_TRANSFER};
 
 /// A message header and the vectors that it points to. Kept by the ring for the next message, so that sending allocates
 /// nothing once the vectors are long enough.
-pub(crate) struct Message {
+pub(crate) struct SocketMessage {
     header: libc::msghdr,
     vectors: Vec<libc::iovec>,
 }
 
-impl Default for Message {
+impl Default for SocketMessage {
     fn default() -> Self {
         // SAFETY: plain numbers and pointers, for which zero is a value: no name, no vectors, no control data.
-        Message { header: unsafe { std::mem::zeroed() }, vectors: Vec::new() }
+        SocketMessage { header: unsafe { std::mem::zeroed() }, vectors: Vec::new() }
     }
 }
 
-impl Message {
+impl SocketMessage {
     /// Makes it the message of these buffers, without their first `skip` bytes. It must not move, nor must the buffers
     /// go, while the kernel has it.
     pub(crate) fn point_to(&mut self, bufs: &Bufs, skip: usize) {

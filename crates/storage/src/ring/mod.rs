@@ -16,7 +16,7 @@ mod op;
 mod tests;
 
 pub(crate) use catalogue::Direction;
-pub(crate) use message::Message;
+pub(crate) use message::SocketMessage;
 pub(crate) use op::RingOp;
 
 use io_uring::types::{SubmitArgs, Timespec};
@@ -50,7 +50,7 @@ pub(crate) struct Ring {
     wakers: RefCell<Vec<Waker>>,
     /// Kept so that sending needs no allocation.
     #[allow(clippy::vec_box, reason = "a message must not move while the kernel has it")]
-    messages: RefCell<Vec<Box<Message>>>,
+    messages: RefCell<Vec<Box<SocketMessage>>>,
     /// Operations in flight that nobody waits for.
     orphans: Cell<usize>,
     /// Operations in flight that a disk completes, not a peer.
@@ -310,7 +310,7 @@ impl Ring {
     }
 
     /// Takes a message back for the next one.
-    fn keep_message(&self, message: Box<Message>) {
+    fn keep_message(&self, message: Box<SocketMessage>) {
         const KEPT: usize = 64;
         let mut messages = self.messages.borrow_mut();
         if messages.len() < KEPT {

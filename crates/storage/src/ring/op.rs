@@ -2,7 +2,7 @@
 //! An operation in flight and the future that waits for it.
 
 use super::Ring;
-use super::message::Message;
+use super::message::SocketMessage;
 use crate::payload::Payload;
 use io_uring::squeue;
 use std::future::Future;
@@ -19,7 +19,7 @@ pub(super) struct Held {
     #[allow(dead_code, reason = "read by the kernel")]
     vectors: Vec<libc::iovec>,
     /// What a message to a socket consists of: pointers into `payload` too.
-    message: Option<Box<Message>>,
+    message: Option<Box<SocketMessage>>,
     /// Set when the future is gone, whose borrow kept the descriptor open until then.
     #[allow(dead_code, reason = "held for its drop")]
     file: Option<Arc<OwnedFd>>,
@@ -105,7 +105,7 @@ impl<'a> RingOp<'a> {
         ring: Rc<Ring>,
         socket: &'a Arc<OwnedFd>,
         payload: Payload,
-        message: Box<Message>,
+        message: Box<SocketMessage>,
         entry: squeue::Entry,
     ) -> Self {
         let held = Held { payload, vectors: Vec::new(), message: Some(message), file: None };

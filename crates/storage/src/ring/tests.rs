@@ -5,7 +5,7 @@
 use crate::kernel_faults::{Call, Effect, KernelFaults, Way, refuse_enter, refused_enters};
 use crate::medium::Medium;
 use crate::rng::Rng;
-use crate::{CacheMode, Dispatch, Engine, File, HangUp, IoBuf, OpenOptions, Want, rt};
+use crate::{CacheMode, Dispatch, File, HangUp, IoBuf, IoEngine, OpenOptions, Want, rt};
 use crate::{Listener, Socket, SocketAddress};
 use std::future::Future;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -22,7 +22,7 @@ const FOREVER: u32 = u32::MAX;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The ways by which a file's operations reach the kernel.
-const WAYS: [(Engine, Way); 2] = [(Engine::IoUring, Way::Ring), (Engine::Threads, Way::Thread)];
+const WAYS: [(IoEngine, Way); 2] = [(IoEngine::IoUring, Way::Ring), (IoEngine::Threads, Way::Thread)];
 
 fn folder() -> tempfile::TempDir {
     // A real disk: memory has no direct I/O everywhere.
@@ -32,7 +32,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 /// A file without the page cache where `direct`, so that the ring has all of its operations.
-fn open(path: &Path, engine: Engine, direct: bool) -> File {
+fn open(path: &Path, engine: IoEngine, direct: bool) -> File {
     let cache = CacheMode { direct, ..CacheMode::default() };
     File::open(path, &OpenOptions { write: true, engine, cache, ..OpenOptions::default() }).expect("it opens")
 }
@@ -229,7 +229,7 @@ fn a_flush_that_the_ring_has_no_worker_for_is_done_by_a_thread() {
     let folder = folder();
     let path = folder.path().join("image");
     std::fs::write(&path, [1; BLOCK]).expect("a file");
-    let file = open(&path, Engine::IoUring, false);
+    let file = open(&path, IoEngine::IoUring, false);
     let script = vec![
         (Way::Ring, Call::Sync, Effect::Fail(libc::ECANCELED), FOREVER),
         (Way::Thread, Call::Sync, Effect::Fail(libc::EIO), 1),
@@ -250,7 +250,7 @@ fn refused_submissions_wait_without_a_busy_core_and_lose_nothing() {
     let path = folder.path().join("image");
     for errno in [libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EINTR] {
         std::fs::write(&path, []).expect("a file");
-        let file = open(&path, Engine::IoUring, true);
+        let file = open(&path, IoEngine::IoUring, true);
         let before = refused_enters();
         // More than the queue has room for, and fewer.
         for range in [0..600u64, 600..610] {

@@ -15,7 +15,7 @@ pub(crate) use executor::with_current;
 pub use executor::{Local, Simulation};
 pub use nested::{is_deep, nested};
 pub use polling::PollLimit;
-pub(crate) use pool::Pool;
+pub(crate) use pool::ThreadPool;
 
 use crate::ring::Ring;
 use cowshed_block::{Error, Result};
@@ -121,7 +121,7 @@ pub async fn offload<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     if is_simulated() {
         return work();
     }
-    Pool::cpu().run(work).await
+    ThreadPool::cpu().run(work).await
 }
 
 /// Runs what `work` makes on another thread, on an executor of that thread: for requests that keep a core busy in system
@@ -137,7 +137,7 @@ pub async fn beside<T: Send + 'static, F: Future<Output = T> + 'static>(
         return work().await;
     }
     to_completion(async move {
-        let outcome = Pool::io().run(move || {
+        let outcome = ThreadPool::io().run(move || {
             // A pool that could start no thread at all works on the caller's, which has an executor running.
             if with_current(|local| local.is_some()) || prepare().is_err() {
                 return Err(work);

@@ -16,16 +16,16 @@ const IO_THREADS: usize = 64;
 /// A thread without work for that long ends.
 const IDLE: Duration = Duration::from_secs(5);
 
-static CPU: LazyLock<Pool> = LazyLock::new(|| {
+static CPU: LazyLock<ThreadPool> = LazyLock::new(|| {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    Pool::new("cowshed-cpu", if without!("all_cores") { 1 } else { cores })
+    ThreadPool::new("cowshed-cpu", if without!("all_cores") { 1 } else { cores })
 });
-static IO: LazyLock<Pool> = LazyLock::new(|| Pool::new("cowshed-io", IO_THREADS));
+static IO: LazyLock<ThreadPool> = LazyLock::new(|| ThreadPool::new("cowshed-io", IO_THREADS));
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// A pool that starts threads as work comes, up to a limit.
-pub(crate) struct Pool {
+pub(crate) struct ThreadPool {
     thread_name: &'static str,
     max_threads: usize,
     state: Mutex<State>,
@@ -44,18 +44,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Pool {
+impl ThreadPool {
     fn new(thread_name: &'static str, max_threads: usize) -> Self {
-        Pool { thread_name, max_threads, state: Mutex::default(), work_came: Condvar::new() }
+        ThreadPool { thread_name, max_threads, state: Mutex::default(), work_came: Condvar::new() }
     }
 
     /// For compression, ciphers, checksums: as many threads as cores.
-    pub(crate) fn cpu() -> &'static Pool {
+    pub(crate) fn cpu() -> &'static ThreadPool {
         &CPU
     }
 
     /// For system calls that block.
-    pub(crate) fn io() -> &'static Pool {
+    pub(crate) fn io() -> &'static ThreadPool {
         &IO
     }
 
@@ -125,7 +125,7 @@ struct Slot<T> {
     waker: Option<Waker>,
 }
 
-/// The result of [`Pool::run`]; a panic of the work continues in whoever awaits it.
+/// The result of [`ThreadPool::run`]; a panic of the work continues in whoever awaits it.
 pub(crate) struct Outcome<T> {
     slot: Arc<Mutex<Slot<T>>>,
 }

@@ -26,7 +26,7 @@ pub use stale::clear_stale;
 use crate::IoBuf;
 use crate::attempts::ring_gave_up;
 use crate::payload::{Bufs, Payload};
-use crate::rt::{self, Pool};
+use crate::rt::{self, ThreadPool};
 use crate::sys::{self, SysResult};
 use cowshed_block::{Errno, Error, Result};
 use readiness::Interest;
@@ -92,7 +92,7 @@ impl Socket {
     /// Connects. The addresses of a host name are tried one after the other, each for at most `timeout`.
     pub async fn connect(address: &SocketAddress, timeout: Duration) -> Result<Socket> {
         let address = address.clone();
-        Pool::io().run(move || address.connect(timeout)).await.map(Socket::new)
+        ThreadPool::io().run(move || address.connect(timeout)).await.map(Socket::new)
     }
 
     /// Receives into `buf`; the number of bytes is smaller than wanted only when the peer has closed (0: at once).

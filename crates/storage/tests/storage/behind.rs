@@ -2,7 +2,7 @@
 //! Write-behind on a real disk: new data reach it without a flush, and nothing of it outlives one.
 
 use cowshed_storage::rt::{block_on, sleep};
-use cowshed_storage::{CacheMode, Engine, File, IoBuf, Locking, OpenOptions, Permissions};
+use cowshed_storage::{CacheMode, File, IoBuf, IoEngine, Locking, OpenOptions, Permissions};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn disk_dir() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder")
 }
 
-fn options(engine: Engine) -> OpenOptions {
+fn options(engine: IoEngine) -> OpenOptions {
     let cache = CacheMode { direct: false, no_flush: false };
     let permissions = Some(Permissions::CREATE);
     OpenOptions {
@@ -62,7 +62,7 @@ async fn write_new(file: &File, note: bool) {
 
 #[test]
 fn new_data_reach_the_disk_without_a_flush() {
-    for engine in [Engine::IoUring, Engine::Threads] {
+    for engine in [IoEngine::IoUring, IoEngine::Threads] {
         let dir = disk_dir();
         let path = dir.path().join("image");
         block_on(async {
@@ -87,7 +87,7 @@ fn new_data_reach_the_disk_without_a_flush() {
 
 #[test]
 fn after_a_flush_nothing_keeps_the_file_open() {
-    for engine in [Engine::IoUring, Engine::Threads] {
+    for engine in [IoEngine::IoUring, IoEngine::Threads] {
         let dir = disk_dir();
         let path = dir.path().join("image");
         block_on(async {

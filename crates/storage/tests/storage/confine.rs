@@ -5,7 +5,7 @@
 use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::confine::{Confined, Confinement, Enforcement};
 use cowshed_storage::rt::block_on;
-use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
+use cowshed_storage::{File, IoBuf, IoEngine, OpenOptions};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -91,7 +91,7 @@ fn no_program_no_socket_no_ring() {
         assert_eq!(std::net::UdpSocket::bind("127.0.0.1:0").expect_err("no socket").raw_os_error(), forbidden);
         let denied = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::TERM);
         assert_eq!(denied.expect_err("no signals"), rustix::io::Errno::PERM);
-        let options = OpenOptions { engine: Engine::IoUring, ..OpenOptions::default() };
+        let options = OpenOptions { engine: IoEngine::IoUring, ..OpenOptions::default() };
         File::open(&path, &options).expect_err("no io_uring")
     });
     assert_eq!((error.message(), error.errno()), ("io_uring is not available", Errno::ENOSYS));

@@ -3,7 +3,7 @@
 
 use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::rt::{block_on, spawn, yield_now};
-use cowshed_storage::{CacheMode, DataRange, EndedOp, Engine, File, FileObserver, FileOp, IoBuf, OpenOptions};
+use cowshed_storage::{CacheMode, DataRange, EndedOp, File, FileObserver, FileOp, IoBuf, IoEngine, OpenOptions};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ fn disk_dir() -> TempDir {
 
 fn modes() -> Vec<OpenOptions> {
     let mut modes = Vec::new();
-    for engine in [Engine::IoUring, Engine::Threads] {
+    for engine in [IoEngine::IoUring, IoEngine::Threads] {
         for direct in [false, true] {
             let cache = CacheMode { direct, no_flush: false };
             modes.push(OpenOptions { write: true, create: true, engine, cache, ..OpenOptions::default() });
@@ -326,7 +326,7 @@ fn block_devices() {
     let device = PathBuf::from(String::from_utf8_lossy(&made.stdout).trim());
     let _detach = Detach(device.clone());
     for mut options in modes() {
-        options.create = options.engine == Engine::Threads;
+        options.create = options.engine == IoEngine::Threads;
         let file = File::open(&device, &options).expect("open");
         assert!(file.is_device());
         assert_eq!(file.len(), 1 << 20);
@@ -435,7 +435,7 @@ fn futures_of_transfers_are_small() {
 
 #[test]
 fn the_use_of_the_page_cache_changes_while_a_file_is_open() {
-    for engine in [Engine::IoUring, Engine::Threads] {
+    for engine in [IoEngine::IoUring, IoEngine::Threads] {
         let dir = disk_dir();
         let path = dir.path().join("image");
         block_on(async {

@@ -3,7 +3,7 @@
 
 use cowshed_simulator::{Config, World};
 use cowshed_storage::rt::{beside, block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
-use cowshed_storage::{Engine, File, IoBuf, OpenOptions};
+use cowshed_storage::{File, IoBuf, IoEngine, OpenOptions};
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::Pin;
@@ -43,7 +43,7 @@ impl Future for Signal {
 async fn use_ring() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let path = dir.path().join("file");
-    let options = OpenOptions { create: true, engine: Engine::IoUring, ..OpenOptions::default() };
+    let options = OpenOptions { create: true, engine: IoEngine::IoUring, ..OpenOptions::default() };
     let file = File::open(&path, &options).expect("open");
     file.write_at(IoBuf::zeroed(512), 0).await.0.expect("write");
 }
@@ -312,7 +312,7 @@ fn threads_do_the_work_where_io_uring_is_forbidden() {
                 let (result, buf) = file.read_at(IoBuf::zeroed(1010), 0).await;
                 result.expect("read");
                 assert!(buf[..10] == [0; 10] && buf[10..] == [7; 1000]);
-                let forced = OpenOptions { engine: Engine::IoUring, ..OpenOptions::default() };
+                let forced = OpenOptions { engine: IoEngine::IoUring, ..OpenOptions::default() };
                 let error = File::open(&path, &forced).expect_err("no io_uring here");
                 assert_eq!(error.errno().0, errno);
                 assert_eq!(error.message(), "io_uring is not available");

@@ -3,7 +3,7 @@
 
 use super::replay::Entry;
 use cowshed_fuse_proto::request::HEADER_BYTES;
-use cowshed_fuse_proto::{Header, Operation, WRITE_HEAD_BYTES, reply};
+use cowshed_fuse_proto::{Operation, RequestHeader, WRITE_HEAD_BYTES, reply};
 
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("fuse_request", request)];
@@ -13,13 +13,13 @@ pub fn request(data: &[u8]) {
     // A length that isn't the header's is refused.
     let other = data.len() + 1;
     let said = data.first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
-    assert_eq!(Header::parse(data, other).is_ok(), data.len() >= HEADER_BYTES && said as usize == other);
+    assert_eq!(RequestHeader::parse(data, other).is_ok(), data.len() >= HEADER_BYTES && said as usize == other);
     let mut bytes = data.to_vec();
     let received = bytes.len();
     if received >= HEADER_BYTES {
         bytes[..4].copy_from_slice(&(received as u32).to_ne_bytes());
     }
-    let Ok(header) = Header::parse(&bytes, received) else { return };
+    let Ok(header) = RequestHeader::parse(&bytes, received) else { return };
     match Operation::parse(&header, &bytes[HEADER_BYTES..]) {
         Ok(Operation::Write { len, .. }) => assert_eq!(len as usize + WRITE_HEAD_BYTES, received),
         Ok(Operation::SetAttributes(changes)) => {

@@ -4,9 +4,9 @@
 use super::replay::Entry;
 use cowshed_vhost_user_proto::chain::MAX_DESCRIPTORS;
 use cowshed_vhost_user_proto::memory::Block;
-use cowshed_vhost_user_proto::request::{Limits, Request, Status, write_status};
+use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status, write_status};
 use cowshed_vhost_user_proto::ring::RingPlace;
-use cowshed_vhost_user_proto::{Header, Inflight, Message, Regions, Ring, Shared, inflight};
+use cowshed_vhost_user_proto::{Inflight, Message, MessageHeader, Regions, Ring, Shared, inflight};
 
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("vhost_message", message), ("vhost_ring", ring)];
@@ -16,7 +16,7 @@ pub fn message(data: &[u8]) {
     let mut rest = data;
     let mut regions = Regions::default();
     while let Some((head, behind)) = rest.split_first_chunk() {
-        let Ok(header) = Header::parse(head) else { return };
+        let Ok(header) = MessageHeader::parse(head) else { return };
         let (body, behind) = behind.split_at((header.body_bytes as usize).min(behind.len()));
         let added = match Message::parse(&header, body) {
             Ok(Message::SetMemTable(added)) => added,
@@ -52,7 +52,7 @@ pub fn ring(data: &[u8]) {
         event_index: first & 1 != 0,
         indirect: first & 2 != 0,
     };
-    let limits = Limits {
+    let limits = RequestLimits {
         disk_bytes: 1 << 20,
         block_bytes: 512,
         read_only: first & 4 != 0,

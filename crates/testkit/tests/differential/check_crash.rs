@@ -4,7 +4,7 @@
 
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{
-    CheckOptions, CheckReport, Finding, FindingKind, Repair, Structure, UndoReport, check, undo,
+    CheckOptions, CheckReport, CheckedStructure, Finding, FindingKind, Repair, UndoReport, check, undo,
 };
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
@@ -262,8 +262,8 @@ fn is_of_unread_snapshot(finding: &Finding) -> bool {
     matches!(
         finding.kind,
         FindingKind::Leak { .. }
-            | FindingKind::Unreadable { structure: Structure::SnapshotL1, .. }
-            | FindingKind::PastEnd { structure: Structure::SnapshotL1, .. }
+            | FindingKind::Unreadable { structure: CheckedStructure::SnapshotL1, .. }
+            | FindingKind::PastEnd { structure: CheckedStructure::SnapshotL1, .. }
     )
 }
 

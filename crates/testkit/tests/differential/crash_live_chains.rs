@@ -10,7 +10,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions};
-use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_offline::check::{CheckOptions, CheckReport, check};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
@@ -32,7 +32,7 @@ enum Action {
     /// The top goes; the base takes its place.
     Commit,
     /// The top takes over everything, or what is above the base.
-    Stream(Option<&'static str>),
+    StreamJob(Option<&'static str>),
 }
 
 fn prepare(qemu: &Qemu, folder: &Path, options: &str) -> Snapshot {
@@ -92,7 +92,7 @@ async fn act(action: Action) -> Result<()> {
             mirror.catch_up(&job, &Strict).await?;
             Rc::new(mirror).finish(true, &JobHandle::new()).await?;
         }
-        Action::Stream(base) => {
+        Action::StreamJob(base) => {
             let base_node = base.map(node);
             let request = StreamRequest {
                 node: below_filters(&top),
@@ -101,7 +101,7 @@ async fn act(action: Action) -> Result<()> {
                 mask_protocol: false,
                 filter_name: "filter".to_owned(),
             };
-            let stream = Stream::start(&graph, "job", request).await?;
+            let stream = StreamJob::start(&graph, "job", request).await?;
             stream.copy(&job, &Strict).await?;
             stream.finish().await?;
         }
@@ -137,7 +137,7 @@ fn verify(config: &Config, expected: &[u8], case: &CrashCase<'_>) -> std::result
 fn chains_in_use_survive_power_cuts() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     let mut total = CrashReport::default();
-    let actions = [Action::Merge, Action::Commit, Action::Stream(None), Action::Stream(Some("base"))];
+    let actions = [Action::Merge, Action::Commit, Action::StreamJob(None), Action::StreamJob(Some("base"))];
     let options =
         ["cluster_size=4k", "cluster_size=512", "cluster_size=8k,compat=0.10", "cluster_size=16k,extended_l2=on"];
     for (number, (action, options)) in actions.iter().flat_map(|a| options.iter().map(move |o| (*a, *o))).enumerate() {

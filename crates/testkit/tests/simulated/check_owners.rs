@@ -7,7 +7,7 @@ use cowshed_jobs::check::{self, CheckOptions, Repair, report};
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::{ImageSpec, JobHandle, info, snapshot as snapshots};
 use cowshed_layout::qcow2::{BitmapTableEntry, Header, bitmap, refcount};
-use cowshed_offline::check::{FindingKind, Structure};
+use cowshed_offline::check::{CheckedStructure, FindingKind};
 use cowshed_storage::rt;
 use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::specimens::Workbench;
@@ -273,8 +273,8 @@ fn is_of_unread_snapshot(kind: &FindingKind) -> bool {
     matches!(
         kind,
         FindingKind::Leak { .. }
-            | FindingKind::Unreadable { structure: Structure::SnapshotL1, .. }
-            | FindingKind::PastEnd { structure: Structure::SnapshotL1, .. }
+            | FindingKind::Unreadable { structure: CheckedStructure::SnapshotL1, .. }
+            | FindingKind::PastEnd { structure: CheckedStructure::SnapshotL1, .. }
     )
 }
 

@@ -10,7 +10,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::backup::{Backup, BackupRequest};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
-use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
 use std::rc::Rc;
@@ -103,7 +103,7 @@ fn a_drain_waits_for_a_piece_of_a_stream_alone() {
             mask_protocol: false,
             filter_name: "filter".to_owned(),
         };
-        let stream = Rc::new(Stream::start(&graph, "s", request).await?);
+        let stream = Rc::new(StreamJob::start(&graph, "s", request).await?);
         world.add_fault(slow(OpKind::Write, "top.qcow2"));
         let (job, copying) = (JobHandle::new(), Rc::clone(&stream));
         let handle = job.clone();

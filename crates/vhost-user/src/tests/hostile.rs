@@ -2,7 +2,7 @@
 //! Front ends and guests that break the rules. None of them ends the server, reaches past its memory or keeps the next one out.
 
 use super::served::Served;
-use crate::proto::Header;
+use crate::proto::MessageHeader;
 use crate::proto::message::request;
 use cowshed_storage::rt;
 use cowshed_testkit::vhost::{FrontEnd, GUEST, MEMORY_BYTES, RING_SIZE};
@@ -110,7 +110,7 @@ fn messages_that_break_the_rules_are_refused() {
 #[test]
 fn what_is_no_message_ends_the_connection_and_nothing_else() {
     let served = Served::new(|_| ());
-    let table = Header::message(request::SET_MEM_TABLE, false, &[200, 0, 0, 0, 0, 0, 0, 0]);
+    let table = MessageHeader::message(request::SET_MEM_TABLE, false, &[200, 0, 0, 0, 0, 0, 0, 0]);
     for bytes in [&[0xff; 12][..], &[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1][..], &table] {
         let front_end = served.connect();
         front_end.send_raw(bytes, None);
@@ -205,12 +205,12 @@ fn each_request_costs_the_memory_of_its_lists() {
         guest.regions.add(region, memory.part(0, 1)).unwrap();
     }
     assert_eq!(guest.regions.bytes(), 100);
-    let table = crate::memory::Piece(memory.part(0, 16));
+    let table = crate::memory::MemoryPiece(memory.part(0, 16));
     table.0.write(8, &100u32.to_le_bytes());
-    let (result, chain) = crate::proto::Chain::walk(&guest, &table, 0, false);
+    let (result, chain) = crate::proto::DescriptorChain::walk(&guest, &table, 0, false);
     assert!(result.is_ok() && chain.readable.count() == 100);
     let cost = crate::requests::cost(&crate::proto::request::Request::Flush, &chain);
-    assert!(cost > 100 * size_of::<crate::memory::Piece>() as u64);
+    assert!(cost > 100 * size_of::<crate::memory::MemoryPiece>() as u64);
 }
 
 #[test]

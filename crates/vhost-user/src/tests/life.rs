@@ -32,7 +32,7 @@ fn without_protocol_features_a_ring_starts_with_its_kick() {
     driver.negotiate(!features::PROTOCOL_FEATURES);
     // No replies were agreed on.
     let say = |number: u32, body: &[u8], fd: Option<&std::os::fd::OwnedFd>| {
-        driver.send_raw(&crate::proto::Header::message(number, false, body), fd);
+        driver.send_raw(&crate::proto::MessageHeader::message(number, false, body), fd);
     };
     driver.share_memory();
     let place = vhost::FRONT_END + FrontEnd::place(0) as u64;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A disk that is served to front ends.
 
-use crate::{Config, Server};
+use crate::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::{Node, OpenRequest};
 use cowshed_storage::{Listener, SocketAddress, rt};
@@ -20,16 +20,16 @@ pub struct Served {
     pub node: Arc<Node>,
     _graph: Arc<Graph>,
     pub server: Option<Server>,
-    pub config: Config,
+    pub config: ServerConfig,
 }
 
 impl Served {
-    pub fn new(change: impl FnOnce(&mut Config)) -> Served {
+    pub fn new(change: impl FnOnce(&mut ServerConfig)) -> Served {
         Self::on("driver=raw,node-name=d,discard=unmap,file.driver=file,file.filename=", change)
     }
 
     /// On a node by its options, the last of which names the file.
-    pub fn on(options: &str, change: impl FnOnce(&mut Config)) -> Served {
+    pub fn on(options: &str, change: impl FnOnce(&mut ServerConfig)) -> Served {
         let folder = temp_dir();
         let image = folder.path().join("disk.raw");
         std::fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
@@ -41,7 +41,7 @@ impl Served {
             let attachment = graph.attach(&node, AttachRequest::export("disk", true)).await.unwrap();
             (node, attachment)
         });
-        let mut config = Config {
+        let mut config = ServerConfig {
             id: "the-disk".to_owned(),
             writable: true,
             writethrough: false,

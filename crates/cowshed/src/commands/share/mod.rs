@@ -14,7 +14,7 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use contents::{Packed, Page, Raw, Shown, data_of};
 use cowshed_block::{Error, Result as BlockResult};
 use cowshed_codec::Codec;
-use cowshed_http_server::{Config, Content, Event, EventHandler, Limits, Packing, Server};
+use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_jobs::JobHandle;
 use cowshed_layout::qcow2::sequential::Sequential;
@@ -212,7 +212,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     let piece_bytes = if plan.shape == Shape::Zstd { DIGEST_BYTES as usize } else { Limits::default().piece_bytes };
     let limits = Limits { piece_bytes, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
-    let server = Server::start(Config { tls: plan.tls.clone(), events: Some(events), limits })?;
+    let server = Server::start(ServerConfig { tls: plan.tls.clone(), events: Some(events), limits })?;
     let file_name = plan.file_name.clone();
     let file_bytes = (plan.shape != Shape::Zstd).then_some(len);
     let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes, digest: None, trouble: None };

@@ -5,7 +5,7 @@
 //! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
 
 use super::Qcow2Driver;
-use super::inflated::Inflated;
+use super::cluster_cache::Inflated;
 use cowshed_block::{Extent, GuestOffset, Mapping, without};
 use cowshed_codec::Codec;
 use cowshed_graph::events::Events;
@@ -70,12 +70,12 @@ impl Drop for Inflating {
 }
 
 /// The right to inflate a cluster: who else wants it waits until this is dropped.
-pub(super) struct Turn {
+pub(super) struct DecodeGuard {
     ahead: Arc<Ahead>,
     _inflating: Option<Inflating>,
 }
 
-impl Drop for Turn {
+impl Drop for DecodeGuard {
     fn drop(&mut self) {
         self.ahead.requests.fetch_sub(1, Ordering::SeqCst);
     }
@@ -86,7 +86,7 @@ pub(super) enum Next {
     /// It is here.
     Copy(Arc<Vec<u8>>),
     /// Nobody has it.
-    Inflate(Turn),
+    Inflate(DecodeGuard),
 }
 
 /// A task that reads ahead, until dropped.
@@ -147,7 +147,7 @@ impl Ahead {
             match turn {
                 Some(inflating) => {
                     self.requests.fetch_add(1, Ordering::SeqCst);
-                    return Next::Inflate(Turn { ahead: Arc::clone(self), _inflating: inflating });
+                    return Next::Inflate(DecodeGuard { ahead: Arc::clone(self), _inflating: inflating });
                 }
                 None => self.ended.wait(seen).await,
             }

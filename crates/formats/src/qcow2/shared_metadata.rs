@@ -4,10 +4,10 @@
 //!
 //! Only while nobody can write to it: each of those who share holds the lock that keeps writers out.
 
-use super::inflated::Inflated;
+use super::cluster_cache::Inflated;
 use cowshed_block::{Error, ErrorKind, Result, without};
 use cowshed_graph::events::Events;
-use cowshed_qcow2::{Config, Engine};
+use cowshed_qcow2::{Engine, EngineConfig};
 use cowshed_storage::{File, FileIdentity, Permissions, rt};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -93,7 +93,7 @@ impl Drop for Membership {
 }
 
 impl Core {
-    fn new(config: Config, l1: &[u64]) -> Result<Core> {
+    fn new(config: EngineConfig, l1: &[u64]) -> Result<Core> {
         Ok(Core {
             engine: Arc::new(Engine::new(config, l1)?),
             events: Arc::default(),
@@ -104,7 +104,7 @@ impl Core {
     }
 
     /// The core of an image in `file`: one that is there already, where nobody writes.
-    pub(super) fn of(file: &File, config: Config, l1: &[u64], is_read_only: bool) -> Result<Core> {
+    pub(super) fn of(file: &File, config: EngineConfig, l1: &[u64], is_read_only: bool) -> Result<Core> {
         let is_quiet = !without!("mapping_of_a_base_once")
             && is_read_only
             && !rt::is_simulated()

@@ -6,7 +6,7 @@ use super::Qcow2Driver;
 use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn, slip};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{Intent, Mapped, Place, graph_changes};
-use cowshed_qcow2::{Engine, ExtentList, Pin, Planned};
+use cowshed_qcow2::{Engine, EpochGuard, ExtentList, Planned};
 use cowshed_storage::IoBuf;
 use futures_util::future::join_all;
 use std::future::Future;
@@ -133,7 +133,7 @@ impl Qcow2Driver {
     }
 
     /// Maps a span under a pin: the bytes that one plan reaches, and their extents. No future holds the list of extents.
-    fn cut(&self, map: MapSpan, at: u64, len: u64) -> Planned<(Pin<'_>, u64, Cut)> {
+    fn cut(&self, map: MapSpan, at: u64, len: u64) -> Planned<(EpochGuard<'_>, u64, Cut)> {
         let pin = self.engine.pin();
         let mut extents = ExtentList::default();
         let mapped = map(&self.engine, GuestOffset(at), len, &mut extents)?;
