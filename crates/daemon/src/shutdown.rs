@@ -31,7 +31,8 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     let limit = limit.unwrap_or(FOR_EVER);
     let end = rt::now() + limit;
     let mut late: Vec<String> = Vec::new();
-    late.extend(daemon.commands.stop(limit / 6).await.into_iter().map(|name| format!("command '{name}'")));
+    let commands = or_without_jobs(daemon, limit, daemon.commands.stop(limit / 6)).await;
+    late.extend(commands.into_iter().map(|name| format!("command '{name}'")));
     let nbd = daemon.nbd();
     daemon.set_nbd(None);
     let mut result = Ok(());
@@ -76,8 +77,8 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     Stopped { result: result.and(Err(overdue)), is_overdue: true }
 }
 
-/// The output of `work`, which stops servers within a part of `limit`. A job may hold a client's request back: the jobs are cancelled
-/// where the work takes long.
+/// The output of `work`, which stops commands or servers within a part of `limit`. A job may hold a client's request back, for
+/// which a command may wait: the jobs are cancelled where the work takes long.
 async fn or_without_jobs<T>(daemon: &Daemon, limit: Duration, work: impl Future<Output = T>) -> T {
     let mut work = Box::pin(work);
     match within((limit / 12).min(PATIENCE), &mut work).await {

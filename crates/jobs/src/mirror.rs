@@ -6,7 +6,7 @@
 //! the map before it is read, so a write that comes in between puts it back.
 
 use crate::JobHandle;
-use crate::commit::opened::{OpenedBase, reader_of};
+use crate::commit::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::{is_zero, reads_as_zeroes};
 use cowshed_block::{Error, ErrorKind, Result, slip};
@@ -260,8 +260,7 @@ impl Mirror {
         source: &Arc<Node>,
         granularity_bytes: u64,
     ) -> Result<(Arc<Attachment>, Arc<DirtyMap>)> {
-        let read = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
-        let reader = graph.attach(source, AttachRequest::job(reader_of(id), read)).await?;
+        let reader = graph.attach(source, AttachRequest::job(reader_of(id), reading_one_size())).await?;
         let tracked = {
             let _drained = graph.drain(&[source]).await;
             source.track_dirty(granularity_bytes)
@@ -551,13 +550,14 @@ impl Mirror {
     pub async fn finish(self: &Rc<Self>, pivot: bool, job: &JobHandle) -> Result<()> {
         self.note_end().await;
         // The last flush finds little to do then, and a target that hangs is met before the source's users have to wait.
-        match select(pin!(self.target.flush()), pin!(job.cancelled())).await {
-            Either::Left((Ok(()), _)) => {}
-            Either::Left((failed, _)) => {
+        match job.unless_cancelled(self.target.flush()).await {
+            Ok(Ok(())) => {}
+            Ok(failed) => {
                 let ended = self.end().await;
                 return failed.and(ended);
             }
-            Either::Right(_) => return self.end().await.and(job.pause_point().await),
+            // The flush is dropped by now: it may hold what the end waits for.
+            Err(cancelled) => return self.end().await.and(Err(cancelled)),
         }
         let ends = [&self.source, &self.target];
         let mut drain = Box::pin(self.graph.drain(&ends));

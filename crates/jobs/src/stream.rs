@@ -7,6 +7,7 @@
 
 use crate::JobHandle;
 use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
+use crate::commit::opened::reading_one_size;
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_block::{Error, Result};
 use cowshed_image::Node;
@@ -112,7 +113,7 @@ impl StreamJob {
         }
         let filter = graph.insert_filter(&request.node, options).await?;
         let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE_UNCHANGED;
-        let job = AttachRequest::job(format!("{id}-stream"), Permissions { used, shared: PermissionSet::ALL });
+        let job = AttachRequest::job(format!("{id}-stream"), Permissions { used, ..reading_one_size() });
         match graph.attach(&filter, job).await {
             Ok(user) => Ok((filter, user)),
             Err(error) => graph.remove_filter(&filter).await.and(Err(error)),
@@ -162,7 +163,12 @@ impl StreamJob {
         job: &JobHandle,
     ) -> Result<(u64, Result<(), Failure>)> {
         let piece = (CHUNK_BYTES - at % CHUNK_BYTES).min(size - at);
-        let holder = match self.chain.holder(at, size - at).await {
+        let holder = {
+            // A drain waits for this look at the layers: it may change them.
+            let _inside = queue.enter().await;
+            self.chain.holder(at, size - at).await
+        };
+        let holder = match holder {
             Ok(holder) => holder,
             Err(error) => return Ok((piece, Err(Failure::read(error)))),
         };

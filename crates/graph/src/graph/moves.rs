@@ -100,9 +100,10 @@ impl Graph {
         change.end(self, moved).await
     }
 
-    /// Takes a filter out: its users go on with the node behind it, and the filter is closed.
+    /// Takes a filter out: its users go on with the node behind it, and the filter is closed. A target that never answers keeps
+    /// the closing waiting, and no other change.
     pub async fn remove_filter(self: &Arc<Self>, filter: &Arc<Node>) -> Result<()> {
-        let _one_change = self.changing([filter]).await;
+        let one_change = self.changing([filter]).await;
         let child = match filter.child(ChildRole::File) {
             Some(child) if filter.is_filter() => child,
             _ => {
@@ -116,9 +117,11 @@ impl Graph {
             let moved = self.move_users(filter, &child, &mut change);
             change.end(self, moved).await?;
         }
-        if self.owns(filter) {
-            return self.delete_locked(filter.name()).await;
-        }
+        let filter = match self.owns(filter) {
+            true => self.take_unused(filter.name())?,
+            false => Arc::clone(filter),
+        };
+        drop(one_change);
         filter.close().await
     }
 

@@ -27,13 +27,17 @@ impl Graph {
         self.owned().nodes.insert(node.name().to_owned(), Arc::clone(node));
     }
 
-    /// Closes a node that was added by name. Refused while somebody uses it.
+    /// Closes a node that was added by name. Refused while somebody uses it. A disk that never answers keeps the closing waiting,
+    /// and no other change.
     pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
-        let _one_change = self.changing_named(&[name.to_owned()]).await;
-        self.delete_locked(name).await
+        let one_change = self.changing_named(&[name.to_owned()]).await;
+        let node = self.take_unused(name)?;
+        drop(one_change);
+        node.close().await
     }
 
-    pub(super) async fn delete_locked(&self, name: &str) -> Result<()> {
+    /// The node of this name, which the graph no longer holds: the caller closes it. Refused while somebody uses it.
+    pub(super) fn take_unused(&self, name: &str) -> Result<Arc<Node>> {
         let node = match self.owned().nodes.get(name) {
             Some(node) => Arc::clone(node),
             None if self.find(name).is_some() => {
@@ -48,7 +52,7 @@ impl Graph {
             return Err(Error::new(ErrorKind::Busy, message));
         }
         self.owned().nodes.remove(name);
-        node.close().await
+        Ok(node)
     }
 
     /// Gives a node that was added by name to its users: it is closed with the last one, at once where there is none.

@@ -5,7 +5,7 @@
 //! On disk the base has everything, durably, before the overlay's header names it: a power cut leaves the old chain or
 //! the new one, and both read the same.
 
-use super::opened::{OpenedBase, reader_of};
+use super::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
@@ -48,6 +48,8 @@ pub struct Merge {
     graph: Arc<Graph>,
     request: MergeRequest,
     reader: Arc<Attachment>,
+    /// Keeps the overlay's size: what lies behind the end of the layers is written as zeroes into a longer base.
+    sized: Arc<Attachment>,
     opened: OpenedBase,
 }
 
@@ -60,9 +62,14 @@ impl Merge {
         held.check_private(id)?;
         let reader = AttachRequest::job(reader_of(id), Permissions::READ);
         let reader = graph.attach(&request.top, reader).await?;
+        let sized = AttachRequest::job(format!("{id}-overlay"), reading_one_size()).without_statistics();
+        let sized = match graph.attach(&request.overlay, sized).await {
+            Ok(sized) => sized,
+            Err(error) => return reader.detach().await.and(Err(error)),
+        };
         match OpenedBase::open(graph, id, chain, &held, request.top.size()).await {
-            Ok(opened) => Ok(Merge { graph: Arc::clone(graph), request, reader, opened }),
-            Err(error) => reader.detach().await.and(Err(error)),
+            Ok(opened) => Ok(Merge { graph: Arc::clone(graph), request, reader, sized, opened }),
+            Err(error) => reader.detach().await.and(sized.detach().await).and(Err(error)),
         }
     }
 
@@ -143,7 +150,7 @@ impl Merge {
 
     /// Puts the overlay on the base, on disk and in the graph, and lets the layers between go.
     pub async fn finish(&self) -> Result<()> {
-        let Merge { graph, request, reader, opened } = self;
+        let Merge { graph, request, reader, sized, opened } = self;
         let drained = graph.drain(&[&request.overlay, &request.base]).await;
         let closed = opened.close().await;
         let result = match closed {
@@ -153,7 +160,7 @@ impl Merge {
             }
             error => error,
         };
-        let detached = reader.detach().await;
+        let detached = reader.detach().await.and(sized.detach().await);
         let freed = opened.let_go().await;
         drop(drained);
         result.and(detached).and(freed)
@@ -162,7 +169,8 @@ impl Merge {
     /// Ends half-way: the chain stays as it is.
     pub async fn end(&self) -> Result<()> {
         let closed = self.opened.close().await;
-        closed.and(self.reader.detach().await).and(self.opened.let_go().await)
+        let detached = self.reader.detach().await.and(self.sized.detach().await);
+        closed.and(detached).and(self.opened.let_go().await)
     }
 }
 

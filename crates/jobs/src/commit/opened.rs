@@ -12,6 +12,11 @@ pub(crate) fn reader_of(id: &str) -> String {
     format!("{id}-source")
 }
 
+/// What a job wants of a disk in use: it reads, and nobody changes the size meanwhile.
+pub(crate) fn reading_one_size() -> Permissions {
+    Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL & !PermissionSet::RESIZE }
+}
+
 /// A base that the job may write to. What its overlays read must stay the same.
 pub(crate) struct OpenedBase {
     graph: Arc<Graph>,

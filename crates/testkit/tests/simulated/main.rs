@@ -20,4 +20,5 @@ mod full_formats;
 mod live_copies;
 mod nbd;
 mod rescue;
+mod silent_targets;
 mod storage_shapes;

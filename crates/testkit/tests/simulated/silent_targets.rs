@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Targets and bases that fall silent: what ends, what goes on, and what is refused meanwhile.
+
+use cowshed_block::{ErrorKind, Result};
+use cowshed_create::{CreateRequest, prepare_sized};
+use cowshed_image::graph::{AttachRequest, Graph, below_filters};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_image::{Node, Preallocation};
+use cowshed_jobs::JobHandle;
+use cowshed_jobs::commit::merge::{Merge, MergeRequest};
+use cowshed_jobs::faults::Strict;
+use cowshed_jobs::mirror::{Mirror, MirrorOptions};
+use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
+use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+const SIZE: u64 = 1 << 20;
+const SILENCE: Duration = Duration::from_secs(20);
+
+fn world() -> World {
+    let disks = [("disk.raw", 1u8), ("target.raw", 0)];
+    let files: Snapshot =
+        disks.map(|(name, byte)| (name.to_owned(), PageMap::from_bytes(&[byte; SIZE as usize]))).into_iter().collect();
+    World::with_files(Config::new(1), &files)
+}
+
+fn silent(kind: OpKind, file: &str) -> Fault {
+    Fault::new(Effect::Delay(SILENCE)).kind(kind).file(file)
+}
+
+async fn add(graph: &Arc<Graph>, options: &str) -> Result<Arc<Node>> {
+    graph.add(BlockdevOptions::from_keyval(options)?).await
+}
+
+async fn create(filename: &str, backing_file: Option<&str>) -> Result<()> {
+    let request = CreateRequest {
+        filename: filename.to_owned(),
+        format: "qcow2".to_owned(),
+        backing_file: backing_file.map(str::to_owned),
+        backing_format: backing_file.map(|_| "qcow2".to_owned()),
+        ..CreateRequest::default()
+    };
+    prepare_sized(&request, SIZE).await?.run().await.map(drop)
+}
+
+/// A chain of three layers, the highest node first.
+async fn chain(graph: &Arc<Graph>) -> Result<[Arc<Node>; 3]> {
+    create("base.qcow2", None).await?;
+    create("middle.qcow2", Some("base.qcow2")).await?;
+    create("top.qcow2", Some("middle.qcow2")).await?;
+    let base = add(graph, "driver=qcow2,node-name=base,file.filename=base.qcow2").await?;
+    let middle = add(graph, "driver=qcow2,node-name=middle,file.filename=middle.qcow2,backing=base").await?;
+    let top = add(graph, "driver=qcow2,node-name=top,file.filename=top.qcow2,backing=middle").await?;
+    Ok([top, middle, base])
+}
+
+/// What a user asks for who changes the size.
+fn resizing() -> AttachRequest {
+    let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
+    AttachRequest::job("resize", permissions)
+}
+
+async fn keeps_its_size(graph: &Arc<Graph>, node: &Arc<Node>) -> Result<()> {
+    match graph.attach(node, resizing()).await {
+        Ok(_) => panic!("the size of '{}' may change under a job", node.name()),
+        Err(error) => assert_eq!(error.kind(), ErrorKind::Busy, "{error}"),
+    }
+    Ok(())
+}
+
+async fn may_be_resized(graph: &Arc<Graph>, node: &Arc<Node>, size: u64) -> Result<()> {
+    let right = graph.attach(node, resizing()).await?;
+    right.queue().resize(size, Preallocation::Off).await?;
+    right.detach().await
+}
+
+/// The flush before the drain is dropped when the job is cancelled: the end flushes the base too, once it answers.
+#[test]
+fn a_commit_that_is_cancelled_while_its_base_is_silent_ends_with_the_base() {
+    let world = world();
+    let ended = world.clone().run(async move {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let [top, _middle, base] = chain(&graph).await?;
+        let guest = graph.attach(&top, AttachRequest::export("guest", true)).await?;
+        guest.queue().write(0, IoBuf::copy_from(&[7; 4096])).await.0?;
+        let mirror = Rc::new(Mirror::commit(&graph, "c", (&top, &base), MirrorOptions::default()).await?);
+        let job = JobHandle::new();
+        mirror.catch_up(&job, &Strict).await?;
+        world.add_fault(silent(OpKind::Sync, "base.qcow2"));
+        let (finishing, finished_job) = (Rc::clone(&mirror), job.clone());
+        let finish = rt::spawn(async move { finishing.finish(true, &finished_job).await });
+        rt::sleep(SILENCE / 4).await;
+        job.cancel();
+        guest.queue().write(8192, IoBuf::copy_from(&[8; 4096])).await.0?;
+        let ended = rt::within(SILENCE * 3, finish).await;
+        guest.detach().await?;
+        graph.close_all().await?;
+        Ok(ended)
+    });
+    let ended = ended.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let kind = ended.expect("the job ends once the base answers").map_err(|error| error.kind());
+    assert_eq!(kind, Err(ErrorKind::Cancelled));
+}
+
+/// A copy that is under way keeps the filter's closing waiting. The disk takes other users meanwhile.
+#[test]
+fn a_filter_that_goes_while_its_target_is_silent_holds_no_other_change() {
+    let world = world();
+    let seen = world.clone().run(async move {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
+        add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
+        let filter = "driver=copy-before-write,node-name=filter,file=source,target=target,cbw-timeout=1";
+        let filter = add(&graph, filter).await?;
+        world.add_fault(silent(OpKind::Write, "target.raw"));
+        let guest = graph.attach(&filter, AttachRequest::export("guest", true)).await?;
+        let late = guest.queue().write(0, IoBuf::copy_from(&[7; 4096])).await.0;
+        assert!(late.is_err(), "the target has not answered");
+        guest.detach().await?;
+        let (deleting, name) = (Arc::clone(&graph), filter.name().to_owned());
+        drop(filter);
+        let deleted = rt::spawn(async move { deleting.delete(&name).await });
+        rt::sleep(Duration::from_secs(1)).await;
+        let began = rt::now();
+        let other = graph.attach(&source, AttachRequest::export("other", false)).await?;
+        let waited = rt::now() - began;
+        other.detach().await?;
+        deleted.await?;
+        graph.close_all().await?;
+        Ok(waited)
+    });
+    let waited = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    assert!(waited < Duration::from_secs(1), "a new user waited {waited:?} for the filter's target");
+}
+
+/// A size that changes under a copy makes it another disk than the source: cut and grown again it reads zeroes that nobody wrote.
+#[test]
+fn a_disk_keeps_its_size_while_a_job_copies_it() {
+    let world = world();
+    let seen = world.run(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
+        let target = add(&graph, "driver=raw,node-name=target,file.filename=target.raw").await?;
+        let mirror = Mirror::start(&graph, "m", (&source, &target), MirrorOptions::default()).await?;
+        keeps_its_size(&graph, &source).await?;
+        mirror.end().await?;
+        may_be_resized(&graph, &source, 2 * SIZE).await?;
+        graph.close_all().await
+    });
+    seen.unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// What lies behind the end of a layer reads zeroes; a longer base below has data there.
+#[test]
+fn an_overlay_keeps_its_size_while_a_layer_below_it_goes() {
+    let world = world();
+    let seen = world.run(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let [top, middle, base] = chain(&graph).await?;
+        let request = MergeRequest {
+            overlay: Arc::clone(&top),
+            top: middle,
+            base: Arc::clone(&base),
+            backing_file: None,
+            mask_protocol: false,
+        };
+        let merge = Merge::start(&graph, "c", request).await?;
+        keeps_its_size(&graph, &top).await?;
+        merge.copy(&JobHandle::new(), &Strict).await?;
+        merge.finish().await?;
+        may_be_resized(&graph, &top, 2 * SIZE).await?;
+        let request = StreamRequest {
+            node: below_filters(&top),
+            base: None,
+            backing_file: None,
+            mask_protocol: false,
+            filter_name: "filter".to_owned(),
+        };
+        let stream = Stream::start(&graph, "s", request).await?;
+        keeps_its_size(&graph, &top).await?;
+        stream.copy(&JobHandle::new(), &Strict).await?;
+        stream.finish().await?;
+        may_be_resized(&graph, &top, 3 * SIZE).await?;
+        graph.close_all().await
+    });
+    seen.unwrap_or_else(|error| panic!("{error}"));
+}
