@@ -39,6 +39,7 @@ pub mod simulated;
 pub mod socket;
 mod sys;
 mod transfer;
+mod ublk_device;
 mod write_behind;
 
 pub use buf::{IoBuf, SCRATCH_POISON, fill_no_scratch_buffers};
@@ -56,3 +57,7 @@ pub use options::{
 pub use remote::{Remote, RemoteFuture};
 pub use shared::SharedMemory;
 pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, connect_unix};
+pub use ublk_device::{
+    UBLK_CONTROL, UblkCall, UblkChar, UblkCharQueue, UblkControl, UblkDevice, UblkDriver, UblkQueue, UblkShape,
+    UblkTarget,
+};

@@ -111,6 +111,12 @@ impl Ring {
         RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
+    /// A command of the driver behind `file`, which ends it when it likes to. Memory whose address is in it must last so long.
+    pub(crate) fn command<'a>(self: Rc<Self>, file: &'a Arc<OwnedFd>, code: u32, command: [u8; 16]) -> RingOp<'a> {
+        let entry = opcode::UringCmd16::new(types::Fd(file.as_raw_fd()), code).cmd(command).build();
+        RingOp::start_for_peer(self, file, Payload::empty(None), entry)
+    }
+
     /// `fallocate` with the mode bits of the system call.
     pub(crate) fn fallocate<'a>(
         self: &Rc<Self>,

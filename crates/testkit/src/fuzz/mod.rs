@@ -8,4 +8,5 @@ pub mod layout;
 pub mod nbd;
 pub mod ova;
 pub mod replay;
+pub mod ublk;
 pub mod vhost;

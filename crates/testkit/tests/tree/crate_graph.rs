@@ -62,6 +62,8 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("cowshed-nbd-proto", &["cowshed-block"]),
     ("cowshed-fuse-proto", &[]),
     ("cowshed-fuse", &["cowshed-block", "cowshed-fuse-proto", "cowshed-image", "cowshed-storage"]),
+    ("cowshed-ublk-proto", &[]),
+    ("cowshed-ublk", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-ublk-proto"]),
     ("cowshed-vhost-user-proto", &[]),
     ("cowshed-vhost-user", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
     ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
@@ -115,6 +117,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-offline",
             "cowshed-qmp",
             "cowshed-storage",
+            "cowshed-ublk",
             "cowshed-vhost-user",
         ],
     ),
@@ -134,6 +137,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-jobs",
             "cowshed-fuse-proto",
             "cowshed-nbd-proto",
+            "cowshed-ublk-proto",
             "cowshed-vhost-user-proto",
         ],
     ),
@@ -160,6 +164,7 @@ const PURE: &[&str] = &[
     "cowshed-nbd-proto",
     "cowshed-qcow2",
     "cowshed-qmp",
+    "cowshed-ublk-proto",
     "cowshed-vhost-user-proto",
 ];
 

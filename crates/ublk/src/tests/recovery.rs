@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A server dies, and another one takes its device over.
+
+use super::fake::{ALL, Fake, Ticket, answer, is_answered};
+use super::served::{DISK_BYTES, RAW, Served};
+use crate::proto::control::features;
+use crate::proto::{Operation, State};
+use crate::{Config, Recover};
+use cowshed_storage::{UblkCall, rt};
+
+const WRITE: Operation = Operation::Write { is_durable: false };
+
+#[test]
+fn requests_that_a_dead_server_had_are_answered_once_by_the_next_one() {
+    for unprivileged in [false, true] {
+        let mut served = Served::new(|config| config.unprivileged = unprivileged);
+        assert_eq!(served.write(0, vec![1; 4096]), 4096);
+        let drained = rt::block_on(served.attachment.drain());
+        let send = |number: u64| served.send(WRITE, number * 4096, 4096, vec![number as u8; 4096]);
+        let tickets: Vec<Ticket> = (1..30).map(send).collect();
+        served.fake.wait_running(0, 0, 8);
+        served.fake.kill(0);
+        drop(drained);
+        served.die();
+        assert!(!tickets.iter().any(is_answered));
+        assert_eq!(served.fake.info(0).state, State::Quiesced);
+        // Queues and depth are those of the device, whatever the next server would have made.
+        served.config.queues = 1;
+        served.config.depth = 3;
+        served.start().unwrap();
+        assert!(tickets.iter().all(|ticket| answer(ticket).0 == 4096));
+        assert_eq!((served.read(0, 4096), served.flush()), ((4096, vec![1; 4096]), 0));
+        assert!((1..30).all(|number| served.disk(number * 4096, 4096) == vec![number as u8; 4096]));
+        served.stop();
+        assert_eq!((served.fake.devices(), served.notes()), (vec![], 0));
+    }
+}
+
+#[test]
+fn a_flush_fails_once_where_changes_died_with_a_server() {
+    let qcow2 = RAW.replace("raw", "qcow2");
+    for (written, flushed, fails) in [(true, false, true), (true, true, false), (false, false, false)] {
+        let mut served = Served::on(&qcow2, Fake::new(ALL), |_| ());
+        if written {
+            // A new cluster, whose mapping is in memory.
+            assert_eq!(served.write(65536, vec![1; 4096]), 4096);
+        }
+        if flushed {
+            assert_eq!(served.flush(), 0);
+        }
+        served.die();
+        served.start().unwrap();
+        assert_eq!(served.read(65536, 512).0, 512);
+        let durable = Operation::Write { is_durable: true };
+        let first = answer(&served.send(durable, 0, 4096, vec![1; 4096])).0;
+        assert_eq!(first, if fails { -5 } else { 4096 }, "written {written}, flushed {flushed}");
+        assert_eq!((served.flush(), served.flush()), (0, 0));
+    }
+    // What is in the page cache doesn't die with a process.
+    let mut raw = Served::new(|_| ());
+    assert_eq!(raw.write(65536, vec![1; 4096]), 4096);
+    raw.die();
+    raw.start().unwrap();
+    assert_eq!(raw.flush(), 0);
+    // No note says that all is well.
+    raw.die();
+    std::fs::remove_file(raw.folder.path().join("notes/cowshed-ublk-0")).unwrap();
+    raw.start().unwrap();
+    assert_eq!((raw.flush(), raw.flush()), (-5, 0));
+}
+
+#[test]
+fn a_device_is_taken_over_by_its_own_export_alone() {
+    let refused = |served: &mut Served, change: &dyn Fn(&mut Config), words: &str| {
+        let before = served.config.clone();
+        change(&mut served.config);
+        let error = served.start().unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+        assert_eq!(served.fake.info(0).state, State::Quiesced, "it goes on to wait");
+        served.config = before;
+    };
+    let mut served = Served::on(RAW, Fake::new(ALL & !features::UPDATE_SIZE), |_| ());
+    served.die();
+    refused(&mut served, &|config| config.id = "another".to_owned(), "no export with the id 'another' has made it");
+    refused(&mut served, &|config| config.writable = false, "it is writable");
+    served.start().unwrap();
+    assert_eq!(served.write(0, vec![1; 512]), 512);
+    served.fake.change_info(0, |info| info.note = 7);
+    served.die();
+    refused(&mut served, &|_| (), "no export with the id 'the-disk' has made it");
+    served.fake.kill(0);
+}
+
+#[test]
+fn a_disk_that_became_shorter_meanwhile_is_refused_where_the_kernel_can_not_hear_of_it() {
+    for features in [ALL, ALL & !features::UPDATE_SIZE] {
+        let mut served = Served::on(RAW, Fake::new(features), |_| ());
+        served.die();
+        rt::block_on(async {
+            let request = cowshed_image::graph::AttachRequest::export("shortener", true).resizing();
+            let other = served.graph.attach(&served.node, request).await.unwrap();
+            served.node.resize(DISK_BYTES / 2, cowshed_image::Preallocation::Off).await.unwrap();
+            other.detach().await.unwrap();
+        });
+        match served.start() {
+            Ok(()) => assert_eq!(served.fake.params(0).sectors, DISK_BYTES / 1024),
+            Err(error) => {
+                assert!(error.to_string().contains("it has 32768 sectors, and the disk has 16384"), "{error}")
+            }
+        }
+        assert_eq!(served.server.is_some(), features == ALL);
+    }
+}
+
+#[test]
+fn auto_makes_a_device_where_there_is_none_and_takes_it_over_where_there_is() {
+    let mut served = Served::new(|config| {
+        config.device = Some(0);
+        config.recover = Recover::Auto;
+    });
+    let count = |served: &Served, call| served.fake.calls().iter().filter(|(made, _)| *made == call).count();
+    assert_eq!(served.write(0, vec![1; 512]), 512);
+    served.die();
+    served.config.recover = Recover::Auto;
+    served.start().unwrap();
+    assert_eq!((count(&served, UblkCall::AddDevice), count(&served, UblkCall::EndRecovery)), (1, 1));
+    assert_eq!(served.read(0, 512), (512, vec![1; 512]));
+}
