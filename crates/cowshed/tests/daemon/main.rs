@@ -17,5 +17,6 @@ mod process;
 mod startup;
 mod stress;
 mod stuck;
+mod ublk;
 mod untrusted;
 mod vhost;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD server and exports.
 
+#[cfg(feature = "ublk")]
+use super::ublk;
 use super::{Arguments, Group, activity, change, command, failed, fuse, http, nothing, vhost};
 use crate::nbd::{ExportSpec, ListenPlace, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
@@ -39,17 +41,20 @@ command nbd-server-add: device: str, name?: str, description?: str, writable?: b
 command nbd-server-remove: name: str, mode?: BlockExportRemoveMode
 command nbd-server-stop
 enum BlockExportRemoveMode: safe hard
-enum BlockExportType: nbd vhost-user-blk fuse http
+enum BlockExportType: nbd vhost-user-blk fuse http ublk
 enum FuseExportAllowOther: off on auto
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
 object BlockExportOptionsVhostUserBlk: addr: SocketAddress, logical-block-size?: uint64, num-queues?: int
 object BlockExportOptionsFuse: mountpoint: str, growable?: bool, allow-other?: FuseExportAllowOther
 object BlockExportOptionsHttp: addr: SocketAddress, path?: str, tls-creds?: str
+enum UblkExportRecover: off on auto
+object BlockExportOptionsUblk: device-id?: uint32, num-queues?: uint32, queue-size?: uint32, logical-block-size?: uint64
+  , recover?: UblkExportRecover, unprivileged?: bool
 alternate BlockExportIothreads: str, [str]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIothreads, node-name: str
   , writable?: bool, writethrough?: bool, allow-inactive?: bool | type = nbd: BlockExportOptionsNbd
   , vhost-user-blk: BlockExportOptionsVhostUserBlk, fuse: BlockExportOptionsFuse
-  , http: BlockExportOptionsHttp
+  , http: BlockExportOptionsHttp, ublk: BlockExportOptionsUblk
 command block-export-add(BlockExportOptions)
 command block-export-del: id: str, mode?: BlockExportRemoveMode
 object BlockExportInfo: id: str, type: BlockExportType, node-name: str, shutting-down: bool, x-requests?: int
@@ -280,6 +285,14 @@ const EXPORTS: &[ExportType] = &[
         needs_nbd: false,
         add: |d, a, n| Box::pin(http::add(d, a, n)),
     },
+    #[cfg(feature = "ublk")]
+    ExportType {
+        name: ublk::UBLK,
+        title: "ublk",
+        has_threads: false,
+        needs_nbd: false,
+        add: |d, a, n| Box::pin(ublk::add(d, a, n)),
+    },
 ];
 
 /// One thread, or a list, which exports refuse that can't use it.
@@ -304,7 +317,7 @@ fn check_iothreads(daemon: &Daemon, kind: &ExportType, given: Option<&Value>) ->
 async fn block_export_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let node = arguments.text("node-name").to_owned();
     let kind = EXPORTS.iter().find(|kind| kind.name == arguments.text("type"));
-    let kind = kind.ok_or_else(|| QmpError::generic("there is no such type of exports"))?;
+    let kind = kind.ok_or_else(|| QmpError::generic("this build has no such type of exports"))?;
     if arguments.flag("fixed-iothread", false) && arguments.get("iothread").is_some_and(Value::is_array) {
         return Err(QmpError::generic("Cannot use fixed-iothread for a multi-threaded export"));
     }

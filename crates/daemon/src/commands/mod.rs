@@ -23,6 +23,8 @@ mod objects;
 mod snapshot;
 mod stats;
 mod throttle;
+#[cfg(feature = "ublk")]
+mod ublk;
 mod vhost;
 
 pub(crate) use arguments::Arguments;
