@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Block ciphers with blocks of 16 or 8 bytes, chosen at run time.
 
-use crate::sectors::{Algorithm, BYTES_AT_ONCE, SECTOR_BYTES, SECTORS_AT_ONCE, Vector};
+use crate::SECTOR_BYTES;
+use crate::sectors::{Algorithm, BYTES_AT_ONCE, SECTORS_AT_ONCE, Vector};
 use aes::{Aes128, Aes192, Aes256};
 use cast5::Cast5;
 use cipher::{

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The legacy AES method of qcow2 (`crypt_method` 1): AES-128 in CBC with the password itself as the key. It is unsafe by
-//! design (equal beginnings show, passwords are cut to 16 bytes): for reading old images only.
+//! design (equal beginnings show, passwords are cut to 16 bytes): for old images and their readers.
 
 use crate::{Algorithm, Chaining, CipherSpec, InitialVector, SectorCipher};
 use cowshed_block::Result;

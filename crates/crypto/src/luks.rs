@@ -2,6 +2,7 @@
 //! LUKS version 1 (LUKS On-Disk Format Specification 1.2.3): the master key in its slots. The caller reads and writes;
 //! the key material of a slot must be on disk before the header that makes the slot active.
 
+pub use crate::random::fill_random;
 use crate::{Chaining, CipherSpec, Hash, SECTOR_BYTES, SectorCipher, split};
 use cowshed_block::{Error, Result};
 use cowshed_layout::luks::{
@@ -274,11 +275,6 @@ pub fn iterations_for(hash: Hash, key_bytes: u32, time: Duration) -> u32 {
         }
         iterations *= 4;
     }
-}
-
-/// Fills a buffer with the system's random bytes.
-pub fn fill_random(bytes: &mut [u8]) -> Result<()> {
-    getrandom::fill(bytes).map_err(|error| Error::internal(format!("the system gives no random bytes: {error}")))
 }
 
 /// A random UUID (RFC 9562, version 4) as text.

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sectors of 512 bytes, each encrypted on its own with an initial vector made from its number.
 
-use crate::Hash;
 use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher, mix};
+use crate::{Hash, SECTOR_BYTES};
 use cowshed_block::{Error, Result};
-
-/// Length of a sector in bytes.
-pub const SECTOR_BYTES: usize = 512;
 
 /// Sectors whose initial vectors go through a cipher in one go: a call of one prepares its round keys for many blocks at once,
 /// and takes the most blocks at once only where there are as many.

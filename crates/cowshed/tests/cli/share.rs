@@ -2,7 +2,7 @@
 //! `share`, downloaded by curl, and read by nbdkit where it is.
 
 use crate::oracle::Oracle;
-use crate::tls::credentials;
+use cowshed_testkit::credentials;
 use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};

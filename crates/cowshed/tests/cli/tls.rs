@@ -3,11 +3,9 @@
 
 use crate::in_use::Server;
 use crate::oracle::Oracle;
+use cowshed_testkit::credentials;
 use std::path::Path;
 use std::process::Command;
-
-#[path = "../daemon/credentials.rs"]
-pub mod credentials;
 
 const OBJECT: &str = "--object tls-creds-x509,id=t,dir=client,endpoint=client";
 const EXPORT: &str = "driver=nbd,server.type=unix,server.path=n.sock,tls-creds=t,tls-hostname=localhost";

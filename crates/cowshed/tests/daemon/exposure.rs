@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The warning about writable exports that the network reaches without TLS.
 
-use super::credentials::make_credentials;
 use super::process::{COWSHED, Monitor, Serving};
+use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::path::Path;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as a process of its own, with the clients that people have: QEMU, fio, libnbd's tools, nbdkit, a guest.
 
-mod credentials;
 mod device;
 mod exposure;
 mod faults;

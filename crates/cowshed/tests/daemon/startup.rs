@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a daemon comes to its sockets and streams, and what it says when something is wrong.
 
-use super::credentials::make_credentials;
 use super::process::{COWSHED, Killed, Monitor, Serving, run, text, tool};
+use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::fs;

@@ -8,6 +8,7 @@ use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_layout::{vhdx, vpc};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::run;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,16 +31,10 @@ const KINDS: [Kind; 7] = [
     ("parallels", &[], &[(0, 64), (64, 40)]),
 ];
 
-fn run(folder: &Path, program: &str, arguments: &[&str]) {
-    let output =
-        Command::new(program).current_dir(folder).args(arguments).output().expect("qemu-utils must be installed");
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
 /// A disk of 5 MiB with a little data.
 fn make(folder: &Path, format: &str, options: &[&str]) -> PathBuf {
-    run(folder, "qemu-img", &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
-    run(folder, "qemu-io", &["-f", format, "-c", "write -P 1 0 5000", "-c", "write -P 2 3M 64k", "image"]);
+    run("qemu-img", folder, &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
+    run("qemu-io", folder, &["-f", format, "-c", "write -P 1 0 5000", "-c", "write -P 2 3M 64k", "image"]);
     folder.join("image")
 }
 
@@ -295,8 +290,8 @@ fn a_guessed_raw_disk_does_not_turn_into_another_format() {
         // An image is none of these formats on the word of an overlay that doesn't say so.
         let overlay = folder.path().join("over.qcow2");
         run(
-            folder.path(),
             "qemu-img",
+            folder.path(),
             &["create", "-q", "-u", "-f", "qcow2", "-b", "image", "-F", "raw", "over.qcow2", "5M"],
         );
         let node = rt::block_on(open(OpenRequest::file(overlay.to_str().unwrap()))).unwrap();
@@ -323,7 +318,7 @@ fn an_image_in_use_takes_no_second_writer() {
     ];
     for (format, options) in kinds {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        run(folder.path(), "qemu-img", &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
+        run("qemu-img", folder.path(), &[&["create", "-q", "-f", format], options, &["image", "5M"]].concat());
         let path = folder.path().join("image");
         // As qemu-img and qemu-io open images, whose raw ones others may write to.
         let opened = |writable: bool| {
@@ -353,10 +348,10 @@ fn a_large_disk_with_little_data_is_opened_without_reading_its_tables() {
     let folder = cowshed_testkit::qemu::temp_dir();
     let at = (1 << 39) + 4096;
     for (format, size, most_bytes) in [("vmdk", "16T", 5 << 20), ("qcow", "1T", 1 << 20), ("qed", "16T", 1 << 20)] {
-        run(folder.path(), "qemu-img", &["create", "-q", "-f", format, "made", size]);
-        run(folder.path(), "cp", &["--sparse=always", "made", "image"]);
+        run("qemu-img", folder.path(), &["create", "-q", "-f", format, "made", size]);
+        run("cp", folder.path(), &["--sparse=always", "made", "image"]);
         let write = format!("write -P 5 {at} 64k");
-        run(folder.path(), "qemu-io", &["-f", format, "-c", &write, "image"]);
+        run("qemu-io", folder.path(), &["-f", format, "-c", &write, "image"]);
         let path = folder.path().join("image");
         rt::block_on(async {
             let request = OpenRequest::file(path.to_str().unwrap()).format(format).writable(true);

@@ -8,16 +8,9 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
-use std::path::Path;
+use cowshed_testkit::programs::run;
 use std::process::Command;
 use std::sync::Arc;
-
-fn run(program: &str, folder: &Path, args: &[&str]) -> String {
-    let output = Command::new(program).current_dir(folder).args(args).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
-    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
 
 /// `sub/top.qcow2` (3 MiB) over `mid.qcow2` (2 MiB, other cluster size) over `base.raw` (1 MiB): bytes 1, 2 and 3
 /// where each was written.

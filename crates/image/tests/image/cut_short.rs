@@ -5,16 +5,10 @@ use cowshed_block::ErrorKind;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, Repair, check};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::run;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
-
-fn run(program: &str, folder: &Path, args: &[&str]) {
-    let output = Command::new(program).current_dir(folder).args(args).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
-    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// An image of 64 MiB, written to.
 fn image(options: &str, command: &str) -> (tempfile::TempDir, PathBuf) {

@@ -6,26 +6,13 @@ use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::{output, run};
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 const SIZE: usize = 2 << 20;
 const SECRET: &str = "secret,id=s,data=geheim";
 const NAME: &str = "a.image";
-
-fn output(program: &str, folder: &Path, args: &[&str]) -> (bool, String) {
-    let output = Command::new(program).current_dir(folder).args(args).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
-    let text = [output.stdout, output.stderr].concat();
-    (output.status.success(), String::from_utf8_lossy(&text).into_owned())
-}
-
-fn run(program: &str, folder: &Path, args: &[&str]) -> String {
-    let (good, text) = output(program, folder, args);
-    assert!(good, "{program} {args:?}: {text}");
-    text
-}
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()

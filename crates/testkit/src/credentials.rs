@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! TLS credentials for tests.
+//! TLS credentials for tests: an authority and a server.
 
 use std::path::Path;
 use std::process::Command;
