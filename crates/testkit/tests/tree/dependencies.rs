@@ -139,3 +139,30 @@ fn packages_come_from_one_registry_and_none_is_banned() {
         assert!(!BANNED.contains(&package["name"].as_str().unwrap_or_default()), "{} is banned", package["name"]);
     }
 }
+
+#[test]
+fn published_crates_name_versions_of_each_other() {
+    let packages = packages();
+    let is_ours = |package: &&Value| package["source"].is_null();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    // `publish = false` is an empty list of registries.
+    let is_published = |package: &Value| package["publish"].is_null();
+    let ours: Vec<&Value> = packages.iter().filter(is_ours).collect();
+    let mut wrong = Vec::new();
+    for package in ours.iter().filter(|package| is_published(package)) {
+        for field in ["description", "license", "readme"] {
+            if package[field].is_null() {
+                wrong.push(format!("{}: no {field}", package["name"]));
+            }
+        }
+        let dependencies = package["dependencies"].as_array().expect("a list");
+        for needed in dependencies.iter().filter(|needed| needed["kind"] != "dev") {
+            let Some(target) = ours.iter().find(|known| known["name"] == needed["name"]) else { continue };
+            if !is_published(target) || text(&needed["req"]) != format!("^{}", text(&target["version"])) {
+                wrong.push(format!("{}: {} {}", package["name"], needed["name"], needed["req"]));
+            }
+        }
+    }
+    assert!(ours.iter().filter(|package| !is_published(package)).count() >= 3, "the test sees no crates of ours");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
