@@ -53,7 +53,7 @@ pub enum ErrorKind {
     Io,
     /// No space left on the device.
     NoSpace,
-    /// Locked or in use by somebody else.
+    /// Locked or in use by another process or user.
     Busy,
     /// Writing to something that is read-only.
     ReadOnly,

@@ -30,7 +30,7 @@ const SECTOR_BYTES: usize = 512;
 pub(super) enum Durability {
     /// Name and contents are, and until the end the file isn't taken for an image.
     Synced,
-    /// Nothing is synced where the name is new: for who leaves out flushes anyway (`cache=unsafe`). What has old
+    /// Nothing is synced where the name is new: for a caller that leaves out flushes anyway (`cache=unsafe`). What has old
     /// contents (a file, a device, an export) is treated as with `Synced`.
     Unsynced,
 }
@@ -39,7 +39,7 @@ pub(super) enum Durability {
 #[derive(Clone, Debug)]
 pub(super) struct Manner {
     pub durability: Durability,
-    /// Somebody may want it to stop half-way, by this flag.
+    /// This flag stops it half-way.
     pub stop: Option<Arc<AtomicBool>>,
 }
 

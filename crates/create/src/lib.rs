@@ -273,7 +273,7 @@ impl CreatePlan {
         self.make(Durability::Synced, None).await
     }
 
-    /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for who writes into it with `cache=unsafe`, so that
+    /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for a caller that writes into it with `cache=unsafe`, so that
     /// a power cut may leave anything under that name. What was there before is treated as by [`CreatePlan::run`].
     pub async fn run_unsynced(&self) -> Result<Created> {
         self.make(Durability::Unsynced, None).await

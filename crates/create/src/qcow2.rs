@@ -332,7 +332,7 @@ impl Qcow2CreateOptions {
     }
 
     /// True when every guest cluster is mapped from the start. A raw data file always is: its bytes belong to the
-    /// guest whoever wrote them.
+    /// guest, whichever program wrote them.
     pub fn is_mapped(&self) -> bool {
         self.preallocation != Preallocation::Off || self.data_file_raw
     }

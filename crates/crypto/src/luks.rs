@@ -219,7 +219,7 @@ impl Volume {
         Ok((next, vec![vec![(place, material), rest], vec![state]]))
     }
 
-    /// Empties a slot: the volume as it is then, and the writes. The key material is overwritten when nobody relies on it
+    /// Empties a slot: the volume as it is then, and the writes. The key material is overwritten when nothing relies on it
     /// any more.
     pub fn deactivation(&self, slot: usize) -> Result<(Volume, Vec<Stage>)> {
         let mut next = self.clone();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-/// Who may come.
+/// The permitted clients.
 #[derive(Debug)]
 pub(crate) enum Authorization {
     /// The one with this name.

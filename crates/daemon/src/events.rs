@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Who gets events. Must not block: it may be called by any thread.
+/// A receiver of events. Must not block: it may be called by any thread.
 pub trait Listener: Send + Sync {
     /// Something happened.
     fn event(&self, event: &Event);
@@ -32,7 +32,7 @@ struct Shared {
     limits: Mutex<Vec<Limit>>,
 }
 
-/// The list of those who get events; clones are the same list.
+/// The list of receivers; clones are the same list.
 #[derive(Clone, Default)]
 pub struct EventBus(Arc<Shared>);
 

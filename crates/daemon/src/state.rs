@@ -54,7 +54,7 @@ pub(crate) struct Settings {
 
 /// The daemon. No borrow of a cell is held across an `.await`.
 pub(crate) struct Daemon {
-    /// The nodes by name, and who uses them.
+    /// The nodes by name, and their users.
     pub graph: Arc<Graph>,
     /// Nodes that are closed for the time being.
     pub inactive: InactiveNodes,
@@ -84,7 +84,7 @@ pub(crate) struct Daemon {
     pub request_memory_bytes: u64,
     /// Stop when the last client goes.
     pub stop_when_idle: bool,
-    /// The steps of the start aren't all done: who connects to the NBD server waits for the exports that are to come.
+    /// The steps of the start aren't all done: a client that connects to the NBD server waits for the exports that are to come.
     pub is_starting: Cell<bool>,
     nbd: RefCell<Option<Rc<Nbd>>>,
     /// The exports that have a server each.

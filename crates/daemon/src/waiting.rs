@@ -158,7 +158,7 @@ struct Ticket {
     waker: Option<Waker>,
 }
 
-/// A command's turn, or its place in the queue; those who wait look again when it is dropped.
+/// A command's turn, or its place in the queue; the waiting ones look again when it is dropped.
 pub(crate) struct Turn<'a> {
     turns: &'a Turns,
     id: u64,

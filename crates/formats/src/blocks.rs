@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 const PAGE_BYTES: u64 = 64 << 10;
 /// Pages that an image keeps in memory: 4 MiB.
 const KEPT_PAGES: usize = 64;
-/// Blocks that one call looks up: whoever wants more asks again.
+/// Blocks that one call looks up; for more, call again.
 const MAX_STEPS: usize = 64 << 10;
 
 /// The key of every driver here.
@@ -228,7 +228,7 @@ struct Pages {
 
 /// The file of an image, and what was read of its tables.
 pub(crate) struct ImageFile {
-    /// In an array, as those want it who ask for all files of an image.
+    /// In an array, as callers want it that ask for all files of an image.
     node: [Arc<Node>; 1],
     pages: Mutex<Pages>,
     holes: Holes,

@@ -25,7 +25,7 @@ const HELPERS: &[&str] = &["fusermount3", "fusermount"];
 /// Which users may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AllowOther {
-    /// Only the one who mounts it.
+    /// Only the user that mounts it.
     Off,
     /// All that its mode lets.
     On,
@@ -143,7 +143,7 @@ impl Mount<'_> {
         Ok((session, allows_other))
     }
 
-    /// Mounts as users do who may not by themselves.
+    /// Mounts by `fusermount3`, for users that may not mount.
     fn mount_by_helper(&self, refusal: &Error) -> Result<(FuseDevice, bool)> {
         let wanted: &[bool] = match self.allow_other {
             AllowOther::Off => &[false],

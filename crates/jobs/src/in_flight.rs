@@ -33,7 +33,7 @@ impl InFlight {
         InFlight { now: Cell::new(1), most: most.max(1), begins_alone: false, done: Cell::new(0) }
     }
 
-    /// For who doesn't call for another core's help while [`InFlight::is_alone`]: the first [`FEW`] pieces stay alone while each
+    /// For a caller that needs no other core while [`InFlight::is_alone`]: the first [`FEW`] pieces stay alone while each
     /// is done [`AT_ONCE`].
     pub fn begins_alone(self) -> InFlight {
         InFlight { begins_alone: true, ..self }

@@ -25,7 +25,7 @@ pub struct ImageSpec {
     pub force_share: bool,
     /// Cache mode: `none`, `writeback`, `writethrough`, `directsync`, `unsafe`.
     pub cache: Option<String>,
-    /// Who does the I/O of its file (`-i`, `-n`): `threads`, `native`, `io_uring`.
+    /// The engine that does the I/O of its file (`-i`, `-n`): `threads`, `native`, `io_uring`.
     pub aio: Option<String>,
     /// Lock a raw image as qemu-img does, see [`OpenRequest::sharing_raw`].
     pub shares_raw: bool,

@@ -39,7 +39,7 @@ pub struct OpenOptions {
     pub beneath: Option<PathBuf>,
     /// Page cache use.
     pub cache: CacheMode,
-    /// Who does the I/O.
+    /// The engine of the I/O.
     pub engine: IoEngine,
     /// Whether to lock.
     pub locking: Locking,

@@ -64,7 +64,7 @@ struct BenchArgs {
     /// With --flush-interval: flush while other requests are in flight
     #[arg(long)]
     no_drain: bool,
-    /// Who does the I/O: threads, native, io_uring
+    /// The engine of the I/O: threads, native, io_uring
     #[arg(short = 'i', long, value_name = "AIO")]
     aio: Option<String>,
     /// The same as -i native; needs -t none or -t directsync

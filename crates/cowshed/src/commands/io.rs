@@ -66,7 +66,7 @@ struct IoArgs {
     /// The same as -i native
     #[arg(short = 'k', long)]
     native_aio: bool,
-    /// Who does the I/O: threads, native, io_uring
+    /// The engine of the I/O: threads, native, io_uring
     #[arg(short = 'i', long, value_name = "MODE")]
     aio: Option<String>,
     /// Cache mode: none, writeback, writethrough, directsync, unsafe

@@ -42,7 +42,7 @@ pub struct OpenSpec {
     pub cache: Option<String>,
     /// Discards: ignore, off, unmap, on.
     pub discard: Option<String>,
-    /// Who does the I/O.
+    /// The engine of the I/O.
     pub aio: Option<String>,
     /// Share with writers.
     pub force_share: bool,

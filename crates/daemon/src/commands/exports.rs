@@ -89,7 +89,7 @@ async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
     nothing()
 }
 
-/// Who may connect: ids of objects.
+/// The permitted clients: ids of objects.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Access<'a> {
     /// Credentials of the server.

@@ -381,7 +381,7 @@ async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str)
     new_file::create(daemon, request).await
 }
 
-/// A node-name that nobody has, and that no other command that runs was given.
+/// A node-name that no node has, and that no other command that runs was given.
 pub(crate) fn free_name(daemon: &Daemon, stem: &str) -> String {
     let mut given = daemon.given_names.borrow_mut();
     let mut names = (0..).map(|n| format!("{stem}{n}"));

@@ -31,7 +31,7 @@ const FILTER_PREFIX: &str = "throttle-";
 enum Target {
     /// One export: others that use the same node aren't touched.
     Export(Arc<Attachment>),
-    /// A node: whoever uses it.
+    /// A node: all of its users.
     Node(Arc<Node>),
 }
 

@@ -27,7 +27,7 @@ struct Waiting {
     bytes: usize,
     /// A command runs whose reply is still to come.
     owes_reply: bool,
-    /// Nothing more will come, or nobody takes it any more.
+    /// Nothing more will come, or no client takes it any more.
     closed: bool,
 }
 

@@ -289,7 +289,7 @@ impl Step {
     }
 
     /// The NBD server; without an address it listens on the sockets that were passed to this process. `tls` is the id
-    /// of credentials, `authz` that of who may come, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
+    /// of credentials, `authz` that of the permitted clients, 0 `max_connections` are any number, 0 `handshake_seconds` is for ever.
     pub fn serve(
         address: Option<SocketAddress>,
         (tls, authz): (Option<String>, Option<String>),

@@ -170,7 +170,7 @@ impl Driver for LuksDriver {
         !self.file.is_device()
     }
 
-    /// Whatever nobody has encrypted decrypts to noise.
+    /// Bytes that were never encrypted decrypt to noise.
     fn grows_by_zeroes(&self) -> bool {
         false
     }

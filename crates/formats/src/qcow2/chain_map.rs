@@ -30,7 +30,7 @@ const GRANULE_BITS_MIN: u32 = 12;
 /// Granules in a chunk, and those that are looked up together.
 const CHUNK: u64 = 4096;
 const WINDOW: u64 = 64;
-/// Chunks of one image at most, 16 KiB each: with 64 KiB clusters they cover 256 GiB. Whoever needs another begins a new map.
+/// Chunks of one image at most, 16 KiB each: with 64 KiB clusters they cover 256 GiB. One more begins a new map.
 const CHUNKS_MAX: usize = 1024;
 /// Places for chunks: what lies behind, 4 TiB with 64 KiB clusters, is read layer by layer.
 const SLOTS_MAX: u64 = 1 << 14;
@@ -67,13 +67,13 @@ enum Holding {
 
 /// Whom to ask for a range, as far as a map says it.
 enum Asked {
-    /// Nobody: zeroes.
+    /// No layer: zeroes.
     Nobody,
-    /// This layer has it, or knows who has; and where it is, if that is known.
+    /// This layer has it, or knows the one that has; and where it is, if that is known.
     Layer(Arc<Node>, Option<Place>),
     /// Nothing is asked below: the image itself has it there.
     Itself(Place),
-    /// Nobody has looked yet, and the image itself may be passed over.
+    /// Not looked up yet; the image itself may be passed over.
     Unseen,
     /// It must be looked up, or is in several layers.
     Unknown,
@@ -85,7 +85,7 @@ pub(crate) struct ChainMap {
     changes: u64,
     /// The backing file, its backing file, and so on. Empty when the chain is too short or not fit.
     layers: Vec<Weak<Node>>,
-    /// Nobody may write to the image above them, and the map tells what it has.
+    /// The image above them is read-only, and the map tells what it has.
     covers_itself: bool,
     granule_bits: u32,
     chunks: Vec<OnceLock<Chunk>>,
@@ -152,7 +152,7 @@ impl ChainMap {
         }
     }
 
-    /// Who has all of a range, if one layer has it, and where, if it is in one piece; the owner 0 where that isn't known.
+    /// The layer that has all of a range, and where, if it is in one piece; the owner 0 where that isn't known.
     fn known(&self, offset: u64, len: u64) -> Known {
         let first = offset >> self.granule_bits;
         let last = (offset + len).saturating_sub(1) >> self.granule_bits;
@@ -428,7 +428,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Nobody may write to this image, by its node.
+    /// The node of this image is read-only.
     fn is_frozen(&self) -> bool {
         self.frozen.load(Ordering::Acquire)
     }

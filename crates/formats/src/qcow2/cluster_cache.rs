@@ -11,7 +11,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// What the store holds unless somebody says otherwise, in bytes.
+/// The default limit of the store in bytes.
 const DEFAULT_BYTES: usize = 64 << 20;
 const SHARDS: usize = 16;
 
@@ -34,7 +34,7 @@ impl Hash for Place {
 struct Kept {
     cluster: Arc<Vec<u8>>,
     referenced: bool,
-    /// Nobody has asked for it yet.
+    /// No reader has asked for it yet.
     is_ahead: bool,
 }
 
@@ -120,7 +120,7 @@ impl Inflated {
         Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
     }
 
-    /// The cluster that is compressed at `host`, if it is here. What was put in ahead of a reader who takes all of it goes
+    /// The cluster that is compressed at `host`, if it is here. What was put in ahead of a reader that takes all of it goes
     /// out again.
     pub(super) fn get(&self, host: u64, len: u64, whole: bool) -> Option<Arc<Vec<u8>>> {
         if self.kept.load(Ordering::Relaxed) == 0 {
@@ -152,7 +152,7 @@ impl Inflated {
         }
     }
 
-    /// As [`Inflated::put`], for a reader who is on the way.
+    /// As [`Inflated::put`], for a reader that is on the way.
     pub(super) fn put_ahead(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
         self.keep(host, len, Kept { cluster, referenced: false, is_ahead: true });
     }

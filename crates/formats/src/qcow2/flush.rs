@@ -197,7 +197,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Looks for room in a container that can't grow by itself, for the `tries`th time: somebody may have made it longer
+    /// Looks for room in a container that can't grow by itself, for the `tries`th time: it may have become longer
     /// (a logical volume), and what was freed may be used again once that is durable.
     #[cold]
     pub(super) async fn find_room(&self, tries: u32) -> Result<()> {

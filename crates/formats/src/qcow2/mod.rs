@@ -68,11 +68,11 @@ pub struct Qcow2Driver {
     chain_map: ArcSwapOption<chain_map::ChainMap>,
     /// The chain map was made to cover this image too.
     is_covered: AtomicBool,
-    /// The node is read-only: nobody changes what the guest sees, not even between two requests.
+    /// The node is read-only: nothing changes what the guest sees, not even between two requests.
     frozen: AtomicBool,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
-    /// Of an encrypted image: who is writing where.
+    /// Of an encrypted image: the writers, and their ranges.
     writers: Writers,
     codec: Mutex<Codec>,
     /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
@@ -88,7 +88,7 @@ pub struct Qcow2Driver {
     punch: AtomicBool,
     /// A shrink runs: what it frees gets holes punched.
     shrinks: AtomicBool,
-    /// Something about the mapping has changed: those who wait plan again.
+    /// Something about the mapping has changed: waiting requests plan again.
     events: Arc<Events>,
     /// Held by the one write-back cycle, refcount or L1 growth that may run.
     cycle_lock: futures_util::lock::Mutex<()>,
@@ -99,7 +99,7 @@ pub struct Qcow2Driver {
     no_reserve: AtomicBool,
     /// Something was written to the metadata since the image was opened.
     wrote_metadata: AtomicBool,
-    /// A cycle was dropped before its end: nobody knows what reached the disk.
+    /// A cycle was dropped before its end: what reached the disk is unknown.
     abandoned: AtomicBool,
     /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
     corrupt: AtomicBool,

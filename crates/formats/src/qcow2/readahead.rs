@@ -47,7 +47,7 @@ pub(super) struct Ahead {
     ended: Events,
 }
 
-/// A reader who goes from cluster to cluster.
+/// A reader that goes from cluster to cluster.
 struct Stream {
     /// The cluster that comes next, and below it how many came in a row.
     next: AtomicU64,
@@ -69,7 +69,7 @@ impl Drop for Inflating {
     }
 }
 
-/// The right to inflate a cluster: who else wants it waits until this is dropped.
+/// Guard for a decompression in progress; other readers of the cluster wait until it is dropped.
 pub(super) struct DecodeGuard {
     ahead: Arc<Ahead>,
     _inflating: Option<Inflating>,
@@ -85,7 +85,7 @@ impl Drop for DecodeGuard {
 pub(super) enum Next {
     /// It is here.
     Copy(Arc<Vec<u8>>),
-    /// Nobody has it.
+    /// No reader has it.
     Inflate(DecodeGuard),
 }
 
@@ -117,7 +117,7 @@ impl Ahead {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place, if nobody has it.
+    /// Takes a place, if it is free.
     fn take(self: &Arc<Self>, place: Place) -> Option<Inflating> {
         if !self.places().insert(place) {
             return None;
@@ -126,7 +126,7 @@ impl Ahead {
         Some(Inflating { ahead: Arc::clone(self), place })
     }
 
-    /// Looks for a cluster, and waits for whoever is inflating it. `whole`: all of it is wanted, so it isn't kept for
+    /// Looks for a cluster, and waits for an inflation in progress. `whole`: all of it is wanted, so it isn't kept for
     /// others. The wait is for one read and one inflation, which the caller would have to do otherwise; who does them
     /// waits for nobody.
     pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {

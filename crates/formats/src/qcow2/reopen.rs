@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
-    /// Plans from now on as if the backing file had `bytes` bytes, for one who is going to put the image on a longer one:
+    /// Plans from now on as if the backing file had `bytes` bytes, before the image is put on a longer one:
     /// what reads as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or
     /// discarded. No request runs.
     pub fn plan_for_backing_bytes(&self, bytes: u64) {

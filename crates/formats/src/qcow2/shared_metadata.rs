@@ -12,12 +12,12 @@ use cowshed_storage::{File, FileIdentity, Permissions, rt};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// What belongs together: the mapping, those who wait for it, and what was inflated by it.
+/// What belongs together: the mapping, its waiting requests, and what was inflated by it.
 pub(super) struct Core {
     pub(super) engine: Arc<Engine>,
     pub(super) events: Arc<Events>,
     pub(super) inflated: Arc<Inflated>,
-    /// The core was made for this image, nobody had it.
+    /// The core was made for this image; no other one had it.
     pub(super) is_new: bool,
     pub(super) membership: Membership,
 }
@@ -62,7 +62,7 @@ impl Known {
 }
 
 impl Membership {
-    /// Leaves: the image no longer keeps writers out. A core without members is shared with nobody any more.
+    /// Leaves: the image no longer keeps writers out. A core without members is shared no more.
     pub(super) fn leave(&self) {
         let Some(key) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         let mut known = known();

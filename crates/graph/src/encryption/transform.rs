@@ -99,7 +99,7 @@ mod tests {
     use std::sync::Mutex;
     use std::thread::{ThreadId, current, sleep};
 
-    /// Adds what depends on the place, and notes who did how much of which place.
+    /// Adds what depends on the place, and notes which thread did how much of which place.
     struct Noting {
         takes: Duration,
         calls: Mutex<Vec<(u64, usize, ThreadId)>>,
@@ -121,7 +121,7 @@ mod tests {
         }
     }
 
-    /// Who did what, in order.
+    /// The work of each thread, in order.
     fn calls(takes: Duration, len: usize) -> Vec<(u64, usize, ThreadId)> {
         const START: u64 = 7 << 20;
         let noting = Arc::new(Noting { takes, calls: Mutex::default() });

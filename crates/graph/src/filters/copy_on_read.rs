@@ -209,7 +209,7 @@ impl Node {
     }
 }
 
-/// Nobody else changes the range meanwhile; what came before the claim is seen here.
+/// The range doesn't change meanwhile; what came before the claim is seen here.
 async fn copy_claimed(child: &Arc<Node>, deepest: u32, offset: u64, len: u64) -> Result<()> {
     let end = offset + len;
     let mut at = offset;

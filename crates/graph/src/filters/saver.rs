@@ -23,8 +23,8 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
 /// The state of the filter.
 ///
-/// A part of the disk is kept until it is given up, and pending until the target has it. Whoever copies a part has it
-/// claimed. Who reads a pending part from the disk says so before, and a write waits for those readers once its part is
+/// A part of the disk is kept until it is given up, and pending until the target has it. A copy of a part has it
+/// claimed. A reader of a pending part on the disk announces itself before, and a write waits for those readers once its part is
 /// saved: later ones read the target.
 pub(super) struct Saver {
     below: Below,
@@ -38,7 +38,7 @@ pub(super) struct Saver {
     /// Held until a range that was copied is discarded on the disk.
     discarding: Arc<Ranges>,
     readers: Arc<Readers>,
-    /// Those who read the target, where it reads from the disk what it lacks.
+    /// The readers of the target, where it reads from the disk what it lacks.
     target_readers: Option<Arc<Readers>>,
     compress: AtomicBool,
     /// What was copied is given back on the disk.
@@ -264,7 +264,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits for those who read a range from the disk. It is saved, so later ones read the target. Those who read through the
+    /// Waits for the readers of a range on the disk. It is saved, so later ones read the target. Those who read through the
     /// target are waited for until it is given up.
     pub(super) async fn readers_left(&self, offset: u64, len: u64) {
         if !slip!("readers_of_the_past_overtaken") {

@@ -54,7 +54,7 @@ impl AttachRequest {
         self
     }
 
-    /// Its requests aren't counted: for users who keep statistics of their own.
+    /// Its requests aren't counted: for users that keep statistics of their own.
     pub fn without_statistics(self) -> AttachRequest {
         AttachRequest { counted: false, ..self }
     }
@@ -143,7 +143,7 @@ impl Attachment {
         self.node.load().size()
     }
 
-    /// Tells whoever wants to know of an export's request that failed.
+    /// Tells the observers of an export's request that failed.
     #[cold]
     pub(super) fn tell_failed(&self, kind: IoKind, error: &Error) {
         if self.export && !matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::ReadOnly) {

@@ -38,7 +38,7 @@ impl Chain {
 
 impl Graph {
     /// Lets others write to and resize the backing node of `overlay` while it stands there (`writes`), or not any more.
-    /// The one who does must leave what the overlay reads as it is.
+    /// The caller that does so must leave what the overlay reads as it is.
     pub fn share_backing(&self, overlay: &Arc<Node>, writes: bool) -> Result<()> {
         if overlay.backing().is_none() {
             return Err(Error::internal(format!("node '{}' has no backing node", overlay.name())));

@@ -19,7 +19,7 @@ pub fn print_corruptions(print: fn(&Corruption)) {
 /// Told of corruptions, from any thread; must not wait.
 pub type CorruptionObserver = Arc<dyn Fn(&Corruption) + Send + Sync>;
 
-/// Whoever is told.
+/// The observers.
 #[derive(Default)]
 pub(super) struct CorruptionObservers(RwLock<Vec<CorruptionObserver>>);
 

@@ -121,12 +121,12 @@ impl Gate {
         }
     }
 
-    /// Lets nobody in from now on, until as many [`Gate::open`].
+    /// Lets no request in from now on, until as many [`Gate::open`].
     pub(super) fn close(&self) {
         self.closed.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Waits until nobody is in.
+    /// Waits until no request is in.
     pub(super) async fn empty(&self) {
         loop {
             let seen = self.changes.now();

@@ -71,7 +71,7 @@ pub struct Graph {
     /// Secrets by their id.
     secrets: Mutex<BTreeMap<String, Secret>>,
     throttle_groups: Groups,
-    /// Who hears of requests of exports that failed.
+    /// The observers of requests of exports that failed.
     on_failed: OnceLock<failed::Listener>,
     observers: corruption::CorruptionObservers,
     threshold_observers: threshold::ThresholdObservers,

@@ -202,7 +202,7 @@ impl Graph {
         self.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node))
     }
 
-    /// Who uses `old`, but for what `new` stands on. An error when there is one that can't be moved.
+    /// The users of `old`, but for what `new` stands on. An error when there is one that can't be moved.
     fn movable_users(&self, old: &Arc<Node>, new: &Arc<Node>) -> Result<Vec<User>> {
         let stay = nodes_below(new);
         let mut users = Vec::new();

@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// Told of crossed thresholds, from any thread; must not wait.
 pub type ThresholdObserver = Arc<dyn Fn(&ThresholdCrossed) + Send + Sync>;
 
-/// Whoever is told.
+/// The observers.
 #[derive(Default)]
 pub(super) struct ThresholdObservers(RwLock<Vec<ThresholdObserver>>);
 

@@ -6,7 +6,7 @@ use cowshed_block::Result;
 use cowshed_offline::check::{Counters, Repair};
 use serde_json::Value;
 
-/// What a format says of itself, for `info` and for those who stand on it.
+/// What a format says of itself, for `info` and for the nodes above it.
 #[derive(Clone, Debug, Default)]
 pub struct Description {
     /// Allocation unit in bytes, where there is one.

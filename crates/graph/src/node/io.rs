@@ -22,7 +22,7 @@ impl Node {
         self.throttle().is_some() && plain && self.deadline.is_none() && self.check_open().is_ok()
     }
 
-    /// True when somebody wants to know what is written.
+    /// True when an observer wants to know what is written.
     #[inline]
     pub(crate) fn is_tracked(&self) -> bool {
         self.tracking.is_active()

@@ -50,10 +50,10 @@ impl Ranges {
     }
 }
 
-/// Who reads which ranges, several at the same time.
+/// The ranges that are read, several at the same time.
 #[derive(Default)]
 pub(crate) struct Readers {
-    /// How many there are: without any, nobody takes the lock.
+    /// How many there are: without any, the lock isn't taken.
     count: AtomicUsize,
     list: Mutex<ReaderList>,
     changes: Events,
@@ -105,7 +105,7 @@ impl Readers {
         Reading { readers: Arc::clone(self), id }
     }
 
-    /// Waits until those have left who are in a range of bytes now.
+    /// Waits until the present readers of a range of bytes have left.
     pub(crate) async fn left(&self, offset: u64, len: u64) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;

@@ -15,7 +15,7 @@ const STATUS_RUNS: usize = 16;
 struct NodeStorage {
     node: Arc<Node>,
     alignment: Alignment,
-    /// Held by who makes the node longer: two at once could make it shorter again.
+    /// Held while the node is made longer: two at once could make it shorter again.
     growing: Mutex<()>,
 }
 
@@ -53,7 +53,7 @@ impl Node {
     }
 }
 
-/// The node's words are for the log; who stands on it gets the number.
+/// The node's words are for the log; the node above gets the number.
 fn errno(error: Error) -> Errno {
     tracing::debug!(%error, "a request of an image to the node that stores it failed");
     error.errno()

@@ -12,7 +12,7 @@ use cowshed_storage::{File, PermissionSet, Permissions};
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 
-/// The user that stands for whoever added a node by name: it asks for nothing and keeps the node open.
+/// The user that stands for the adding of a node by name: it asks for nothing and keeps the node open.
 pub(crate) const MONITOR: &str = "#monitor";
 
 /// The user that stands for a change of a file's length.
@@ -64,7 +64,7 @@ impl Node {
         self.users().is_empty()
     }
 
-    /// True when somebody may write to the node now.
+    /// True when a user may write to the node now.
     pub fn has_writer(&self) -> bool {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))
     }

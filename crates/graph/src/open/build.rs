@@ -191,7 +191,7 @@ pub struct Opener {
     pub no_content: bool,
     /// The size is going to be changed.
     pub(super) resizes: bool,
-    /// Who shares a raw image may not change its size.
+    /// A user that shares a raw image may not change its size.
     pub(super) keeps_size: bool,
     /// The locks of files follow from what the users of their nodes do.
     pub(super) locks_by_users: bool,

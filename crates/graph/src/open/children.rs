@@ -22,7 +22,7 @@ pub struct BackingReference {
 }
 
 impl Opener {
-    /// False for who only asks what an image says of itself.
+    /// False where only the image's own words are asked for.
     pub fn needs_keys(&self, draft: &Draft) -> bool {
         draft.is_metadata || (!self.no_io && (!self.check || self.try_keys))
     }

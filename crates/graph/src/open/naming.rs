@@ -112,7 +112,7 @@ impl Named {
 }
 
 impl Node {
-    /// The node's name for who wants to open the same thing again, as QEMU prints it. Other than [`Node::filename`] it says
+    /// The name by which the same thing can be opened again, as QEMU prints it. Other than [`Node::filename`] it says
     /// options that count.
     pub fn reference(&self) -> String {
         match self.named(Purpose::Shown, false) {

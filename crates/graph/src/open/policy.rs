@@ -113,7 +113,7 @@ impl Policy {
         Err(Error::new(ErrorKind::Limit, message).field(field).value(value))
     }
 
-    /// Whether the backing file `name` of `image` may be opened: for those who follow a chain by themselves.
+    /// Whether the backing file `name` of `image` may be opened: for callers that follow a chain by themselves.
     pub fn check_backing(&self, name: &str, image: &str) -> Result<()> {
         self.check(self.allow_backing, "the backing file", name, image)?;
         self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;

@@ -115,7 +115,7 @@ impl Opener {
     }
 }
 
-/// True for a block device that takes no writes, which the system tells who writes only.
+/// True for a block device that takes no writes, which the system reports only to a writer.
 pub fn is_read_only_device(path: &std::path::Path) -> bool {
     let Ok(metadata) = std::fs::metadata(path) else { return false };
     let device = std::os::unix::fs::MetadataExt::rdev(&metadata);

@@ -75,7 +75,7 @@ pub struct Copy<'a> {
 
 /// What the copiers share.
 struct Work<'a> {
-    /// The pieces that nobody has taken, and the number of the next one with data.
+    /// The pieces that no copier has taken, and the number of the next one with data.
     next: Mutex<(Pieces<'a>, u64)>,
     /// There may be pieces left to take.
     is_left: Cell<bool>,

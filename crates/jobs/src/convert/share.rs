@@ -8,7 +8,7 @@ use cowshed_image::Node;
 use cowshed_storage::File;
 use std::cell::Cell;
 
-/// Less than this is written: whoever shares many small pieces has a file of many pieces.
+/// Less than this is written: sharing many small pieces makes a file of many pieces.
 const MIN_BYTES: u64 = 64 << 10;
 /// Blocks of a file system: what is shared begins and ends with one.
 const BLOCK_BYTES: u64 = 4096;

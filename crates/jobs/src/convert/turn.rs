@@ -34,7 +34,7 @@ impl Turn {
         }
     }
 
-    /// Lets everybody start, in any order: after an error nobody need be waited for.
+    /// Lets all pieces start, in any order: after an error no order is kept.
     pub fn open(&self) {
         self.next.set(u64::MAX);
         self.waiting.take().into_iter().for_each(Waker::wake);

@@ -131,7 +131,7 @@ struct NbdArgs {
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", action = ArgAction::Append)]
     cache: Vec<String>,
-    /// Who does the I/O: io_uring, threads or native
+    /// The engine of the I/O: io_uring, threads or native
     #[arg(long, value_name = "MODE", action = ArgAction::Append)]
     aio: Vec<String>,
     /// Pass discards on: ignore or unmap

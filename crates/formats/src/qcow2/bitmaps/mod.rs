@@ -24,7 +24,7 @@ pub(super) struct Bitmaps {
     /// A bitmap wants to know what is written: a write looks no further without.
     recording: AtomicBool,
     known: Mutex<Known>,
-    /// Held by who writes bitmaps to the file.
+    /// Held while bitmaps are written to the file.
     change: futures_util::lock::Mutex<()>,
 }
 

@@ -56,7 +56,7 @@ impl Qcow2Driver {
         known.in_use && known.maps.iter().filter(|map| map.is_recording()).all(covers)
     }
 
-    /// Who comes first writes the bits of all who wait meanwhile.
+    /// The first request writes the bits of all that wait meanwhile.
     async fn record_new(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
         let own = offset..offset + len;

@@ -130,7 +130,7 @@ impl State {
         self.settle(due)
     }
 
-    /// Marks what was released, sees to it that somebody leads, and notes when that one should look next.
+    /// Marks what was released, sees to it that one queue leads, and notes when that one should look next.
     fn settle(&mut self, due_ns: Option<u64>) -> Vec<Waker> {
         let mut wake = Vec::new();
         for ticket in self.schedule.take_released() {
