@@ -222,7 +222,7 @@ impl NewEncryption {
     pub(crate) async fn make(&self) -> Result<NewVolume> {
         let secret = self.secret.clone().ok_or_else(needs_secret)?;
         let NewEncryption { spec, key_bytes, hash, iteration_time, .. } = *self;
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let iterations = iterations_for(hash, key_bytes, iteration_time);
             let (mut volume, key) = Volume::create(spec, hash, key_bytes, iterations / DIGEST_SHARE)?;
             let material = volume.fill_slot(0, &key, secret.as_bytes(), iterations)?;

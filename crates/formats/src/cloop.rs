@@ -78,7 +78,7 @@ impl BlockFormat for Cloop {
         let len = len.ok_or_else(|| Error::invalid_image("offsets", end, "a block has an impossible length"))?;
         file.check_data("offsets", start, len, block)?;
         let (packed, bytes) = (file.read(start, len as usize).await?, self.header.block_bytes as usize);
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let mut out = zeroed(bytes)?;
             inflate_zlib(&packed, &mut out, bytes)?;
             Ok(out)

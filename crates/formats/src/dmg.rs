@@ -98,7 +98,7 @@ impl BlockFormat for Dmg {
         let chunk = chunk.ok_or_else(|| Error::internal("a packed piece went away").offset(block))?;
         file.check_data("compOffset", chunk.host, chunk.host_len, block)?;
         let packed = file.read(chunk.host, chunk.host_len as usize).await?;
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let mut out = zeroed(chunk.len as usize)?;
             match chunk.packing {
                 DmgPacking::Zlib => inflate_zlib(&packed, &mut out, chunk.len as usize)?,

@@ -141,7 +141,7 @@ impl BlockFormat for Qcow {
         // A cluster is 64 KiB at most, and what is compressed is shorter.
         let packed = file.read(host, len as usize).await?;
         let cluster_bytes = self.header.cluster_bytes() as usize;
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let mut cluster = vec![0; cluster_bytes];
             Codec::new(Compression::Zlib).decompress(&packed, &mut cluster)?;
             Ok(cluster)

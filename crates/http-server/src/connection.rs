@@ -396,7 +396,7 @@ const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 /// A chunk with what is sent of a piece.
 async fn chunk(packing: &Packing, piece: IoBuf) -> Result<IoBuf> {
     let packing = Arc::clone(packing);
-    let packed = rt::offload(move || packing(&piece)).await?;
+    let packed = rt::run_on_cpu_pool(move || packing(&piece)).await?;
     if packed.is_empty() {
         // A chunk without bytes would be the last one.
         return Ok(IoBuf::default());

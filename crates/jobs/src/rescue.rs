@@ -12,7 +12,7 @@ use cowshed_image::Node;
 use cowshed_image::open::resolve_name;
 use cowshed_offline::snapshots::SnapshotName;
 pub use cowshed_rescue::Overrides;
-use cowshed_rescue::{Loss, Slot, Wreck};
+use cowshed_rescue::{DamagedImage, Loss, Slot};
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::sync::Arc;
@@ -63,7 +63,7 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
         return Err(Error::invalid_argument("a rescue needs the bare file: driver=raw or driver=file"));
     }
     let overrides = Overrides { backing_is_given: options.backing.is_some(), ..options.overrides };
-    let mut wreck = Wreck::open(Arc::clone(&image), &overrides).await?;
+    let mut wreck = DamagedImage::open(Arc::clone(&image), &overrides).await?;
     if let Some(header) = wreck.header() {
         options.image.policy.check_header(header).map_err(|error| error.file(image.filename()))?;
     }
@@ -109,7 +109,7 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
     Ok(map)
 }
 
-async fn unlock(options: &RescueOptions, wreck: &mut Wreck) -> Result<()> {
+async fn unlock(options: &RescueOptions, wreck: &mut DamagedImage) -> Result<()> {
     match (&options.key_secret, wreck.is_encrypted()) {
         (None, false) => Ok(()),
         (None, true) => {
@@ -136,7 +136,7 @@ fn bare(spec: &ImageSpec) -> ImageSpec {
 
 async fn open_data_file(
     options: &RescueOptions,
-    wreck: &mut Wreck,
+    wreck: &mut DamagedImage,
     opened: &mut Vec<Arc<Node>>,
     sources: &mut Vec<String>,
     map: &mut RescueMap,
@@ -170,7 +170,7 @@ async fn open_data_file(
 
 async fn open_backing(
     options: &RescueOptions,
-    wreck: &mut Wreck,
+    wreck: &mut DamagedImage,
     opened: &mut Vec<Arc<Node>>,
     sources: &mut Vec<String>,
     map: &mut RescueMap,
@@ -243,7 +243,7 @@ async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[Str
 
 /// The copy in progress: data that follow each other are written together.
 struct Copy<'a> {
-    wreck: &'a Wreck,
+    wreck: &'a DamagedImage,
     target: Option<&'a Node>,
     map: &'a mut RescueMap,
     run: Vec<u8>,

@@ -198,14 +198,14 @@ pub(crate) enum Room {
 
 /// A connection in negotiation that is counted.
 #[derive(Debug)]
-struct Haggler {
+struct Admission {
     socket: Socket,
     origin: Origin,
     stage: Mutex<Standing>,
     cut: AtomicBool,
 }
 
-impl Haggler {
+impl Admission {
     /// True where its end makes such room.
     fn takes(&self, room: Room) -> bool {
         match room {
@@ -239,25 +239,25 @@ impl Haggler {
 
 /// All connections in negotiation that are counted, in the order of their coming.
 #[derive(Debug, Default)]
-pub(crate) struct Hagglers(Mutex<Vec<Arc<Haggler>>>);
+pub(crate) struct Admissions(Mutex<Vec<Arc<Admission>>>);
 
 /// One connection's negotiation, from its begin to its end.
 #[derive(Debug)]
 pub(crate) struct Haggling<'a> {
-    all: &'a Hagglers,
-    haggler: Arc<Haggler>,
+    all: &'a Admissions,
+    admission: Arc<Admission>,
 }
 
-impl Hagglers {
+impl Admissions {
     pub(crate) fn enter(&self, socket: &Socket) -> Haggling<'_> {
-        let haggler = Arc::new(Haggler {
+        let admission = Arc::new(Admission {
             socket: socket.clone(),
             origin: Origin::of(socket),
             stage: Standing::new(Stage::Seated, Instant::now()),
             cut: AtomicBool::new(false),
         });
-        lock(&self.0).push(Arc::clone(&haggler));
-        Haggling { all: self, haggler }
+        lock(&self.0).push(Arc::clone(&admission));
+        Haggling { all: self, admission }
     }
 
     /// Cuts one connection for one of `newcomer`: of the silent ones the one that is silent for longest of the peer that has most
@@ -265,58 +265,59 @@ impl Hagglers {
     /// to wait for free room before another attempt. While one that was cut is about to end, nothing more is cut.
     pub(crate) fn make_room(&self, room: Room, newcomer: Origin, now: Instant) -> Duration {
         let all = lock(&self.0);
-        let those: Vec<&Arc<Haggler>> = all.iter().filter(|haggler| haggler.takes(room)).collect();
-        if those.iter().any(|haggler| haggler.is_cut()) {
+        let those: Vec<&Arc<Admission>> = all.iter().filter(|admission| admission.takes(room)).collect();
+        if those.iter().any(|admission| admission.is_cut()) {
             return CUT_PAUSE;
         }
         // The wait for a place is no silence.
-        let talking: Vec<_> = those.iter().filter(|haggler| haggler.stage() != Stage::Waiting).collect();
-        let silent = talking.iter().filter(|haggler| haggler.silence(now) >= SILENCE);
-        let most = by_origin(silent.map(|haggler| **haggler)).into_values().max_by_key(Vec::len);
-        let longest = most.and_then(|most| most.into_iter().max_by_key(|haggler| haggler.silence(now)));
+        let talking: Vec<_> = those.iter().filter(|admission| admission.stage() != Stage::Waiting).collect();
+        let silent = talking.iter().filter(|admission| admission.silence(now) >= SILENCE);
+        let most = by_origin(silent.map(|admission| **admission)).into_values().max_by_key(Vec::len);
+        let longest = most.and_then(|most| most.into_iter().max_by_key(|admission| admission.silence(now)));
         if let Some(cut) = longest.or_else(|| excess(&those, room, newcomer, now)) {
             cut.cut();
             return CUT_PAUSE;
         }
-        let left = |haggler: &&&Arc<Haggler>| SILENCE.saturating_sub(haggler.silence(now));
+        let left = |admission: &&&Arc<Admission>| SILENCE.saturating_sub(admission.silence(now));
         talking.iter().map(left).min().filter(|left| !left.is_zero()).unwrap_or(SILENCE)
     }
 }
 
-fn by_origin<'a>(those: impl Iterator<Item = &'a Arc<Haggler>>) -> BTreeMap<Origin, Vec<&'a Arc<Haggler>>> {
-    let mut origins: BTreeMap<Origin, Vec<&Arc<Haggler>>> = BTreeMap::new();
-    those.for_each(|haggler| origins.entry(haggler.origin).or_default().push(haggler));
+fn by_origin<'a>(those: impl Iterator<Item = &'a Arc<Admission>>) -> BTreeMap<Origin, Vec<&'a Arc<Admission>>> {
+    let mut origins: BTreeMap<Origin, Vec<&Arc<Admission>>> = BTreeMap::new();
+    those.for_each(|admission| origins.entry(admission.origin).or_default().push(admission));
     origins
 }
 
 /// A connection that its peer has beyond what `newcomer` will have: the last that waits for a place, or the one that negotiates
 /// for longest, and for `SILENCE` at least.
-fn excess<'a>(those: &[&'a Arc<Haggler>], room: Room, newcomer: Origin, now: Instant) -> Option<&'a Arc<Haggler>> {
+fn excess<'a>(those: &[&'a Arc<Admission>], room: Room, newcomer: Origin, now: Instant) -> Option<&'a Arc<Admission>> {
     let mut origins = by_origin(those.iter().copied());
     let own = origins.remove(&newcomer).map_or(0, |own| own.len());
     let most = origins.into_values().max_by_key(Vec::len).filter(|most| most.len() >= own + 2)?;
     match room {
-        Room::Seat => most.into_iter().rfind(|haggler| haggler.stage() == Stage::Waiting),
-        Room::Place => {
-            most.into_iter().filter(|haggler| haggler.age(now) >= SILENCE).max_by_key(|haggler| haggler.age(now))
-        }
+        Room::Seat => most.into_iter().rfind(|admission| admission.stage() == Stage::Waiting),
+        Room::Place => most
+            .into_iter()
+            .filter(|admission| admission.age(now) >= SILENCE)
+            .max_by_key(|admission| admission.age(now)),
     }
 }
 
 impl Haggling<'_> {
     /// An option came, or TLS was started.
     pub(crate) fn note_progress(&self) {
-        lock(&self.haggler.stage).progress = Instant::now();
+        lock(&self.admission.stage).progress = Instant::now();
     }
 
     fn enter(&self, stage: Stage) {
         let now = Instant::now();
-        *lock(&self.haggler.stage) = Standing { stage, since: now, progress: now };
+        *lock(&self.admission.stage) = Standing { stage, since: now, progress: now };
     }
 
     /// True when this connection had to make room.
     pub(crate) fn was_cut(&self) -> bool {
-        self.haggler.is_cut()
+        self.admission.is_cut()
     }
 }
 
@@ -356,8 +357,8 @@ impl<D: Disk> Slot<D> {
         let has_place = match place.as_mut().now_or_never() {
             Some(()) => true,
             None => {
-                tracing::info!(peer = haggling.haggler.socket.peer(), "all connections are taken, the client waits");
-                matches!(select(place, pin!(haggling.haggler.socket.hung_up())).await, Either::Left(_))
+                tracing::info!(peer = haggling.admission.socket.peer(), "all connections are taken, the client waits");
+                matches!(select(place, pin!(haggling.admission.socket.hung_up())).await, Either::Left(_))
             }
         };
         drop(in_line);
@@ -410,7 +411,7 @@ impl<D: Disk> Registry<D> {
             let free = pin!(self.connections.wait(&mut take));
             match select(free, pin!(rt::sleep(pause))).await {
                 Either::Left(_) => return,
-                Either::Right(_) => pause = self.hagglers.make_room(room, newcomer, Instant::now()),
+                Either::Right(_) => pause = self.admissions.make_room(room, newcomer, Instant::now()),
             }
         }
     }
@@ -418,7 +419,7 @@ impl<D: Disk> Registry<D> {
 
 impl Drop for Haggling<'_> {
     fn drop(&mut self) {
-        lock(&self.all.0).retain(|haggler| !Arc::ptr_eq(haggler, &self.haggler));
+        lock(&self.all.0).retain(|admission| !Arc::ptr_eq(admission, &self.admission));
     }
 }
 
@@ -493,9 +494,9 @@ mod tests {
         assert_eq!(all.seats.held, BTreeMap::from([(few, 1)]), "a peer that has none is forgotten");
     }
 
-    /// Hagglers of these origins in this stage, since so many milliseconds after `started`, without a moment of silence.
-    fn talkers(started: Instant, those: &[(u32, Stage, u64)]) -> (Hagglers, Vec<Arc<Haggler>>) {
-        let hagglers = Hagglers::default();
+    /// Admissions of these origins in this stage, since so many milliseconds after `started`, without a moment of silence.
+    fn talkers(started: Instant, those: &[(u32, Stage, u64)]) -> (Admissions, Vec<Arc<Admission>>) {
+        let admissions = Admissions::default();
         let (socket, _peer) = Socket::pair().expect("a pair");
         let all: Vec<_> = those
             .iter()
@@ -504,24 +505,24 @@ mod tests {
                 let progress = started + Duration::from_secs(3600);
                 let stage = Mutex::new(Standing { stage, since, progress });
                 let (socket, origin) = (socket.clone(), Origin::User(user));
-                Arc::new(Haggler { socket, origin, stage, cut: AtomicBool::new(false) })
+                Arc::new(Admission { socket, origin, stage, cut: AtomicBool::new(false) })
             })
             .collect();
-        lock(&hagglers.0).extend(all.iter().cloned());
-        (hagglers, all)
+        lock(&admissions.0).extend(all.iter().cloned());
+        (admissions, all)
     }
 
-    fn cut_of(all: &[Arc<Haggler>]) -> Vec<usize> {
+    fn cut_of(all: &[Arc<Admission>]) -> Vec<usize> {
         (0..all.len()).filter(|&index| all[index].is_cut()).collect()
     }
 
     #[test]
     fn a_peer_with_several_places_gives_up_the_longest_negotiation_for_a_peer_with_fewer() {
         let started = Instant::now();
-        let (hagglers, all) =
+        let (admissions, all) =
             talkers(started, &[(1, Stage::Placed, 900), (1, Stage::Placed, 200), (2, Stage::Placed, 0)]);
         let at = |user: u32, millis: u64| {
-            hagglers.make_room(Room::Place, Origin::User(user), started + Duration::from_millis(millis));
+            admissions.make_room(Room::Place, Origin::User(user), started + Duration::from_millis(millis));
             cut_of(&all)
         };
         assert_eq!(at(1, 5000), [0; 0], "its own");
@@ -534,35 +535,35 @@ mod tests {
     fn the_last_that_waits_of_the_peer_with_most_seats_gives_it_up() {
         let started = Instant::now();
         let those = [(1, Stage::Waiting, 0), (1, Stage::Waiting, 1), (1, Stage::Seated, 2), (2, Stage::Waiting, 3)];
-        let (hagglers, all) = talkers(started, &those);
-        hagglers.make_room(Room::Seat, Origin::User(1), started);
+        let (admissions, all) = talkers(started, &those);
+        admissions.make_room(Room::Seat, Origin::User(1), started);
         assert_eq!(cut_of(&all), [0; 0]);
-        hagglers.make_room(Room::Seat, Origin::User(3), started);
+        admissions.make_room(Room::Seat, Origin::User(3), started);
         assert_eq!(cut_of(&all), [1]);
     }
 
     #[test]
     fn the_peer_with_most_silent_connections_loses_the_one_that_is_silent_for_longest() {
-        let hagglers = Hagglers::default();
+        let admissions = Admissions::default();
         let (socket, _peer) = Socket::pair().expect("a pair");
         let started = Instant::now();
         let enter = |origin: Origin, after: u64| {
             let socket = socket.clone();
             let stage = Standing::new(Stage::Placed, started + Duration::from_millis(after));
-            let haggler = Arc::new(Haggler { socket, origin, stage, cut: AtomicBool::new(false) });
-            lock(&hagglers.0).push(Arc::clone(&haggler));
-            haggler
+            let admission = Arc::new(Admission { socket, origin, stage, cut: AtomicBool::new(false) });
+            lock(&admissions.0).push(Arc::clone(&admission));
+            admission
         };
         let lone = enter(Origin::User(1), 0);
         let (second, first) = (enter(Origin::User(2), 300), enter(Origin::User(2), 100));
         let young = enter(Origin::User(2), 5000);
         let at = |millis: u64| {
             // One of the same peer: the rule on shares has no part in this.
-            hagglers.make_room(Room::Place, Origin::User(2), started + Duration::from_millis(millis))
+            admissions.make_room(Room::Place, Origin::User(2), started + Duration::from_millis(millis))
         };
-        let end_cut = || lock(&hagglers.0).retain(|haggler| !haggler.cut.load(Ordering::Acquire));
-        let cut = || [&lone, &first, &second, &young].map(|haggler| haggler.cut.load(Ordering::Acquire));
-        assert_eq!(hagglers.make_room(Room::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
+        let end_cut = || lock(&admissions.0).retain(|admission| !admission.cut.load(Ordering::Acquire));
+        let cut = || [&lone, &first, &second, &young].map(|admission| admission.cut.load(Ordering::Acquire));
+        assert_eq!(admissions.make_room(Room::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
         assert_eq!(cut(), [false; 4], "none of them has a seat");
         // Nobody is silent long enough yet.
         assert_eq!(at(900), Duration::from_millis(100));

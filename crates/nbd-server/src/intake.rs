@@ -3,7 +3,7 @@
 
 use crate::budget::Permit;
 use crate::commands::CACHE_PIECE_BYTES;
-use crate::negotiation::Terms;
+use crate::negotiation::NegotiatedOptions;
 use crate::session::Session;
 use crate::status::status_bytes;
 use crate::{Disk, DiskQueue};
@@ -262,7 +262,7 @@ impl Intake {
     async fn status(
         &mut self,
         stream: &Stream,
-        terms: &Terms,
+        terms: &NegotiatedOptions,
         disk: &impl DiskQueue,
         mut request: Request,
         payload_bytes: u64,
@@ -310,7 +310,7 @@ fn memory_of(request: &Request, work: &Work) -> u64 {
 }
 
 /// Whether a request is one that may be carried out.
-fn judge(request: &Request, terms: &Terms, size: u64, read_only: bool) -> Verdict {
+fn judge(request: &Request, terms: &NegotiatedOptions, size: u64, read_only: bool) -> Verdict {
     let invalid = |why| Err((NbdErrno::EINVAL, why));
     let allowed = match request.command {
         Command::Read if terms.replies != ReplyStyle::Simple => CommandFlags::DF,
@@ -345,7 +345,7 @@ fn judge(request: &Request, terms: &Terms, size: u64, read_only: bool) -> Verdic
     judge_range(request, terms, size)
 }
 
-fn judge_range(request: &Request, terms: &Terms, size: u64) -> Verdict {
+fn judge_range(request: &Request, terms: &NegotiatedOptions, size: u64) -> Verdict {
     let Request { command, offset, length, .. } = *request;
     if offset.checked_add(length).is_none_or(|end| end > size) {
         let errno = match command {

@@ -3,7 +3,7 @@
 
 use crate::admission::{Haggling, Slot};
 use crate::config::Authorizer;
-use crate::registry::{Registry, Served, Stay};
+use crate::registry::{ClientGuard, Registry, Served};
 use crate::{Disk, Export};
 use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_nbd::{Receiver, Stream};
@@ -62,7 +62,7 @@ impl Context {
 
 /// What client and server have agreed on.
 #[derive(Clone, Debug)]
-pub(crate) struct Terms {
+pub(crate) struct NegotiatedOptions {
     pub replies: ReplyStyle,
     pub headers: HeaderStyle,
     pub contexts: Vec<Context>,
@@ -79,7 +79,7 @@ pub(crate) async fn negotiate<D: Disk>(
     stream: &Stream,
     receiver: &mut Receiver,
     counted: Option<&(&Slot<D>, Haggling<'_>)>,
-) -> Result<Option<(Stay<D>, Terms)>> {
+) -> Result<Option<(ClientGuard<D>, NegotiatedOptions)>> {
     let limit = Some(registry.config.limits.handshake_timeout).filter(|limit| !limit.is_zero());
     let mut negotiation = Negotiation {
         registry,
@@ -151,7 +151,7 @@ struct Negotiation<'a, D: Disk> {
 /// What follows an option.
 enum Next<D: Disk> {
     Option,
-    Transmission(Box<(Stay<D>, Terms)>),
+    Transmission(Box<(ClientGuard<D>, NegotiatedOptions)>),
     Goodbye,
 }
 
@@ -185,7 +185,7 @@ impl<D: Disk> Negotiation<'_, D> {
     }
 
     /// Answers options until one ends the negotiation.
-    async fn run(&mut self) -> Result<Option<(Stay<D>, Terms)>> {
+    async fn run(&mut self) -> Result<Option<(ClientGuard<D>, NegotiatedOptions)>> {
         for _ in 0..MAX_OPTIONS {
             if self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.is_none() {
                 return Ok(None);
@@ -428,13 +428,13 @@ impl<D: Disk> Negotiation<'_, D> {
     }
 
     /// The client's stay at an export; none when the export is on its way out.
-    fn enter(&self, served: &Arc<Served<D>>) -> Option<(Stay<D>, Terms)> {
+    fn enter(&self, served: &Arc<Served<D>>) -> Option<(ClientGuard<D>, NegotiatedOptions)> {
         let stay = served.enter(self.stream.socket())?;
         Some((stay, self.terms(served)))
     }
 
     /// What the export offers to a client that has negotiated what this one has.
-    fn terms(&self, served: &Arc<Served<D>>) -> Terms {
+    fn terms(&self, served: &Arc<Served<D>>) -> NegotiatedOptions {
         type Flags = TransmissionFlags;
         let export = &served.export;
         let contexts = match &self.chosen {
@@ -451,7 +451,7 @@ impl<D: Disk> Negotiation<'_, D> {
             .with(Flags::BLOCK_STATUS_PAYLOAD, extended && !contexts.is_empty());
         let headers = if extended { HeaderStyle::Extended } else { HeaderStyle::Compact };
         let (block_sizes, writethrough) = (self.block_sizes(export), export.writethrough);
-        Terms { replies: self.replies, headers, contexts, flags, block_sizes, writethrough }
+        NegotiatedOptions { replies: self.replies, headers, contexts, flags, block_sizes, writethrough }
     }
 
     /// The export's block sizes within the limits of the server.

@@ -195,7 +195,7 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
     let mut receiver = Receiver::default();
     let config = &registry.config;
     // Only one that is counted can lose its seat or place.
-    let haggling = slot.as_ref().map(|slot| (slot, registry.hagglers.enter(stream.socket())));
+    let haggling = slot.as_ref().map(|slot| (slot, registry.admissions.enter(stream.socket())));
     let mut negotiated = negotiate(&registry, &stream, &mut receiver, haggling.as_ref()).await;
     if haggling.is_some_and(|(_, haggling)| haggling.was_cut()) {
         let message = "the client was silent, or its peer had most connections, and others waited for room";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The exports, and who uses them.
 
-use crate::admission::{Connections, Hagglers};
+use crate::admission::{Admissions, Connections};
 use crate::config::{Event, ServerConfig};
 use crate::pool::{ExportShare, Pool};
 use crate::signal::Watched;
@@ -29,7 +29,7 @@ pub(crate) struct Registry<D> {
     /// Connections that have been accepted and aren't closed.
     pub connections: Watched<Connections>,
     /// Those of them that negotiate.
-    pub hagglers: Hagglers,
+    pub admissions: Admissions,
     /// Clients are left where the system keeps them.
     pub held: Watched<bool>,
     /// The memory of requests.
@@ -89,7 +89,7 @@ impl<D: Disk> Registry<D> {
             config,
             exports: Watched::new(exports),
             connections: Watched::default(),
-            hagglers: Hagglers::default(),
+            admissions: Admissions::default(),
             held: Watched::new(false),
             pool,
         }
@@ -191,7 +191,7 @@ impl<D: Disk> Registry<D> {
 
 impl<D: Disk> Served<D> {
     /// Adds a client, unless the export is being removed.
-    pub(crate) fn enter(self: &Arc<Self>, socket: &Socket) -> Option<Stay<D>> {
+    pub(crate) fn enter(self: &Arc<Self>, socket: &Socket) -> Option<ClientGuard<D>> {
         let client = Arc::new(Client { socket: socket.clone(), closing: AtomicBool::new(false) });
         let entered = self.clients.change(|clients| {
             if !clients.closed {
@@ -199,7 +199,7 @@ impl<D: Disk> Served<D> {
             }
             !clients.closed
         });
-        entered.then(|| Stay { served: Arc::clone(self), client })
+        entered.then(|| ClientGuard { served: Arc::clone(self), client })
     }
 
     fn ask_all_to_leave(&self) {
@@ -238,12 +238,12 @@ impl<D: Disk> Served<D> {
 
 /// A client's use of an export, from its choice to its end.
 #[derive(Debug)]
-pub(crate) struct Stay<D: Disk> {
+pub(crate) struct ClientGuard<D: Disk> {
     pub served: Arc<Served<D>>,
     pub client: Arc<Client>,
 }
 
-impl<D: Disk> Drop for Stay<D> {
+impl<D: Disk> Drop for ClientGuard<D> {
     fn drop(&mut self) {
         self.served.clients.change(|clients| clients.list.retain(|client| !Arc::ptr_eq(client, &self.client)));
     }

@@ -10,10 +10,10 @@ use crate::budget::Budget;
 use crate::config::Limits;
 use crate::intake::{Intake, Job};
 use crate::life::Life;
-use crate::negotiation::Terms;
+use crate::negotiation::NegotiatedOptions;
 use crate::outbox::Outbox;
 use crate::pool::Pool;
-use crate::registry::Stay;
+use crate::registry::ClientGuard;
 use crate::signal::Watched;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::{Receiver, Stream};
@@ -27,8 +27,8 @@ use std::task::{Poll, Waker};
 use std::time::Duration;
 
 pub(crate) struct Session<D: Disk> {
-    pub stay: Stay<D>,
-    pub terms: Terms,
+    pub stay: ClientGuard<D>,
+    pub terms: NegotiatedOptions,
     pub stream: Arc<Stream>,
     pub outbox: Outbox,
     pub disk: D::Queue,
@@ -54,8 +54,8 @@ pub(crate) struct Session<D: Disk> {
 /// Serves a client until it leaves, is lost or is told to go. Each request that has begun runs to its end. Once the
 /// connection is dead none begins. An error says what was wrong with the client or the connection.
 pub(crate) async fn run<D: Disk>(
-    stay: Stay<D>,
-    terms: Terms,
+    stay: ClientGuard<D>,
+    terms: NegotiatedOptions,
     stream: Arc<Stream>,
     receiver: Receiver,
     limits: Limits,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The data of an encrypted image.
 
-use crate::Wreck;
+use crate::DamagedImage;
+use crate::damaged_image::salvage;
 use crate::header::CRYPT_LUKS;
-use crate::wreck::salvage;
 use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_crypto::legacy_aes;
 use cowshed_image::encryption::{Cipher, LuksArea, SECTOR_BYTES, SectorsOf};
@@ -16,7 +16,7 @@ const MAGIC: &[u8] = b"LUKS\xba\xbe\0\x01";
 /// Clusters at the beginning of a file that are looked at where the header doesn't say where the LUKS header is.
 const SEARCHED_CLUSTERS: u64 = 1 << 16;
 
-impl Wreck {
+impl DamagedImage {
     /// True when the guest's data can't be read without a passphrase.
     pub fn is_encrypted(&self) -> bool {
         self.fields.crypt_method != 0

@@ -2,16 +2,16 @@
 //! Reads what is left of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used. An
 //! image that the engine refuses can be read here, entry by entry, and losses are named.
 
+mod damaged_image;
 mod encryption;
 mod header;
 mod orphans;
 mod place;
 mod snapshots;
-mod wreck;
 
+pub use damaged_image::{DamagedImage, Salvaged, Slot, Table};
 pub use orphans::{Orphan, OrphanKind};
 pub use snapshots::SnapshotList;
-pub use wreck::{Salvaged, Slot, Table, Wreck};
 
 /// What the user knows better than the header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

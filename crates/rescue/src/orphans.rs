@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tables that nothing leads to any more: clusters that are in no known use and whose bytes make sense as an L2 table.
 
+use crate::damaged_image::{DamagedImage, Slot, salvage};
 use crate::place::Shape;
-use crate::wreck::{Slot, Wreck, salvage};
 use cowshed_block::memory::expect_memory;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
@@ -75,7 +75,7 @@ impl Clusters {
     }
 }
 
-impl Wreck {
+impl DamagedImage {
     /// Looks through the file for tables that nothing leads to. `watch` is told how many bytes of how many are done, and
     /// asks to stop by false.
     pub async fn scan(&self, watch: &dyn Fn(u64, u64) -> bool) -> Result<Vec<Orphan>> {
@@ -203,7 +203,7 @@ impl Wreck {
     }
 }
 
-impl Wreck {
+impl DamagedImage {
     async fn mark_bitmaps(&self, used: &mut Clusters) {
         let Some(header) = &self.fields.header else { return };
         let Some(extension) = header.bitmaps() else { return };

@@ -2,7 +2,7 @@
 //! The internal snapshots of a damaged image: its table is read entry by entry, as far as that goes.
 
 use crate::Overrides;
-use crate::wreck::{Wreck, salvage};
+use crate::damaged_image::{DamagedImage, salvage};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
 use cowshed_offline::snapshots::SnapshotName;
@@ -19,7 +19,7 @@ pub struct SnapshotList {
     pub fault: Option<String>,
 }
 
-impl Wreck {
+impl DamagedImage {
     /// Reads the snapshot table.
     pub async fn snapshots(&self) -> SnapshotList {
         let (count, start) = self.fields.snapshots;

@@ -394,7 +394,7 @@ impl File {
                 Turn::Lead => {
                     // Its own task: the result must be noted even when nobody waits for it any more.
                     let flush = FlushInFlight { file: self.clone(), ended: false }.run();
-                    if let Err(flush) = rt::spawn_obligation(flush) {
+                    if let Err(flush) = rt::spawn_critical(flush) {
                         flush.await;
                     }
                 }
@@ -415,7 +415,7 @@ impl File {
         }
         let start = StartInFlight(self.clone()).run();
         // Without an executor nobody could wait for it, and dropping it is to end it.
-        let _ = rt::spawn_obligation(start);
+        let _ = rt::spawn_critical(start);
     }
 
     /// As [`File::note_new_data`], by a job that goes through a disk once: as long as such notes come, larger writes to a cached

@@ -74,7 +74,7 @@ impl KernelFaults {
     }
 
     /// In `percent` of all calls one of the effects.
-    pub(crate) fn weather(file: impl AsFd, seed: u64, percent: u64, effects: Vec<(Way, Effect)>) -> Self {
+    pub(crate) fn random_faults(file: impl AsFd, seed: u64, percent: u64, effects: Vec<(Way, Effect)>) -> Self {
         Self::new(file, Plan::Weather(Rng::new(seed), percent, effects))
     }
 

@@ -29,7 +29,7 @@ pub async fn sync_folder_of(path: &Path) -> Result<()> {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let folder = real.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
     let name = text_of_path(&folder);
-    let synced = rt::offload(move || std::fs::File::open(&folder).and_then(|folder| folder.sync_all())).await;
+    let synced = rt::run_on_cpu_pool(move || std::fs::File::open(&folder).and_then(|folder| folder.sync_all())).await;
     match synced.map_err(|error| error.raw_os_error().map_or(Errno::EIO, Errno)) {
         Err(errno @ (Errno::EIO | Errno::ENOSPC)) => {
             Err(Error::os(errno, "could not make the names in the folder durable").file(name))

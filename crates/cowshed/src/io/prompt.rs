@@ -43,7 +43,7 @@ impl Lines {
     /// The next line; `None` at the end. Requests in the background go on meanwhile.
     pub async fn next(&mut self) -> io::Result<Option<String>> {
         let source = Arc::clone(&self.source);
-        rt::offload(move || source.lock().unwrap_or_else(PoisonError::into_inner).next()).await
+        rt::run_on_cpu_pool(move || source.lock().unwrap_or_else(PoisonError::into_inner).next()).await
     }
 }
 

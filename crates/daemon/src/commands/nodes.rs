@@ -68,7 +68,7 @@ pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) 
         let mut files = Vec::new();
         options.iter().try_for_each(|(key, child)| check_child(daemon, key, child, &mut files))?;
         let missing = move || files.into_iter().find(|file| !path_of_text(file).exists());
-        if let Some(file) = rt::offload(missing).await {
+        if let Some(file) = rt::run_on_cpu_pool(missing).await {
             return Err(QmpError::generic(format!("Could not open '{file}': No such file or directory")));
         }
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));

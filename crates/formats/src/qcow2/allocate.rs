@@ -90,11 +90,11 @@ impl Qcow2Driver {
     }
 
     /// Lets a write-back cycle run first when too much metadata is dirty.
-    pub(super) async fn make_room(&self) -> Result<()> {
+    pub(super) async fn throttle_dirty(&self) -> Result<()> {
         if self.engine.wants_writeback(true) { self.write_back(false).await } else { Ok(()) }
     }
 
-    /// As [`Self::make_room`], for edits that allocate no clusters but those of tables.
+    /// As [`Self::throttle_dirty`], for edits that allocate no clusters but those of tables.
     pub(super) async fn make_room_for_edits(&self) -> Result<()> {
         if self.engine.wants_writeback(false) { self.write_back(false).await } else { Ok(()) }
     }

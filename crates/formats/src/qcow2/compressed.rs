@@ -50,7 +50,7 @@ impl Qcow2Driver {
         }
         let codec = self.codec();
         let work = clusters.into_iter().map(|(guest, bytes)| {
-            rt::offload(move || {
+            rt::run_on_cpu_pool(move || {
                 let mut out = Vec::new();
                 let is_small = match bytes.len() as u64 == size {
                     true => codec.compress(&bytes, &mut out).is_some(),
@@ -75,7 +75,7 @@ impl Qcow2Driver {
 
     async fn write_batch(&self, mut batch: &[(u64, Vec<u8>)]) -> Result<()> {
         while !batch.is_empty() {
-            self.make_room().await?;
+            self.throttle_dirty().await?;
             let wanted: Vec<(GuestOffset, u64)> =
                 batch.iter().map(|(guest, bytes)| (GuestOffset(*guest), bytes.len() as u64)).collect();
             let allocation = self.plan(|engine| engine.begin_compressed(&wanted)).await?;

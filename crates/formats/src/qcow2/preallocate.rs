@@ -25,7 +25,7 @@ impl Qcow2Driver {
         let end = offset + len;
         let mut host_end = 0;
         while at < end && mode != Preallocation::Off {
-            self.make_room().await?;
+            self.throttle_dirty().await?;
             let planned = self.try_plan(|engine| engine.begin_preallocate(GuestOffset(at), end - at)).await?;
             let Some(planned) = planned else { continue };
             let Some(allocation) = planned else {

@@ -234,7 +234,7 @@ impl Qcow2Driver {
             (result, out, bytes, cluster)
         };
         let (result, out, _, cluster) =
-            if cluster_size as u64 > OFFLOAD_BYTES { rt::offload(inflate).await } else { inflate() };
+            if cluster_size as u64 > OFFLOAD_BYTES { rt::run_on_cpu_pool(inflate).await } else { inflate() };
         // The request holds its pin until it is over.
         if let Some(cluster) = cluster {
             self.inflated.put(host, len, cluster);

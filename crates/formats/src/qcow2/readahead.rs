@@ -261,7 +261,7 @@ impl Qcow2Driver {
         };
         // Others wait for what it has taken, so it runs to its end whatever becomes of this request. Without an executor
         // nothing is read ahead.
-        let _ = rt::spawn_obligation(async move {
+        let _ = rt::spawn_critical(async move {
             let _running = running;
             let reader = reader;
             reader.run(GuestOffset(range.start * cluster_bytes), (range.end - range.start) * cluster_bytes).await;
@@ -321,7 +321,7 @@ impl Reader {
         let cluster_bytes = self.engine.geometry().cluster_size() as usize;
         let work = run.into_iter().map(|inflating| {
             let (bytes, inflated, codec) = (Arc::clone(&bytes), Arc::clone(&self.inflated), self.codec);
-            rt::offload(move || {
+            rt::run_on_cpu_pool(move || {
                 let (host, len) = inflating.place;
                 let from = (host - start) as usize;
                 let mut cluster = vec![0; cluster_bytes];

@@ -31,7 +31,7 @@ impl Qcow2Driver {
 
     /// As far as one allocation reaches.
     async fn share_some(&self, at: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
-        self.make_room().await?;
+        self.throttle_dirty().await?;
         let Some(allocation) = self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len, false)).await? else {
             return Ok(0);
         };

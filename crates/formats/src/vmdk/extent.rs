@@ -347,7 +347,7 @@ impl Sparse {
         bytes.truncate(needed as usize);
         // The last grain may hold only what there is of the disk.
         let wanted = grain_bytes.min(extent_bytes.saturating_sub(block)) as usize;
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let mut grain = vec![0; grain_bytes as usize];
             cowshed_codec::inflate_zlib(&bytes[COMPRESSED_GRAIN_HEADER_BYTES..], &mut grain, wanted)?;
             Ok(grain)

@@ -57,7 +57,7 @@ impl StreamWriter {
         }
         let codec = self.state.lock().await.codec;
         let packed = grains.into_iter().map(|(at, grain)| async move {
-            let packed = rt::offload(move || {
+            let packed = rt::run_on_cpu_pool(move || {
                 // The last grain holds what there is of the disk, and zeroes.
                 let mut bytes = grain.to_vec();
                 bytes.resize(grain_bytes as usize, 0);

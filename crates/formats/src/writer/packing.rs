@@ -188,7 +188,7 @@ async fn pack(blocks: Vec<(u64, IoBuf)>, block_bytes: u64) -> Result<Vec<Packing
     }
     try_push(&mut parts, part)?;
     let packed = parts.into_iter().map(|part| {
-        rt::offload(move || {
+        rt::run_on_cpu_pool(move || {
             let codec = Codec::new(Compression::Zlib);
             let pack = |(at, bytes): (u64, IoBuf)| {
                 let mut packed = Vec::new();

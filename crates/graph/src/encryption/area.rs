@@ -53,7 +53,7 @@ impl LuksArea {
         let (result, material) = self.file.read_at(IoBuf::try_zeroed(len)?, self.offset + place.start).await;
         result?;
         let (volume, secret) = (volume.clone(), secret.clone());
-        rt::offload(move || volume.try_slot(slot, &material, secret.as_bytes())).await
+        rt::run_on_cpu_pool(move || volume.try_slot(slot, &material, secret.as_bytes())).await
     }
 
     /// The cipher of the data. A passphrase that opens no slot is an error.

@@ -184,7 +184,7 @@ struct Session<'a> {
 impl Session<'_> {
     async fn activate(&mut self, slot: usize, key: MasterKey, secret: &Secret, time: Duration) -> Result<()> {
         let (hash, key_bytes) = (self.volume.hash(), self.volume.header().key_bytes);
-        let iterations = rt::offload(move || iterations_for(hash, key_bytes, time)).await;
+        let iterations = rt::run_on_cpu_pool(move || iterations_for(hash, key_bytes, time)).await;
         if !is_active(&self.volume, slot) {
             return self.fill(slot, &key, secret, iterations).await;
         }
@@ -204,7 +204,7 @@ impl Session<'_> {
 
     async fn fill(&mut self, slot: usize, key: &MasterKey, secret: &Secret, iterations: u32) -> Result<()> {
         let (volume, key, secret) = (self.volume.clone(), key.clone(), secret.clone());
-        let planned = rt::offload(move || volume.activation(slot, &key, secret.as_bytes(), iterations)).await;
+        let planned = rt::run_on_cpu_pool(move || volume.activation(slot, &key, secret.as_bytes(), iterations)).await;
         let (volume, stages) = planned?;
         self.write(stages).await?;
         self.volume = volume;

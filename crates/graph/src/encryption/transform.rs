@@ -43,7 +43,7 @@ async fn run(cipher: &Arc<dyn Cipher>, guest: GuestOffset, host: HostOffset, mut
         let mut piece = buf.split_to(PIECE_BYTES.min(buf.len()));
         let (cipher, from) = (Arc::clone(cipher), at);
         at += piece.len() as u64;
-        pieces.push(rt::offload(move || {
+        pieces.push(rt::run_on_cpu_pool(move || {
             work(&*cipher, guest + from, host + from, &mut piece);
             piece
         }));

@@ -229,7 +229,7 @@ impl CopyBeforeWrite {
                 drop(running);
             }
         };
-        if let Err(copying) = rt::spawn_obligation(copying) {
+        if let Err(copying) = rt::spawn_critical(copying) {
             copying.await;
         }
         let (settled, time) = (pin!(attempt.settled()), pin!(rt::sleep(timeout)));

@@ -3,7 +3,7 @@
 
 use crate::info::SnapshotInfo;
 use cowshed_offline::snapshots::SnapshotName;
-use cowshed_rescue::{Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList, Wreck};
+use cowshed_rescue::{DamagedImage, Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList};
 use serde::Serialize;
 use std::ops::Range;
 
@@ -114,7 +114,7 @@ pub struct RescueMap {
 }
 
 impl RescueMap {
-    pub(super) fn new(image: &str, wreck: &Wreck) -> Self {
+    pub(super) fn new(image: &str, wreck: &DamagedImage) -> Self {
         RescueMap {
             image: image.to_owned(),
             virtual_size: wreck.size(),
@@ -144,7 +144,7 @@ impl RescueMap {
 
     /// Notes which ranges have no table. Where as many tables are lost as L2 tables were found, they may belong together in
     /// their order.
-    pub(super) fn note_slots(&mut self, wreck: &Wreck) {
+    pub(super) fn note_slots(&mut self, wreck: &DamagedImage) {
         let coverage = self.table_coverage;
         let mut lost = Vec::new();
         for index in 0..wreck.slots() {

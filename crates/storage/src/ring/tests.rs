@@ -190,7 +190,7 @@ fn requests_in_bad_weather_end_with_their_data_or_one_error() {
                 (way, Effect::Fail(libc::EIO)),
                 (way, Effect::Fail(libc::ENOMEM)),
             ];
-            let faults = KernelFaults::weather(descriptor(&file), seed, 40, effects);
+            let faults = KernelFaults::random_faults(descriptor(&file), seed, 40, effects);
             let [done, failed] = run(async {
                 let writes = (0..BLOCKS / 2).map(|pair| {
                     let file = file.clone();

@@ -117,7 +117,7 @@ impl<T> Drop for JoinHandle<T> {
 
 /// Runs CPU work on a process-wide pool sized to the cores and waits without blocking this thread. Under the
 /// simulator the work runs inline, so that runs stay deterministic. A panic of the work continues here.
-pub async fn offload<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+pub async fn run_on_cpu_pool<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() {
         return work();
     }
@@ -255,7 +255,7 @@ pub async fn yield_now() {
 
 /// Runs a task to its end even when nobody waits for it: [`block_on`] doesn't return before. For what other threads
 /// wait for. Outside of `block_on` the future is given back.
-pub fn spawn_obligation<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
+pub fn spawn_critical<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
     with_current(|local| {
         let Some(local) = local else { return Err(future) };
         let obligation = Obligation::new(local);

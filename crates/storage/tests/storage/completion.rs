@@ -3,7 +3,7 @@
 
 use cowshed_simulator::{Config, World};
 use cowshed_storage::rt::{
-    Owner, block_on, is_left, offload, sleep, spawn, to_completion, to_completion_of, yield_now,
+    Owner, block_on, is_left, run_on_cpu_pool, sleep, spawn, to_completion, to_completion_of, yield_now,
 };
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use futures_util::future::{Either, select};
@@ -21,7 +21,7 @@ use std::time::Duration;
 async fn steps(count: Arc<AtomicU32>) {
     yield_now().await;
     count.fetch_add(1, Ordering::SeqCst);
-    offload(|| ()).await;
+    run_on_cpu_pool(|| ()).await;
     count.fetch_add(1, Ordering::SeqCst);
     sleep(Duration::from_millis(2)).await;
     count.fetch_add(1, Ordering::SeqCst);

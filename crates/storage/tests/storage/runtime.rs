@@ -2,7 +2,7 @@
 //! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
 
 use cowshed_simulator::{Config, World};
-use cowshed_storage::rt::{beside, block_on, now, offload, sleep, spawn, spawn_obligation, yield_now};
+use cowshed_storage::rt::{beside, block_on, now, run_on_cpu_pool, sleep, spawn, spawn_critical, yield_now};
 use cowshed_storage::{File, IoBuf, IoEngine, OpenOptions};
 use std::cell::Cell;
 use std::future::Future;
@@ -166,11 +166,11 @@ fn a_thread_ends_with_its_last_obligation() {
             let last = async move {
                 match obligation {
                     0 => sleep(Duration::from_millis(2)).await,
-                    1 => offload(|| std::thread::sleep(Duration::from_millis(2))).await,
+                    1 => run_on_cpu_pool(|| std::thread::sleep(Duration::from_millis(2))).await,
                     _ => yield_now().await,
                 }
             };
-            assert!(spawn_obligation(last).is_ok(), "this is inside of an executor");
+            assert!(spawn_critical(last).is_ok(), "this is inside of an executor");
         }
     }
     let (ended, end) = std::sync::mpsc::channel();
@@ -221,8 +221,9 @@ fn timers_ring_in_order() {
 fn offloaded_work_comes_back() {
     block_on(async {
         let mine = std::thread::current().id();
-        let tasks: Vec<_> =
-            (0..200u64).map(|number| spawn(offload(move || (std::thread::current().id(), number * number)))).collect();
+        let tasks: Vec<_> = (0..200u64)
+            .map(|number| spawn(run_on_cpu_pool(move || (std::thread::current().id(), number * number))))
+            .collect();
         for (number, task) in tasks.into_iter().enumerate() {
             let (thread, square) = task.await;
             assert_ne!(thread, mine);
@@ -243,7 +244,7 @@ fn work_beside_has_an_executor_of_its_own_where_there_are_two_cores() {
                 let task = spawn(async move { number + 1 });
                 let (left, looked) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
                 let (noted, seen) = (Arc::clone(&left), Arc::clone(&looked));
-                let obligation = spawn_obligation(async move {
+                let obligation = spawn_critical(async move {
                     sleep(Duration::from_millis(2)).await;
                     noted.store(seen.load(Ordering::SeqCst), Ordering::SeqCst);
                 });
@@ -273,7 +274,7 @@ fn a_panic_of_work_beside_goes_on_where_it_is_awaited() {
 #[test]
 #[should_panic(expected = "a bug in the work")]
 fn a_panic_of_offloaded_work_goes_on_where_it_is_awaited() {
-    block_on(offload(|| panic!("a bug in the work")));
+    block_on(run_on_cpu_pool(|| panic!("a bug in the work")));
 }
 
 #[test]
@@ -356,7 +357,7 @@ fn work_is_done_where_no_thread_can_be_made() {
         result.expect("read");
         assert_eq!(buf[..], [99; 512]);
         let here = std::thread::current().id();
-        assert_eq!(offload(|| std::thread::current().id()).await, here);
+        assert_eq!(run_on_cpu_pool(|| std::thread::current().id()).await, here);
         assert_eq!(beside(|| async { std::thread::current().id() }).await, here);
     });
 }

@@ -10,7 +10,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions};
-use cowshed_jobs::stream::{Stream, StreamRequest};
+use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use std::rc::Rc;
@@ -179,7 +179,7 @@ fn an_overlay_keeps_its_size_while_a_layer_below_it_goes() {
             mask_protocol: false,
             filter_name: "filter".to_owned(),
         };
-        let stream = Stream::start(&graph, "s", request).await?;
+        let stream = StreamJob::start(&graph, "s", request).await?;
         keeps_its_size(&graph, &top).await?;
         stream.copy(&JobHandle::new(), &Strict).await?;
         stream.finish().await?;

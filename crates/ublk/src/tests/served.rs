@@ -78,7 +78,9 @@ impl Served {
 
     pub fn start(&mut self) -> Result<()> {
         let ends = Arc::clone(&self.ends);
-        let on_end = Box::new(move || drop(ends.fetch_add(1, Ordering::SeqCst)));
+        let on_end = Box::new(move || {
+            ends.fetch_add(1, Ordering::SeqCst);
+        });
         let start = Server::start(self.fake.clone(), self.config.clone(), Arc::clone(&self.attachment), on_end);
         self.server = Some(rt::block_on(start)?);
         Ok(())

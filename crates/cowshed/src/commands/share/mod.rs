@@ -348,7 +348,7 @@ async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page
         }
         at += buf.len() as u64;
         let packing = packing.clone();
-        let packed: BlockResult<(Sha256, usize)> = rt::offload(move || match packing {
+        let packed: BlockResult<(Sha256, usize)> = rt::run_on_cpu_pool(move || match packing {
             Some(packing) => {
                 let packed = packing(&buf)?;
                 digest.update(&packed);

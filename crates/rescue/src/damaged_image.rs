@@ -22,7 +22,7 @@ const PIECE_BYTES: usize = 4096;
 const HEAD_BYTES: u64 = 2 << 20;
 
 /// A damaged image. The nodes are views of the bare files.
-pub struct Wreck {
+pub struct DamagedImage {
     pub(super) image: Arc<Node>,
     pub(super) fields: Fields,
     pub(super) shape: Shape,
@@ -78,9 +78,9 @@ pub struct Salvaged {
     pub entry: Option<(u64, u64)>,
 }
 
-impl Wreck {
+impl DamagedImage {
     /// Reads header and L1 table of the image in `image`, a view of the bare file.
-    pub async fn open(image: Arc<Node>, overrides: &Overrides) -> Result<Wreck> {
+    pub async fn open(image: Arc<Node>, overrides: &Overrides) -> Result<DamagedImage> {
         let name = image.filename();
         let len = image.size();
         let (head, bad) = salvage(&image, 0, len.min(HEAD_BYTES) as usize).await;
@@ -96,7 +96,7 @@ impl Wreck {
             file_len: len,
             data_len,
         };
-        let mut wreck = Wreck {
+        let mut wreck = DamagedImage {
             image,
             shape,
             l1: Vec::new(),
