@@ -6,7 +6,7 @@ use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest};
-use cowshed_jobs::inspect::{self, Verdict};
+use cowshed_jobs::inspect::{self, InspectVerdict};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -82,7 +82,7 @@ async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
     let Some(name) = file_of(graph, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
     // The content of an image of no format is nobody's word.
-    if inspection.verdict != Verdict::Suspicious || inspection.format == "raw" {
+    if inspection.verdict != InspectVerdict::Suspicious || inspection.format == "raw" {
         return Ok(());
     }
     let message = format!("the image is suspicious: {}", inspection.suspicions.join("; "));

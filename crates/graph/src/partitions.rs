@@ -3,7 +3,7 @@
 
 use crate::node::Node;
 use cowshed_block::Result;
-use cowshed_layout::partitions::{Search, Step};
+use cowshed_layout::partitions::{ScanStep, Search};
 use cowshed_storage::IoBuf;
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ pub async fn find(node: &Node, number: u32) -> Result<Range<u64>> {
     let mut search = Search::new(number, node.size())?;
     loop {
         let range = match search.step() {
-            Step::Found(range) => return Ok(range),
-            Step::Read(range) => range,
+            ScanStep::Found(range) => return Ok(range),
+            ScanStep::Read(range) => range,
         };
         let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let (result, bytes) = node.read(range.start, IoBuf::try_scratch(len)?).await;

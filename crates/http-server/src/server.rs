@@ -122,14 +122,14 @@ enum Message {
 
 /// What is at a path.
 #[derive(Clone)]
-pub(crate) struct Listed {
+pub(crate) struct Offered {
     pub content: Arc<dyn Content>,
     /// What a browser gets that doesn't ask for the download.
     pub page: Option<Arc<dyn Content>>,
 }
 
 /// What is at each path.
-pub(crate) type Contents = Mutex<BTreeMap<String, Listed>>;
+pub(crate) type Contents = Mutex<BTreeMap<String, Offered>>;
 
 /// Serves contents over HTTP until [`Server::stop`], on a thread of its own. Usable from any thread.
 ///
@@ -230,7 +230,7 @@ impl Server {
         if contents.contains_key(path) {
             return Err(Error::new(ErrorKind::Busy, format!("the path '{path}' is taken")));
         }
-        contents.insert(path.to_owned(), Listed { content, page });
+        contents.insert(path.to_owned(), Offered { content, page });
         Ok(())
     }
 

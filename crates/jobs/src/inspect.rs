@@ -18,7 +18,7 @@ use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions, path_of_text
 /// What came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub enum InspectVerdict {
     /// It asks for nothing but itself, and nothing about it is strange.
     Harmless,
     /// It names other files.
@@ -57,7 +57,7 @@ pub struct TableSizes {
 #[serde(rename_all = "kebab-case")]
 pub struct Inspection {
     /// The verdict.
-    pub verdict: Verdict,
+    pub verdict: InspectVerdict,
     /// The name that the user gave.
     pub filename: String,
     /// The format that its first bytes look like.
@@ -88,14 +88,14 @@ pub struct Inspection {
 impl Inspection {
     /// 0 harmless, 2 otherwise.
     pub fn exit_code(&self) -> u8 {
-        if self.verdict == Verdict::Harmless { 0 } else { 2 }
+        if self.verdict == InspectVerdict::Harmless { 0 } else { 2 }
     }
 
     fn conclude(mut self) -> Inspection {
         self.verdict = match (self.suspicions.is_empty(), self.asks_for.is_empty()) {
-            (false, _) => Verdict::Suspicious,
-            (true, false) => Verdict::AsksForFiles,
-            (true, true) => Verdict::Harmless,
+            (false, _) => InspectVerdict::Suspicious,
+            (true, false) => InspectVerdict::AsksForFiles,
+            (true, true) => InspectVerdict::Harmless,
         };
         self
     }
@@ -112,7 +112,7 @@ pub async fn run(path: &str) -> Result<Inspection> {
     let (result, last) = file.read_at(IoBuf::zeroed(last_len), file.len() - last_len as u64).await;
     result?;
     let mut inspection = Inspection {
-        verdict: Verdict::Suspicious,
+        verdict: InspectVerdict::Suspicious,
         filename: path.to_owned(),
         format: probe_with_tail(&first, &last).as_str().to_owned(),
         file_size: file.len(),

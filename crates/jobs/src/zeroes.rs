@@ -30,7 +30,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 
 /// A part of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct ZeroSegment {
     /// Where in the buffer.
     pub range: Range<usize>,
     /// Holds something other than zero, or zeroes too short to count.
@@ -39,8 +39,8 @@ pub struct Segment {
 
 /// Splits `bytes` into data and zeroes, looking at blocks of `unit` bytes. Runs of zero blocks shorter than
 /// `min_zero_bytes` count as data. Segments follow each other without gaps and change kind each time.
-pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<Segment> {
-    let mut found: Vec<Segment> = Vec::new();
+pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<ZeroSegment> {
+    let mut found: Vec<ZeroSegment> = Vec::new();
     let mut at = 0;
     for block in bytes.chunks(unit.max(1)) {
         let range = at..at + block.len();
@@ -48,7 +48,7 @@ pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<Segment
         let data = !is_zero(block);
         match found.last_mut() {
             Some(last) if last.data == data => last.range.end = range.end,
-            _ => found.push(Segment { range, data }),
+            _ => found.push(ZeroSegment { range, data }),
         }
     }
     if min_zero_bytes > unit {

@@ -34,7 +34,7 @@ mod kind {
 
 /// What a [`Search`] does next.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum ScanStep {
     /// It needs these bytes of the disk, which are there: [`Search::take`].
     Read(Range<u64>),
     /// The partition has these bytes of the disk.
@@ -116,17 +116,17 @@ impl Search {
     }
 
     /// What comes next.
-    pub fn step(&self) -> Step {
+    pub fn step(&self) -> ScanStep {
         match &self.place {
-            Place::Head => Step::Read(0..SECTOR_BYTES),
-            Place::Chain { at, .. } => Step::Read(*at..*at + SECTOR_BYTES),
+            Place::Head => ScanStep::Read(0..SECTOR_BYTES),
+            Place::Chain { at, .. } => ScanStep::Read(*at..*at + SECTOR_BYTES),
             // Its places are inside of the disk.
             Place::Header { index, .. } => match self.headers().nth(*index) {
-                Some((at, _)) => Step::Read(at..at + SECTOR_BYTES),
-                None => Step::Read(0..SECTOR_BYTES),
+                Some((at, _)) => ScanStep::Read(at..at + SECTOR_BYTES),
+                None => ScanStep::Read(0..SECTOR_BYTES),
             },
-            Place::List { header, .. } => Step::Read(header.list.clone()),
-            Place::Found(range) => Step::Found(range.clone()),
+            Place::List { header, .. } => ScanStep::Read(header.list.clone()),
+            Place::Found(range) => ScanStep::Found(range.clone()),
         }
     }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// What one cluster of bitmap data holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Piece<'a> {
+pub enum BitsPiece<'a> {
     /// All bits are zero.
     Zeroes,
     /// All bits are one, and none lies behind the end of the disk.
@@ -89,11 +89,11 @@ impl DirtyBits {
     }
 
     /// What a piece holds.
-    pub fn piece(&self, piece: u64) -> Piece<'_> {
+    pub fn piece(&self, piece: u64) -> BitsPiece<'_> {
         match self.pieces.get(&piece) {
-            None => Piece::Zeroes,
-            Some(Stored::Ones) => Piece::Ones,
-            Some(Stored::Bytes(bytes)) => Piece::Bytes(bytes),
+            None => BitsPiece::Zeroes,
+            Some(Stored::Ones) => BitsPiece::Ones,
+            Some(Stored::Bytes(bytes)) => BitsPiece::Bytes(bytes),
         }
     }
 
@@ -101,9 +101,9 @@ impl DirtyBits {
     pub fn piece_bytes(&self, piece: u64) -> Box<[u8]> {
         let mut bytes = vec![0; self.piece_bytes];
         match self.piece(piece) {
-            Piece::Zeroes => {}
-            Piece::Ones => set(&mut bytes, 0..self.bits_of_piece(piece)),
-            Piece::Bytes(stored) => bytes.copy_from_slice(stored),
+            BitsPiece::Zeroes => {}
+            BitsPiece::Ones => set(&mut bytes, 0..self.bits_of_piece(piece)),
+            BitsPiece::Bytes(stored) => bytes.copy_from_slice(stored),
         }
         bytes.into()
     }
@@ -141,9 +141,9 @@ impl DirtyBits {
     /// True when every bit that the range touches is set.
     pub fn covers(&self, offset: u64, len: u64) -> bool {
         self.touched_pieces(offset, len).all(|(piece, bits)| match self.piece(piece) {
-            Piece::Zeroes => false,
-            Piece::Ones => true,
-            Piece::Bytes(bytes) => first(bytes, bits, false).is_none(),
+            BitsPiece::Zeroes => false,
+            BitsPiece::Ones => true,
+            BitsPiece::Bytes(bytes) => first(bytes, bits, false).is_none(),
         })
     }
 
@@ -152,9 +152,9 @@ impl DirtyBits {
         let mut changed = Vec::new();
         for (piece, bits) in self.touched_pieces(offset, len) {
             let is_set = match self.piece(piece) {
-                Piece::Zeroes => false,
-                Piece::Ones => true,
-                Piece::Bytes(bytes) => first(bytes, bits.clone(), false).is_none(),
+                BitsPiece::Zeroes => false,
+                BitsPiece::Ones => true,
+                BitsPiece::Bytes(bytes) => first(bytes, bits.clone(), false).is_none(),
             };
             if !is_set {
                 let mut bytes = self.piece_bytes(piece);
@@ -187,9 +187,9 @@ impl DirtyBits {
             let base = piece * self.bits_per_piece();
             let bits = at - base..(last - base).min(self.bits_per_piece());
             let found = match self.piece(piece) {
-                Piece::Zeroes if dirty => Some(bits.start),
-                Piece::Ones if !dirty => Some(bits.start),
-                Piece::Bytes(bytes) => first(bytes, bits.clone(), !dirty),
+                BitsPiece::Zeroes if dirty => Some(bits.start),
+                BitsPiece::Ones if !dirty => Some(bits.start),
+                BitsPiece::Bytes(bytes) => first(bytes, bits.clone(), !dirty),
                 _ => None,
             };
             if let Some(found) = found {
@@ -378,6 +378,6 @@ mod tests {
         assert_eq!(bits.count(), 3);
         assert_eq!(bits.piece_bytes(0)[0], 7);
         bits.put_piece(1, vec![0xff; 512].into());
-        assert_eq!(bits.piece(1), Piece::Zeroes);
+        assert_eq!(bits.piece(1), BitsPiece::Zeroes);
     }
 }

@@ -32,7 +32,7 @@ mod zero;
 pub use allocate::{Allocation, Fill};
 pub use compressed::{CompressedAllocation, CompressedPlace};
 pub use config::EngineConfig;
-pub use dirty_bits::{DirtyBits, Piece};
+pub use dirty_bits::{BitsPiece, DirtyBits};
 pub use engine::{Budget, Engine, Reclaim, Statistics};
 pub use grow::RefcountGrowth;
 pub use interleaving::set_interleaving_hook;

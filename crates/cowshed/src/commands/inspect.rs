@@ -7,7 +7,7 @@ use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{shown_name, visible_name};
-use cowshed_jobs::inspect::{self, Inspection, Verdict};
+use cowshed_jobs::inspect::{self, InspectVerdict, Inspection};
 use cowshed_storage::confine::Confined;
 use serde_json::Value;
 
@@ -63,9 +63,9 @@ fn confinement(confined: Confined) -> Value {
 fn print_human(inspection: &Inspection, console: &mut Console) {
     let Inspection { filename, format, file_size, .. } = inspection;
     let verdict = match inspection.verdict {
-        Verdict::Harmless => "harmless",
-        Verdict::AsksForFiles => "asks for other files",
-        Verdict::Suspicious => "suspicious",
+        InspectVerdict::Harmless => "harmless",
+        InspectVerdict::AsksForFiles => "asks for other files",
+        InspectVerdict::Suspicious => "suspicious",
     };
     console.line(format_args!("{}: {verdict}", printable(filename)));
     console.line(format_args!("format: {format}, {} on disk", human(*file_size)));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The words of one command line of the shell: flags as getopt reads them, then operands.
 
-use super::outcome::Failed;
+use super::outcome::CommandFailed;
 use crate::commands::sizes::{self, Fault};
 use cowshed_image::Preallocation;
 
@@ -18,7 +18,7 @@ pub struct Arguments {
 impl Arguments {
     /// Takes `words` apart. `known`: letters, each followed by ':' when it takes a value. Flags may stand anywhere; `--`
     /// ends them.
-    pub fn parse(command: &str, known: &str, words: &[&str]) -> Result<Arguments, Failed> {
+    pub fn parse(command: &str, known: &str, words: &[&str]) -> Result<Arguments, CommandFailed> {
         let mut arguments = Arguments::default();
         if known.is_empty() {
             // Where there are no flags, a dash is nothing special.
@@ -55,11 +55,11 @@ impl Arguments {
         known: &str,
         letters: &'a str,
         words: &mut impl Iterator<Item = &'a &'a str>,
-    ) -> Result<(), Failed> {
+    ) -> Result<(), CommandFailed> {
         for (at, letter) in letters.char_indices() {
             let place = known.find(letter).filter(|_| letter != ':');
             let Some(place) = place else {
-                return Err(Failed::usage().error(format!("{command}: invalid option -- '{letter}'")));
+                return Err(CommandFailed::usage().error(format!("{command}: invalid option -- '{letter}'")));
             };
             if !known[place + letter.len_utf8()..].starts_with(':') {
                 self.flags.push((letter, None));
@@ -71,7 +71,9 @@ impl Arguments {
             let rest = &letters[at + letter.len_utf8()..];
             let value = if rest.is_empty() { words.next().copied() } else { Some(rest) };
             let Some(value) = value else {
-                return Err(Failed::usage().error(format!("{command}: option requires an argument -- '{letter}'")));
+                return Err(
+                    CommandFailed::usage().error(format!("{command}: option requires an argument -- '{letter}'"))
+                );
             };
             check_value(command, letter, value)?;
             self.flags.push((letter, Some(value.to_owned())));
@@ -91,18 +93,18 @@ impl Arguments {
     }
 
     /// The size given with a flag.
-    pub fn size(&self, flag: char) -> Result<Option<u64>, Failed> {
+    pub fn size(&self, flag: char) -> Result<Option<u64>, CommandFailed> {
         self.value(flag).map(size).transpose()
     }
 
     /// The byte given with a flag, in C's notations.
-    pub fn pattern(&self, flag: char) -> Result<Option<u8>, Failed> {
+    pub fn pattern(&self, flag: char) -> Result<Option<u8>, CommandFailed> {
         self.value(flag).map(pattern).transpose()
     }
 }
 
 /// Refuses the value of a flag where it stands, before what follows it is looked at.
-fn check_value(command: &str, letter: char, value: &str) -> Result<(), Failed> {
+fn check_value(command: &str, letter: char, value: &str) -> Result<(), CommandFailed> {
     match (command, letter) {
         (_, 'P') => pattern(value).map(drop),
         ("read" | "r", 's' | 'l') => size(value).map(drop),
@@ -112,36 +114,38 @@ fn check_value(command: &str, letter: char, value: &str) -> Result<(), Failed> {
 }
 
 /// How a grown part is allocated.
-pub fn preallocation(word: &str) -> Result<Preallocation, Failed> {
+pub fn preallocation(word: &str) -> Result<Preallocation, CommandFailed> {
     match word {
         "off" => Ok(Preallocation::Off),
         "metadata" => Ok(Preallocation::Metadata),
         "falloc" => Ok(Preallocation::Falloc),
         "full" => Ok(Preallocation::Full),
-        other => Err(Failed::complaint(format!("Invalid preallocation mode '{other}'"))),
+        other => Err(CommandFailed::complaint(format!("Invalid preallocation mode '{other}'"))),
     }
 }
 
 /// A number of bytes with a suffix.
-pub fn size(text: &str) -> Result<u64, Failed> {
+pub fn size(text: &str) -> Result<u64, CommandFailed> {
     size_named(text, text)
 }
 
 /// A number of bytes with a suffix; messages call it `name`.
-pub fn size_named(text: &str, name: &str) -> Result<u64, Failed> {
+pub fn size_named(text: &str, name: &str) -> Result<u64, CommandFailed> {
     match sizes::number(text) {
         Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
-        Ok(_) | Err(Fault::TooLarge) => Err(Failed::output(format!("Parsing error: argument too large -- {name}"))),
-        Err(Fault::NotASize) if text.strip_prefix('-').is_some_and(|rest| sizes::number(rest).is_ok()) => {
-            Err(Failed::output(format!("Parsing error: argument too large -- {name}")))
+        Ok(_) | Err(Fault::TooLarge) => {
+            Err(CommandFailed::output(format!("Parsing error: argument too large -- {name}")))
         }
-        Err(Fault::NotASize) => Err(Failed::output(format!(
+        Err(Fault::NotASize) if text.strip_prefix('-').is_some_and(|rest| sizes::number(rest).is_ok()) => {
+            Err(CommandFailed::output(format!("Parsing error: argument too large -- {name}")))
+        }
+        Err(Fault::NotASize) => Err(CommandFailed::output(format!(
             "Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {name}"
         ))),
     }
 }
 
-fn pattern(text: &str) -> Result<u8, Failed> {
+fn pattern(text: &str) -> Result<u8, CommandFailed> {
     let number = if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         u32::from_str_radix(digits, 16)
     } else if text.len() > 1 && text.starts_with('0') {
@@ -150,14 +154,14 @@ fn pattern(text: &str) -> Result<u8, Failed> {
         text.parse()
     };
     let byte = number.ok().and_then(|number| u8::try_from(number).ok());
-    byte.ok_or_else(|| Failed::output(format!("{text} is not a valid pattern byte")))
+    byte.ok_or_else(|| CommandFailed::output(format!("{text} is not a valid pattern byte")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Arguments, Failed> {
+    fn parse(line: &str) -> Result<Arguments, CommandFailed> {
         let words: Vec<&str> = line.split(' ').filter(|word| !word.is_empty()).collect();
         Arguments::parse("read", "CqvP:s:", &words)
     }

@@ -3,7 +3,7 @@
 
 use super::Shell;
 use super::arguments::Arguments;
-use super::outcome::{Done, Failed, reason};
+use super::outcome::{CommandFailed, Done, reason};
 use super::text::{self, Report};
 use super::transfer::{self, DEFAULT_PATTERN, Expected, Range};
 use cowshed_block::Result;
@@ -90,16 +90,16 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
         return Ok(());
     }
     if arguments.operands.len() < 2 {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     }
     if arguments.has('u') && !arguments.has('z') {
-        return Err(Failed::output("-u requires -z to be specified"));
+        return Err(CommandFailed::output("-u requires -z to be specified"));
     }
     if arguments.has('z') && arguments.operands.len() > 2 {
-        return Err(Failed::output("-z supports only a single length parameter"));
+        return Err(CommandFailed::output("-z supports only a single length parameter"));
     }
     if arguments.has('z') && arguments.has('r') {
-        return Err(Failed::output("cannot combine zero write with registered I/O buffer"));
+        return Err(CommandFailed::output("cannot combine zero write with registered I/O buffer"));
     }
     // Zeroes need no buffer.
     let range = match arguments.has('z') {

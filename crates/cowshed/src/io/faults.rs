@@ -3,7 +3,7 @@
 
 use super::Shell;
 use super::arguments::Arguments;
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use cowshed_storage::fault::{Event, Faults};
 use cowshed_storage::rt;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ fn faults(shell: &Shell) -> Option<Arc<Faults>> {
     shell.session.as_ref().and_then(|session| session.image().faults())
 }
 
-fn word(arguments: &Arguments, index: usize) -> Result<&str, Failed> {
-    arguments.operands.get(index).map(String::as_str).ok_or_else(Failed::usage)
+fn word(arguments: &Arguments, index: usize) -> Result<&str, CommandFailed> {
+    arguments.operands.get(index).map(String::as_str).ok_or_else(CommandFailed::usage)
 }
 
 pub(super) async fn set_break(shell: &mut Shell, arguments: Arguments) -> Done {
     let (event, tag) = (word(&arguments, 0)?, word(&arguments, 1)?);
-    let failed = |reason: &str| Failed::output(format!("Could not set breakpoint: {reason}"));
+    let failed = |reason: &str| CommandFailed::output(format!("Could not set breakpoint: {reason}"));
     let faults = faults(shell).ok_or_else(|| failed(NOT_SUPPORTED))?;
     let event = Event::parse(event).filter(|event| *event != Event::None).ok_or_else(|| failed(NO_SUCH_THING))?;
     faults.set_break(event, tag);
@@ -32,7 +32,7 @@ pub(super) async fn set_break(shell: &mut Shell, arguments: Arguments) -> Done {
 
 pub(super) async fn resume(shell: &mut Shell, arguments: Arguments) -> Done {
     let tag = word(&arguments, 0)?;
-    let failed = |reason: &str| Failed::output(format!("Could not resume request: {reason}"));
+    let failed = |reason: &str| CommandFailed::output(format!("Could not resume request: {reason}"));
     let faults = faults(shell).ok_or_else(|| failed(NOT_SUPPORTED))?;
     print_news(shell);
     match faults.resume(tag) {
@@ -45,7 +45,7 @@ pub(super) async fn resume(shell: &mut Shell, arguments: Arguments) -> Done {
 
 pub(super) async fn remove_break(shell: &mut Shell, arguments: Arguments) -> Done {
     let tag = word(&arguments, 0)?;
-    let failed = |reason: &str| Failed::output(format!("Could not remove breakpoint {tag}: {reason}"));
+    let failed = |reason: &str| CommandFailed::output(format!("Could not remove breakpoint {tag}: {reason}"));
     let faults = faults(shell).ok_or_else(|| failed(NOT_SUPPORTED))?;
     print_news(shell);
     let was_set = faults.remove_break(tag);
@@ -58,7 +58,7 @@ pub(super) async fn remove_break(shell: &mut Shell, arguments: Arguments) -> Don
 /// Waits until a request is held up under this tag. Without blkdebug there never will be one: refused at once.
 pub(super) async fn wait_break(shell: &mut Shell, arguments: Arguments) -> Done {
     let tag = word(&arguments, 0)?;
-    let failed = || Failed::output(format!("Could not wait for breakpoint {tag}: {NOT_SUPPORTED}"));
+    let failed = || CommandFailed::output(format!("Could not wait for breakpoint {tag}: {NOT_SUPPORTED}"));
     let faults = faults(shell).ok_or_else(failed)?;
     while !faults.held().iter().any(|held| held == tag) {
         rt::sleep(LOOK).await;

@@ -3,7 +3,7 @@
 
 use super::Shell;
 use super::arguments::{self, Arguments};
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use super::text;
 use crate::output::failure::qemu_reason;
 use crate::output::{info, json};
@@ -24,45 +24,54 @@ pub(super) async fn length(shell: &mut Shell) -> Done {
 
 pub(super) async fn flush(shell: &mut Shell) -> Done {
     let node = shell.session()?.node.clone();
-    node.flush().await.map_err(|error| Failed::output(format!("flush failed: {}", shell.reason(&error))))
+    node.flush().await.map_err(|error| CommandFailed::output(format!("flush failed: {}", shell.reason(&error))))
 }
 
 pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     let preallocation = arguments.value('m').map_or(Ok(Preallocation::Off), arguments::preallocation)?;
     // What stands behind the size counts for nothing, as in qemu-io.
-    let [size, ..] = &arguments.operands[..] else { return Err(Failed::usage()) };
+    let [size, ..] = &arguments.operands[..] else { return Err(CommandFailed::usage()) };
     // As qemu-io, which names the command's first word, where flags come before all else.
     let first = arguments.first_flags.as_deref().unwrap_or(size);
     let size = arguments::size_named(size, first)?;
     let node = shell.session()?.node.clone();
     if shell.session()?.image().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
-        return Err(Failed::complaint("The new size must be a multiple of 512"));
+        return Err(CommandFailed::complaint("The new size must be a multiple of 512"));
     }
     node.resize(size, preallocation).await.map_err(|error| {
-        Failed::complaint(if shell.manner.terse { qemu_reason(&node.filename(), &error) } else { error.to_string() })
+        CommandFailed::complaint(if shell.manner.terse {
+            qemu_reason(&node.filename(), &error)
+        } else {
+            error.to_string()
+        })
     })
 }
 
 pub(super) async fn info(shell: &mut Shell) -> Done {
     let node = shell.session()?.image();
-    let failed = |error: cowshed_block::Error| Failed::complaint(error.to_string());
+    let failed = |error: cowshed_block::Error| CommandFailed::complaint(error.to_string());
     let image = image_info(&node).await.map_err(failed)?;
     let cluster = image.cluster_size.unwrap_or(0);
     shell.console.line(format_args!("format name: {}", image.format));
     shell.console.line(format_args!("cluster size: {}", text::size(cluster as f64)));
     shell.console.line(format_args!("vm state offset: {}", text::size(node.vm_state_offset().unwrap_or(0) as f64)));
-    let image = serde_json::to_value(image).map_err(|error| Failed::complaint(error.to_string()))?;
+    let image = serde_json::to_value(image).map_err(|error| CommandFailed::complaint(error.to_string()))?;
     let specific = info::render_specific(&json::in_qemu_order(image), shell.console.persona);
     shell.console.print(specific);
     Ok(())
 }
 
 /// Hands out the runs of a range as (first byte, length, held by this layer).
-async fn each_run(shell: &Shell, start: u64, len: u64, mut take: impl FnMut(u64, u64, bool)) -> Result<(), Failed> {
+async fn each_run(
+    shell: &Shell,
+    start: u64,
+    len: u64,
+    mut take: impl FnMut(u64, u64, bool),
+) -> Result<(), CommandFailed> {
     let node = shell.session()?.node.clone();
     let (mut at, end) = (start, start + len);
     while at < end {
-        let failed = |error| Failed::output(format!("is_allocated failed: {}", shell.reason(&error)));
+        let failed = |error| CommandFailed::output(format!("is_allocated failed: {}", shell.reason(&error)));
         let runs = node.block_status(at, end - at, MAX_RUNS).await.map_err(failed)?;
         let from = at;
         for run in runs {
@@ -70,14 +79,14 @@ async fn each_run(shell: &Shell, start: u64, len: u64, mut take: impl FnMut(u64,
             at = run.start + run.len;
         }
         if at == from {
-            return Err(Failed::complaint("the image says nothing of a range"));
+            return Err(CommandFailed::complaint("the image says nothing of a range"));
         }
     }
     Ok(())
 }
 
 pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
-    let Some(offset) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let Some(offset) = arguments.operands.first() else { return Err(CommandFailed::usage()) };
     let offset = arguments::size(offset)?;
     let count = arguments.operands.get(1).map_or(Ok(SECTOR_BYTES), |text| arguments::size(text))?;
     let size = shell.session()?.node.size();
@@ -107,9 +116,9 @@ pub(super) async fn map(shell: &mut Shell) -> Done {
 }
 
 pub(super) async fn sleep(shell: &mut Shell, arguments: Arguments) -> Done {
-    let Some(text) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let Some(text) = arguments.operands.first() else { return Err(CommandFailed::usage()) };
     let milliseconds = text.parse::<u64>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
-    let milliseconds = milliseconds.ok_or_else(|| Failed::output(format!("{text} is not a valid number")))?;
+    let milliseconds = milliseconds.ok_or_else(|| CommandFailed::output(format!("{text} is not a valid number")))?;
     shell.print_later();
     shell.console.flush();
     rt::sleep(Duration::from_millis(milliseconds)).await;
@@ -117,9 +126,9 @@ pub(super) async fn sleep(shell: &mut Shell, arguments: Arguments) -> Done {
 }
 
 pub(super) async fn sigraise(shell: &mut Shell, arguments: Arguments) -> Done {
-    let Some(text) = arguments.operands.first() else { return Err(Failed::usage()) };
+    let Some(text) = arguments.operands.first() else { return Err(CommandFailed::usage()) };
     let signal = arguments::size(text)?;
-    let signal = i32::try_from(signal).map_err(|_| Failed::output(format!("signal out of range: {text}")))?;
+    let signal = i32::try_from(signal).map_err(|_| CommandFailed::output(format!("signal out of range: {text}")))?;
     shell.print_later();
     shell.console.flush();
     // As with raise(3) a number that is no signal is nobody's failure.

@@ -23,11 +23,11 @@ pub use session::{OpenSpec, Session};
 use crate::output::Console;
 use arguments::Arguments;
 use cowshed_storage::rt;
-use outcome::{Done, Failed};
+use outcome::{CommandFailed, Done};
 use prompt::Lines;
 use std::cell::RefCell;
 use std::rc::Rc;
-use table::Command;
+use table::ShellCommand;
 
 /// Whose words the shell uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +113,7 @@ impl Shell {
                 Ok(Some(line)) => is_well &= self.run_line(&line).await,
                 Ok(None) => break,
                 Err(error) => {
-                    let failed = Failed::complaint(format!("could not read a command: {error}"));
+                    let failed = CommandFailed::complaint(format!("could not read a command: {error}"));
                     return self.conclude(None, Err(failed));
                 }
             }
@@ -126,7 +126,7 @@ impl Shell {
         let words: Vec<&str> = line.split([' ', '\t', '\n', '\r']).filter(|word| !word.is_empty()).collect();
         let Some((name, words)) = words.split_first() else { return true };
         let (command, done) = match table::find(name) {
-            None => (None, Err(Failed::plain_error(format!("command \"{name}\" not found")))),
+            None => (None, Err(CommandFailed::plain_error(format!("command \"{name}\" not found")))),
             Some(command) => (Some(command), self.carry_out(command, name, words).await),
         };
         // A moment for what runs in the background, so that it doesn't wait for the next long command.
@@ -135,20 +135,20 @@ impl Shell {
         self.conclude(command, done)
     }
 
-    async fn carry_out(&mut self, command: &'static Command, name: &str, words: &[&str]) -> Done {
+    async fn carry_out(&mut self, command: &'static ShellCommand, name: &str, words: &[&str]) -> Done {
         if command.needs_image && self.session.is_none() {
-            return Err(Failed::plain_error("no file open, try 'help open'"));
+            return Err(CommandFailed::plain_error("no file open, try 'help open'"));
         }
         command.check_count(name, words.len())?;
         if command.writes && self.session.as_ref().is_some_and(|session| session.node.is_read_only()) {
-            return Err(Failed::complaint("Block node is read-only"));
+            return Err(CommandFailed::complaint("Block node is read-only"));
         }
         let arguments = Arguments::parse(name, command.flags, words)?;
         (command.run)(self, arguments).await
     }
 
     /// Says how a command ended; true when it went well.
-    fn conclude(&mut self, command: Option<&Command>, done: Done) -> bool {
+    fn conclude(&mut self, command: Option<&ShellCommand>, done: Done) -> bool {
         let Err(failed) = done else { return true };
         if let Some(line) = failed.error {
             self.console.error_text(&format!("{line}\n"));
@@ -177,8 +177,8 @@ impl Shell {
     }
 
     /// The open image. Commands that need one are not called without.
-    fn session(&self) -> Result<&Session, Failed> {
-        self.session.as_ref().ok_or_else(|| Failed::plain_error("no file open, try 'help open'"))
+    fn session(&self) -> Result<&Session, CommandFailed> {
+        self.session.as_ref().ok_or_else(|| CommandFailed::plain_error("no file open, try 'help open'"))
     }
 
     /// The reason of an error in this shell's manner.

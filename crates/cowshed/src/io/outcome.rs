@@ -4,11 +4,11 @@
 use cowshed_block::Error;
 
 /// What a command comes to.
-pub type Done = Result<(), Failed>;
+pub type Done = Result<(), CommandFailed>;
 
 /// A command that failed: the shell goes on, and its exit code is 1 in the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Failed {
+pub struct CommandFailed {
     /// A line for standard output.
     pub output: Option<String>,
     /// A line for standard error.
@@ -19,35 +19,35 @@ pub struct Failed {
     pub shows_usage: bool,
 }
 
-impl Failed {
+impl CommandFailed {
     /// Says so on standard output, where qemu-io reports most failures.
-    pub fn output(line: impl Into<String>) -> Failed {
-        Failed { output: Some(line.into()), ..Failed::default() }
+    pub fn output(line: impl Into<String>) -> CommandFailed {
+        CommandFailed { output: Some(line.into()), ..CommandFailed::default() }
     }
 
     /// Says so on standard error.
-    pub fn plain_error(line: impl Into<String>) -> Failed {
-        Failed { error: Some(line.into()), ..Failed::default() }
+    pub fn plain_error(line: impl Into<String>) -> CommandFailed {
+        CommandFailed { error: Some(line.into()), ..CommandFailed::default() }
     }
 
     /// Says so on standard error, after the program's name.
-    pub fn complaint(line: impl Into<String>) -> Failed {
-        Failed { complaint: Some(line.into()), ..Failed::default() }
+    pub fn complaint(line: impl Into<String>) -> CommandFailed {
+        CommandFailed { complaint: Some(line.into()), ..CommandFailed::default() }
     }
 
     /// Shows the command's usage.
-    pub fn usage() -> Failed {
-        Failed { shows_usage: true, ..Failed::default() }
+    pub fn usage() -> CommandFailed {
+        CommandFailed { shows_usage: true, ..CommandFailed::default() }
     }
 
     /// All has been said.
-    pub fn silent() -> Failed {
-        Failed::default()
+    pub fn silent() -> CommandFailed {
+        CommandFailed::default()
     }
 
     /// With a line on standard error before.
     #[must_use]
-    pub fn error(mut self, line: impl Into<String>) -> Failed {
+    pub fn error(mut self, line: impl Into<String>) -> CommandFailed {
         self.error = Some(line.into());
         self
     }

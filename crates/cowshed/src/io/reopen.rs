@@ -4,7 +4,7 @@
 
 use super::Shell;
 use super::arguments::Arguments;
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use super::session::{OpenSpec, close, open, options_of};
 use cowshed_image::DRIVERS;
 use cowshed_image::Node;
@@ -29,10 +29,10 @@ const CACHE_SIZES: [&str; 3] = ["cache-size", "l2-cache-size", "refcount-cache-s
 
 pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     if !arguments.operands.is_empty() {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     }
     if arguments.has('r') && arguments.has('w') {
-        return Err(Failed::complaint("Only one -r/-w option may be given"));
+        return Err(CommandFailed::complaint("Only one -r/-w option may be given"));
     }
     let before = shell.session()?.spec.clone();
     let mut spec = before.clone();
@@ -42,12 +42,12 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     }
     spec.check()?;
     if let Some(text) = arguments.value('o') {
-        let options = options_of(text).map_err(|error| Failed::complaint(error.to_string()))?;
+        let options = options_of(text).map_err(|error| CommandFailed::complaint(error.to_string()))?;
         if (arguments.has('r') || arguments.has('w')) && options.get("read-only").is_some() {
-            return Err(Failed::complaint("Cannot set both -r/-w and 'read-only'"));
+            return Err(CommandFailed::complaint("Cannot set both -r/-w and 'read-only'"));
         }
         if arguments.has('c') && options.get("cache").is_some() {
-            return Err(Failed::complaint("Cannot set both -c and the cache options"));
+            return Err(CommandFailed::complaint("Cannot set both -c and the cache options"));
         }
         let options = changes(&shell.session()?.image(), options, !spec.read_only, "")?;
         spec.add(options)?;
@@ -58,7 +58,7 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
         return Ok(());
     }
     if before.snapshot {
-        return Err(Failed::complaint("an image with a temporary overlay (-s) can't be opened again"));
+        return Err(CommandFailed::complaint("an image with a temporary overlay (-s) can't be opened again"));
     }
     close(shell).await?;
     let opened = open(shell, spec).await;
@@ -75,8 +75,8 @@ fn changes(
     options: BlockdevOptions,
     written: bool,
     path: &str,
-) -> std::result::Result<BlockdevOptions, Failed> {
-    let refused = |key: &str| Err(Failed::complaint(format!("Cannot change the option '{key}'")));
+) -> std::result::Result<BlockdevOptions, CommandFailed> {
+    let refused = |key: &str| Err(CommandFailed::complaint(format!("Cannot change the option '{key}'")));
     let driver = node.driver_name();
     let own = BY_DRIVER.iter().find(|(name, _)| *name == driver).map_or(&[][..], |(_, keys)| keys);
     let schema = DRIVERS.schema(driver);
@@ -88,7 +88,8 @@ fn changes(
             _ => None,
         };
         if let (Some(child), Value::Object(map)) = (child, value) {
-            let below = BlockdevOptions::from_map(map.clone()).map_err(|error| Failed::complaint(error.to_string()))?;
+            let below =
+                BlockdevOptions::from_map(map.clone()).map_err(|error| CommandFailed::complaint(error.to_string()))?;
             let below = changes(&child, below, written, &format!("{path}{key}."))?;
             if !below.is_empty() {
                 changed.insert(key.clone(), below);
@@ -110,7 +111,7 @@ fn changes(
         };
         if key == "read-only" && written && ["on", "yes", "true", "y"].iter().any(|word| value == word) {
             let message = format!("Read-only block node '{}' cannot support read-write users", node.name());
-            return Err(Failed::complaint(message));
+            return Err(CommandFailed::complaint(message));
         }
         let knows = schema.is_some_and(|schema| schema.knows(key));
         let of_qcow2 = driver == "qcow2" && knows && !FIXED_IN_QCOW2.contains(&key.as_str());
@@ -124,24 +125,24 @@ fn changes(
     }
     match (changed.text("discard"), changed.text("detect-zeroes")) {
         (Some(word), _) if !["ignore", "off", "unmap", "on"].contains(&word) => {
-            return Err(Failed::complaint("Invalid discard option"));
+            return Err(CommandFailed::complaint("Invalid discard option"));
         }
         (_, Some(word)) if !["off", "on", "unmap"].contains(&word) => {
-            return Err(Failed::complaint(format!("invalid parameter value: {word}")));
+            return Err(CommandFailed::complaint(format!("invalid parameter value: {word}")));
         }
         _ => {}
     }
     if let Some(schema) = schema {
         let checked = schema.check_values(&mut changed.clone());
-        checked.map_err(|error| Failed::complaint(error.sentence().to_owned()))?;
+        checked.map_err(|error| CommandFailed::complaint(error.sentence().to_owned()))?;
     }
     Ok(changed)
 }
 
 impl OpenSpec {
     /// Lays options over those that the image was opened with.
-    fn add(&mut self, more: BlockdevOptions) -> std::result::Result<(), Failed> {
-        let complaint = |error: cowshed_block::Error| Failed::complaint(error.to_string());
+    fn add(&mut self, more: BlockdevOptions) -> std::result::Result<(), CommandFailed> {
+        let complaint = |error: cowshed_block::Error| CommandFailed::complaint(error.to_string());
         let mut options = match self.image_opts {
             true => {
                 let text = self.path.take().unwrap_or_default();

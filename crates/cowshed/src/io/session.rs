@@ -2,7 +2,7 @@
 //! Opening and closing the shell's image.
 
 use super::arguments::Arguments;
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use super::{Shell, background};
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
@@ -75,8 +75,8 @@ impl Session {
 
 impl OpenSpec {
     /// Refuses words that no option knows.
-    pub(super) fn check(&self) -> std::result::Result<(), Failed> {
-        let invalid = |what: &str, word: &str| Err(Failed::complaint(format!("Invalid {what} option: {word}")));
+    pub(super) fn check(&self) -> std::result::Result<(), CommandFailed> {
+        let invalid = |what: &str, word: &str| Err(CommandFailed::complaint(format!("Invalid {what} option: {word}")));
         match (self.cache.as_deref(), self.discard.as_deref(), self.aio.as_deref()) {
             (Some(word), _, _) if !CACHE_MODES.contains(&word) => invalid("cache", word),
             (_, Some(word), _) if !["ignore", "off", "unmap", "on"].contains(&word) => invalid("discard", word),
@@ -233,7 +233,7 @@ async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
 pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
     spec.check()?;
     if shell.session.is_some() {
-        return Err(Failed::complaint("file open already, try 'help close'"));
+        return Err(CommandFailed::complaint("file open already, try 'help close'"));
     }
     let name = spec.name();
     let is_named = spec.path.is_some() && !spec.image_opts;
@@ -243,7 +243,7 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
     Ok(())
 }
 
-fn refusal(shell: &Shell, name: &str, named: bool, error: &Error) -> Failed {
+fn refusal(shell: &Shell, name: &str, named: bool, error: &Error) -> CommandFailed {
     match shell.manner.terse {
         true => {
             let reason = Failure::open(Persona::QemuImg, name, error).message;
@@ -251,9 +251,9 @@ fn refusal(shell: &Shell, name: &str, named: bool, error: &Error) -> Failed {
             let reason = reason.strip_prefix(&format!("Could not open '{name}': ")).unwrap_or(&reason);
             // What image options name, the reason names.
             let device = if named { format!(" device {name}") } else { String::new() };
-            Failed::complaint(format!("can't open{device}: {reason}"))
+            CommandFailed::complaint(format!("can't open{device}: {reason}"))
         }
-        false => Failed::complaint(Failure::about(Persona::Cowshed, name, error).message),
+        false => CommandFailed::complaint(Failure::about(Persona::Cowshed, name, error).message),
     }
 }
 
@@ -261,14 +261,14 @@ pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Don
     let path = match &arguments.operands[..] {
         [] => None,
         [path] => Some(path.clone()),
-        _ => return Err(Failed::usage()),
+        _ => return Err(CommandFailed::usage()),
     };
     let options = match arguments.value('o') {
         None => None,
-        Some(text) => Some(options_of(text).map_err(|error| Failed::complaint(error.to_string()))?),
+        Some(text) => Some(options_of(text).map_err(|error| CommandFailed::complaint(error.to_string()))?),
     };
     if path.is_none() && options.is_none() {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     }
     let text = |flag| arguments.value(flag).map(str::to_owned);
     let spec = OpenSpec {
@@ -296,5 +296,5 @@ pub(super) async fn close(shell: &mut Shell) -> Done {
     if session.node.is_corrupt() && shell.manner.terse {
         return Ok(());
     }
-    closed.map_err(|error| Failed::complaint(format!("could not close the image: {error}")))
+    closed.map_err(|error| CommandFailed::complaint(format!("could not close the image: {error}")))
 }

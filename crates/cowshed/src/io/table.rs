@@ -2,15 +2,15 @@
 //! The commands of the shell: one entry each.
 
 use super::arguments::Arguments;
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use super::{Shell, background, faults, image, reopen, session, transfer, zone};
 use std::pin::Pin;
 
 /// Carries a command out.
-pub type Run = for<'a> fn(&'a mut Shell, Arguments) -> Pin<Box<dyn Future<Output = Done> + 'a>>;
+pub type CommandFn = for<'a> fn(&'a mut Shell, Arguments) -> Pin<Box<dyn Future<Output = Done> + 'a>>;
 
 /// A command.
-pub struct Command {
+pub struct ShellCommand {
     /// Its word.
     pub name: &'static str,
     /// A shorter word, "" for none.
@@ -32,12 +32,12 @@ pub struct Command {
     /// More of them.
     pub details: &'static [&'static str],
     /// Does it.
-    pub run: Run,
+    pub run: CommandFn,
 }
 
 const ANY: usize = usize::MAX;
 
-const BASE: Command = Command {
+const BASE: ShellCommand = ShellCommand {
     name: "",
     short: "",
     least: 0,
@@ -74,15 +74,15 @@ const BACKGROUND: &str = " The command succeeds once the request is under way; e
 const ZONES: &str = " Only zoned block devices have zones, and no driver here speaks to one: this always fails.";
 
 /// All of them, in the order of `help`.
-pub const COMMANDS: &[Command] = &[
-    Command {
+pub const COMMANDS: &[ShellCommand] = &[
+    ShellCommand {
         name: "abort",
         needs_image: false,
         about: "simulate a program crash using abort(3)",
         run: |shell, _| Box::pin(image::abort(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "aio_discard",
         least: 2,
         most: ANY,
@@ -94,13 +94,13 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(background::discard(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "aio_flush",
         about: "completes all outstanding aio requests",
         run: |shell, _| Box::pin(background::flush(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "aio_read",
         least: 2,
         most: ANY,
@@ -111,7 +111,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(background::read(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "aio_write",
         least: 2,
         most: ANY,
@@ -123,7 +123,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(background::write(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "alloc",
         short: "a",
         least: 1,
@@ -133,7 +133,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(image::alloc(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "break",
         least: 2,
         most: 2,
@@ -142,14 +142,14 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(faults::set_break(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "close",
         short: "c",
         about: "close the current open file",
         run: |shell, _| Box::pin(session::close(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "discard",
         short: "d",
         least: 2,
@@ -162,14 +162,14 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(transfer::discard(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "flush",
         short: "f",
         about: "flush all in-core file state to disk",
         run: |shell, _| Box::pin(image::flush(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "help",
         short: "?",
         most: 1,
@@ -179,27 +179,27 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(help(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "info",
         short: "i",
         about: "prints information about the current file",
         run: |shell, _| Box::pin(image::info(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "length",
         short: "l",
         about: "gets the length of the current file",
         run: |shell, _| Box::pin(image::length(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "map",
         about: "prints the allocated areas of a file",
         run: |shell, _| Box::pin(image::map(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "open",
         short: "o",
         least: 1,
@@ -221,7 +221,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(session::open_command(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "quit",
         short: "q",
         most: ANY,
@@ -230,7 +230,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, _| Box::pin(image::quit(shell)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "read",
         short: "r",
         least: 2,
@@ -248,7 +248,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(transfer::read(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "readv",
         least: 2,
         most: ANY,
@@ -259,7 +259,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(transfer::readv(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "remove_break",
         least: 1,
         most: 1,
@@ -268,7 +268,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(faults::remove_break(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "reopen",
         most: ANY,
         flags: "rwc:o:",
@@ -281,7 +281,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(reopen::reopen(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "resume",
         least: 1,
         most: 1,
@@ -290,7 +290,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(faults::resume(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "sigraise",
         least: 1,
         most: 1,
@@ -300,7 +300,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(image::sigraise(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "sleep",
         least: 1,
         most: 1,
@@ -309,7 +309,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(image::sleep(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "truncate",
         short: "t",
         least: 1,
@@ -321,7 +321,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(image::truncate(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "wait_break",
         least: 1,
         most: 1,
@@ -330,7 +330,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(faults::wait_break(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "write",
         short: "w",
         least: 2,
@@ -351,7 +351,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(transfer::write(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "writev",
         least: 2,
         most: ANY,
@@ -363,7 +363,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(transfer::writev(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_append",
         short: "zap",
         least: 3,
@@ -375,7 +375,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(zone::append(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_close",
         short: "zc",
         least: 2,
@@ -386,7 +386,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(zone::manage(shell, "close", arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_finish",
         short: "zf",
         least: 2,
@@ -397,7 +397,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(zone::manage(shell, "finish", arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_open",
         short: "zo",
         least: 2,
@@ -408,7 +408,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(zone::manage(shell, "open", arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_report",
         short: "zrp",
         least: 2,
@@ -419,7 +419,7 @@ pub const COMMANDS: &[Command] = &[
         run: |shell, arguments| Box::pin(zone::report(shell, arguments)),
         ..BASE
     },
-    Command {
+    ShellCommand {
         name: "zone_reset",
         short: "zrs",
         least: 2,
@@ -433,11 +433,11 @@ pub const COMMANDS: &[Command] = &[
 ];
 
 /// The command with this name.
-pub fn find(name: &str) -> Option<&'static Command> {
+pub fn find(name: &str) -> Option<&'static ShellCommand> {
     COMMANDS.iter().find(|command| command.name == name || (!name.is_empty() && command.short == name))
 }
 
-impl Command {
+impl ShellCommand {
     /// One line: how it is called and what it does.
     pub fn usage(&self) -> String {
         let space = if self.syntax.is_empty() { "" } else { " " };
@@ -454,7 +454,7 @@ impl Command {
             (least, most) if least == most => format!("{least}"),
             (least, most) => format!("between {least} and {most}"),
         };
-        Err(Failed::plain_error(format!("bad argument count {count} to {name}, expected {expected} arguments")))
+        Err(CommandFailed::plain_error(format!("bad argument count {count} to {name}, expected {expected} arguments")))
     }
 }
 
@@ -466,7 +466,7 @@ async fn help(shell: &mut Shell, arguments: Arguments) -> Done {
         shell.console.line("\nUse 'help commandname' for extended help.");
         return Ok(());
     };
-    let command = find(name).ok_or_else(|| Failed::output(format!("command {name} not found")))?;
+    let command = find(name).ok_or_else(|| CommandFailed::output(format!("command {name} not found")))?;
     shell.console.line(command.usage());
     for text in command.details {
         shell.console.line(text);

@@ -3,7 +3,7 @@
 
 use super::Shell;
 use super::arguments::{self, Arguments};
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 use super::text::{self, Report};
 use cowshed_block::{Errno, Error, Result};
 use cowshed_image::{Node, ZeroFlags};
@@ -24,35 +24,37 @@ pub(super) struct Range {
 }
 
 /// The one range of a command.
-fn range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
+fn range(arguments: &Arguments) -> std::result::Result<Range, CommandFailed> {
     let range = unbounded_range(arguments)?;
     if range.len > MOST_BYTES {
-        let [_, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
-        return Err(Failed::output(format!("length cannot exceed {MOST_BYTES}, given {len}")));
+        let [_, len] = &arguments.operands[..] else { return Err(CommandFailed::usage()) };
+        return Err(CommandFailed::output(format!("length cannot exceed {MOST_BYTES}, given {len}")));
     }
     Ok(range)
 }
 
 /// As [`range`], without a bound.
-pub(super) fn unbounded_range(arguments: &Arguments) -> std::result::Result<Range, Failed> {
-    let [offset, len] = &arguments.operands[..] else { return Err(Failed::usage()) };
+pub(super) fn unbounded_range(arguments: &Arguments) -> std::result::Result<Range, CommandFailed> {
+    let [offset, len] = &arguments.operands[..] else { return Err(CommandFailed::usage()) };
     Ok(Range { offset: arguments::size(offset)?, len: arguments::size(len)? })
 }
 
 /// An offset and the lengths of several buffers, which lie behind one another.
-pub(super) fn ranges(arguments: &Arguments) -> std::result::Result<Range, Failed> {
+pub(super) fn ranges(arguments: &Arguments) -> std::result::Result<Range, CommandFailed> {
     let Some((offset, lens)) = arguments.operands.split_first().filter(|(_, lens)| !lens.is_empty()) else {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     };
     let mut range = Range { offset: arguments::size(offset)?, len: 0 };
     for text in lens {
         let len = arguments::size(text)?;
         if len > MOST_BYTES {
-            return Err(Failed::output(format!("Argument '{text}' exceeds maximum size {MOST_BYTES}")));
+            return Err(CommandFailed::output(format!("Argument '{text}' exceeds maximum size {MOST_BYTES}")));
         }
         range.len += len;
         if range.len > MOST_BYTES {
-            return Err(Failed::output(format!("The total number of bytes exceed the maximum size {MOST_BYTES}")));
+            return Err(CommandFailed::output(format!(
+                "The total number of bytes exceed the maximum size {MOST_BYTES}"
+            )));
         }
     }
     Ok(range)
@@ -91,7 +93,7 @@ struct Place {
 }
 
 impl Place {
-    fn of(shell: &Shell, arguments: &Arguments) -> std::result::Result<Place, Failed> {
+    fn of(shell: &Shell, arguments: &Arguments) -> std::result::Result<Place, CommandFailed> {
         let session = shell.session()?;
         let is_vm_state = arguments.has('b');
         Ok(Place { node: if is_vm_state { session.image() } else { session.node.clone() }, is_vm_state })
@@ -128,7 +130,7 @@ impl Place {
 fn check_sectors(range: Range) -> Done {
     for (what, value) in [("offset", range.offset), ("count", range.len)] {
         if !value.is_multiple_of(SECTOR_BYTES) {
-            return Err(Failed::output(format!("{value} is not a sector-aligned value for '{what}'")));
+            return Err(CommandFailed::output(format!("{value} is not a sector-aligned value for '{what}'")));
         }
     }
     Ok(())
@@ -139,18 +141,18 @@ pub(super) async fn read(shell: &mut Shell, arguments: Arguments) -> Done {
     let (skip, len) = (arguments.size('s')?, arguments.size('l')?);
     let range = range(&arguments)?;
     if pattern.is_none() && (skip.is_some() || len.is_some()) {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     }
     if arguments.has('b') {
         check_sectors(range)?;
         if arguments.has('r') {
-            return Err(Failed::output("I/O buffer registration is not supported when reading from vmstate"));
+            return Err(CommandFailed::output("I/O buffer registration is not supported when reading from vmstate"));
         }
     }
     let skip = skip.unwrap_or(0);
     let len = len.unwrap_or(range.len.saturating_sub(skip));
     if skip.checked_add(len).is_none_or(|end| end > range.len) {
-        return Err(Failed::output("pattern verification range exceeds end of read data"));
+        return Err(CommandFailed::output("pattern verification range exceeds end of read data"));
     }
     let expected = pattern.map(|byte| Expected { byte, skip, len });
     read_range(shell, &arguments, range, expected, "read").await
@@ -175,7 +177,7 @@ async fn read_range(
     let started = Instant::now();
     let result = place.read(range).await;
     let elapsed = started.elapsed();
-    let data = result.map_err(|error| Failed::output(format!("{name} failed: {}", shell.reason(&error))))?;
+    let data = result.map_err(|error| CommandFailed::output(format!("{name} failed: {}", shell.reason(&error))))?;
     let verdict = expected.and_then(|expected| expected.verdict(&data, range.offset));
     if let Some(verdict) = &verdict {
         shell.console.line(verdict);
@@ -186,7 +188,7 @@ async fn read_range(
         }
         report(shell, arguments, "read", range, elapsed);
     }
-    if verdict.is_some() { Err(Failed::silent()) } else { Ok(()) }
+    if verdict.is_some() { Err(CommandFailed::silent()) } else { Ok(()) }
 }
 
 fn report(shell: &mut Shell, arguments: &Arguments, what: &str, range: Range, elapsed: std::time::Duration) {
@@ -201,7 +203,7 @@ fn report(shell: &mut Shell, arguments: &Arguments, what: &str, range: Range, el
 pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
     let pattern = arguments.pattern('P')?;
     if arguments.operands.len() != 2 {
-        return Err(Failed::usage());
+        return Err(CommandFailed::usage());
     }
     let has = |flag| arguments.has(flag);
     for (is_wrong, message) in [
@@ -215,20 +217,20 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
         ),
     ] {
         if is_wrong {
-            return Err(Failed::output(message));
+            return Err(CommandFailed::output(message));
         }
     }
     // Zeroes that may not become data need no buffer.
     let range = unbounded_range(&arguments)?;
     if range.len > MOST_BYTES && !has('n') {
         let given = arguments.operands.get(1).map_or("", String::as_str);
-        return Err(Failed::output(format!("length cannot exceed {MOST_BYTES} without -n, given {given}")));
+        return Err(CommandFailed::output(format!("length cannot exceed {MOST_BYTES} without -n, given {given}")));
     }
     if has('b') || has('c') {
         check_sectors(range)?;
     }
     if has('z') && has('r') {
-        return Err(Failed::output("cannot combine zero write with registered I/O buffer"));
+        return Err(CommandFailed::output("cannot combine zero write with registered I/O buffer"));
     }
     let source = match arguments.value('s') {
         Some(path) => Some(read_source(path)?),
@@ -259,7 +261,7 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
         }
     };
     let elapsed = started.elapsed();
-    result.map_err(|error| Failed::output(format!("write failed: {}", shell.reason(&error))))?;
+    result.map_err(|error| CommandFailed::output(format!("write failed: {}", shell.reason(&error))))?;
     report(shell, &arguments, "wrote", range, elapsed);
     Ok(())
 }
@@ -274,7 +276,7 @@ pub(super) async fn writev(shell: &mut Shell, arguments: Arguments) -> Done {
         Err(error) => Err(error),
     };
     let elapsed = started.elapsed();
-    result.map_err(|error| Failed::output(format!("writev failed: {}", shell.reason(&error))))?;
+    result.map_err(|error| CommandFailed::output(format!("writev failed: {}", shell.reason(&error))))?;
     report(shell, &arguments, "wrote", range, elapsed);
     Ok(())
 }
@@ -288,7 +290,7 @@ pub(super) async fn discard(shell: &mut Shell, arguments: Arguments) -> Done {
         Err(error) => Err(error),
     };
     let elapsed = started.elapsed();
-    result.map_err(|error| Failed::output(format!("discard failed: {}", shell.reason(&error))))?;
+    result.map_err(|error| CommandFailed::output(format!("discard failed: {}", shell.reason(&error))))?;
     report(shell, &arguments, "discard", range, elapsed);
     Ok(())
 }
@@ -309,14 +311,14 @@ fn repeated(source: &[u8], len: usize) -> IoBuf {
     data
 }
 
-fn read_source(path: &str) -> std::result::Result<Vec<u8>, Failed> {
+fn read_source(path: &str) -> std::result::Result<Vec<u8>, CommandFailed> {
     let failed = |error: std::io::Error| {
         let error = error.to_string();
-        Failed::plain_error(format!("{path}: {}", error.split(" (os error").next().unwrap_or_default()))
+        CommandFailed::plain_error(format!("{path}: {}", error.split(" (os error").next().unwrap_or_default()))
     };
     let bytes = std::fs::read(path).map_err(failed)?;
     if bytes.is_empty() {
-        return Err(Failed::plain_error(format!("{path}: file is empty")));
+        return Err(CommandFailed::plain_error(format!("{path}: file is empty")));
     }
     Ok(bytes)
 }

@@ -4,10 +4,10 @@
 
 use super::Shell;
 use super::arguments::{self, Arguments};
-use super::outcome::{Done, Failed};
+use super::outcome::{CommandFailed, Done};
 
-fn unsupported(what: &str) -> Failed {
-    Failed::output(format!("zone {what} failed: Operation not supported"))
+fn unsupported(what: &str) -> CommandFailed {
+    CommandFailed::output(format!("zone {what} failed: Operation not supported"))
 }
 
 pub(super) async fn report(_shell: &mut Shell, arguments: Arguments) -> Done {
@@ -17,11 +17,11 @@ pub(super) async fn report(_shell: &mut Shell, arguments: Arguments) -> Done {
 
 /// Opens, closes, finishes or resets zones.
 pub(super) async fn manage(shell: &mut Shell, what: &str, arguments: Arguments) -> Done {
-    let [offset, len] = sizes(&arguments)?[..] else { return Err(Failed::usage()) };
+    let [offset, len] = sizes(&arguments)?[..] else { return Err(CommandFailed::usage()) };
     let size = shell.session()?.node.size();
     match offset.checked_add(len) {
         Some(end) if end <= size => Err(unsupported(what)),
-        _ => Err(Failed::output(format!("zone {what} failed: Input/output error"))),
+        _ => Err(CommandFailed::output(format!("zone {what} failed: Input/output error"))),
     }
 }
 
@@ -30,6 +30,6 @@ pub(super) async fn append(_shell: &mut Shell, arguments: Arguments) -> Done {
     Err(unsupported("append"))
 }
 
-fn sizes(arguments: &Arguments) -> Result<Vec<u64>, Failed> {
+fn sizes(arguments: &Arguments) -> Result<Vec<u64>, CommandFailed> {
     arguments.operands.iter().map(|text| arguments::size(text)).collect()
 }

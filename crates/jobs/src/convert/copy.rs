@@ -4,7 +4,7 @@
 use super::ConvertOutcome;
 use super::pieces::{Cut, Piece, Pieces};
 use super::share::Sharing;
-use super::source::{Place, RunKind, Sources};
+use super::source::{RunKind, SourcePlace, Sources};
 use super::turn::Turn;
 use crate::in_flight::InFlight;
 use crate::zeroes::{is_zero, segments};
@@ -283,7 +283,7 @@ impl<'a> Copy<'a> {
         Ok(buf)
     }
 
-    async fn write(&self, offset: u64, mut buf: IoBuf, turn: Option<u64>, places: &[Place]) -> Result<()> {
+    async fn write(&self, offset: u64, mut buf: IoBuf, turn: Option<u64>, places: &[SourcePlace]) -> Result<()> {
         let whole = buf.len();
         let found = if self.settings.min_zero_bytes == 0 {
             Vec::new()
@@ -314,7 +314,7 @@ impl<'a> Copy<'a> {
         Ok(())
     }
 
-    async fn write_segment(&self, offset: u64, buf: IoBuf, data: bool, places: &[Place]) -> Result<IoBuf> {
+    async fn write_segment(&self, offset: u64, buf: IoBuf, data: bool, places: &[SourcePlace]) -> Result<IoBuf> {
         if data {
             return self.write_data(offset, buf, places).await;
         }
@@ -323,7 +323,7 @@ impl<'a> Copy<'a> {
     }
 
     /// Has the file system share what it can of the front, and writes the rest.
-    async fn write_data(&self, offset: u64, mut buf: IoBuf, places: &[Place]) -> Result<IoBuf> {
+    async fn write_data(&self, offset: u64, mut buf: IoBuf, places: &[SourcePlace]) -> Result<IoBuf> {
         let shared = match places {
             [] => 0,
             _ => self.sharing.take_over(offset, offset + buf.len() as u64, places).await?,

@@ -2,12 +2,12 @@
 //! Cuts a disk into the pieces that are copied one by one: aligned to what the target allocates, large where it can
 //! be, and holes left out.
 
-use super::source::{Run, RunKind, Sources};
+use super::source::{RunKind, SourceRun, Sources};
 use cowshed_block::Result;
 use std::collections::VecDeque;
 
 /// A piece of the disk: `Data` pieces have at most the chunk size, others any.
-pub type Piece = Run;
+pub type Piece = SourceRun;
 
 /// How pieces are cut.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +25,7 @@ pub struct Pieces<'a> {
     sources: &'a Sources,
     cut: Cut,
     at: u64,
-    runs: VecDeque<Run>,
+    runs: VecDeque<SourceRun>,
 }
 
 impl<'a> Pieces<'a> {
@@ -89,7 +89,7 @@ impl<'a> Pieces<'a> {
     }
 
     /// The run that holds byte `offset`, which isn't before the current one.
-    async fn run_at(&mut self, offset: u64) -> Result<Run> {
+    async fn run_at(&mut self, offset: u64) -> Result<SourceRun> {
         while self.runs.front().is_some_and(|run| run.end <= self.at) {
             self.runs.pop_front();
         }

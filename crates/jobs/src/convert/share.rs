@@ -2,7 +2,7 @@
 //! Data that the target takes over from the sources' files without writing them: the file system keeps the blocks once
 //! for both.
 
-use super::source::{Place, Sources};
+use super::source::{SourcePlace, Sources};
 use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_storage::File;
@@ -47,12 +47,12 @@ impl<'a> Sharing<'a> {
     }
 
     /// Where the bytes of a range stand in files that can be shared; empty where none do.
-    pub async fn places(&self, start: u64, end: u64) -> Result<Vec<Place>> {
+    pub async fn places(&self, start: u64, end: u64) -> Result<Vec<SourcePlace>> {
         if self.is_on() { self.sources.places(start, end).await } else { Ok(Vec::new()) }
     }
 
     /// Takes over what can be of the front of a range; how many bytes. The rest is to be written.
-    pub async fn take_over(&self, start: u64, end: u64, places: &[Place]) -> Result<u64> {
+    pub async fn take_over(&self, start: u64, end: u64, places: &[SourcePlace]) -> Result<u64> {
         let mut at = start;
         while at < end && self.is_on() {
             let Some(place) = places.iter().find(|place| at >= place.start && at < place.end) else { break };

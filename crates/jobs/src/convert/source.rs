@@ -20,7 +20,7 @@ pub enum RunKind {
 
 /// A range of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct SourceRun {
     /// First byte.
     pub start: u64,
     /// First byte behind.
@@ -31,7 +31,7 @@ pub struct Run {
 
 /// Where the bytes of a range of the disk stand as they are.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct SourcePlace {
     /// First byte of the range.
     pub start: u64,
     /// First byte behind it.
@@ -140,7 +140,7 @@ impl Sources {
     }
 
     /// Runs from `offset` on: at least one before the end of the disk, in order, without gaps.
-    pub async fn runs(&self, offset: u64) -> Result<Vec<Run>> {
+    pub async fn runs(&self, offset: u64) -> Result<Vec<SourceRun>> {
         let Some(part) = self.parts.iter().find(|part| offset >= part.start && offset < part.end) else {
             return Ok(Vec::new());
         };
@@ -156,21 +156,21 @@ impl Sources {
                 let error = in_work(error, format!("error while reading block status at offset {offset}"));
                 self.unknown.lock().unwrap_or_else(PoisonError::into_inner).push(error);
                 let end = part.end.min((offset / UNKNOWN_BYTES + 1) * UNKNOWN_BYTES);
-                return Ok(vec![Run { start: offset, end, kind: RunKind::Data }]);
+                return Ok(vec![SourceRun { start: offset, end, kind: RunKind::Data }]);
             }
             Err(error) => {
                 return Err(in_work(error, format!("error while reading block status at offset {offset}")));
             }
         };
         let has_backing = part.node.backing().is_some();
-        let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
+        let mut runs: Vec<SourceRun> = Vec::with_capacity(extents.len());
         for extent in extents {
             let kind = self.kind(&extent, has_backing);
             let start = part.start + extent.start.saturating_sub(part.skip);
             let end = start + extent.len;
             match runs.last_mut() {
                 Some(last) if last.kind == kind => last.end = end,
-                _ => runs.push(Run { start, end, kind }),
+                _ => runs.push(SourceRun { start, end, kind }),
             }
         }
         Ok(runs)
@@ -186,7 +186,7 @@ impl Sources {
         }
     }
 
-    /// The files that [`Place`]s are in, each once; none where a name could mean several.
+    /// The files that [`SourcePlace`]s are in, each once; none where a name could mean several.
     pub fn content_files(&self) -> Vec<File> {
         let mut files: Vec<File> = Vec::new();
         for part in &self.parts {
@@ -203,7 +203,7 @@ impl Sources {
     }
 
     /// Where the bytes of a range stand as they are, in order; not all need to.
-    pub async fn places(&self, start: u64, end: u64) -> Result<Vec<Place>> {
+    pub async fn places(&self, start: u64, end: u64) -> Result<Vec<SourcePlace>> {
         let mut places = Vec::new();
         let mut at = start;
         while let Some(part) = self.parts.iter().find(|part| at < end && at >= part.start && at < part.end) {
@@ -212,7 +212,7 @@ impl Sources {
                 let from = part.start + extent.start.saturating_sub(part.skip);
                 at = from + extent.len;
                 if let (true, Some(offset), Some(file)) = (extent.data, extent.offset, extent.file) {
-                    places.push(Place { start: from, end: at, file, offset });
+                    places.push(SourcePlace { start: from, end: at, file, offset });
                 }
             }
             if at == before {

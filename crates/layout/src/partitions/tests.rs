@@ -31,8 +31,8 @@ impl Disk {
         let mut search = Search::new(number, DISK_BYTES)?;
         for _ in 0..2 * MAX_LOGICAL {
             match search.step() {
-                Step::Found(range) => return Ok(range),
-                Step::Read(range) => {
+                ScanStep::Found(range) => return Ok(range),
+                ScanStep::Read(range) => {
                     assert!(range.end <= DISK_BYTES && range.end - range.start <= MAX_LIST_BYTES, "{range:?}");
                     search.take(&self.read(&range))?;
                 }

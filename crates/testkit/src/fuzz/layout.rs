@@ -18,7 +18,7 @@ use cowshed_layout::qcow2::{
 };
 
 use cowshed_layout::parallels::ParallelsHeader;
-use cowshed_layout::partitions::{Search, Step};
+use cowshed_layout::partitions::{ScanStep, Search};
 use cowshed_layout::qcow::{QcowCluster, QcowHeader};
 use cowshed_layout::qed::QedHeader;
 use cowshed_layout::vdi::{VdiBlock, VdiHeader};
@@ -78,8 +78,8 @@ pub fn partitions(data: &[u8]) {
     let Ok(mut search) = Search::new((*number).into(), len) else { return };
     for _ in 0..MOST_STEPS {
         match search.step() {
-            Step::Found(range) => return assert!(range.start < range.end && range.end <= len),
-            Step::Read(range) => {
+            ScanStep::Found(range) => return assert!(range.start < range.end && range.end <= len),
+            ScanStep::Read(range) => {
                 assert!(range.end <= len);
                 if search.take(&disk[range.start as usize..range.end as usize]).is_err() {
                     return;

@@ -8,7 +8,7 @@ use cowshed_block::{Error, HostOffset, Result, slip};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
 use cowshed_layout::qcow2::{BitmapJournal, BitmapsExtension, Extension, Header, extension_type, limits};
-use cowshed_qcow2::Piece;
+use cowshed_qcow2::BitsPiece;
 use cowshed_storage::IoBuf;
 use futures_util::stream::{self, StreamExt};
 use std::collections::BTreeMap;
@@ -114,7 +114,7 @@ impl Qcow2Driver {
             let mut table = BTreeMap::new();
             let mut data = Vec::new();
             for piece in bits.used_pieces() {
-                if bits.piece(piece) == Piece::Ones {
+                if bits.piece(piece) == BitsPiece::Ones {
                     table.insert(piece, 1);
                 } else {
                     let host = space.take(cluster_size).await?;
