@@ -250,7 +250,8 @@ impl<D: Disk> Negotiation<'_, D> {
             if option == code::EXPORT_NAME {
                 return Err(refused("the client didn't start TLS, which is required"));
             }
-            return self.refuse(option, rep::ERR_TLS_REQD, "TLS is required").await;
+            let message = format!("Option {option:#x} not permitted before TLS");
+            return self.refuse(option, rep::ERR_TLS_REQD, &message).await;
         }
         match option {
             code::EXPORT_NAME => self.export_name(&data).await,
@@ -305,7 +306,7 @@ impl<D: Disk> Negotiation<'_, D> {
     async fn start_tls(&mut self) -> Result<Next<D>> {
         let option = code::STARTTLS;
         let Some(credentials) = self.registry.config.tls.clone().filter(|_| self.fixed) else {
-            return self.refuse(option, rep::ERR_UNSUP, "this server has no TLS").await;
+            return self.refuse(option, rep::ERR_POLICY, "TLS not configured").await;
         };
         if self.stream.is_encrypted() {
             return self.refuse(option, rep::ERR_INVALID, "TLS was started already").await;

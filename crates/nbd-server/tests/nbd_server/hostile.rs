@@ -77,7 +77,7 @@ fn nonsense_in_the_handshake_ends_it() {
     let mut both = option::encode(code::STARTTLS, &[]);
     both.extend(option::encode(code::LIST, &[]));
     wire.send(&both);
-    assert_eq!(wire.option_replies(code::STARTTLS)[0].0, rep::ERR_UNSUP);
+    assert_eq!(wire.option_replies(code::STARTTLS)[0].0, rep::ERR_POLICY);
     assert_eq!(wire.option_replies(code::LIST).last().unwrap().0, rep::ACK);
     expect_service(&served);
     served.stop();

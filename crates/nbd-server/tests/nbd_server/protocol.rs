@@ -54,7 +54,9 @@ fn every_option_is_answered() {
     for option in [code::LIST, code::STRUCTURED_REPLY, code::EXTENDED_HEADERS, code::STARTTLS] {
         assert_eq!(wire.outcome(option, b"x"), rep::ERR_INVALID, "option {option} has no data");
     }
-    assert_eq!(wire.outcome(code::STARTTLS, &[]), rep::ERR_UNSUP);
+    let start = wire.option(code::STARTTLS, &[]);
+    let refusal = OptionReply::parse(start[0].0, &start[0].1).unwrap();
+    assert_eq!(refusal, OptionReply::Refused(rep::ERR_POLICY, "TLS not configured"));
     // Metadata needs structured replies.
     assert_eq!(wire.outcome(code::SET_META_CONTEXT, &contexts("disk", &["base:allocation"])), rep::ERR_INVALID);
     assert_eq!(wire.outcome(code::LIST_META_CONTEXT, &contexts("disk", &[])), rep::ERR_INVALID);
