@@ -270,6 +270,15 @@ fn dirty_of(map: &Value) -> Vec<(u64, u64)> {
     ranges
 }
 
+/// True when a process listens on the socket, and not only has it. The server ends with its first client, so none may ask.
+fn listens(socket: &Path) -> bool {
+    const LISTENING: &str = "00010000";
+    let sockets = std::fs::read_to_string("/proc/net/unix").expect("the sockets of this system");
+    let name = socket.display().to_string();
+    let mut lines = sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    lines.any(|fields| fields.get(3) == Some(&LISTENING) && fields.get(7) == Some(&name.as_str()))
+}
+
 struct Served(Child);
 
 impl Served {
@@ -281,7 +290,7 @@ impl Served {
             .spawn()
             .expect("qemu-nbd starts");
         let until = Instant::now() + Duration::from_secs(30);
-        while !socket.exists() {
+        while !listens(socket) {
             assert!(Instant::now() < until, "qemu-nbd doesn't listen");
             std::thread::sleep(Duration::from_millis(5));
         }
