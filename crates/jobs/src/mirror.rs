@@ -87,6 +87,7 @@ pub struct Mirror {
     /// The target is the base of the source's own chain.
     opened: Option<OpenedBase>,
     replaces: Option<Arc<Node>>,
+    skipped_bytes: u64,
     /// Held while a piece is copied, and while it changes who writes to the target. True once it has ended.
     piece: futures_util::lock::Mutex<bool>,
 }
@@ -282,7 +283,7 @@ impl Mirror {
         let (graph, source) = (Arc::clone(graph), Arc::clone(source));
         let (chunk_bytes, writer) = (CHUNK_BYTES, Mutex::new(writer));
         let (opened, replaces, piece) = (None, None, futures_util::lock::Mutex::default());
-        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened, replaces, piece }
+        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened, replaces, skipped_bytes: 0, piece }
     }
 
     async fn begin(mut self, options: MirrorOptions) -> Result<Mirror> {
@@ -294,8 +295,9 @@ impl Mirror {
         {
             filter.activate(Arc::clone(&self.dirty));
         }
-        if let Err(error) = self.mark(options.sync, options.target_is_zero).await {
-            return self.end().await.and(Err(error));
+        match self.mark(options.sync, options.target_is_zero).await {
+            Ok(skipped_bytes) => self.skipped_bytes = skipped_bytes,
+            Err(error) => return self.end().await.and(Err(error)),
         }
         // Only a whole map says which parts the target lacks: a write to both ends leaves the other parts clean.
         if let Some(filter) = self.writer().filter() {
@@ -305,9 +307,10 @@ impl Mirror {
         Ok(self)
     }
 
-    async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<()> {
+    /// What is to be copied. Returns how much is allocated and needs no copy.
+    async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<u64> {
         let size = self.source.size();
-        let mut at = 0;
+        let (mut at, mut skipped_bytes) = (0, 0);
         if let Some(opened) = &self.opened {
             while at < size {
                 let holder = opened.chain().holder(at, size - at).await?;
@@ -316,7 +319,7 @@ impl Mirror {
                 }
                 at += holder.len;
             }
-            return Ok(());
+            return Ok(0);
         }
         let queue = self.reader.queue();
         let target_is_zero = target_is_zero || (sync == Sync::Full && reads_as_zeroes(&self.target).await);
@@ -329,6 +332,7 @@ impl Mirror {
                         if !run.zero {
                             self.dirty.mark(run.start, run.len);
                         }
+                        skipped_bytes += if run.zero && run.present { run.len } else { 0 };
                         at = run.start + run.len;
                     }
                 }
@@ -344,7 +348,12 @@ impl Mirror {
                 }
             }
         }
-        Ok(())
+        Ok(skipped_bytes)
+    }
+
+    /// What is allocated in the source, and zero in it and in the target, in bytes: it counts as copied at once.
+    pub fn skipped_bytes(&self) -> u64 {
+        self.skipped_bytes
     }
 
     /// The nodes that it works on: others must leave them as they are.

@@ -130,7 +130,8 @@ impl StreamJob {
     /// Takes over everything. Progress counts the bytes of the disk. An error that the judge ignores leaves its piece
     /// out, and is the result in the end.
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
-        let size = self.request.node.size();
+        // Without layers to take over there is nothing to look at.
+        let size = if self.chain.layers().len() > 1 { self.request.node.size() } else { 0 };
         job.set_progress(0, size);
         let queue = self.user.queue();
         let (mut at, mut result) = (0, Ok(()));

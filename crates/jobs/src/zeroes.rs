@@ -3,6 +3,7 @@
 
 use cowshed_block::without;
 use cowshed_image::Node;
+use cowshed_storage::IoBuf;
 use std::ops::Range;
 
 /// Bytes looked at without a branch, so that the compiler uses vector instructions.
@@ -66,17 +67,24 @@ pub fn segments(bytes: &[u8], unit: usize, min_zero_bytes: usize) -> Vec<ZeroSeg
     found
 }
 
-/// True when the node is known to read as zeroes everywhere.
+/// Data that is read to find out whether it is zero, in bytes: a new raw file has its first block.
+const MOST_READ_BYTES: u64 = 128 << 10;
+
+/// True when the node is known to read as zeroes everywhere. Little data is read for that.
 pub(crate) async fn reads_as_zeroes(node: &Node) -> bool {
-    let (size, mut at) = (node.size(), 0);
+    let (size, mut at, mut unread) = (node.size(), 0, MOST_READ_BYTES);
     while at < size {
-        match node.block_status_chain(at, size - at, STATUS_RUNS).await {
-            Ok(runs) if runs.iter().all(|run| run.zero) => match runs.last() {
-                Some(last) => at = last.start + last.len,
-                None => return false,
-            },
-            _ => return false,
+        let Ok(runs) = node.block_status_chain(at, size - at, STATUS_RUNS).await else { return false };
+        let Some(last) = runs.last() else { return false };
+        for run in runs.iter().filter(|run| !run.zero) {
+            let Some(left) = unread.checked_sub(run.len) else { return false };
+            unread = left;
+            let (read, buf) = node.read(run.start, IoBuf::zeroed(run.len as usize)).await;
+            if read.is_err() || !is_zero(&buf) {
+                return false;
+            }
         }
+        at = last.start + last.len;
     }
     true
 }

@@ -208,7 +208,8 @@ impl MirrorPrepared {
     pub(super) fn start(self, daemon: &Rc<Daemon>, closing: Option<Closing>) -> QmpResult<Value> {
         let mirror = self.mirror;
         let job = daemon.jobs.add(self.spec, &daemon.events)?;
-        job.handle.set_progress(0, mirror.remaining_bytes());
+        let done = mirror.skipped_bytes();
+        job.handle.set_progress(done, done + mirror.remaining_bytes());
         job.follow_target(mirror.active_map());
         job.set_filter(self.filter);
         let mirror = Rc::new(mirror);
