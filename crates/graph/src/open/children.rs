@@ -90,16 +90,12 @@ impl Opener {
     /// Whether a name in an image may be a `json:` name. Such a name describes nodes; it never refers to those of the
     /// user, which the image can't know.
     fn check_json(&self, name: &str, image: &str) -> Result<()> {
-        // It names a second file; which one is the user's business.
-        if name.starts_with("blkdebug:") || name.starts_with("blkverify:") {
+        if names_rules(name) {
             return self.policy.check(false, "rules by", name, image);
         }
         let Some(options) = BlockdevOptions::from_json_name(name) else { return Ok(()) };
         self.policy.check(self.policy.allow_json, "a file by", name, image)?;
         let options = Value::from(options.map_err(|error| error.file(image))?);
-        if has_rules(&options) {
-            return self.policy.check(false, "rules by", name, image);
-        }
         if refers_to_node(&options) {
             self.policy.check(false, "a node of the graph by", name, image)?;
         }
@@ -196,6 +192,14 @@ impl Opener {
 
 /// The keys that may hold a child's node-name.
 const CHILD_KEYS: [&str; 8] = ["file", "backing", "data-file", "image", "target", "raw", "test", "log"];
+
+/// True when a name of an image leads to a second file, with rules; which one is the user's business.
+pub(super) fn names_rules(name: &str) -> bool {
+    let options = || BlockdevOptions::from_json_name(name).and_then(Result::ok);
+    name.starts_with("blkdebug:")
+        || name.starts_with("blkverify:")
+        || options().is_some_and(|options| has_rules(&Value::from(options)))
+}
 
 /// True when a node of an option tree reads its rules from a file (`blkdebug`, `fault`).
 fn has_rules(options: &Value) -> bool {

@@ -2,6 +2,7 @@
 //! The gate: which files may be opened on whose word, and how a file is opened at all.
 
 use super::build::without_format;
+use super::children::names_rules;
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
@@ -117,6 +118,7 @@ impl Policy {
     pub fn check_backing(&self, name: &str, image: &str) -> Result<()> {
         self.check(self.allow_backing, "the backing file", name, image)?;
         self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;
+        self.check(!names_rules(name), "rules by", name, image)?;
         // A name that means nothing is an error of its own where it is opened.
         match without_format(name, &HostFiles) {
             Ok(options) => self.check_drivers(&options.into(), name, image),

@@ -44,7 +44,10 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 pub(crate) fn read_config(options: &mut BlockdevOptions) -> Result<()> {
     let Some(path) = options.text("config").map(str::to_owned) else { return Ok(()) };
     let text = read_text(&path).map_err(|error| error.file(&path))?;
-    let mut sections = rules_of(&text).map_err(|error| error.file(&path))?;
+    let mut sections = rules_of(&text).map_err(|error| match error.message().starts_with("Invalid parameter") {
+        true => error,
+        false => error.file(&path),
+    })?;
     for (name, rules) in &mut sections {
         match options.remove(name) {
             None => {}
@@ -100,6 +103,11 @@ fn rules_of(text: &str) -> Result<Sections> {
             sections[place].1.push(Value::Object(serde_json::Map::new()));
             current = Some(place);
             continue;
+        }
+        // As in QEMU a key ends at a blank.
+        let key = line.split_whitespace().next().unwrap_or_default();
+        if key.contains('=') {
+            return Err(Error::invalid_argument(format!("Invalid parameter '{key}'")));
         }
         let value = line.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
         let value = value.and_then(|(key, value)| Some((key, value.strip_prefix('"')?.strip_suffix('"')?)));
