@@ -213,7 +213,7 @@ fn a_filter_moves_to_another_node_or_stays_where_it_is() {
         (json!("zz"), "Cannot find device='' nor node-name='zz'"),
         (json!("top"), "Making 'top' a file child of 'top' would create a cycle"),
         (json!("m"), "Block node is read-only"),
-        (json!({"driver": "null-co", "size": SIZE}), "Cannot change the option 'file'"),
+        (json!({"driver": "null-co", "size": SIZE}), "Cannot change the option 'file.driver'"),
     ] {
         let refusal = client.refusal("blockdev-reopen", top(file));
         assert!(refusal.contains(words), "{refusal}");

@@ -137,6 +137,10 @@ impl Graph {
         let detect_zeroes = detect_zeroes(&options, discard, "")?;
         let live = node.driver().live_options();
         let apply = live.map(|live| live.check(&node, &options, discard)).transpose()?;
+        // As in QEMU whatever else is wrong is said first.
+        if node.backing().is_some() && options.get(ChildRole::Backing.as_str()).is_none() {
+            return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
+        }
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
         if let Some(CacheMode { direct: false, .. }) = cache {
             // What can't be opened isn't reopened either.
@@ -152,9 +156,6 @@ impl Graph {
             return Ok(Backing::Keep);
         }
         match options.get("backing") {
-            None if node.backing().is_some() => {
-                Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())))
-            }
             None => Ok(Backing::Keep),
             Some(Value::Null) => Ok(Backing::None),
             Some(Value::String(name)) if name.is_empty() => Ok(Backing::None),
@@ -285,6 +286,9 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
         return Err(match (old.get(key), new.get(key)) {
             (_, None) => cannot_reset(key),
             (Some(Value::Object(old)), Some(Value::Object(new))) => changed_of_child(key, old, new),
+            (Some(Value::String(_)), Some(Value::Object(new))) if new.contains_key("driver") => {
+                cannot_change(&format!("{key}.driver"))
+            }
             _ => cannot_change(key),
         });
     }
