@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The one public error: what went wrong, where, with which value.
 
+use crate::name::with_line_ends;
 use std::fmt;
 
 /// Result with [`Error`].
@@ -84,7 +85,8 @@ struct Repr {
 /// What went wrong: a kind, a message in lower case, and as far as known the file, the field of the format,
 /// its offset and value, and the system's errno.
 ///
-/// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out what isn't known.
+/// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out what isn't known. The line ends of the
+/// message are line ends, or with `{:#}` each is a [`crate::LINE_END`].
 #[derive(Clone, Debug)]
 pub struct Error(Box<Repr>);
 
@@ -279,7 +281,10 @@ impl fmt::Display for Error {
         if let Some(file) = &repr.file {
             write!(f, "{file}: ")?;
         }
-        f.write_str(&repr.message)?;
+        match f.alternate() {
+            true => f.write_str(&repr.message)?,
+            false => f.write_str(&with_line_ends(&repr.message))?,
+        }
         if let Some(errno) = repr.errno {
             write!(f, ": {}", system_words(errno))?;
         }

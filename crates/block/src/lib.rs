@@ -15,7 +15,10 @@ pub mod switches;
 
 pub use error::{Errno, Error, ErrorKind, Result};
 pub use extent::{Compression, Extent, Mapping, StoredIn};
-pub use name::{IDENTIFIERS, check_identifier, is_identifier, name_of_text, shown_name, text_of_name, visible_name};
+pub use name::{
+    IDENTIFIERS, LINE_END, check_identifier, in_lines, is_identifier, name_of_text, shown_name, text_of_name,
+    visible_name, with_line_ends,
+};
 pub use offset::{GuestOffset, HostOffset};
 
 /// True in a build with `--cfg mutants` while the environment has switched the mutant of this name on (`COWSHED_SLIP=NAME`): the code

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names as text. On Linux a name is any bytes; options, JSON and messages want text.
 //!
-//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte, and so do the
-//! bytes of such characters themselves. Every name has exactly one text. So nothing is lost on the way from the command
-//! line through options and errors back to the file system or into an image's header.
+//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte. So do the bytes of
+//! such characters themselves, and those of [`LINE_END`]. Every name has exactly one text. So nothing is lost on the way
+//! from the command line through options and errors back to the file system or into an image's header.
 
 use crate::{Error, Result};
 use std::borrow::Cow;
@@ -11,10 +11,36 @@ use std::borrow::Cow;
 /// The character of byte 0, if that one needed any.
 const ESCAPES: u32 = 0x10_fe00;
 
+/// The end of a line within a message. No name has it, so a name in a message begins no line, whatever it consists of:
+/// [`in_lines`] makes a line end of it, and shows one of a name as `\n`.
+pub const LINE_END: char = '\u{10fe0a}';
+
+/// A message with its line ends, for what is neither a terminal nor read line by line.
+pub fn with_line_ends(message: &str) -> Cow<'_, str> {
+    match message.contains(LINE_END) {
+        true => Cow::Owned(message.replace(LINE_END, "\n")),
+        false => Cow::Borrowed(message),
+    }
+}
+
+/// A message in lines. Names in it begin none, and command no terminal.
+pub fn in_lines(message: &str) -> Cow<'_, str> {
+    if !message.contains(|character: char| character == LINE_END || character.is_control()) {
+        return Cow::Borrowed(message);
+    }
+    let lines: Vec<Cow<'_, str>> = message.split(LINE_END).map(visible_name).collect();
+    Cow::Owned(lines.join("\n"))
+}
+
 /// The byte that a private character stands for.
 fn escaped_byte(character: char) -> Option<u8> {
     let byte = u32::from(character).checked_sub(ESCAPES)?;
     u8::try_from(byte).ok().filter(|byte| *byte >= 0x80)
+}
+
+/// True for a character that stands in no text for itself.
+fn is_reserved(character: char) -> bool {
+    character == LINE_END || escaped_byte(character).is_some()
 }
 
 fn escape(text: &mut String, byte: u8) {
@@ -24,16 +50,16 @@ fn escape(text: &mut String, byte: u8) {
 /// The text of a name.
 pub fn text_of_name(name: &[u8]) -> Cow<'_, str> {
     if let Ok(text) = std::str::from_utf8(name)
-        && !text.chars().any(|character| escaped_byte(character).is_some())
+        && !text.chars().any(is_reserved)
     {
         return Cow::Borrowed(text);
     }
     let mut text = String::with_capacity(name.len() + 8);
     for chunk in name.utf8_chunks() {
         for character in chunk.valid().chars() {
-            match escaped_byte(character) {
-                None => text.push(character),
-                Some(_) => character.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| escape(&mut text, byte)),
+            match is_reserved(character) {
+                false => text.push(character),
+                true => character.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| escape(&mut text, byte)),
             }
         }
         chunk.invalid().iter().for_each(|byte| escape(&mut text, *byte));
@@ -96,7 +122,7 @@ pub fn is_identifier(text: &str) -> bool {
 pub fn check_identifier(id: &str) -> Result<()> {
     match is_identifier(id) {
         true => Ok(()),
-        false => Err(Error::invalid_argument(format!("Parameter 'id' expects an identifier\n{IDENTIFIERS}"))),
+        false => Err(Error::invalid_argument(format!("Parameter 'id' expects an identifier{LINE_END}{IDENTIFIERS}"))),
     }
 }
 
@@ -111,13 +137,25 @@ mod tests {
     }
 
     #[test]
+    fn only_line_ends_of_messages_begin_lines() {
+        let name = text_of_name("a\nqemu-img: b\u{10fe0a}qemu-img: c".as_bytes()).into_owned();
+        assert!(!name.contains(LINE_END));
+        assert_eq!(name_of_text(&name), "a\nqemu-img: b\u{10fe0a}qemu-img: c".as_bytes());
+        let message = format!("'{name}' is wrong{LINE_END}Try another\u{1b}");
+        let shown = in_lines(&message).into_owned();
+        assert_eq!(shown.lines().count(), 2, "{shown}");
+        assert!(shown.starts_with("'a\\nqemu-img: b") && shown.ends_with("\nTry another\\u{1b}"), "{shown}");
+        assert_eq!(with_line_ends("a\u{10fe0a}b"), "a\nb");
+    }
+
+    #[test]
     fn identifiers_start_with_a_letter() {
         for good in ["a", "Z9", "a-b.c_d"] {
             assert!(check_identifier(good).is_ok(), "{good}");
         }
         for wrong in ["", "1a", "-a", "a b", "ü", "aü", "a\n"] {
             let error = check_identifier(wrong).expect_err(wrong);
-            assert_eq!(error.message().lines().count(), 2, "{wrong}");
+            assert_eq!(error.message().split(LINE_END).count(), 2, "{wrong}");
         }
     }
 

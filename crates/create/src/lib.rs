@@ -9,7 +9,7 @@ pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_image::graph::files_below;
 use cowshed_image::node::Preallocation;
 use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, resolve_name};
@@ -88,7 +88,9 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     for (key, value) in [("backing_file", &request.backing_file), ("backing_fmt", &request.backing_format)] {
         let Some(value) = value else { continue };
         if !takes_backing {
-            return Err(Error::unsupported(format!("Backing file not supported for file format '{}'", request.format)));
+            let what = if key == "backing_file" { "file" } else { "file format" };
+            let message = format!("Backing {what} not supported for file format '{}'", request.format);
+            return Err(Error::unsupported(message));
         }
         values.set(key, value.clone())?;
     }
@@ -160,9 +162,9 @@ async fn check_backing(
         node.close().await?;
         if format.is_none() {
             let error = Error::invalid_argument("Backing file specified without backing format");
-            return Err(error
-                .hint(format!(" (detected format of {detected})"))
-                .qemu(format!("Backing file specified without backing format\nDetected format of {detected}.")));
+            return Err(error.hint(format!(" (detected format of {detected})")).qemu(format!(
+                "Backing file specified without backing format{LINE_END}Detected format of {detected}."
+            )));
         }
         if !values.is_given("size") {
             values.set("size", size.to_string())?;

@@ -2,7 +2,7 @@
 //! The `-o` options of `create`, per format, and the parser of their lists.
 
 use cowshed_block::{Error, Result};
-use cowshed_image::options::{parse_on_off, parse_size, size_expected};
+use cowshed_image::options::{parse_on_off, parse_size, size_refused};
 
 /// The type of an option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -294,11 +294,14 @@ impl OptionValues {
                 parse_number(&value[1..]).ok_or_else(|| wrong(option, "a number", &value))?;
                 value
             }
-            Number => parse_number(&value).ok_or_else(|| wrong(option, "a number", &value))?.to_string(),
-            Size if value.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => {
-                let sentence = format!("Value '{value}' is out of range for parameter '{}'", option.name);
-                return Err(wrong(option, SIZE_EXPECTED, &value).qemu(sentence));
-            }
+            Number => match parse_number(&value) {
+                Some(number) => number.to_string(),
+                None if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) => {
+                    let sentence = format!("Value '{value}' is too large for parameter '{}'", option.name);
+                    return Err(wrong(option, "a number", &value).qemu(sentence));
+                }
+                None => return Err(wrong(option, "a number", &value)),
+            },
             Size => parse_size(&value).map_err(|_| wrong(option, SIZE_EXPECTED, &value))?.to_string(),
         };
         self.values.retain(|(name, _)| *name != option.name);
@@ -362,7 +365,7 @@ fn wrong(option: &CreateOption, expected: &str, value: &str) -> Error {
     let error = Error::invalid_argument(format!("Parameter '{}' expects {expected}", option.name));
     let error = error.value(format!("'{value}'"));
     match expected == SIZE_EXPECTED {
-        true => error.qemu(size_expected(option.name)),
+        true => error.qemu(size_refused(option.name, value)),
         false => error,
     }
 }

@@ -43,5 +43,5 @@ pub(crate) fn failed(error: Error) -> QmpError {
     if error.message() != sentence {
         tracing::info!(%error, "refused");
     }
-    QmpError::generic(sentence).with_whole(error.to_string())
+    QmpError::generic(sentence).with_whole(format!("{error:#}"))
 }

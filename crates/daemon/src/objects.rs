@@ -2,6 +2,7 @@
 //! The objects that `object-add` makes (throttle groups, credentials, secrets, threads), and their types.
 
 use crate::authorization::{Authorization, Authorizations};
+use crate::failure::failed;
 use crate::monitor_properties::MonitorProperties;
 use cowshed_image::filters::throttle::{Group, Limits};
 use cowshed_image::secret;
@@ -25,6 +26,47 @@ pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
     ("secret_keyring", "secrets come from a text or a file; use secret"),
     ("main-loop", "there is no such loop to set up"),
+];
+
+/// Types of objects that QEMU knows by name, and that none of its tools for images makes.
+pub(crate) const OBJECTS_OF_MACHINES: &[&str] = &[
+    "acpi-generic-initiator",
+    "acpi-generic-port",
+    "can-bus",
+    "can-host-socketcan",
+    "colo-compare",
+    "cryptodev-backend",
+    "cryptodev-backend-builtin",
+    "cryptodev-backend-lkcf",
+    "cryptodev-vhost-user",
+    "dbus-vmstate",
+    "filter-buffer",
+    "filter-dump",
+    "filter-mirror",
+    "filter-redirector",
+    "filter-replay",
+    "filter-rewriter",
+    "input-barrier",
+    "input-linux",
+    "iommufd",
+    "memory-backend-epc",
+    "memory-backend-file",
+    "memory-backend-memfd",
+    "memory-backend-ram",
+    "memory-backend-shm",
+    "monitor-hmp",
+    "pef-guest",
+    "qtest",
+    "rng-builtin",
+    "rng-egd",
+    "rng-random",
+    "s390-pv-guest",
+    "sev-guest",
+    "sev-snp-guest",
+    "tdx-guest",
+    "tls-cipher-suites",
+    "x-remote-object",
+    "x-vfio-user-server",
 ];
 
 /// An object.
@@ -308,7 +350,6 @@ impl Secret {
         is_base64: bool,
         wrapping: Option<&secret::Wrapping<'_>>,
     ) -> QmpResult<Secret> {
-        let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
         let bytes = secret::Secret::load_wrapped(data, file.map(Path::new), is_base64, wrapping).map_err(failed)?;
         Ok(Secret { bytes, file: file.map(str::to_owned), is_base64 })
     }
@@ -504,7 +545,7 @@ mod tests {
         std::fs::write(path, [0xff, 0xfe]).unwrap();
         assert_eq!(Secret::new(None, Some(path), false, None).unwrap().bytes().as_bytes(), [0xff, 0xfe]);
         for (wrong, reason) in [
-            (Secret::new(None, Some(path), true, None), "base64"),
+            (Secret::new(None, Some(path), true, None), "Base64"),
             (Secret::new(None, Some("/nonexistent"), true, None), "Unable to read /nonexistent"),
             (Secret::new(Some("a"), Some(path), true, None), "mutually exclusive"),
             (Secret::new(None, None, true, None), "'file' or 'data' must be provided"),

@@ -2,7 +2,7 @@
 //! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
 
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
-use crate::objects::REFUSED_OBJECTS;
+use crate::objects::{OBJECTS_OF_MACHINES, REFUSED_OBJECTS};
 use cowshed_block::{Error, Result};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::{COMMON, Key, KeyType, REQUIRED};
@@ -24,6 +24,9 @@ pub(crate) fn build() -> Result<Schema> {
     add_drivers(&mut schema);
     for (kind, reason) in REFUSED_OBJECTS {
         schema.refuse("ObjectType", kind, *reason);
+    }
+    for kind in OBJECTS_OF_MACHINES {
+        schema.refuse_as("ObjectType", kind, format!("invalid object type: {kind}"));
     }
     for (kind, reason) in REFUSED_EXPORTS {
         schema.refuse("BlockExportType", kind, *reason);

@@ -20,7 +20,9 @@ impl SocketFile {
     /// The name `path`, which was just bound.
     pub fn bound(path: &Path) -> Result<SocketFile> {
         let metadata = std::fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
-        Ok(SocketFile { path: path.to_owned(), identity: (metadata.dev(), metadata.ino()) })
+        // The process may leave its folder before it removes the file.
+        let path = std::path::absolute(path).map_err(|error| failed(path, &error))?;
+        Ok(SocketFile { path, identity: (metadata.dev(), metadata.ino()) })
     }
 }
 
@@ -48,7 +50,10 @@ fn failed(path: &Path, error: &io::Error) -> Error {
     match error.raw_os_error() {
         // What the system calls an invalid argument is a name that doesn't fit.
         None => Error::new(ErrorKind::InvalidArgument, format!("could not bind the socket: {error}")).file(name),
-        Some(errno) => Error::os(Errno(errno), "could not bind the socket").file(name),
+        Some(errno) => {
+            let sentence = format!("Failed to bind socket to {name}");
+            Error::os(Errno(errno), "could not bind the socket").qemu(sentence).file(name)
+        }
     }
 }
 

@@ -100,7 +100,9 @@ impl<'a> Wrapping<'a> {
             (None, None) => Ok(None),
             (None, Some(_)) => Err(Error::invalid_argument("'iv' is given without 'keyid'")),
             (Some(id), vector) => match (find(id), vector) {
-                (None, _) => Err(Error::invalid_argument(format!("No secret with id '{id}' (option 'keyid')"))),
+                (None, _) => {
+                    Err(Error::invalid_argument(format!("No secret with id '{id}'")).hint(" (option 'keyid')"))
+                }
                 (Some(key), Some(vector_base64)) => Ok(Some(Wrapping { key, vector_base64 })),
                 (Some(_), None) => Err(Error::invalid_argument("IV is required to decrypt secret: 'keyid' needs 'iv'")),
             },
@@ -111,7 +113,12 @@ impl<'a> Wrapping<'a> {
 fn from_base64(source: &str, text: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
     let digits = Zeroizing::new(text.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect::<Vec<u8>>());
     let bytes = STANDARD.decode(&digits[..]).map(Zeroizing::new);
-    bytes.map_err(|_| Error::invalid_argument(format!("{source}: no valid base64 text")))
+    let is_foreign = |byte: &u8| !byte.is_ascii_alphanumeric() && !b"+/=".contains(byte);
+    bytes.map_err(|_| {
+        let error = Error::invalid_argument(format!("{source}: no valid base64 text"));
+        let is_of_others = digits.iter().any(is_foreign);
+        if is_of_others { error.qemu("Base64 data contains invalid characters") } else { error }
+    })
 }
 
 fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>> {

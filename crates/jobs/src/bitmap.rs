@@ -2,7 +2,7 @@
 //! Persistent dirty bitmaps of an image that nobody uses: added, removed, cleared, enabled, disabled, merged.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_image::Node;
 use cowshed_image::node::{BitmapChange, BitmapStatus, Bitmaps, ChildRole, check_new_bitmap};
 use std::sync::Arc;
@@ -226,7 +226,7 @@ pub async fn check_copy(source: &Node, skip_broken: bool) -> Result<()> {
     match broken.filter(|_| !skip_broken) {
         Some(bitmap) => {
             let message = format!(
-                "Cannot copy inconsistent bitmap '{}'\nTry --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
+                "Cannot copy inconsistent bitmap '{}'{LINE_END}Try --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
                 bitmap.name
             );
             Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message))

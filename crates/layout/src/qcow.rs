@@ -6,7 +6,7 @@ use crate::bytes::{be32_at, be64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
 use crate::qcow2::MAGIC;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 48;
@@ -65,7 +65,7 @@ impl QcowHeader {
         if version != 1 {
             let message = "this version is none of the driver 'qcow'";
             let sentence =
-                format!("qcow (v1) does not support qcow version {version}\nTry the 'qcow2' driver instead.");
+                format!("qcow (v1) does not support qcow version {version}{LINE_END}Try the 'qcow2' driver instead.");
             return Some(Err(refused("version", 4, version, message).qemu(sentence)));
         }
         let (name_offset, name_bytes) = (be64_at(bytes, 8)?, be32_at(bytes, 16)?);

@@ -4,6 +4,9 @@
 use serde_json::{Value, json};
 use std::fmt;
 
+/// A line end within a description, which no name has: `cowshed_block::LINE_END`.
+const LINE_END: char = '\u{10fe0a}';
+
 /// Result with [`QmpError`].
 pub type QmpResult<T> = Result<T, QmpError>;
 
@@ -63,7 +66,7 @@ impl QmpError {
 
     /// The value of the member `error` of a reply.
     pub fn to_value(&self) -> Value {
-        json!({"class": self.class.as_str(), "desc": self.description})
+        json!({"class": self.class.as_str(), "desc": self.description.replace(LINE_END, "\n")})
     }
 }
 

@@ -39,6 +39,8 @@ pub struct Schema {
     events: BTreeMap<String, String>,
     /// Name of an enumeration and a value that it doesn't have → why not.
     refusals: BTreeMap<(String, String), String>,
+    /// The same → the whole error.
+    messages: BTreeMap<(String, String), String>,
 }
 
 /// Name of the object type of arguments or data that stand inline.
@@ -115,6 +117,11 @@ impl Schema {
     /// have.
     pub fn refuse(&mut self, name: &str, value: &str, reason: impl Into<String>) {
         self.refusals.insert((name.to_owned(), value.to_owned()), reason.into());
+    }
+
+    /// The whole error where somebody gives the enumeration `name` this value, which isn't in it.
+    pub fn refuse_as(&mut self, name: &str, value: &str, message: impl Into<String>) {
+        self.messages.insert((name.to_owned(), value.to_owned()), message.into());
     }
 
     /// Names that are used and not defined: must be empty.
@@ -229,7 +236,7 @@ impl Schema {
                 .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects 'on' or 'off', not '{text}'"))),
             (Type::Int | Type::Uint64, Value::String(text)) if texts => size(&text)
                 .map(Value::from)
-                .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects a number, not '{text}'"))),
+                .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects integer, not '{text}'"))),
             (Type::List(element), Value::Array(items)) => {
                 let items = items.into_iter().enumerate();
                 let check = |(index, item)| self.check_value(element, item, &format!("{path}[{index}]"), strictness);
@@ -246,7 +253,11 @@ impl Schema {
                 Value::String(word) if words.contains(&word) => Ok(Value::String(word)),
                 Value::String(word) => {
                     let message = format!("Parameter '{}' does not accept value '{word}'", own_name(path));
-                    if let Some(reason) = self.refusals.get(&(name.to_owned(), word)) {
+                    let refused = (name.to_owned(), word);
+                    if let Some(message) = self.messages.get(&refused) {
+                        return Err(QmpError::generic(message.clone()));
+                    }
+                    if let Some(reason) = self.refusals.get(&refused) {
                         return Err(QmpError::generic(format!("{message}: {reason}")));
                     }
                     // A program has the schema.

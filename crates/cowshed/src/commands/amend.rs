@@ -134,7 +134,8 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         }
         ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
             let sentence = error.sentence();
-            let message = if error.field_name() == Some("size") { &sentence } else { error.message() };
+            let is_of_value = ["Value '", "Parameter '"].iter().any(|start| sentence.starts_with(start));
+            let message = if is_of_value || error.field_name() == Some("size") { &sentence } else { error.message() };
             Failure::new(match message.strip_prefix("invalid ") {
                 Some(rest) => format!("Invalid {rest}"),
                 None => message.to_owned(),

@@ -4,8 +4,8 @@
 use super::untrusted::UntrustedArgs;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
-use cowshed_block::check_identifier;
-use cowshed_daemon::{check_object, refused_object, tls_credentials};
+use cowshed_block::{Error, check_identifier};
+use cowshed_daemon::{check_object, is_object_of_machines, refused_object, tls_credentials};
 use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
 use cowshed_image::filters::throttle::Limits;
@@ -87,6 +87,16 @@ impl NamingArgs {
         self.untrusted.check()
     }
 
+    /// The image `name`, shared with other users of its files where `-U` says so (`force_share`).
+    pub fn shared(&self, name: &str, format: Option<&String>, force_share: bool) -> Result<ImageSpec, Failure> {
+        let spec = self.spec(name, format)?;
+        let options = BlockdevOptions::from_image_opts(name);
+        if force_share && self.image_opts && options.is_ok_and(|options| denies_sharing(&options)) {
+            return Err(Failure::new("--force-share/-U conflicts with image options"));
+        }
+        Ok(ImageSpec { force_share, ..spec })
+    }
+
     /// The image `name`.
     pub fn spec(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
         self.check(format)?;
@@ -106,6 +116,11 @@ impl NamingArgs {
     }
 }
 
+/// True for options that say anything but `force-share=on` of sharing.
+pub fn denies_sharing(options: &BlockdevOptions) -> bool {
+    options.get("force-share").is_some_and(|value| !matches!(value, Value::Bool(true)) && value != "on")
+}
+
 /// The properties of a secret.
 const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
 
@@ -121,7 +136,7 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
             if NOT_OF_IMAGES.contains(&kind.as_str()) {
                 id_of(&options)?;
             }
-            let message = match NOT_OF_IMAGES.contains(&kind.as_str()) {
+            let message = match NOT_OF_IMAGES.contains(&kind.as_str()) || is_object_of_machines(&kind) {
                 true => format!("invalid object type: {kind}"),
                 false => format!("Parameter 'qom-type' does not accept value '{kind}'"),
             };
@@ -155,13 +170,22 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
 /// The type and the properties of an object: `[qom-type=]TYPE,id=ID,…` or JSON.
 fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
     let (kind, options) = if text.starts_with('{') {
-        let mut options = BlockdevOptions::from_json(text)?;
+        let mut options = BlockdevOptions::from_json(text).map_err(|error| {
+            let reason = error.message().strip_prefix("Could not parse the JSON options: ").map(str::to_owned);
+            reason.map_or(error, Error::invalid_argument)
+        })?;
         let kind = options.text("qom-type").unwrap_or_default().to_owned();
         options.remove("qom-type");
         (kind, options)
     } else {
         let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
-        let kind = kind.strip_prefix("qom-type=").unwrap_or(kind).to_owned();
+        let kind = match kind.split_once('=') {
+            Some(("qom-type", kind)) => kind,
+            // A list without the type in front.
+            Some(_) => "",
+            None => kind,
+        };
+        let kind = kind.to_owned();
         // The options of a type that there isn't are nobody's business.
         let has_meaning = is_known(&kind) || NOT_OF_IMAGES.contains(&kind.as_str());
         let pairs = if has_meaning { parse_list(rest, BareKey::Refused)? } else { Vec::new() };
@@ -178,6 +202,11 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
 const KNOWN: [&str; 6] = ["secret", "tls-creds-x509", "throttle-group", "authz-simple", "authz-list", "authz-listfile"];
 /// Types that only daemons have.
 const NOT_OF_IMAGES: [&str; 2] = ["iothread", "monitor-qmp"];
+
+/// True for the definition of an object that images can have a use for.
+pub fn is_of_images(definition: &str) -> bool {
+    definition_of(definition).is_ok_and(|(kind, _)| !NOT_OF_IMAGES.contains(&kind.as_str()))
+}
 
 fn is_known(kind: &str) -> bool {
     KNOWN.contains(&kind)

@@ -86,12 +86,14 @@ struct BenchArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = BenchArgs::from_arg_matches(matches)?;
+    let mut options = options(&args)?;
     let file = one_file(&args.files)?;
+    let spec = args.naming.shared(file, args.format.as_ref(), args.force_share)?;
+    options.image = ImageSpec { cache: options.image.cache, aio: options.image.aio, ..spec };
     if args.write && args.force_share {
         let message = "force-share=on can only be used with read-only images";
         return Err(Failure::open(console.persona, file, &Error::invalid_argument(message)));
     }
-    let options = options(&args, file)?;
     let used = if args.write { Use::Write(&options.image) } else { Use::Read(&options.image) };
     args.naming.untrusted.guard(&[used], console)?;
     let persona = console.persona;
@@ -128,7 +130,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-fn options(args: &BenchArgs, file: &str) -> Result<BenchOptions, Failure> {
+/// All but the image's name. qemu-img checks values while it reads the options.
+fn options(args: &BenchArgs) -> Result<BenchOptions, Failure> {
     const INT: u64 = i32::MAX as u64;
     let number = |what: &str, text: &str, least, most| sizes::size_between(what, text, least, most);
     let pattern = match &args.pattern {
@@ -141,13 +144,11 @@ fn options(args: &BenchArgs, file: &str) -> Result<BenchOptions, Failure> {
         (false, Some(mode)) => return Err(Failure::new(format!("Invalid aio option: {mode}"))),
         (false, None) => None,
     };
-    let spec = args.naming.spec(file, args.format.as_ref())?;
     Ok(BenchOptions {
         image: ImageSpec {
             cache: cache_mode("", args.cache.as_ref()).map_err(|_| Failure::new("Invalid cache mode"))?,
-            force_share: args.force_share,
             aio,
-            ..spec
+            ..ImageSpec::default()
         },
         count: number("request count", &args.count, 1, INT)?,
         depth: number("queue depth", &args.depth, 1, INT)?,

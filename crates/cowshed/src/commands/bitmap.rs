@@ -7,7 +7,7 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
+use cowshed_block::{Error, LINE_END};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions, BitmapStep};
 
@@ -79,6 +79,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let actions = actions(matches);
     // Only who takes all of them away needs to name none.
     check(&args, &actions)?;
+    let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 0, sizes::MOST));
+    let granularity = granularity.transpose()?;
     let names_none = actions.iter().all(|action| *action == BitmapAction::RemoveAll);
     let (file, name) = match (args.operands.as_slice(), names_none) {
         ([file], true) => (file, String::new()),
@@ -86,7 +88,6 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         (_, true) => return Err(Failure::new("Expecting filename")),
         (_, false) => return Err(Failure::new("Expecting filename and bitmap name")),
     };
-    let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 0, sizes::MOST));
     let image = args.naming.spec(file, args.format.as_ref())?;
     let source = match &args.source_file {
         Some(source) => {
@@ -96,7 +97,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         None => None,
     };
     // 0 is the default, as there.
-    let granularity_bytes = granularity.transpose()?.filter(|bytes| *bytes != 0);
+    let granularity_bytes = granularity.filter(|bytes| *bytes != 0);
     let options = BitmapOptions { image, name, actions, granularity_bytes, source };
     let mut uses = vec![Use::Write(&options.image)];
     uses.extend(options.source.as_ref().map(Use::Read));
@@ -173,7 +174,7 @@ fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, e
             let reason = reason.strip_prefix(&format!("{named}: ")).unwrap_or(&reason).to_owned();
             let reason = match reason.split_once(" is inconsistent and cannot be used") {
                 Some((bitmap, _)) => format!(
-                    "{bitmap} is inconsistent and cannot be used\nTry block-dirty-bitmap-remove to delete this bitmap from disk"
+                    "{bitmap} is inconsistent and cannot be used{LINE_END}Try block-dirty-bitmap-remove to delete this bitmap from disk"
                 ),
                 None => reason,
             };

@@ -102,9 +102,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CheckArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
     let image = ImageSpec {
-        force_share: args.force_share,
         cache: cache_mode("source ", args.cache.as_ref())?,
-        ..args.naming.spec(file, args.format.as_ref())?
+        ..args.naming.shared(file, args.format.as_ref(), args.force_share)?
     };
     let repair = match args.repair {
         None => check::Repair::None,

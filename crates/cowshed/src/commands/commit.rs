@@ -58,6 +58,7 @@ struct CommitArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CommitArgs::from_arg_matches(matches)?;
+    let rate = args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;
     let [file] = args.files.as_slice() else {
         return Err(Failure::usage("Expecting one image file name"));
     };
@@ -66,7 +67,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         image: ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec },
         base: args.base.clone(),
         keep: args.drop,
-        rate: args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?,
+        rate,
     };
     if args.naming.untrusted.is_on() && options.base.is_none() {
         return Err(Failure::new("with --untrusted the file to commit to must be named by -b"));

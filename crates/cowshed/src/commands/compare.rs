@@ -76,8 +76,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Console) -> Result<u8, Failure> {
     let cache = cache_mode("source ", args.cache.as_ref())?;
     let spec = |name: &str, format: Option<&String>| {
-        let (cache, force_share) = (cache.clone(), args.force_share);
-        args.naming.spec(name, format).map(|spec| ImageSpec { cache, force_share, ..spec })
+        let cache = cache.clone();
+        args.naming.shared(name, format, args.force_share).map(|spec| ImageSpec { cache, ..spec })
     };
     let options = CompareOptions {
         first: spec(first, args.format.as_ref())?,

@@ -173,10 +173,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return create_options::print_help(format, args.files.len() > 1, console);
     }
     let files = args.files.clone();
+    check_values(&args)?;
+    check_combination(&args, files.len().saturating_sub(1))?;
     let Some((target, sources)) = files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
         return Err(Failure::new("Must specify image file name"));
     };
-    check_combination(&args, sources.len())?;
     if console.persona == Persona::Cowshed && ova::target::is_meant(args.target_format.as_deref(), target) {
         if is_package(&mut args, sources, console)? {
             return Err(Failure::new("a package is made of disks: convert those of the other one first"));
@@ -422,6 +423,15 @@ fn sources_first(persona: Persona, args: &ConvertArgs, options: &ConvertOptions,
     work::opened_first(persona, &args.naming, &options.sources.iter().collect::<Vec<_>>(), later)
 }
 
+/// The values that qemu-img checks while it reads the options.
+fn check_values(args: &ConvertArgs) -> Result<(), Failure> {
+    args.sparse_size.as_deref().map(sparse_bytes).transpose()?;
+    requests(&args.parallel)?;
+    args.rate_limit.as_deref().map(|text| sizes::size("rate limit", text)).transpose()?;
+    args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
+    Ok(())
+}
+
 /// What contradicts itself, in qemu-img's words.
 fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
     for (wrong, message) in [
@@ -511,9 +521,9 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
     let sources: Result<Vec<ImageSpec>, Failure> = sources
         .iter()
         .map(|source| {
-            let spec = args.naming.spec(source, args.format.as_ref())?;
+            let spec = args.naming.shared(source, args.format.as_ref(), args.force_share)?;
             let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
-            Ok(ImageSpec { cache: cache.clone(), force_share: args.force_share, shares_raw: false, snapshot, ..spec })
+            Ok(ImageSpec { cache: cache.clone(), shares_raw: false, snapshot, ..spec })
         })
         .collect();
     let Objects { secrets, tls, graph, .. } = args.naming.objects()?;
@@ -633,7 +643,7 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
         let reason = qemu_reason(&target.name, error);
         // What -o says wrongly is no conversion that failed.
         let expects = reason.starts_with("Parameter '") && reason.contains("' expects ");
-        let plain = ["Invalid parameter '", "Format driver '", "Unknown protocol '"]
+        let plain = ["Invalid parameter '", "Value '", "Format driver '", "Unknown protocol '"]
             .iter()
             .any(|start| reason.starts_with(start));
         if expects || plain {

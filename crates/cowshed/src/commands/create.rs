@@ -7,7 +7,7 @@ use crate::invocation::Persona;
 use crate::output::failure::reason_behind;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Errno, Error};
+use cowshed_block::{Errno, Error, LINE_END};
 use cowshed_create::schema::options_of;
 use cowshed_jobs::create::{self, CreateRequest};
 
@@ -74,7 +74,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [] => return Err(Failure::usage("Expecting image file name")),
         [file] => (file, None),
         [file, size] => (file, Some(sizes::size("image size", size)?)),
-        [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
+        [_, size, extra, ..] => {
+            sizes::size("image size", size)?;
+            return Err(Failure::usage(format!("Unexpected argument: {extra}")));
+        }
     };
     let chosen = new_image::format(args.format.as_deref(), file, "-f", console)?;
     let format = chosen.format.clone();
@@ -134,7 +137,9 @@ fn failed_with(persona: Persona, file: &str, format: &str, error: &Error) -> Fai
         return Failure::new(format!("{file}: {reason}"));
     }
     match (persona, reason_behind("could not open the backing image: ", error)) {
-        (Persona::QemuImg, Some(reason)) => Failure::new(format!("{file}: {reason}\nCould not open backing image.")),
+        (Persona::QemuImg, Some(reason)) => {
+            Failure::new(format!("{file}: {reason}{LINE_END}Could not open backing image."))
+        }
         (Persona::QemuImg, None) if text.starts_with("Invalid option list") => Failure::new(text),
         _ => Failure::about(persona, file, error),
     }

@@ -96,9 +96,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let options = DdOptions {
         // What is copied onto itself would be lost.
         source: ImageSpec {
-            force_share: args.force_share,
             shares_raw: !is_same(&input, &output),
-            ..args.naming.spec(&input, args.format.as_ref())?
+            ..args.naming.shared(&input, args.format.as_ref(), args.force_share)?
         },
         target: ImageSpec { shares_raw: true, secrets, tls, graph, ..ImageSpec::file(&output).format(format) },
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),

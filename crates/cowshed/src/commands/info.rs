@@ -59,9 +59,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = InfoArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
     let image = ImageSpec {
-        force_share: args.force_share,
         cache: cache_mode("", args.cache.as_ref())?,
-        ..args.naming.spec(file, args.format.as_ref())?
+        ..args.naming.shared(file, args.format.as_ref(), args.force_share)?
     };
     args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = InfoOptions { image, backing_chain: args.backing_chain, limits: args.limits };

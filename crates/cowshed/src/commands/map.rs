@@ -7,7 +7,6 @@ use super::{Verb, sizes, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::visible_name;
-use cowshed_jobs::ImageSpec;
 use cowshed_jobs::map::{self, MapEntry, MapOptions};
 
 pub const VERB: Verb = Verb {
@@ -52,7 +51,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let start = args.start_offset.as_deref().map(|text| sizes::size("start offset", text)).transpose()?;
     let len = args.max_length.as_deref().map(|text| sizes::size("max length", text)).transpose()?;
     let file = one_file(&args.files)?;
-    let image = ImageSpec { force_share: args.force_share, ..args.naming.spec(file, args.format.as_ref())? };
+    let image = args.naming.shared(file, args.format.as_ref(), args.force_share)?;
     args.naming.untrusted.guard(&[Use::Read(&image)], console)?;
     let options = MapOptions { image, start: start.unwrap_or(0), len };
     let mut writer = match args.output {

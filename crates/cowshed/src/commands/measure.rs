@@ -7,7 +7,7 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
+use cowshed_block::{Error, LINE_END};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::DriverKind;
 use cowshed_jobs::ImageSpec;
@@ -64,6 +64,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), false, console);
     }
     let size = args.size.as_deref().map(|text| sizes::size("image size", text)).transpose()?;
+    let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
     let names_image = args.naming.image_opts || args.format.is_some() || args.snapshot.is_some();
     match args.files.as_slice() {
         [_, _, ..] => return Err(Failure::new("At most one filename argument is allowed.")),
@@ -79,9 +80,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         (Some(_), _) => return Err(Failure::new("--size N cannot be used together with a filename.")),
         (None, [file]) => {
-            let spec = args.naming.spec(file, args.format.as_ref())?;
-            let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
-            Some(ImageSpec { force_share: args.force_share, snapshot, ..spec })
+            let spec = args.naming.shared(file, args.format.as_ref(), args.force_share)?;
+            Some(ImageSpec { snapshot, ..spec })
         }
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };
@@ -148,7 +148,7 @@ fn of_options(persona: Persona, options: &MeasureOptions, error: &Error) -> Fail
     let is_unread = ["Invalid parameter '", "Parameter '", "Value '"].iter().any(|start| sentence.starts_with(start));
     match persona {
         Persona::QemuImg if is_unread => {
-            Failure::new(format!("{sentence}\nqemu-img: Invalid options for file format '{format}'"))
+            Failure::new(format!("{sentence}{LINE_END}qemu-img: Invalid options for file format '{format}'"))
         }
         Persona::QemuImg => Failure::new(sentence),
         _ => Failure::from(error.clone()),

@@ -186,6 +186,11 @@ pub fn explain(
         ErrorKind::UnknownArgument if console.persona == Persona::Cowshed => {
             Err(Failure::usage(format!("unrecognized option '{}'{}", argument(), suggestion(error, console))))
         }
+        ErrorKind::UnknownArgument
+            if console.persona == Persona::Tool("qemu-storage-daemon") && !argument().starts_with('-') =>
+        {
+            Err(Failure::new(format!("{}: Unexpected argument", argument())))
+        }
         ErrorKind::UnknownArgument => Err(of_getopt(match argument().strip_prefix('-') {
             Some(short) if !short.starts_with('-') => {
                 format!("invalid option -- '{}'", short.chars().next().unwrap_or('-'))

@@ -170,7 +170,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
     let Objects { secrets, tls, .. } = args.naming.objects()?;
     let target = target.map(|name| ImageSpec { secrets, tls, ..ImageSpec::file(name).format(&args.target_format) });
     Ok(RescueOptions {
-        image: ImageSpec { force_share: args.force_share, ..args.naming.spec(file, None)? },
+        image: args.naming.shared(file, None, args.force_share)?,
         target,
         create_options: args.options.clone(),
         snapshot: args.snapshot.as_deref().map(SnapshotName::parse).transpose()?,

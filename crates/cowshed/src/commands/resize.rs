@@ -7,8 +7,9 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
+use cowshed_block::{Error, LINE_END};
 use cowshed_image::node::Preallocation;
+use cowshed_image::options::size_refused;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 
@@ -51,6 +52,7 @@ struct ResizeArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ResizeArgs::from_arg_matches(matches)?;
+    let preallocation = preallocation(args.preallocation.as_deref())?;
     let (file, size) = match args.operands.as_slice() {
         [file, size] => (file, size),
         [_, _, _, ..] => return Err(Failure::usage("Extra argument(s) in command line")),
@@ -64,7 +66,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         })?,
         image,
         shrink: args.shrink,
-        preallocation: preallocation(args.preallocation.as_deref())?,
+        preallocation,
     };
     args.naming.untrusted.guard(&[Use::Write(&options.image)], console)?;
     let outcome = work::run_quietly(async |job| resize::run(&options, &job).await)
@@ -92,11 +94,11 @@ fn opened_to_write(persona: Persona, naming: &NamingArgs, image: &ImageSpec, lat
 fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     match error.message() {
         _ if persona != Persona::QemuImg => Failure::open(persona, file, error),
-        message if message.starts_with("shrinking") => Failure::new(
-            "Use the --shrink option to perform a shrink operation.\n\
+        message if message.starts_with("shrinking") => Failure::new(format!(
+            "Use the --shrink option to perform a shrink operation.{LINE_END}\
              qemu-img: warning: Shrinking an image will delete all data beyond the shrunken image's end. Before performing such \
-             an operation, make sure there is no important data there.",
-        ),
+             an operation, make sure there is no important data there."
+        )),
         message if message.starts_with("the new image size must be positive") => {
             Failure::new("New image size must be positive")
         }
@@ -143,10 +145,7 @@ fn new_size(persona: Persona, text: &str) -> Result<NewSize, Failure> {
                         "Invalid size '{text}': expected a number with an optional suffix k, M, G, T, P or E{right}"
                     )
                 }
-                Persona::QemuImg => "Parameter 'size' expects a non-negative number below 2^64\n\
-                     Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
-                     and exabytes, respectively."
-                    .to_owned(),
+                Persona::QemuImg => size_refused("size", "x"),
             }));
         }
     };

@@ -73,10 +73,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let [file] = args.files.as_slice() else {
         return Err(Failure::usage("Expecting one image file name"));
     };
-    let image = args.naming.spec(file, args.format.as_ref())?;
+    let image = args.naming.shared(file, args.format.as_ref(), args.force_share)?;
     args.naming.untrusted.guard(&[if action.is_some() { Use::Write(&image) } else { Use::Read(&image) }], console)?;
     let Some(action) = action else {
-        return list(&ImageSpec { force_share: args.force_share, ..image }, file, console);
+        return list(&image, file, console);
     };
     if args.force_share {
         let error = Error::invalid_argument("force-share=on can only be used with read-only images");

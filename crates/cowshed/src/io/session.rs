@@ -4,9 +4,10 @@
 use super::arguments::Arguments;
 use super::outcome::{CommandFailed, Done};
 use super::{Shell, background};
+use crate::commands::arguments::denies_sharing;
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_create::CreateRequest;
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
@@ -85,6 +86,13 @@ impl OpenSpec {
         }
     }
 
+    /// True where its options say anything but `force-share=on` of sharing.
+    fn denies_sharing(&self) -> bool {
+        let listed = self.path.as_deref().filter(|_| self.image_opts).map(BlockdevOptions::from_keyval);
+        let listed = listed.and_then(Result::ok);
+        [&self.options, &listed].into_iter().flatten().any(denies_sharing)
+    }
+
     /// For messages.
     fn name(&self) -> String {
         self.path.clone().unwrap_or_else(|| match &self.options {
@@ -139,7 +147,9 @@ impl OpenSpec {
 pub(super) fn options_of(text: &str) -> Result<BlockdevOptions> {
     for (key, _) in parse_list(text, BareKey::On)?.iter().filter(|(_, value)| value == "on") {
         if text.split(',').any(|item| item == key) {
-            warning::print(&format!("short-form boolean option '{key}' deprecated\nPlease use {key}=on instead"));
+            warning::print(&format!(
+                "short-form boolean option '{key}' deprecated{LINE_END}Please use {key}=on instead"
+            ));
         }
     }
     BlockdevOptions::from_keyval(text)
@@ -234,6 +244,9 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
     spec.check()?;
     if shell.session.is_some() {
         return Err(CommandFailed::complaint("file open already, try 'help close'"));
+    }
+    if spec.force_share && spec.denies_sharing() {
+        return Err(Failed::complaint("-U conflicts with image options"));
     }
     let name = spec.name();
     let is_named = spec.path.is_some() && !spec.image_opts;

@@ -2,7 +2,7 @@
 //! Standard output and standard error, as one place that knows the manners and never panics.
 
 use crate::invocation::Persona;
-use cowshed_block::{name_of_text, visible_name};
+use cowshed_block::{in_lines, name_of_text};
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
@@ -52,7 +52,7 @@ impl Console {
     /// Prints to standard error, after what was printed before. There is nobody to tell when that fails.
     pub fn error_text(&mut self, text: &str) {
         self.flush();
-        let _ = io::stderr().lock().write_all(&name_of_text(&in_lines(text)));
+        let _ = io::stderr().lock().write_all(&name_of_text(&lines_of(text)));
     }
 
     /// Hands what was printed on to the reader.
@@ -80,45 +80,10 @@ impl Console {
     }
 }
 
-/// How further lines of messages begin. No other line end of a message is its own: it stands in a name.
-const FURTHER_LINES: &[&str] = &[
-    "Could not open backing image.",
-    "Detected format of ",
-    "Did you forget a valid tls-creds?",
-    "Identifiers consist of ",
-    "Is another process using the image [",
-    "Optional suffix k, M, G, T, P or E means ",
-    "Path must be less than ",
-    "Please use ",
-    "This option is only supported for image creation",
-    "Try ",
-    "You can use 'qemu-img rebase' instead.",
-    "and exabytes, respectively.",
-    "qemu-img: ",
-    "qemu-io: ",
-    "qemu-nbd: ",
-    "qemu-storage-daemon: ",
-    "server reported: ",
-    // Of the parser of options.
-    "\n",
-    "  ",
-];
-
-/// A message whose names begin no line and command no terminal, wherever they come from.
-pub(super) fn in_lines(text: &str) -> Cow<'_, str> {
-    let (body, end) = text.strip_suffix('\n').map_or((text, ""), |body| (body, "\n"));
-    if !body.contains(char::is_control) {
-        return Cow::Borrowed(text);
+/// A text that ends a line. Names in it begin none.
+fn lines_of(text: &str) -> Cow<'_, str> {
+    match text.strip_suffix('\n') {
+        Some(body) => Cow::Owned(in_lines(body).into_owned() + "\n"),
+        None => in_lines(text),
     }
-    let mut safe = String::with_capacity(text.len() + 8);
-    let mut rest = body;
-    while let Some((line, further)) = rest.split_once('\n') {
-        safe.push_str(&visible_name(line));
-        let is_own = further.is_empty() || FURTHER_LINES.iter().any(|beginning| further.starts_with(beginning));
-        safe.push_str(if is_own { "\n" } else { "\\n" });
-        rest = further;
-    }
-    safe.push_str(&visible_name(rest));
-    safe.push_str(end);
-    Cow::Owned(safe)
 }

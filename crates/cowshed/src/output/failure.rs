@@ -2,7 +2,7 @@
 //! Why a verb failed: the message for standard error and the exit code.
 
 use crate::invocation::Persona;
-use cowshed_block::{Error, ErrorKind};
+use cowshed_block::{Error, ErrorKind, LINE_END};
 use cowshed_create::NO_EXPORT;
 use cowshed_image::open::is_nbd_name;
 
@@ -127,7 +127,7 @@ impl Failure {
             _ if persona == Persona::QemuImg => {
                 Self::of_backing(persona, error).unwrap_or_else(|| Self::new(terse("", error)))
             }
-            _ => Self::new(error.to_string()),
+            _ => Self::new(format!("{error:#}")),
         }
     }
 
@@ -143,13 +143,13 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { sentence: Some(qemu_reason("", &error)), ..Self::new(error.to_string()) }
+        Self { sentence: Some(qemu_reason("", &error)), ..Self::new(format!("{error:#}")) }
     }
 }
 
 impl From<clap::Error> for Failure {
     fn from(error: clap::Error) -> Self {
-        Self::usage(error.to_string())
+        Self::usage(error.to_string().trim_end().replace('\n', &LINE_END.to_string()))
     }
 }
 
@@ -181,7 +181,7 @@ pub fn reason_behind(start: &str, error: &Error) -> Option<String> {
 fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
     let (lock, _) = message.strip_prefix("failed to get ").and_then(|lock| lock.split_once(": "))?;
     let is_locked = error.kind() == ErrorKind::Busy;
-    is_locked.then(|| format!("Failed to get {lock}\nIs another process using the image [{file}]?"))
+    is_locked.then(|| format!("Failed to get {lock}{LINE_END}Is another process using the image [{file}]?"))
 }
 
 /// What qemu-img says with the name of the file in it.
@@ -251,7 +251,7 @@ fn terse(name: &str, error: &Error) -> String {
 
 /// The error's text without `name` in front, which the caller has said already.
 fn reason(name: &str, error: &Error) -> String {
-    let text = error.to_string();
+    let text = format!("{error:#}");
     match text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")) {
         Some(rest) => rest.to_owned(),
         None => text,
@@ -261,7 +261,7 @@ fn reason(name: &str, error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cowshed_block::Errno;
+    use cowshed_block::{Errno, with_line_ends};
 
     #[test]
     fn locks_are_worded_as_scripts_know_them() {
@@ -270,7 +270,7 @@ mod tests {
         let failure = Failure::open(Persona::QemuImg, "a.qcow2", &error);
         let expected =
             "Could not open 'a.qcow2': Failed to get \"write\" lock\nIs another process using the image [a.qcow2]?";
-        assert_eq!(failure.message, expected);
+        assert_eq!(with_line_ends(&failure.message), expected);
     }
 
     #[test]

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Warnings about an image that was opened, on standard error.
 
-use super::console::in_lines;
 use crate::invocation::{Persona, has_name_of_qemu};
-use cowshed_block::{name_of_text, visible_name};
+use cowshed_block::{in_lines, name_of_text, visible_name};
 use cowshed_image::graph::{Corruption, print_corruptions};
 use cowshed_jobs::check::report::lines_of;
 use cowshed_offline::check::{CheckReport, print_recoveries};
@@ -53,7 +52,7 @@ fn print_recovery(file: &File, report: &CheckReport) {
     let mut stderr = std::io::stderr().lock();
     if let Some(Persona::QemuImg | Persona::Tool(_)) = PERSONA.get() {
         for line in lines_of(report) {
-            let _ = stderr.write_all(&name_of_text(&format!("{line}\n")));
+            let _ = stderr.write_all(&name_of_text(&format!("{}\n", in_lines(&line))));
         }
         return;
     }
@@ -74,7 +73,7 @@ fn print_recovery(file: &File, report: &CheckReport) {
 /// Prints the last words of a process that ends early, whatever its manners.
 pub fn print_always(text: &str) {
     let name = PERSONA.get().copied().unwrap_or(Persona::Cowshed).name();
-    let _ = std::io::stderr().lock().write_all(&name_of_text(&format!("{name}: {text}\n")));
+    let _ = std::io::stderr().lock().write_all(&name_of_text(&format!("{name}: {}\n", in_lines(text))));
 }
 
 /// As qemu-img there are a guessed raw format, in words that scripts know, and snapshots that can't be shown.

@@ -188,6 +188,38 @@ fn names_out_of_images_stay_in_their_line() {
     assert_eq!(info["backing-filename"], name);
 }
 
+/// Whatever follows a line end in a name, it begins no line of a message.
+#[test]
+fn no_name_begins_a_line_of_a_message() {
+    let folder = Folder(Oracle::new());
+    let lines = [
+        "qemu-img: done",
+        "qemu-io: done",
+        "Is another process using the image [x]?",
+        "Please use force",
+        "Try this",
+        "  repair: none",
+        "server reported: x",
+        "\u{10fe0a}qemu-img: done",
+    ];
+    for (program, option) in [("cowshed", "info"), ("qemu-img", "info"), ("qemu-img", "map"), ("qemu-io", "-r")] {
+        let tool = folder.0.work().join(program);
+        let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), &tool);
+        for line in lines {
+            let missing = format!("a\n{line}");
+            let options = format!("driver=qcow2,file.filename={missing}");
+            let json = r#"json:{"driver":"file","filename":"a\n\udbff\ude0aqemu-img: done"}"#;
+            for words in [&[option, &missing][..], &[option, "--image-opts", &options], &[option, json]] {
+                let mut command = Command::new(&tool);
+                let output = command.args(words).current_dir(folder.0.work()).output().expect("the program runs");
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                assert!(!output.status.success(), "{words:?}: {said}");
+                assert_eq!(said.lines().count(), 1, "{program} {words:?}: {said}");
+            }
+        }
+    }
+}
+
 /// Of a message with two lines both are lines, under every name.
 #[test]
 fn what_identifiers_are_stands_in_a_line_of_its_own() {

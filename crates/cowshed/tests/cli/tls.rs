@@ -340,3 +340,35 @@ fn unused_objects_are_checked_as_by_qemu() {
         assert_eq!((ours.code, ours.err), (real.code, real.err), "{object}");
     }
 }
+
+/// A server without TLS, and one that insists on it: our client and our server say what QEMU's do.
+#[test]
+fn a_server_that_wants_the_other_kind_of_connection_says_so() {
+    let oracle = Oracle::new();
+    credentials::make_credentials(&oracle.work());
+    std::fs::write(oracle.work().join("disk.raw"), [0; 4096]).expect("a disk");
+    let bin = oracle.work().join("bin");
+    std::fs::create_dir(&bin).expect("a folder");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cowshed"), bin.join("qemu-nbd")).expect("a link");
+    let tls = "--tls-creds s --object tls-creds-x509,id=s,dir=.,endpoint=server,verify-peer=off,sanity-check=off ";
+    for (server, object, credentials) in [("", OBJECT, ",tls-creds=t,tls-hostname=localhost"), (tls, "", "")] {
+        let mut said = Vec::new();
+        for tool in [oracle.qemu.img_path().with_file_name("qemu-nbd"), bin.join("qemu-nbd")] {
+            let socket = oracle.work().join("s.sock");
+            let mut command = Command::new(tool);
+            command.args(format!("-t -e 0 {server}-f raw -k").split(' ')).arg(&socket).arg("disk.raw");
+            command.current_dir(oracle.work()).env_remove("RUST_LOG");
+            let running = Server::start(command, &socket);
+            let line =
+                format!("info {object} --image-opts driver=nbd,server.type=unix,server.path=s.sock{credentials}");
+            let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            for client in [oracle.real(&oracle.work(), &arguments), oracle.ours(&oracle.work(), &arguments)] {
+                assert_eq!(client.code, Some(1), "{line}: {client:?}");
+                said.push(client.err);
+            }
+            drop(running);
+            let _ = std::fs::remove_file(&socket);
+        }
+        assert!(said.iter().all(|words| words == &said[0]), "{said:#?}");
+    }
+}

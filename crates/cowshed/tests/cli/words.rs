@@ -90,8 +90,8 @@ fn secrets_are_refused_in_qemus_sentences() {
                 "Unable to read nosuch: Failed to open file “nosuch”: No such file or directory",
             ),
             (create("id=s,file=."), "Unable to read .: Error reading file “.”: Is a directory"),
-            (create("id=s,data=a,keyid=k"), "No secret with id 'k' (option 'keyid')"),
-            (create("id=s,data=a,keyid=k,iv=aWlpaWlpaWlpaWlpaWlpaQ=="), "No secret with id 'k' (option 'keyid')"),
+            (create("id=s,data=a,keyid=k"), "No secret with id 'k'"),
+            (create("id=s,data=a,keyid=k,iv=aWlpaWlpaWlpaWlpaWlpaQ=="), "No secret with id 'k'"),
         ],
     );
     assert!(!oracle.work().join("y.raw").exists());

@@ -449,9 +449,9 @@ fn a_temporary_overlay_takes_the_writes() {
         while !socket.exists() {
             std::thread::yield_now();
         }
+        reads_sevens(&uri);
         // It has no name any more.
         assert_eq!(fs::read_dir(&temporary).expect("a folder").count(), 0);
-        reads_sevens(&uri);
         let commands = ["-f", "raw", "-c", "write -P 9 512k 3M", "-c", "flush", "-c", "read -P 7 0 512k"];
         let qemu = Qemu::system();
         qemu.io([&commands[..], &["-c", "read -P 9 512k 3M", &uri]].concat()).expect_ok();
@@ -498,7 +498,7 @@ fn wrong_options_are_named_with_what_they_may_be() {
         (blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,speed=1"), &["speed"]),
         (
             blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,file.locking=maybe"),
-            &["file.locking", "invalid parameter value: maybe"],
+            &["file.locking", "does not accept value 'maybe'"],
         ),
         (
             blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,l2-cache-size=much"),

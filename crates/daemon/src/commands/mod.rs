@@ -30,7 +30,6 @@ mod vhost;
 pub(crate) use arguments::Arguments;
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::{Access, start_nbd};
-pub(crate) use nodes::add_node;
 pub(crate) use objects::NO_IDENTIFIER;
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;

@@ -56,7 +56,7 @@ async fn blockdev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 }
 
 /// Opens a node and keeps it until it is deleted.
-pub(crate) async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
+async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
     if options.text("driver").is_none() {
         return Err(QmpError::generic("Parameter 'driver' is missing"));
     }

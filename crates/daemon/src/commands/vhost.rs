@@ -5,7 +5,7 @@ use super::{Arguments, failed, nothing};
 use crate::nbd::Exported;
 use crate::servers::{ExportServer, VHOST_USER_BLK};
 use crate::state::Daemon;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, LINE_END, Result};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -104,7 +104,8 @@ fn listen(address: Option<&Map<String, Value>>) -> QmpResult<Listener> {
 
 fn bind(path: &str, address: &SocketAddress) -> Result<Listener> {
     if path.len() >= MAX_PATH_BYTES {
-        let words = format!("UNIX socket path '{path}' is too long\nPath must be less than {MAX_PATH_BYTES} bytes");
+        let words =
+            format!("UNIX socket path '{path}' is too long{LINE_END}Path must be less than {MAX_PATH_BYTES} bytes");
         return Err(Error::invalid_argument("the path of a socket is too long").value(path.len()).qemu(words));
     }
     let worded = |error: Error| {

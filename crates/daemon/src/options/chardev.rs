@@ -18,6 +18,27 @@ const FIXED: &[(&str, bool)] = &[("telnet", false), ("mux", false)];
 /// Options without effect.
 const IGNORED: &[&str] = &["nodelay", "delay", "signal", "ipv4", "ipv6"];
 
+/// Backends that QEMU has besides.
+const OF_MACHINES: &[&str] = &[
+    "braille",
+    "dbus",
+    "file",
+    "hub",
+    "msmouse",
+    "mux",
+    "parallel",
+    "pipe",
+    "pty",
+    "qemu-vdagent",
+    "serial",
+    "spiceport",
+    "spicevmc",
+    "testdev",
+    "udp",
+    "vc",
+    "wctablet",
+];
+
 impl Chardevs {
     /// Takes `socket,id=ID,path=PATH,server=on,wait=off`, `socket,id=ID,host=HOST,port=PORT,server=on,wait=off`, both
     /// without `server=on` for a client that listens there (`reconnect-ms=N`), `socket,id=ID,fd=N`,
@@ -54,7 +75,11 @@ impl Chardevs {
             }
             other => {
                 let message = format!("the backend must be 'socket', 'stdio', 'null' or 'ringbuf', not '{other}'");
-                return refused(message);
+                let error = Error::invalid_argument(message);
+                return Err(match OF_MACHINES.contains(&other) {
+                    true => error,
+                    false => error.qemu(format!("'{other}' is not a valid char driver name")),
+                });
             }
         };
         if let Some(unknown) = pairs.keys().next() {

@@ -14,14 +14,14 @@ use crate::chardevs::ChardevOptions;
 use crate::commands;
 use crate::metrics;
 use crate::monitor::MonitorAddress;
-use crate::objects::REFUSED_OBJECTS;
+use crate::objects::{OBJECTS_OF_MACHINES, REFUSED_OBJECTS};
 use crate::state::Daemon;
-use cowshed_block::{Error, IDENTIFIERS, Result, check_identifier};
+use cowshed_block::{Error, IDENTIFIERS, LINE_END, Result, check_identifier};
 use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{Strictness, parse_json};
-use cowshed_storage::{ListenOptions, SocketAddress};
+use cowshed_storage::{ListenOptions, SocketAddress, path_of_text, text_of_path};
 use drive::Controls;
 use serde_json::{Map, Value};
 use std::rc::Rc;
@@ -36,8 +36,6 @@ pub struct Step {
 
 #[derive(Clone, Debug)]
 enum What {
-    /// A node, its options as texts or as JSON.
-    Node(BlockdevOptions),
     /// A command, its arguments checked as an object of this type.
     Command {
         name: &'static str,
@@ -106,6 +104,33 @@ pub fn refused_object(kind: &str) -> Option<Error> {
     Some(Error::unsupported(format!("objects of type '{kind}' are not supported: {reason}")))
 }
 
+/// Makes the names of files and folders absolute, in the options of a node or an object and of those in it.
+fn anchor(options: &mut Map<String, Value>) {
+    let kind = ["driver", "qom-type"].into_iter().find_map(|key| options.get(key)).and_then(Value::as_str);
+    let key = match kind {
+        Some("file" | "host_device" | "host_cdrom" | "authz-listfile") => "filename",
+        Some("tls-creds-x509") => "dir",
+        _ => "",
+    };
+    for (name, value) in options.iter_mut() {
+        match value {
+            Value::String(path) if name == key && !path.is_empty() => {
+                if let Ok(anchored) = std::path::absolute(path_of_text(path)) {
+                    *path = text_of_path(&anchored);
+                }
+            }
+            Value::Object(child) => anchor(child),
+            Value::Array(children) => children.iter_mut().filter_map(Value::as_object_mut).for_each(anchor),
+            _ => {}
+        }
+    }
+}
+
+/// True for a type of objects that QEMU knows, and that its tools don't make: `invalid object type`.
+pub fn is_object_of_machines(kind: &str) -> bool {
+    OBJECTS_OF_MACHINES.contains(&kind)
+}
+
 /// Refuses an object whose properties aren't those of its type, `[qom-type=]TYPE,id=ID,…` or JSON.
 ///
 /// # Errors
@@ -113,7 +138,8 @@ pub fn refused_object(kind: &str) -> Option<Error> {
 pub fn check_object(definition: &str) -> Result<()> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
     let checked = crate::schema::build()?.check("ObjectOptions", arguments, strictness);
-    checked.map(drop).map_err(|error| Error::invalid_argument(error.description))
+    let checked = checked.map_err(|error| Error::invalid_argument(error.description))?;
+    check_identifier(checked.get("id").and_then(Value::as_str).unwrap_or_default())
 }
 
 /// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Those of a server are
@@ -159,35 +185,29 @@ pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
 
 impl Step {
     fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {
-        let (arguments, strictness) = parse(text, implied, BareKey::Refused).map_err(|error| error.file(option))?;
+        let (arguments, strictness) =
+            parse(text, implied, BareKey::Refused).map_err(|error| error.file(format!("{option} {text}")))?;
         let what = What::Command { name, object, arguments, strictness };
         Ok(Step { option: format!("{option} {text}"), what })
     }
 
     /// `--blockdev [driver=]DRIVER,node-name=NAME,…` or JSON.
     pub fn blockdev(text: &str) -> Result<Step> {
-        let (map, strictness) = parse(text, "driver", BareKey::Refused).map_err(|error| error.file("--blockdev"))?;
         let option = format!("--blockdev {text}");
-        if strictness == Strictness::Exact {
-            let what = What::Command {
-                name: "blockdev-add",
-                object: crate::schema::BLOCKDEV_OPTIONS,
-                arguments: map,
-                strictness,
-            };
-            return Ok(Step { option, what });
+        if text.split(',').next() == Some("help") {
+            return Err(Error::invalid_argument("Help is not available for this option").file(option));
         }
-        Ok(Step::node(&option, BlockdevOptions::from_map(map)?))
-    }
-
-    /// A node from an option tree; it needs a `driver` and a `node-name`.
-    pub fn node(option: &str, options: BlockdevOptions) -> Step {
-        Step { option: option.to_owned(), what: What::Node(options) }
+        let (arguments, strictness) =
+            parse(text, "driver", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
+        let object = crate::schema::BLOCKDEV_OPTIONS;
+        let what = What::Command { name: "blockdev-add", object, arguments, strictness };
+        Ok(Step { option, what })
     }
 
     /// `--object [qom-type=]TYPE,id=ID,…` or JSON.
     pub fn object(text: &str) -> Result<Step> {
-        let (map, _) = parse(text, "qom-type", BareKey::Refused).map_err(|error| error.file("--object"))?;
+        let named = |error: Error| error.file(format!("--object {text}"));
+        let (map, _) = parse(text, "qom-type", BareKey::Refused).map_err(named)?;
         let kind = map.get("qom-type").and_then(Value::as_str).unwrap_or_default();
         if let Some(error) = refused_object(kind) {
             return Err(error.file(format!("--object {text}")));
@@ -221,6 +241,15 @@ impl Step {
         Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, options } })
     }
 
+    /// Its names of files and folders are of the present folder, wherever the process goes before it uses them again.
+    #[must_use]
+    pub fn anchored(mut self) -> Step {
+        if let What::Command { name: "blockdev-add" | "object-add", arguments, .. } = &mut self.what {
+            anchor(arguments);
+        }
+        self
+    }
+
     /// The option that asks for it.
     pub fn option(&self) -> &str {
         &self.option
@@ -246,15 +275,18 @@ impl Step {
             match key.as_str() {
                 "chardev" | "id" => {}
                 "mode" if value == "control" => {}
-                "mode" => return refused(format!("'mode' must be 'control', not '{value}'")),
+                "mode" if value == "readline" => return refused("Only QMP is supported".to_owned()),
+                "mode" => return refused(format!("Parameter 'mode' does not accept value '{value}'")),
                 "pretty" => match cowshed_image::options::parse_on_off(value) {
                     Some(flag) => pretty = flag,
-                    None => return refused(format!("'pretty' expects 'on' or 'off', not '{value}'")),
+                    None => return refused("Parameter 'pretty' expects 'on' or 'off'".to_owned()),
                 },
-                other => return refused(format!("unknown option '{other}'")),
+                other => return refused(format!("Parameter '{other}' is unexpected")),
             }
         }
-        let id = map.get("chardev").and_then(Value::as_str).unwrap_or_default();
+        let Some(id) = map.get("chardev").and_then(Value::as_str) else {
+            return refused("Parameter 'chardev' is missing".to_owned());
+        };
         match chardevs.contains(id) {
             true => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), pretty } }),
             false => refused(format!("chardev \"{id}\" not found")),
@@ -333,9 +365,14 @@ impl Step {
                 .inspect(|()| daemon.nbd().iter().filter(|_| by_ids).for_each(|nbd| nbd.answer_to_ids()))
             }
             What::Controls(id, controls) => controls.apply(daemon, &id).await,
-            What::Node(options) => commands::add_node(daemon, options).await,
             What::Monitor { address, pretty } => return daemon.add_monitor(&address, pretty),
-            What::Chardev { id, options } => return daemon.chardevs.add(&id, &options),
+            What::Chardev { id, options } => {
+                let named = |error: Error| {
+                    let sentence = error.sentence();
+                    Error::invalid_argument(error.to_string()).qemu(sentence).file(self.option)
+                };
+                return daemon.chardevs.add(&id, &options).map_err(named);
+            }
             What::MonitorOn { chardev, pretty } => return daemon.add_first_monitor(&chardev, pretty),
             What::Command { name, object, arguments, strictness } => {
                 match daemon.schema.check(object, arguments, strictness) {
@@ -347,7 +384,7 @@ impl Step {
         result.map_err(|error| {
             let mut sentence = error.description;
             if sentence == commands::NO_IDENTIFIER {
-                sentence = format!("{sentence}\n{IDENTIFIERS}");
+                sentence = format!("{sentence}{LINE_END}{IDENTIFIERS}");
             }
             let whole = error.whole.unwrap_or_else(|| sentence.clone());
             Error::invalid_argument(whole).qemu(sentence).file(self.option)

@@ -274,7 +274,7 @@ fn secrets_are_objects_that_are_never_shown() {
         (json!({"data": "a", "keyid": "k"}), "No secret with id 'k'"),
         (json!({"data": "a", "keyid": "key"}), "IV is required to decrypt secret"),
         (json!({"data": "a", "keyid": "k", "iv": "AAAA"}), "No secret with id 'k'"),
-        (json!({"data": "%", "format": "base64"}), "no valid base64"),
+        (json!({"data": "%", "format": "base64"}), "Base64 data contains invalid characters"),
         (json!({"file": "/nonexistent"}), "/nonexistent"),
         (json!({"data": ""}), "empty"),
         (json!({}), "'file' or 'data' must be provided"),

@@ -9,7 +9,7 @@ use super::policy::FileKind;
 use crate::node::Edge;
 use crate::options::{self, FileOptions, schemas};
 use crate::protocols::FileDriver;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, LINE_END, Result};
 use cowshed_storage::{File, OpenOptions, PermissionSet, Permissions, path_of_text};
 use std::future::ready;
 use std::rc::Rc;
@@ -107,7 +107,8 @@ impl Opener {
         if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {
             let message = format!("the chain loops: this is the file '{}' again", known.name);
             // QEMU finds the lock that it has itself, and where it only reads it never ends.
-            let sentence = format!("Failed to get shared \"write\" lock\nIs another process using the image [{name}]?");
+            let sentence =
+                format!("Failed to get shared \"write\" lock{LINE_END}Is another process using the image [{name}]?");
             return Err(Error::new(ErrorKind::InvalidImage, message).file(name).qemu(sentence));
         }
         self.opened.borrow_mut().push(OpenedFile { identity, name: name.to_owned() });

@@ -13,7 +13,7 @@ mod typed;
 pub(crate) use blkdebug::{BlkdebugOptions, read_config};
 pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
-pub use schema::size_expected;
+pub use schema::size_refused;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED, Schemas};
 pub(crate) use schema::{check_common, first_leaf};
 pub use schemas::{COMMON, key};

@@ -4,7 +4,7 @@
 use super::schemas::COMMON;
 use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, LINE_END, Result};
 use serde_json::Value;
 use std::any::Any;
 
@@ -226,7 +226,9 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
             let error = Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value);
             Err(match words_of_value(key, value) {
                 Some(sentence) => error.qemu(sentence),
-                None if matches!(key.value, KeyType::Size) => error.qemu(size_expected(path)),
+                None if matches!(key.value, KeyType::Size) => {
+                    error.qemu(size_refused(path, value.as_str().unwrap_or_default()))
+                }
                 None => error,
             })
         }
@@ -254,12 +256,21 @@ fn unknown_overlap_check(text: &str) -> String {
 }
 
 /// QEMU's three lines for a parameter that is no size.
-pub fn size_expected(parameter: &str) -> String {
+fn size_expected(parameter: &str) -> String {
     format!(
-        "Parameter '{parameter}' expects a non-negative number below 2^64\n\
-         Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
+        "Parameter '{parameter}' expects a non-negative number below 2^64{LINE_END}\
+         Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-{LINE_END}\
          and exabytes, respectively."
     )
+}
+
+/// QEMU's sentence for a text that is no size, or too large a one.
+pub fn size_refused(parameter: &str, text: &str) -> String {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    match !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        true => format!("Value '{text}' is out of range for parameter '{parameter}'"),
+        false => size_expected(parameter),
+    }
 }
 
 fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<()> {

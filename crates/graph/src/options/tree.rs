@@ -3,7 +3,7 @@
 
 use super::keyval::{BareKey, parse_list};
 use cowshed_block::keyval::next_item;
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, LINE_END, Result, text_of_name};
 use serde_json::{Map, Value};
 
 /// Deepest nesting of dotted keys; the JSON parser has a limit of its own (128).
@@ -29,7 +29,7 @@ impl BlockdevOptions {
     /// From the text of a JSON object.
     pub fn from_json(text: &str) -> Result<Self> {
         match cowshed_qmp::parse_json(text.as_bytes()) {
-            Ok(Value::Object(map)) => Self::from_map(map),
+            Ok(Value::Object(map)) => Self::from_map(names_without_line_ends(map)),
             Ok(_) => Err(Error::invalid_argument("the JSON text of block device options must be an object")
                 .qemu("Invalid JSON object given")),
             Err(error) => Err(Error::invalid_argument(format!("Could not parse the JSON options: {error}"))),
@@ -171,6 +171,20 @@ pub(crate) fn parse_bool(text: &str) -> Option<bool> {
         "off" | "no" | "false" | "n" => Some(false),
         _ => None,
     }
+}
+
+/// The escapes of JSON can write a [`LINE_END`], which no text of a name has.
+fn names_without_line_ends(map: Map<String, Value>) -> Map<String, Value> {
+    let name = |text: String| match text.contains(LINE_END) {
+        true => text.replace(LINE_END, &text_of_name(LINE_END.to_string().as_bytes())),
+        false => text,
+    };
+    let value = |value: Value| match value {
+        Value::String(text) => Value::String(name(text)),
+        Value::Object(inner) => Value::Object(names_without_line_ends(inner)),
+        other => other,
+    };
+    map.into_iter().map(|(key, inner)| (name(key), value(inner))).collect()
 }
 
 /// Turns dotted keys into nested objects and lists, at every level.

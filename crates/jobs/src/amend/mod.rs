@@ -6,7 +6,7 @@
 
 use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, LINE_END, Result};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation};
@@ -157,7 +157,7 @@ fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[St
         if ["nocow", "extent_size_hint"].iter().any(|option| error.message().contains(option)) {
             return error;
         }
-        let message = format!("{}\nThis option is only supported for image creation", error.message());
+        let message = format!("{}{LINE_END}This option is only supported for image creation", error.message());
         return Error::new(error.kind(), message);
     };
     // Which of several is wrong, the first look has said.
@@ -207,7 +207,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
     let is_said_as_it_is =
         values.get("backing_file") == named.name.as_deref() && values.get("backing_fmt") == named.format.as_deref();
     if backing.is_some() && options.keeps_backing && !is_said_as_it_is {
-        let message = "Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.";
+        let message = format!("Cannot amend the backing file{LINE_END}You can use 'qemu-img rebase' instead.");
         return Err(Error::invalid_argument(message));
     }
     let backing = backing.filter(|backing| *backing != named);

@@ -2,6 +2,7 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
+use cowshed_block::LINE_END;
 use cowshed_offline::check::{CheckReport, Counters, Finding, FindingKind, REBUILT};
 use serde_json::{Map, Value, json};
 
@@ -14,7 +15,7 @@ pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
     let before = report.repaired.iter().filter(move |_| !is_dry_run).filter_map(as_found);
     let found = report.repaired.iter().chain(&report.findings).map(move |finding| match is_dry_run {
         false => finding.to_string(),
-        true => format!("{finding}\n  repair: {}", forecast(outcome, finding)),
+        true => format!("{finding}{LINE_END}  repair: {}", forecast(outcome, finding)),
     });
     let omitted = (report.omitted != 0).then(|| format!("{} more findings are not listed", report.omitted));
     let obstacles = report.outlook.obstacles.iter().filter(move |_| is_dry_run);

@@ -3,7 +3,7 @@
 
 use super::{ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_nbd_proto::context::BASE_ALLOCATION;
 use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep};
@@ -274,12 +274,17 @@ fn refused(kind: u32, message: &str, export: &str) -> Error {
 /// `option` is the one that the server refuses, in QEMU's words.
 pub(super) fn insists_on_tls(option: &str, message: &str) -> Error {
     let because = if message.is_empty() { String::new() } else { format!(": {message}") };
-    let sentence = format!("TLS negotiation required before option {option}\nDid you forget a valid tls-creds?");
+    let sentence =
+        format!("TLS negotiation required before option {option}{LINE_END}Did you forget a valid tls-creds?");
     Error::new(ErrorKind::PermissionDenied, format!("the server insists on TLS{because}"))
         .qemu(format!("{sentence}{}", reported(message)))
 }
 
 /// What the server says, as QEMU adds it to an error.
 fn reported(message: &str) -> String {
-    if message.is_empty() { String::new() } else { format!("\nserver reported: {message}") }
+    if message.is_empty() {
+        return String::new();
+    }
+    // A server begins no line of ours.
+    format!("{LINE_END}server reported: {}", message.replace(LINE_END, "\u{fffd}"))
 }

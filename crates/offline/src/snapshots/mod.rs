@@ -18,7 +18,7 @@ use crate::check;
 use crate::{ProgressFn, read_header};
 use cowshed_block::keyval::next_item;
 use cowshed_block::memory::expect_memory;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_block::{Errno, Error, ErrorKind, LINE_END, Result};
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, offset, snapshot};
 use cowshed_storage::{File, IoBuf};
 use free::{FreeClusters, StoredCounts, give_back};
@@ -145,8 +145,9 @@ impl SnapshotName {
                 ("snapshot.id", value) => id = Some(value.to_owned()),
                 ("snapshot.name", value) => name = Some(value.to_owned()),
                 (other, _) => {
-                    let sentence =
-                        format!("Invalid parameter '{other}'\nqemu-img: Failed in parsing snapshot param '{text}'");
+                    let sentence = format!(
+                        "Invalid parameter '{other}'{LINE_END}qemu-img: Failed in parsing snapshot param '{text}'"
+                    );
                     return Err(Error::invalid_argument(format!("Invalid parameter '{other}'")).qemu(sentence));
                 }
             }

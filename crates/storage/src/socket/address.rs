@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where to connect or listen.
 
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::fmt;
@@ -39,8 +39,9 @@ impl SocketAddress {
         made.map_err(|error| {
             let error = Error::io(&error, "can't be the address of a socket").file(path.replace('\0', "@"));
             match path.len() >= PATH_BYTES {
-                true => error
-                    .qemu(format!("UNIX socket path '{path}' is too long\nPath must be less than {PATH_BYTES} bytes")),
+                true => error.qemu(format!(
+                    "UNIX socket path '{path}' is too long{LINE_END}Path must be less than {PATH_BYTES} bytes"
+                )),
                 false => error,
             }
         })

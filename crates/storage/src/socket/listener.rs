@@ -190,7 +190,9 @@ impl Listener {
         })?;
         let mut listener = Self::from_descriptor(listener.into())?;
         listener.address = SocketAddress::Unix(path.to_owned());
-        listener.path = (!path.starts_with('\0')).then(|| PathBuf::from(path));
+        // The process may leave its folder before it removes the file.
+        let anchored = || std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path));
+        listener.path = (!path.starts_with('\0')).then(anchored);
         Ok(listener)
     }
 

@@ -2,6 +2,7 @@
 //! `qemu-nbd --list`: the exports of a server, in the words of QEMU's.
 
 use crate::output::{Console, Failure};
+use cowshed_block::Error;
 use cowshed_daemon::client::{ClientOptions, ListedExport, TransmissionFlags, list_exports};
 use cowshed_storage::rt;
 
@@ -22,7 +23,9 @@ const FLAGS: &[(TransmissionFlags, &str)] = &[
 ];
 
 pub(super) fn run(server: &ClientOptions, console: &mut Console) -> Result<u8, Failure> {
-    let exports = rt::block_on(list_exports(server))?;
+    // QEMU doesn't name the server.
+    let failed = |error: Error| Failure { sentence: Some(error.sentence()), ..Failure::from(error) };
+    let exports = rt::block_on(list_exports(server)).map_err(failed)?;
     console.line(format_args!("exports available: {}", exports.len()));
     for export in &exports {
         print(export, console);

@@ -42,7 +42,11 @@ struct Running {
     setup: Setup,
     /// Leave the terminal once it is up.
     background: bool,
+    /// Go to the root folder once it is up, as QEMU's, so that the folder's file system can be unmounted.
+    leaves_folder: bool,
     pid_file: Option<String>,
+    /// What QEMU says in front where that file can't be made.
+    pid_frame: &'static str,
     /// The kernel's device to serve.
     device: Option<DeviceLink>,
     log: LogFormat,
@@ -141,8 +145,15 @@ impl Running {
         let started = |ready: &Ready| {
             let up = || -> Result<(), Failure> {
                 stop_on_signals(ready.control.clone(), stop_limit, device.clone())?;
-                left.borrow_mut().0 = self.pid_file.as_deref().map(PidFile::write).transpose()?;
+                left.borrow_mut().0 = self.pid_file.as_deref().map(PidFile::write).transpose().map_err(|failure| {
+                    let framed = |sentence: String| format!("{}{sentence}", self.pid_frame);
+                    Failure { sentence: failure.sentence.clone().map(framed), ..failure }
+                })?;
                 announce(ready);
+                if self.leaves_folder {
+                    let failed = |error| Failure::new(format!("could not go to the root folder: {error}"));
+                    std::env::set_current_dir("/").map_err(failed)?;
+                }
                 if let Some(link) = self.device {
                     let failed = |error| Failure::new(format!("could not start a thread: {error}"));
                     return link.start(ready.control.clone(), device.clone(), background).map_err(failed);

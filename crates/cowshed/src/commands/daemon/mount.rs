@@ -183,6 +183,8 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
             mount_guard: mount_guard(),
         },
         background: !args.foreground,
+        leaves_folder: false,
+        pid_frame: "",
         pid_file: args.pidfile.clone(),
         device: None,
         log: LogFormat::Text,

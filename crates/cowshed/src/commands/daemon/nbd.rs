@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `qemu-nbd`: one image, one export.
 
+use super::super::arguments::{is_of_images, objects};
 use super::super::{Verb, sizes};
 use super::device::{self, DeviceLink};
 use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::invocation::{Persona, has_name_of_qemu};
 use crate::output::{Console, Failure};
+use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_block::Error;
 use cowshed_daemon::client::ClientOptions;
-use cowshed_daemon::{Drive, Setup, Step, client_credentials};
-use cowshed_storage::{Listener, SocketAddress};
+use cowshed_daemon::{Drive, Setup, Step, check_object, client_credentials};
+use cowshed_offline::snapshots::SnapshotName;
+use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
 use serde_json::json;
 
 pub const VERB: Verb = Verb {
@@ -150,32 +153,104 @@ struct NbdArgs {
     file: Vec<String>,
 }
 
+/// Options whose values QEMU checks while it reads them, by the parser's names.
+const CHECKED: &[&str] = &[
+    "nocache",
+    "cache",
+    "aio",
+    "discard",
+    "detect_zeroes",
+    "offset",
+    "load_snapshot",
+    "shared",
+    "socket",
+    "handshake_limit",
+    "objects",
+];
+
 impl NbdArgs {
+    /// Checks the values of options in their order.
+    fn check_values(&self, matches: &ArgMatches) -> Result<(), Failure> {
+        let mut given: Vec<(usize, &str, String)> = Vec::new();
+        for name in CHECKED.iter().filter(|name| matches.value_source(name) == Some(ValueSource::CommandLine)) {
+            let values: Vec<String> = match matches.try_get_many::<String>(name) {
+                Ok(values) => values.into_iter().flatten().cloned().collect(),
+                Err(_) => vec![String::new()],
+            };
+            let indices = matches.indices_of(name).into_iter().flatten();
+            given.extend(indices.zip(values).map(|(index, value)| (index, *name, value)));
+        }
+        given.sort_by_key(|(index, ..)| *index);
+        let mut known: Vec<&str> = Vec::new();
+        let mut unmaps = false;
+        for (_, name, value) in &given {
+            let is_again = known.contains(name);
+            match *name {
+                "nocache" | "cache" if known.iter().any(|known| ["nocache", "cache"].contains(known)) => {
+                    return Err(Failure::new("-n and --cache can only be specified once"));
+                }
+                "aio" | "discard" if is_again => {
+                    return Err(Failure::new(format!("--{name} can only be specified once")));
+                }
+                "cache" | "aio" | "discard" => check_mode(name, value)?,
+                "detect_zeroes" => {
+                    check_mode("detect-zeroes", value)?;
+                    if value == "unmap" && !unmaps {
+                        let message =
+                            "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap";
+                        return Err(Failure::new(message));
+                    }
+                }
+                "offset" if has_name_of_qemu() && sizes::integer(value).is_none() => {
+                    return Err(Failure::new(format!("Invalid offset '{value}'")));
+                }
+                "load_snapshot" => drop(SnapshotName::parse(value).map_err(of_snapshot)?),
+                "shared" => drop(self.shared()?),
+                "handshake_limit" => drop(self.handshake_limit()?),
+                "socket" if has_name_of_qemu() && !value.starts_with('/') => {
+                    return Err(Failure::new("socket path must be absolute"));
+                }
+                "objects" => {
+                    let checked = Step::object(value).and_then(|_| check_object(value));
+                    checked.map_err(|error| Failure { sentence: Some(error.sentence()), ..Failure::from(error) })?;
+                }
+                _ => {}
+            }
+            unmaps |= *name == "discard" && ["unmap", "on"].contains(&value.as_str());
+            known.push(name);
+        }
+        Ok(())
+    }
+
+    /// Checks the options beside each other.
     fn check(&self) -> Result<(), Failure> {
         if self.selinux_label.is_some() {
             let message = "the option '--selinux-label' is not supported: label the socket's folder instead";
             return Err(Failure::new(message));
         }
-        if self.list {
-            return self.check_list();
+        match (self.list, self.file.len()) {
+            (true, _) => self.check_list()?,
+            (false, 1) => {}
+            (false, _) => return Err(Failure::usage(WRONG_COUNT)),
         }
         let is_activated = Listener::are_passed();
+        let is_encrypted = self.tls_creds.is_some();
         let wrong = [
+            (is_encrypted && !self.connect.is_empty(), "TLS is not supported with a host device"),
             (
-                self.tls_hostname.is_some() && self.tls_creds.is_none(),
-                "--tls-hostname is not permitted without --tls-creds",
+                is_encrypted && self.list && self.tls_authz.is_some(),
+                "TLS authorization is incompatible with export list",
             ),
-            (self.tls_authz.is_some() && self.tls_creds.is_none(), "--tls-authz is not permitted without --tls-creds"),
-            (self.tls_hostname.is_some(), "TLS hostname is only supported with export list"),
             (
-                self.image_opts && self.format.is_some() && !self.disconnect,
+                is_encrypted && !self.list && self.tls_hostname.is_some(),
+                "TLS hostname is only supported with export list",
+            ),
+            (!is_encrypted && self.tls_authz.is_some(), "--tls-authz is not permitted without --tls-creds"),
+            (!is_encrypted && self.tls_hostname.is_some(), "--tls-hostname is not permitted without --tls-creds"),
+            (
+                self.image_opts && self.format.is_some() && !self.disconnect && !self.list,
                 "--image-opts and -f are mutually exclusive",
             ),
-            (self.tls_creds.is_some() && !self.connect.is_empty(), "TLS is not supported with a host device"),
-            (self.nocache && !self.cache.is_empty(), "-n and --cache can only be specified once"),
-            (self.cache.len() > 1, "--cache can only be specified once"),
-            (self.aio.len() > 1, "--aio can only be specified once"),
-            (self.discard.len() > 1, "--discard can only be specified once"),
             (is_activated && self.bind.is_some(), "The interface can't be set when using socket activation"),
             (is_activated && self.port.is_some(), "TCP port number can't be set when using socket activation"),
             (is_activated && self.socket.is_some(), "Unix socket can't be set when using socket activation"),
@@ -211,6 +286,8 @@ impl NbdArgs {
             || self.format.is_some()
             || self.load_snapshot.is_some()
             || self.allocation_depth
+            || !self.bitmap.is_empty()
+            || self.disconnect
             || self.nocache
             || self.detect_zeroes.is_some()
             || !self.connect.is_empty()
@@ -247,9 +324,15 @@ impl NbdArgs {
     fn device_link(&self, file: &str) -> Option<DeviceLink> {
         // QEMU takes the last one.
         let device = self.connect.last()?;
+        // The process leaves its folder before it uses them.
+        let anchored = |path: &str| {
+            let path = std::path::absolute(path_of_text(path)).ok().filter(|_| !path.starts_with('/'));
+            path.map(|path| text_of_path(&path))
+        };
+        let socket = self.socket.clone().unwrap_or_else(|| device::default_socket(device));
         Some(DeviceLink {
-            device: device.clone(),
-            socket: self.socket.clone().unwrap_or_else(|| device::default_socket(device)),
+            device: anchored(device).unwrap_or_else(|| device.clone()),
+            socket: anchored(&socket).unwrap_or(socket),
             name: self.export_name.clone(),
             file: file.to_owned(),
             verbose: self.verbose,
@@ -307,17 +390,7 @@ impl NbdArgs {
             (Some(_), _) => return Err(Failure::new("--offset needs an image of format raw")),
         };
         if let Some(snapshot) = &self.load_snapshot {
-            drive.load_snapshot(snapshot).map_err(|error| {
-                let failure = Failure::from(error);
-                // This program spells it so.
-                let sentence = failure.sentence.as_ref().map(|sentence| {
-                    sentence.replace(
-                        "qemu-img: Failed in parsing snapshot param '",
-                        "qemu-nbd: Failed in parsing snapshot param `",
-                    )
-                });
-                Failure { sentence, ..failure }
-            })?;
+            drive.load_snapshot(snapshot).map_err(of_snapshot)?;
         }
         if self.snapshot {
             drive.keep_writes_apart();
@@ -335,12 +408,21 @@ impl NbdArgs {
         ];
         for (key, value) in settings {
             if let Some(value) = value {
-                check_mode(key, &value)?;
                 drive.set(key, &value)?;
             }
         }
         Ok(drive)
     }
+}
+
+/// An error of what `--load-snapshot` names.
+fn of_snapshot(error: Error) -> Failure {
+    let failure = Failure::from(error);
+    // This program spells it so.
+    let sentence = failure.sentence.as_ref().map(|sentence| {
+        sentence.replace("qemu-img: Failed in parsing snapshot param '", "qemu-nbd: Failed in parsing snapshot param `")
+    });
+    Failure { sentence, ..failure }
 }
 
 /// Refuses a mode that an option doesn't have, in QEMU's words: each option has its own.
@@ -418,10 +500,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if super::show_object_help(&args.objects, console)? {
         return Ok(0);
     }
-    args.check()?;
-    if has_name_of_qemu() && args.socket.as_ref().is_some_and(|path| !path.starts_with('/')) {
-        return Err(Failure::new("socket path must be absolute"));
+    args.check_values(matches)?;
+    if args.list {
+        // Those that aren't credentials must be good, too.
+        let images = args.objects.iter().filter(|object| is_of_images(object)).cloned().collect::<Vec<_>>();
+        objects(&images)?;
     }
+    args.check()?;
     if args.list {
         return super::list::run(&args.server()?, console);
     }
@@ -435,13 +520,15 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     for object in &args.objects {
         steps.push(Step::object(object)?);
     }
-    steps.push(Step::drive(file, args.drive(file)?));
+    let drive = Step::drive(file, args.drive(file)?);
     steps.push(Step::serve(
         args.address(link.as_ref())?,
         (args.tls_creds.clone(), args.tls_authz.clone()),
         args.shared()?,
         args.handshake_limit()?,
     ));
+    // As QEMU's, that listens first. Clients wait for the export.
+    steps.push(drive);
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth,
                         "bitmaps": args.bitmap});
@@ -458,6 +545,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         },
         kept: None,
         background: args.fork || (link.is_some() && !args.verbose),
+        leaves_folder: true,
+        pid_frame: "",
         device: link,
         pid_file: args.pid_file.clone(),
         log: LogFormat::Text,

@@ -27,7 +27,13 @@ impl Drop for Temporary {
 
 impl PidFile {
     pub fn write(path: &str) -> Result<PidFile, Failure> {
-        Self::put(path).map_err(|reason| {
+        // The process may leave its folder before it removes the file.
+        let anchor = |mut file: PidFile| {
+            let anchored = std::path::absolute(path).ok().and_then(|path| path.into_os_string().into_string().ok());
+            file.path = anchored.unwrap_or_else(|| path.to_owned());
+            file
+        };
+        Self::put(path).map(anchor).map_err(|reason| {
             let words = reason.split(" (os error").next().unwrap_or_default();
             let words = words.strip_prefix(&format!("{}: ", temporary_name(path))).unwrap_or(words);
             let sentence = format!("Could not create '{path}': {words}");

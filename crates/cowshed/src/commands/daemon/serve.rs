@@ -259,6 +259,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             mount_guard: super::mount_guard(),
         },
         background: args.daemonize,
+        leaves_folder: false,
+        pid_frame: "",
         pid_file: args.pidfile.clone(),
         device: None,
         log: args.log_format,

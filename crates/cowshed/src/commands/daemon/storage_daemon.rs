@@ -80,6 +80,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         worded: Box::new(super::as_it_is),
         kept: None,
         background: matches.get_flag("daemonize"),
+        leaves_folder: matches.get_flag("daemonize"),
+        pid_frame: "cannot create PID file: ",
         pid_file: matches.get_one("pidfile").cloned(),
         device: None,
         log: LogFormat::Text,
@@ -111,6 +113,9 @@ fn steps(matches: &ArgMatches) -> Result<Vec<Step>, Failure> {
             "nbd-server" => steps.push(Step::nbd_server(value)?),
             _ => steps.push(Step::object(value)?),
         }
+    }
+    if matches.get_flag("daemonize") {
+        return Ok(steps.into_iter().map(Step::anchored).collect());
     }
     Ok(steps)
 }
