@@ -300,36 +300,53 @@ impl<D: UblkDriver> Device<D> {
         if info.queues > config.queues || info.depth > config.depth || info.max_request_bytes < NEW_REQUEST_BYTES {
             return Err(Error::internal("the ublk driver gives another device than it was asked for"));
         }
+        // A user's commands work from the time on when the char device is that user's.
+        let opened = self.open()?;
         let mut bytes = self.params.bytes();
         let set = self.calls().call(UblkCall::SetParams, 0, &mut bytes);
         set.map_err(worded("the ublk driver refuses the parameters of the device"))?;
-        self.start_queues(info)?;
+        self.start_queues(&opened, info)?;
+        drop(opened);
         let process = u64::from(std::process::id());
         self.calls().order(UblkCall::StartDevice, process).map_err(worded("could not start the ublk device"))?;
         Ok(())
     }
 
-    /// Opens the char device and has each queue's thread fetch its requests.
-    fn start_queues(&self, info: &DeviceInfo) -> Result<()> {
+    /// Opens the char device, which appears after a moment, and gets its owner after another one.
+    fn open(&self) -> Result<Arc<D::Device>> {
         let end = Instant::now() + NODE_PATIENCE;
-        let device = loop {
-            match self.driver.open(self.number) {
-                Ok(device) => break Arc::new(device),
-                Err(Errno(number)) => {
-                    let comes = [Number::NOENT, Number::ACCESS].iter().any(|comes| comes.raw_os_error() == number);
-                    if !comes || Instant::now() > end {
-                        let doing = format!("could not open /dev/ublkc{}", self.number);
-                        return Err(Failure::Driver(Errno(number)).worded(&doing));
-                    }
-                    std::thread::sleep(PAUSE);
-                }
+        loop {
+            let number = match self.driver.open(self.number) {
+                Ok(device) => return Ok(Arc::new(device)),
+                Err(Errno(number)) => number,
+            };
+            let is_denied = number == Number::ACCESS.raw_os_error();
+            if !is_denied && number != Number::NOENT.raw_os_error() {
+                return Err(worded(&format!("could not open /dev/ublkc{}", self.number))(Errno(number)));
             }
-        };
+            if Instant::now() > end {
+                let path = format!("/dev/ublkc{}", self.number);
+                return Err(match is_denied && self.features & features::UNPRIVILEGED_DEV != 0 {
+                    true => Error::new(
+                        ErrorKind::PermissionDenied,
+                        format!(
+                            "{path} does not become this user's, which takes a rule of udev; root may delete the device"
+                        ),
+                    ),
+                    false => worded(&format!("could not open {path}"))(Errno(number)),
+                });
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Has each queue's thread fetch its requests.
+    fn start_queues(&self, device: &Arc<D::Device>, info: &DeviceInfo) -> Result<()> {
         let buffer_bytes = (info.features & features::USER_COPY == 0).then_some(info.max_request_bytes);
         let (prepared, are_prepared) = std::sync::mpsc::sync_channel(info.queues.into());
         for queue in 0..info.queues {
             let shape = UblkShape { queue, depth: info.depth.min(MAX_DEPTH), buffer_bytes };
-            queue::spawn(&device, &self.common, shape, prepared.clone())?;
+            queue::spawn(device, &self.common, shape, prepared.clone())?;
         }
         drop(prepared);
         for _ in 0..info.queues {
@@ -373,7 +390,9 @@ impl<D: UblkDriver> Device<D> {
         let common = Self::common(config, attachment, on_end, ledger, params);
         let mut device = Device { driver, number, features: info.features, params, common };
         // The device goes on to wait for a server where this fails.
-        device.start_queues(&info)?;
+        let opened = device.open()?;
+        device.start_queues(&opened, &info)?;
+        drop(opened);
         let process = u64::from(std::process::id());
         device.calls().order(UblkCall::EndRecovery, process).map_err(worded("could not take over the ublk device"))?;
         device.look_at_size();

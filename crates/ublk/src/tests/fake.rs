@@ -57,6 +57,8 @@ struct Line {
 }
 
 pub struct Dev {
+    /// Attempts to open the char device until it is its user's.
+    strange_for: u32,
     info: DeviceInfo,
     params: [u8; PARAMS_BYTES],
     is_open: bool,
@@ -73,7 +75,9 @@ impl Dev {
         let tags = || (0..info.depth).map(|_| Tag::default()).collect();
         let line = |_| Line { tags: tags(), pending: VecDeque::new(), most_running: 0 };
         let lines = (0..info.queues).map(line).collect();
+        let strange_for = if info.features & features::UNPRIVILEGED_DEV != 0 { 2 } else { 0 };
         Dev {
+            strange_for,
             info,
             params: [0; PARAMS_BYTES],
             is_open: false,
@@ -250,6 +254,9 @@ impl Fake {
         }
         let dev = self.device(target.device)?;
         let is_users = dev.look(|dev| dev.info.features & features::UNPRIVILEGED_DEV != 0);
+        if is_users && dev.look(|dev| dev.strange_for > 0) {
+            return Err(errno(Number::ACCESS));
+        }
         let path = format!("/dev/ublkc{}\0", target.device);
         let (named, payload) = buffer.split_at_mut(target.path_bytes.into());
         if named != path.as_bytes() && (is_users || call == UblkCall::GetInfo) {
@@ -326,6 +333,15 @@ impl UblkDriver for Fake {
 
     fn open(&self, device: u32) -> Result<FakeDevice, Errno> {
         let dev = self.device(device)?;
+        // As a rule of udev, it comes a moment later.
+        let is_strange = dev.change(|dev| {
+            let before = dev.strange_for;
+            dev.strange_for = before.saturating_sub(1);
+            before > 0
+        });
+        if is_strange {
+            return Err(errno(Number::ACCESS));
+        }
         let is_free = dev.change(|dev| !std::mem::replace(&mut dev.is_open, true) && dev.queues_open == 0);
         if is_free { Ok(FakeDevice(dev)) } else { Err(errno(Number::BUSY)) }
     }
