@@ -246,7 +246,7 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
         return Err(CommandFailed::complaint("file open already, try 'help close'"));
     }
     if spec.force_share && spec.denies_sharing() {
-        return Err(Failed::complaint("-U conflicts with image options"));
+        return Err(CommandFailed::complaint("-U conflicts with image options"));
     }
     let name = spec.name();
     let is_named = spec.path.is_some() && !spec.image_opts;
