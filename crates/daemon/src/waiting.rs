@@ -94,6 +94,16 @@ impl Commands {
         })
     }
 
+    /// From now on the command with this turn is about `name` alone: commands for what else it was about need not wait for it.
+    pub fn narrow(&self, turn: TurnId, name: &str) {
+        self.turns.change(|tickets| {
+            if let Some(ticket) = tickets.iter_mut().find(|ticket| ticket.id == turn.0) {
+                ticket.names = BTreeSet::from([name.to_owned()]);
+                ticket.began_with = ticket.names.clone();
+            }
+        });
+    }
+
     /// Runs a command's task.
     pub fn spawn(&self, task: impl Future<Output = ()> + 'static) {
         let mut tasks = self.tasks.borrow_mut();
@@ -158,6 +168,10 @@ struct Ticket {
     waker: Option<Waker>,
 }
 
+/// A turn by its number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TurnId(u64);
+
 /// A command's turn, or its place in the queue; the waiting ones look again when it is dropped.
 pub(crate) struct Turn<'a> {
     turns: &'a Turns,
@@ -205,13 +219,25 @@ impl Turns {
     }
 }
 
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let mut queue = self.turns.0.borrow_mut();
-        queue.tickets.retain(|ticket| ticket.id != self.id);
+impl Turn<'_> {
+    pub fn id(&self) -> TurnId {
+        TurnId(self.id)
+    }
+}
+
+impl Turns {
+    fn change(&self, change: impl FnOnce(&mut VecDeque<Ticket>)) {
+        let mut queue = self.0.borrow_mut();
+        change(&mut queue.tickets);
         let waiting: Vec<Waker> = queue.tickets.iter_mut().filter_map(|ticket| ticket.waker.take()).collect();
         drop(queue);
         waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.turns.change(|tickets| tickets.retain(|ticket| ticket.id != self.id));
     }
 }
 

@@ -222,7 +222,13 @@ impl Work {
 
     /// Changes the size, with the right to for so long. What other users of the disk have in flight ends before.
     async fn resize(&self, size: u64) -> Result<()> {
-        let node = self.node();
+        // A job may put another node in its place while this waits.
+        while !self.resize_node(&self.node(), size).await? {}
+        Ok(())
+    }
+
+    /// As [`Work::resize`]; false where the export stands on another node than `node` by the time that it may do so.
+    async fn resize_node(&self, node: &Arc<Node>, size: u64) -> Result<bool> {
         let graph = Arc::clone(node.graph());
         let right = match self.shared.config.growable {
             true => None,
@@ -230,18 +236,21 @@ impl Work {
                 let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
                 let name = format!("{}:resize", self.shared.config.id);
                 let request = AttachRequest::job(name, permissions).without_statistics();
-                Some(graph.attach(&node, request).await?)
+                Some(graph.attach(node, request).await?)
             }
         };
-        let drained = graph.drain(&[&node]).await;
-        let result = node.resize(size, Preallocation::Off).await;
+        let drained = graph.drain(&[node]).await;
+        let result = match Arc::ptr_eq(node, &self.node()) {
+            true => node.resize(size, Preallocation::Off).await.map(|()| true),
+            false => Ok(false),
+        };
         drop(drained);
         let given_back = match right {
             Some(right) => right.detach().await,
             None => Ok(()),
         };
         self.note_change();
-        result.and(given_back)
+        given_back.and(result)
     }
 
     async fn allocate(&self, offset: u64, len: u64, mode: u32) -> Outcome {

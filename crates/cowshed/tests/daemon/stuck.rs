@@ -571,7 +571,13 @@ fn a_snapshot_that_broke_on_a_silent_target_holds_no_command() {
     await_success("the first write is let go", &mut write_to(&bench, "f", "1M"));
     monitor.command("block-dirty-bitmap-add", json!({"node": "disk", "name": "b"}));
     await_success("the next write passes", &mut write_to(&bench, "f", "3M"));
+    // The filter's closing waits for the copy; the disk's next user does not.
+    let removal = bench.stuck_command("x-blockdev-remove", json!({"node-name": "filter"}));
+    let export = json!({"type": "nbd", "id": "more", "node-name": "disk", "name": "more"});
+    monitor.command("block-export-add", export);
     bench.server.signal("CONT");
+    removal.join().expect("the filter is closed once its target answers");
+    bench.await_free(&mut monitor);
 }
 
 /// A copy that goes on behind the cancellation does not discard what a client has written meanwhile.

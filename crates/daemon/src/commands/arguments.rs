@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Arguments that have passed the schema.
 
+use crate::waiting::TurnId;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value};
 
 /// The arguments of one call. What the schema demands is there, with the type that it says.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Arguments(Map<String, Value>);
+pub(crate) struct Arguments {
+    map: Map<String, Value>,
+    /// The turn of a command that changes the graph.
+    pub turn: Option<TurnId>,
+}
 
 impl Arguments {
     pub fn new(map: Map<String, Value>) -> Arguments {
-        Arguments(map)
+        Arguments { map, turn: None }
     }
 
     /// A text that must be there.
@@ -20,17 +25,17 @@ impl Arguments {
 
     /// A text that may be missing.
     pub fn maybe_text(&self, key: &str) -> Option<&str> {
-        self.0.get(key).and_then(Value::as_str)
+        self.map.get(key).and_then(Value::as_str)
     }
 
     /// A flag; `default` when it is missing.
     pub fn flag(&self, key: &str, default: bool) -> bool {
-        self.0.get(key).and_then(Value::as_bool).unwrap_or(default)
+        self.map.get(key).and_then(Value::as_bool).unwrap_or(default)
     }
 
     /// A number from 0 on; `None` when it is missing.
     pub fn number(&self, key: &str) -> QmpResult<Option<u64>> {
-        match self.0.get(key) {
+        match self.map.get(key) {
             None => Ok(None),
             Some(value) => match value.as_u64() {
                 Some(number) => Ok(Some(number)),
@@ -41,16 +46,16 @@ impl Arguments {
 
     /// An object that may be missing.
     pub fn object(&self, key: &str) -> Option<&Map<String, Value>> {
-        self.0.get(key).and_then(Value::as_object)
+        self.map.get(key).and_then(Value::as_object)
     }
 
     /// Any value.
     pub fn get(&self, key: &str) -> Option<&Value> {
-        self.0.get(key)
+        self.map.get(key)
     }
 
     /// All of them.
     pub fn into_map(self) -> Map<String, Value> {
-        self.0
+        self.map
     }
 }

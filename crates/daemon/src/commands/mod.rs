@@ -37,7 +37,7 @@ pub(crate) use throttle::throttle_export;
 
 use crate::failure::failed;
 use crate::state::Daemon;
-use crate::waiting::Scope;
+use crate::waiting::{Scope, Turn};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{Command, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
@@ -114,14 +114,16 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Valu
     }
     let work = async {
         let connected = |names: &BTreeSet<String>| names::connected(daemon, names);
-        let _turn = match find(&name).is_some_and(|found| found.is_change) {
+        let turn = match find(&name).is_some_and(|found| found.is_change) {
             true => {
                 let names = names::named(daemon, &arguments);
                 Some(daemon.commands.turn(&listed, Scope { names, connected: &connected }).await?)
             }
             false => None,
         };
-        let done = call(daemon, &name, arguments).await;
+        let mut arguments = Arguments::new(arguments);
+        arguments.turn = turn.as_ref().map(Turn::id);
+        let done = call_with(daemon, &name, arguments).await;
         // Clients hear of a new size.
         daemon.servers.look_at_sizes();
         done
@@ -135,8 +137,12 @@ fn find(name: &str) -> Option<&'static CommandInfo> {
 
 /// As [`run`], by name.
 pub(crate) async fn call(daemon: &Rc<Daemon>, name: &str, arguments: Map<String, Value>) -> QmpResult<Value> {
+    call_with(daemon, name, Arguments::new(arguments)).await
+}
+
+async fn call_with(daemon: &Rc<Daemon>, name: &str, arguments: Arguments) -> QmpResult<Value> {
     match find(name) {
-        Some(found) => (found.run)(Rc::clone(daemon), Arguments::new(arguments)).await,
+        Some(found) => (found.run)(Rc::clone(daemon), arguments).await,
         None => Err(QmpError::generic(format!("there is no command '{name}'"))),
     }
 }

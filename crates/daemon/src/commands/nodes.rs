@@ -146,12 +146,24 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     let node = daemon.node(name)?;
     check_deletable(&daemon, &node)?;
-    let deleted = daemon.graph.delete(node.name()).await.map_err(failed);
+    let deleted = match daemon.graph.take_out(node.name()).await {
+        Ok(node) => close_last(&daemon, &arguments, &node).await,
+        Err(error) => Err(failed(error)),
+    };
     if daemon.graph.find(node.name()).is_none() {
         daemon.untrusted.forget(node.name());
     }
     deleted?;
     nothing()
+}
+
+/// Closes a node that is out of the graph, as the last step of a command. A disk that never answers keeps the commands for other
+/// nodes from nothing.
+async fn close_last(daemon: &Daemon, arguments: &Arguments, node: &Arc<Node>) -> QmpResult<()> {
+    if let Some(turn) = arguments.turn {
+        daemon.commands.narrow(turn, node.name());
+    }
+    node.close().await.map_err(failed)
 }
 
 /// Refuses to delete a node that is in use, in QEMU's order of reasons.
@@ -292,7 +304,8 @@ async fn insert(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
 /// Takes a filter out from between a node and its users, and deletes it.
 async fn remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let filter = filter_named(&daemon, arguments.text("node-name"))?;
-    daemon.graph.remove_filter(&filter).await.map_err(failed)?;
+    let filter = daemon.graph.take_filter_out(&filter).await.map_err(failed)?;
+    close_last(&daemon, &arguments, &filter).await?;
     nothing()
 }
 

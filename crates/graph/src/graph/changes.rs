@@ -94,6 +94,7 @@ impl Scope {
 fn connected(nodes: &GraphSnapshot, named: &[Arc<Node>]) -> Vec<Arc<Node>> {
     let edges: Vec<(Arc<Node>, Arc<Node>)> = nodes
         .nodes()
+        .filter(|parent| !parent.is_leaving())
         .flat_map(|parent| parent.children().into_iter().map(move |child| (Arc::clone(&parent), child.node)))
         .collect();
     let mut found: Vec<Arc<Node>> = named.to_vec();
@@ -116,6 +117,7 @@ fn connected(nodes: &GraphSnapshot, named: &[Arc<Node>]) -> Vec<Arc<Node>> {
 
 impl Graph {
     /// These nodes and all that are connected with them, by children and parents.
+    /// A node that goes connects nothing any more.
     pub fn connected(&self, nodes: &[Arc<Node>]) -> Vec<Arc<Node>> {
         connected(&self.snapshot(), nodes)
     }

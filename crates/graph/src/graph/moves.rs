@@ -103,7 +103,12 @@ impl Graph {
     /// Takes a filter out: its users go on with the node behind it, and the filter is closed. A target that never answers keeps
     /// the closing waiting, and no other change.
     pub async fn remove_filter(self: &Arc<Self>, filter: &Arc<Node>) -> Result<()> {
-        let one_change = self.changing([filter]).await;
+        self.take_filter_out(filter).await?.close().await
+    }
+
+    /// As [`Graph::remove_filter`], but the caller closes the filter. Nobody else may use it.
+    pub async fn take_filter_out(self: &Arc<Self>, filter: &Arc<Node>) -> Result<Arc<Node>> {
+        let _one_change = self.changing([filter]).await;
         let child = match filter.child(ChildRole::File) {
             Some(child) if filter.is_filter() => child,
             _ => {
@@ -117,12 +122,11 @@ impl Graph {
             let moved = self.move_users(filter, &child, &mut change);
             change.end(self, moved).await?;
         }
-        let filter = match self.owns(filter) {
-            true => self.take_unused(filter.name())?,
-            false => Arc::clone(filter),
-        };
-        drop(one_change);
-        filter.close().await
+        if self.owns(filter) {
+            return self.take_unused(filter.name());
+        }
+        filter.leave();
+        Ok(Arc::clone(filter))
     }
 
     /// Gives an image another backing file, or none, without writing that into its header.

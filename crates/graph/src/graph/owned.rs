@@ -30,10 +30,13 @@ impl Graph {
     /// Closes a node that was added by name. Refused while somebody uses it. A disk that never answers keeps the closing waiting,
     /// and no other change.
     pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
-        let one_change = self.changing_named(&[name.to_owned()]).await;
-        let node = self.take_unused(name)?;
-        drop(one_change);
-        node.close().await
+        self.take_out(name).await?.close().await
+    }
+
+    /// As [`Graph::delete`], but the caller closes the node. Nobody else may use it.
+    pub async fn take_out(self: &Arc<Self>, name: &str) -> Result<Arc<Node>> {
+        let _one_change = self.changing_named(&[name.to_owned()]).await;
+        self.take_unused(name)
     }
 
     /// The node of this name, which the graph no longer holds: the caller closes it. Refused while somebody uses it.
@@ -52,6 +55,7 @@ impl Graph {
             return Err(Error::new(ErrorKind::Busy, message));
         }
         self.owned().nodes.remove(name);
+        node.leave();
         Ok(node)
     }
 
@@ -66,6 +70,9 @@ impl Graph {
             }
         };
         let is_unused = known.is_some() && node.release(MONITOR);
+        if is_unused {
+            node.leave();
+        }
         // A disk that never answers keeps no other change waiting.
         drop(one_change);
         if is_unused { node.close().await } else { Ok(()) }
@@ -85,7 +92,7 @@ impl Graph {
             return Err(Error::new(ErrorKind::Busy, message));
         }
         // A change that ran before may have closed it.
-        node.check_open()?;
+        node.check_stays()?;
         let attachment = Attachment::new(self, node, request)?;
         self.owned().attachments.insert(attachment.name().to_owned(), Arc::downgrade(&attachment));
         attachment.join_drains();

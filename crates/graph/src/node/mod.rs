@@ -198,6 +198,8 @@ pub struct Node {
     warnings: Vec<String>,
     deadline: Option<Deadline>,
     closed: AtomicBool,
+    /// Its last user has left: it is closed next, and nobody else may use it.
+    leaving: AtomicBool,
     /// The image was found to be corrupt by a request, and that was told.
     told_corrupt: Arc<AtomicBool>,
     /// Others may write to the backing node whatever the users of this node share.
@@ -286,6 +288,7 @@ impl Node {
             warnings: parts.warnings,
             deadline: parts.deadline,
             closed: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             told_corrupt,
             lends_backing: AtomicBool::new(false),
             readers: OnceLock::new(),
@@ -456,16 +459,33 @@ impl Node {
         if rt::is_deep() { self.this.upgrade() } else { None }
     }
 
+    /// From now on nobody may begin to use the node, which is closed next. What runs there may take long to end.
+    pub(crate) fn leave(&self) {
+        self.leaving.store(true, Ordering::Release);
+    }
+
+    /// True for a node that is closed, or is about to be.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Acquire) || self.is_closed()
+    }
+
     /// True once it is being closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
-        if self.is_closed() {
-            return Err(Error::invalid_argument("the node was closed").file(self.filename.clone()));
-        }
-        Ok(())
+        if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
+    }
+
+    /// Refuses new users of a node that goes.
+    pub(crate) fn check_stays(&self) -> Result<()> {
+        if self.is_leaving() { Err(self.was_closed()) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn was_closed(&self) -> Error {
+        Error::invalid_argument("the node was closed").file(self.filename.clone())
     }
 }
 

@@ -71,6 +71,7 @@ impl Node {
 
     /// Gives `edge` its permissions on this node, or says which other user stands in the way.
     pub(crate) fn attach(&self, edge: Edge) -> Result<()> {
+        self.check_stays()?;
         {
             let mut users = self.users();
             self.check_edge(&users, &edge, None)?;
