@@ -6,6 +6,7 @@ mod exposure;
 mod faults;
 mod fuse;
 mod guest;
+mod guest_disks;
 mod http;
 mod killed;
 mod load;
