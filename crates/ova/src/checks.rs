@@ -2,7 +2,7 @@
 //! The faults of a package, and the parts of it that importers reject.
 
 use crate::envelope::{Item, Machine, resource};
-use crate::machine::Importer;
+use crate::machine::{Importer, MEMORY_UNIT_BYTES};
 use crate::package::{Package, pieces_of};
 use crate::tar::{has_ending, printable};
 use cowshed_block::{Error, Result};
@@ -122,12 +122,12 @@ impl List {
         let mut seen = HashSet::new();
         for line in manifest.lines.iter().filter(|line| seen.insert(line.name.clone())) {
             if let Err(error) = package.check_digest(&line.name, &|| false) {
-                self.error(error.to_string());
+                self.error(error.sentence());
             }
         }
         for member in &package.members {
             if !package.needs_no_digest(&member.name) && manifest.of(&member.name).is_none() {
-                self.error(format!("the manifest has no digest of '{}'", printable(&member.name)));
+                self.error(package.no_digest(&member.name).to_string());
             }
         }
     }
@@ -168,6 +168,10 @@ impl List {
         }
         if importer.has_vmware() && kind == resource::SOUND && !item.is_optional {
             self.error("VMware rejects the sound card (ResourceType 35) that isn't marked as optional");
+        }
+        let memory = if kind == resource::MEMORY { item.quantity() } else { None };
+        if let Some(bytes) = memory.filter(|bytes| importer.has_vmware() && !bytes.is_multiple_of(MEMORY_UNIT_BYTES)) {
+            self.error(format!("VMware rejects {bytes} bytes of memory: it wants whole 4 MiB"));
         }
         if importer.has_vmware() && kind == "20" && subtype.eq_ignore_ascii_case("AHCI") {
             self.warning("VMware's word for a SATA controller is vmware.sata.ahci, not AHCI");
@@ -222,6 +226,11 @@ impl List {
             let name = printable(&disk.name);
             if importer.has_vmware() && disk.format != "vmdk" {
                 self.error(format!("VMware rejects disk '{name}': it is no VMDK"));
+            }
+            let len: u64 = disk.pieces.iter().map(|piece| piece.len).sum();
+            if let Some(said) = disk.capacity_bytes.filter(|&said| disk.format == "raw" && !disk.is_gzip && said != len)
+            {
+                self.error(format!("disk '{name}' has {len} bytes, and the descriptor says {said}"));
             }
             if disk.format != "vmdk" || disk.is_gzip {
                 continue;

@@ -5,7 +5,7 @@
 //! entities but XML's own five and characters by number, and no document type.
 
 use crate::limits;
-use crate::tar::{plain_name, printable};
+use crate::tar::{plain_name, printable, without_folder};
 use cowshed_block::{Error, ErrorKind, Result};
 use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, Event};
@@ -57,6 +57,16 @@ impl Item {
     /// A field's text; empty where it is missing.
     pub fn field(&self, name: &str) -> &str {
         self.fields.get(name).map_or("", String::as_str)
+    }
+
+    /// Its quantity; for memory in bytes.
+    pub fn quantity(&self) -> Option<u64> {
+        let number: u64 = self.field("VirtualQuantity").trim().parse().ok()?;
+        let unit = match self.field("AllocationUnits") {
+            _ if self.field("ResourceType") != resource::MEMORY => 1,
+            unit => unit_bytes(unit)?,
+        };
+        number.checked_mul(unit)
     }
 }
 
@@ -157,15 +167,24 @@ impl Envelope {
     /// The sum of a kind's quantities; for memory in bytes. Of the first machine.
     pub fn quantity(&self, kind: &str) -> Option<u64> {
         let items = self.items.iter().filter(|item| item.machine == 0 && item.field("ResourceType") == kind);
-        let of = |item: &Item| {
-            let number: u64 = item.field("VirtualQuantity").trim().parse().ok()?;
-            let unit = match item.field("AllocationUnits") {
-                _ if kind != resource::MEMORY => 1,
-                unit => unit_bytes(unit)?,
-            };
-            number.checked_mul(unit)
+        items
+            .map(Item::quantity)
+            .try_fold(None, |sum, number| Some(Some(sum.unwrap_or(0u64).checked_add(number?)?)))
+            .flatten()
+    }
+
+    /// Takes the names of files as URIs have them, with `%20` for a space, where there is no file of the name as it stands.
+    pub(crate) fn decode_names(&mut self, has_file: impl Fn(&str) -> bool) {
+        let first = |file: &FileReference, href: &str| match file.chunk_bytes {
+            Some(_) => has_file(&format!("{href}.000000000")),
+            None => has_file(href),
         };
-        items.map(of).try_fold(None, |sum, number| Some(Some(sum.unwrap_or(0u64).checked_add(number?)?))).flatten()
+        for file in &mut self.files {
+            let Some(decoded) = decoded(&file.href).filter(|name| plain_name(name).is_ok()) else { continue };
+            if !first(file, &file.href) && first(file, &decoded) {
+                file.href = decoded;
+            }
+        }
     }
 
     /// What makes the descriptor useless.
@@ -209,6 +228,18 @@ pub fn unit_bytes(unit: &str) -> Option<u64> {
         Some((base, exponent)) => base.parse::<u64>().ok()?.checked_pow(exponent.parse().ok()?),
         None => factor.parse().ok(),
     }
+}
+
+/// The text of a URI whose bytes may stand as `%20`; none where they don't.
+fn decoded(text: &str) -> Option<String> {
+    let mut parts = text.split('%');
+    let mut bytes = parts.next()?.as_bytes().to_vec();
+    for part in parts {
+        let digits = part.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        bytes.extend_from_slice(&part.as_bytes()[2..]);
+    }
+    String::from_utf8(bytes).ok().filter(|decoded| decoded != text)
 }
 
 fn predefined(name: &str) -> Option<char> {
@@ -369,7 +400,7 @@ fn file_of(attributes: &BTreeMap<String, String>) -> Result<FileReference> {
         }
     };
     let href = text("href");
-    let href = href.strip_prefix("./").unwrap_or(&href).to_owned();
+    let href = without_folder(&href).to_owned();
     Ok(FileReference { id: text("id"), href, size: number("size")?, chunk_bytes: number("chunkSize")?, is_gzip })
 }
 
@@ -446,6 +477,23 @@ mod tests {
         assert!(envelope.items[1].is_optional);
         let padded = format!("\u{feff}{SMALL}   \n\0\0\0");
         assert_eq!(Envelope::parse(padded.as_bytes()).unwrap(), envelope);
+    }
+
+    #[test]
+    fn names_of_uris_are_decoded() {
+        for (text, name) in [
+            ("a%20b", Some("a b")),
+            ("%41%c3%a4", Some("A\u{e4}")),
+            ("50%25", Some("50%")),
+            ("a", None),
+            ("50%", None),
+            ("%4", None),
+            ("%+4a", None),
+            ("%ff", None),
+            ("%\u{e4}", None),
+        ] {
+            assert_eq!(decoded(text).as_deref(), name, "{text}");
+        }
     }
 
     #[test]

@@ -8,11 +8,13 @@ pub mod envelope;
 pub mod machine;
 pub mod manifest;
 pub mod package;
+mod stamp;
 pub mod tar;
 
 pub use envelope::Envelope;
 pub use manifest::Manifest;
 pub use package::{Package, PackedDisk, Piece};
+pub use stamp::Stamps;
 
 /// What a package may have at most.
 pub mod limits {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The descriptor of a new package: what VMware's and VirtualBox's importers take, and nothing that one of them rejects.
 
-use crate::tar::plain_name;
+use crate::tar::{plain_name, printable};
 use cowshed_block::{Error, Result};
 use std::fmt::Write;
 
@@ -85,6 +85,15 @@ pub const MOST_DISKS: usize = 15;
 /// Network cards of a machine in VMware's programs.
 pub const MOST_NETWORKS: usize = 10;
 
+/// Processors of a machine: those of the family `vmx-10`, and of VirtualBox.
+pub const MOST_CPUS: u32 = 64;
+
+/// VMware's programs take no other memory than a multiple of this.
+pub const MEMORY_UNIT_BYTES: u64 = 4 << 20;
+
+/// Memory of a machine in MiB.
+pub const MOST_MEMORY_MIB: u64 = 1 << 20;
+
 const VMDK_STREAM: &str = "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
 
 impl NewMachine {
@@ -138,6 +147,12 @@ impl NewMachine {
         if self.cpus == 0 || self.memory_mib == 0 {
             return refuse("a machine has at least one processor and 1 MiB of memory".to_owned());
         }
+        if self.cpus > MOST_CPUS || self.memory_mib > MOST_MEMORY_MIB {
+            return refuse(format!("a machine has up to {MOST_CPUS} processors and 1 TiB of memory"));
+        }
+        if self.importer.has_vmware() && !(self.memory_mib << 20).is_multiple_of(MEMORY_UNIT_BYTES) {
+            return refuse("VMware's programs take memory in multiples of 4 MiB".to_owned());
+        }
         if self.firmware == Firmware::Efi && self.importer == Importer::VirtualBox {
             let message =
                 "OVF has no word for the firmware that VirtualBox reads: import the machine, and turn EFI on there";
@@ -151,6 +166,9 @@ impl NewMachine {
         }
         for (index, disk) in self.disks.iter().enumerate() {
             plain_name(&disk.name)?;
+            if file_name(&disk.name) != disk.name {
+                return refuse(format!("'{}' is no name that stands for itself in a URI", printable(&disk.name)));
+            }
             if disk.capacity_bytes == 0 || !disk.capacity_bytes.is_multiple_of(512) {
                 return refuse(format!("disk '{}' has no whole number of sectors", disk.name));
             }
@@ -274,6 +292,12 @@ impl NewMachine {
     }
 }
 
+/// A name for a file of a package: the same as a part of a URI, which descriptors name files by, decoded or not.
+pub fn file_name(name: &str) -> String {
+    let stands_for_itself = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | '~');
+    name.chars().map(|c| if stands_for_itself(c) { c } else { '_' }).collect()
+}
+
 const ENVELOPE: &str = "<Envelope xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\" \
 xmlns:ovf=\"http://schemas.dmtf.org/ovf/envelope/1\" \
 xmlns:rasd=\"http://schemas.dmtf.org/wbem/wscim/1/cim-schema/2/CIM_ResourceAllocationSettingData\" \
@@ -374,7 +398,11 @@ mod tests {
             |machine| machine.name = "a\nb".to_owned(),
             |machine| machine.name = "a".repeat(81),
             |machine| machine.cpus = 0,
+            |machine| machine.cpus = MOST_CPUS + 1,
             |machine| machine.memory_mib = 0,
+            |machine| machine.memory_mib = 1025,
+            |machine| machine.memory_mib = MOST_MEMORY_MIB + 4,
+            |machine| machine.disks[0].name = "50%25.vmdk".to_owned(),
             |machine| machine.importer = Importer::VirtualBox,
             |machine| machine.networks = vec![String::new()],
             |machine| machine.networks = vec!["x".to_owned(); MOST_NETWORKS + 1],

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The manifest: the digests of a package's files, `SHA256(NAME)= HEX`, one a line.
 
-use crate::tar::printable;
+use crate::tar::{printable, without_folder};
 use cowshed_block::{Error, ErrorKind, Result};
 use sha1::Sha1;
 use sha2::digest::DynDigest;
 use sha2::{Sha256, Sha384, Sha512};
 use std::collections::HashMap;
-use std::io::{self, Read};
-
-/// Read at once.
-const PIECE_BYTES: usize = 1 << 20;
 
 /// A digest's kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,22 +44,36 @@ impl DigestKind {
         }
     }
 
-    /// The digest of all that a reader has, in lower-case hexadecimal digits.
-    ///
-    /// # Errors
-    /// Those of the reader.
-    pub fn of(self, reader: &mut dyn Read) -> io::Result<String> {
-        let mut digest = self.start();
-        let mut piece = vec![0; PIECE_BYTES];
-        loop {
-            match reader.read(&mut piece) {
-                Ok(0) => break,
-                Ok(len) => digest.update(&piece[..len]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+    /// The count of its hexadecimal digits.
+    pub fn digits(self) -> usize {
+        KINDS.iter().find(|(kind, ..)| *kind == self).map_or(0, |(_, _, len)| 2 * len)
+    }
+}
+
+/// Digests of several kinds, of bytes that are read once.
+pub struct Digests(Vec<(DigestKind, Box<dyn DynDigest>)>);
+
+impl Digests {
+    /// Each of these kinds, once.
+    pub fn new(kinds: impl IntoIterator<Item = DigestKind>) -> Self {
+        let mut digests = Digests(Vec::new());
+        for kind in kinds {
+            if digests.0.iter().all(|(known, _)| *known != kind) {
+                digests.0.push((kind, kind.start()));
             }
         }
-        Ok(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+        digests
+    }
+
+    /// Takes the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.iter_mut().for_each(|(_, digest)| digest.update(bytes));
+    }
+
+    /// The digests of all bytes, in lower-case hexadecimal digits.
+    pub fn finish(self) -> Vec<(DigestKind, String)> {
+        let digits = |digest: Box<dyn DynDigest>| digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        self.0.into_iter().map(|(kind, digest)| (kind, digits(digest))).collect()
     }
 }
 
@@ -138,7 +148,7 @@ fn parse_line(line: &str) -> Option<Line> {
     let (kind, _, len) = KINDS.iter().find(|(_, known, _)| known.eq_ignore_ascii_case(word.trim()))?;
     let is_digest = digest.len() == 2 * len && digest.bytes().all(|digit| digit.is_ascii_hexdigit());
     // As archives and descriptors may have them.
-    let name = name.strip_prefix("./").unwrap_or(name);
+    let name = without_folder(name);
     is_digest.then(|| Line { kind: *kind, name: name.to_owned(), digest: digest.to_ascii_lowercase() })
 }
 
@@ -179,8 +189,12 @@ mod tests {
 
     #[test]
     fn digests_are_those_of_everybody() {
-        let of = |kind: DigestKind| kind.of(&mut &b"abc"[..]).unwrap();
-        assert_eq!(of(DigestKind::Sha1), "a9993e364706816aba3e25717850c26c9cd0d89d");
-        assert_eq!(of(DigestKind::Sha256), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        let mut digests = Digests::new([DigestKind::Sha1, DigestKind::Sha256, DigestKind::Sha1]);
+        digests.update(b"a");
+        digests.update(b"bc");
+        let sha1 = "a9993e364706816aba3e25717850c26c9cd0d89d".to_owned();
+        let sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad".to_owned();
+        assert_eq!(sha256.len(), DigestKind::Sha256.digits());
+        assert_eq!(digests.finish(), [(DigestKind::Sha1, sha1), (DigestKind::Sha256, sha256)]);
     }
 }

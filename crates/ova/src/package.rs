@@ -3,14 +3,19 @@
 
 use crate::envelope::{Envelope, FileReference};
 use crate::limits;
-use crate::manifest::{DigestKind, Line, Manifest};
+use crate::manifest::{DigestKind, Digests, Manifest};
+use crate::stamp::{Stamp, Stamps};
 use crate::tar::{self, Member, has_ending, printable};
 use cowshed_block::{Error, ErrorKind, Result};
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs::{self, File, Metadata};
+use std::io::{self, Cursor, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Read at once.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// An open package.
 #[derive(Debug)]
@@ -19,6 +24,10 @@ pub struct Package {
     path: PathBuf,
     /// The archive; none for a folder.
     archive: Option<File>,
+    /// The file at `path` as it was opened.
+    stamp: Stamp,
+    /// The descriptor and the manifest as they were read: later readings have these bytes.
+    known: HashMap<String, Arc<[u8]>>,
     /// The files of the package. In a folder: the descriptor and the files that it or the manifest names.
     pub members: Vec<Member>,
     /// The name of the descriptor.
@@ -105,8 +114,10 @@ impl Package {
         let about = file.metadata().map_err(|error| named(Error::io(&error, "could not look at")))?;
         let is_descriptor = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("ovf"));
         let package = match is_descriptor {
-            true => Self::open_folder(path, &file, about.len()),
-            false => tar::members(&mut file, about.len()).and_then(|members| Self::open_archive(path, file, members)),
+            true => Self::open_folder(path, &file, &about),
+            false => refuse_others(&file, about.len())
+                .and_then(|()| tar::members(&mut file, about.len()))
+                .and_then(|members| Self::open_archive(path, file, members, &about)),
         };
         package.and_then(Self::checked).map_err(named)
     }
@@ -137,7 +148,7 @@ impl Package {
         Ok(self)
     }
 
-    fn open_archive(path: &Path, file: File, members: Vec<Member>) -> Result<Package> {
+    fn open_archive(path: &Path, file: File, members: Vec<Member>, about: &Metadata) -> Result<Package> {
         let mut descriptors = members.iter().filter(|member| has_ending(&member.name, "ovf"));
         let descriptor = descriptors.next().cloned();
         let descriptor = descriptor
@@ -146,7 +157,11 @@ impl Package {
             return Err(Error::new(ErrorKind::InvalidImage, "there are two OVF descriptors in the archive"));
         }
         let window = |member: &Member| Window { file: &file, offset: member.offset, end: member.offset + member.len };
-        let envelope = Envelope::parse(&whole(window(&descriptor), descriptor.len, limits::DESCRIPTOR_BYTES)?)?;
+        let text = whole(window(&descriptor), descriptor.len, limits::DESCRIPTOR_BYTES)?;
+        let mut envelope = Envelope::parse(&text)?;
+        let names: HashSet<&str> = members.iter().map(|member| member.name.as_str()).collect();
+        envelope.decode_names(|name| names.contains(name));
+        let mut known = HashMap::from([(descriptor.name.clone(), Arc::from(text))]);
         // Its name is the descriptor's with another ending; the only other file with that ending is it too.
         let mut manifests: Vec<&Member> = members.iter().filter(|member| has_ending(&member.name, "mf")).collect();
         if manifests.len() > 1 {
@@ -157,13 +172,21 @@ impl Package {
         }
         let manifest = manifests.first();
         let manifest_name = manifest.map(|member| member.name.clone());
-        let manifest =
-            manifest.map(|member| Manifest::parse(&whole(window(member), member.len, limits::MANIFEST_BYTES)?));
-        let manifest = manifest.transpose()?;
+        let manifest = match manifest {
+            None => None,
+            Some(member) => {
+                let text = whole(window(member), member.len, limits::MANIFEST_BYTES)?;
+                let manifest = Manifest::parse(&text)?;
+                known.insert(member.name.clone(), Arc::from(text));
+                Some(manifest)
+            }
+        };
         let path = path.to_owned();
         Ok(Package {
             path,
             archive: Some(file),
+            stamp: Stamp::of(about),
+            known,
             members,
             descriptor: descriptor.name,
             envelope,
@@ -173,44 +196,52 @@ impl Package {
         })
     }
 
-    fn open_folder(path: &Path, file: &File, len: u64) -> Result<Package> {
+    fn open_folder(path: &Path, file: &File, about: &Metadata) -> Result<Package> {
+        let len = about.len();
         let name = path.file_name().and_then(|name| name.to_str());
         let name = name.ok_or_else(|| Error::unsupported("the name of the descriptor is no UTF-8"))?;
-        let envelope = Envelope::parse(&whole(Window { file, offset: 0, end: len }, len, limits::DESCRIPTOR_BYTES)?)?;
+        let text = whole(Window { file, offset: 0, end: len }, len, limits::DESCRIPTOR_BYTES)?;
+        let mut envelope = Envelope::parse(&text)?;
+        let plain_file = |name: &str| fs::symlink_metadata(path.with_file_name(name)).ok().filter(Metadata::is_file);
+        envelope.decode_names(|name| plain_file(name).is_some());
+        let mut known = HashMap::from([(name.to_owned(), Arc::from(text))]);
         let mut members = vec![Member { name: name.to_owned(), offset: 0, len }];
-        let manifest_name = manifest_beside(path, name)?;
+        let manifest_name = beside(path, name, "mf")?;
         let manifest = match &manifest_name {
             None => None,
             Some(name) => {
                 let file = open_plain(&path.with_file_name(name))?;
                 let len = file.metadata().map_err(|error| Error::io(&error, "could not look at"))?.len();
                 members.push(Member { name: name.clone(), offset: 0, len });
-                Some(Manifest::parse(&whole(
-                    Window { file: &file, offset: 0, end: len },
-                    len,
-                    limits::MANIFEST_BYTES,
-                )?)?)
+                let text = whole(Window { file: &file, offset: 0, end: len }, len, limits::MANIFEST_BYTES)?;
+                let manifest = Manifest::parse(&text)?;
+                known.insert(name.clone(), Arc::from(text));
+                Some(manifest)
             }
         };
-        let mut known: HashSet<String> = members.iter().map(|member| member.name.clone()).collect();
-        for reference in &envelope.files {
-            for (name, _) in pieces_of(reference)? {
-                // The use of a missing one tells of it.
-                let Ok(about) = fs::symlink_metadata(path.with_file_name(&name)) else { continue };
-                if about.is_file() && known.insert(name.clone()) {
-                    members.push(Member { name, offset: 0, len: about.len() });
-                }
-            }
-        }
-        for line in manifest.iter().flat_map(|manifest: &Manifest| &manifest.lines) {
-            let Ok(name) = tar::plain_name(&line.name) else { continue };
-            let Ok(about) = fs::symlink_metadata(path.with_file_name(name)) else { continue };
-            if about.is_file() && known.insert(name.to_owned()) {
+        let mut names: HashSet<String> = members.iter().map(|member| member.name.clone()).collect();
+        // The use of a missing one tells of it.
+        let mut add = |name: &str| {
+            if let Some(about) = plain_file(name)
+                && names.insert(name.to_owned())
+            {
                 members.push(Member { name: name.to_owned(), offset: 0, len: about.len() });
             }
+        };
+        for reference in &envelope.files {
+            pieces_of(reference)?.iter().for_each(|(name, _)| add(name));
+        }
+        for line in manifest.iter().flat_map(|manifest: &Manifest| &manifest.lines) {
+            if let Ok(name) = tar::plain_name(&line.name) {
+                add(name);
+            }
+        }
+        if let Some(name) = beside(path, name, "cert")? {
+            add(&name);
         }
         let (path, descriptor, by_name) = (path.to_owned(), name.to_owned(), HashMap::new());
-        Ok(Package { path, archive: None, members, descriptor, envelope, manifest, manifest_name, by_name })
+        let (archive, stamp) = (None, Stamp::of(about));
+        Ok(Package { path, archive, stamp, known, members, descriptor, envelope, manifest, manifest_name, by_name })
     }
 
     /// True for one file that has all.
@@ -228,6 +259,9 @@ impl Package {
     /// # Errors
     /// For a file of a folder that can't be opened, or is a link.
     pub fn reader(&self, member: &Member) -> Result<Box<dyn Read>> {
+        if let Some(bytes) = self.known.get(&member.name) {
+            return Ok(Box::new(Cursor::new(Arc::clone(bytes))));
+        }
         let (offset, end) = (member.offset, member.offset + member.len);
         match &self.archive {
             Some(archive) => {
@@ -290,22 +324,26 @@ impl Package {
         self.manifest_name.as_deref() == Some(name) || has_ending(name, "cert")
     }
 
-    /// Compares every file with the manifest, where there is one. `is_ended` is asked for each piece that is read.
+    /// Refuses a file that the manifest lacks, and a line of it without a file. No file is read.
     ///
     /// # Errors
-    /// For a digest that differs, and for one or a file that is missing.
-    pub fn check_digests(&self, is_ended: &dyn Fn() -> bool) -> Result<()> {
+    /// For such a file or line.
+    pub fn check_names(&self) -> Result<()> {
         let Some(manifest) = &self.manifest else { return Ok(()) };
-        for member in &self.members {
-            if !self.check_digest(&member.name, is_ended)? && !self.needs_no_digest(&member.name) {
-                let message = format!("the manifest has no digest of '{}'", printable(&member.name));
-                return Err(Error::new(ErrorKind::InvalidImage, message));
-            }
+        let named: HashSet<&str> = manifest.lines.iter().map(|line| line.name.as_str()).collect();
+        let is_known = |name: &str| named.contains(name) || self.needs_no_digest(name);
+        if let Some(member) = self.members.iter().find(|member| !is_known(&member.name)) {
+            return Err(self.no_digest(&member.name));
         }
         match manifest.lines.iter().find(|line| self.member(&line.name).is_none()) {
-            Some(line) => self.check_digest(&line.name, is_ended).map(drop),
+            Some(line) => Err(lacking(&line.name)),
             None => Ok(()),
         }
+    }
+
+    /// The error of a file that the manifest says nothing of.
+    pub fn no_digest(&self, name: &str) -> Error {
+        Error::new(ErrorKind::InvalidImage, format!("the manifest has no digest of '{}'", printable(name)))
     }
 
     /// Compares a file with all digests that the manifest has of it; false where it has none. `is_ended` is asked for each
@@ -314,46 +352,77 @@ impl Package {
     /// # Errors
     /// For a digest that differs.
     pub fn check_digest(&self, name: &str, is_ended: &dyn Fn() -> bool) -> Result<bool> {
-        let lines = self.manifest.iter().flat_map(|manifest| manifest.lines.iter().filter(|line| line.name == name));
-        let mut is_known = false;
-        for line in lines {
-            self.check_line(line, is_ended)?;
-            is_known = true;
+        if !self.manifest.iter().any(|manifest| manifest.of(name).is_some()) {
+            return Ok(false);
         }
-        Ok(is_known)
+        let member = self.member(name).ok_or_else(|| lacking(name))?;
+        self.copy(member, &mut io::sink(), None, is_ended).map(|_| true)
     }
 
-    fn check_line(&self, line: &Line, is_ended: &dyn Fn() -> bool) -> Result<()> {
-        let name = &line.name;
-        let shown = printable(name);
-        let Some(member) = self.member(name) else {
-            let message = format!("the manifest names '{shown}', which the package lacks");
-            return Err(Error::new(ErrorKind::InvalidImage, message));
-        };
-        let digest = self.digest(member, line.kind, is_ended)?;
-        match digest == line.digest {
-            true => Ok(()),
-            false => Err(Error::new(
-                ErrorKind::InvalidImage,
-                format!(
-                    "'{shown}' isn't the file of the manifest: its {} is {digest}, not {}",
-                    line.kind.name(),
-                    line.digest
-                ),
-            )),
-        }
-    }
-
-    /// The digest of a file of the package.
+    /// Copies a file, and compares the bytes that were copied with all digests that the manifest has of it: a change between two
+    /// readings can't be missed. The digest of `kind`, empty for none. `is_ended` is asked for each piece.
     ///
     /// # Errors
-    /// For a file that can't be read, and where `is_ended` says so.
-    pub fn digest(&self, member: &Member, kind: DigestKind, is_ended: &dyn Fn() -> bool) -> Result<String> {
-        let digest = kind.of(&mut Ending { reader: self.reader(member)?, is_ended });
-        digest.map_err(|error| match is_ended() {
-            true => Error::new(ErrorKind::Cancelled, "cancelled"),
-            false => Error::io(&error, format!("could not read '{}'", printable(&member.name))),
-        })
+    /// For a digest that differs, for what can't be read or written, and where `is_ended` says so.
+    pub fn copy(
+        &self,
+        member: &Member,
+        writer: &mut dyn Write,
+        kind: Option<DigestKind>,
+        is_ended: &dyn Fn() -> bool,
+    ) -> Result<String> {
+        let lines =
+            || self.manifest.iter().flat_map(|manifest| manifest.lines.iter().filter(|l| l.name == member.name));
+        let mut digests = Digests::new(lines().map(|line| line.kind).chain(kind));
+        let mut reader = self.reader(member)?;
+        let mut piece = vec![0; PIECE_BYTES];
+        loop {
+            if is_ended() {
+                return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
+            }
+            let len = match reader.read(&mut piece) {
+                Ok(0) => break,
+                Ok(len) => len,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    let message = format!("could not read '{}'", printable(&member.name));
+                    return Err(Error::io(&error, message).file(self.path.display().to_string()));
+                }
+            };
+            digests.update(&piece[..len]);
+            writer.write_all(&piece[..len]).map_err(|error| Error::io(&error, "could not write"))?;
+        }
+        let digests = digests.finish();
+        let named = |error: Error| error.file(self.path.display().to_string());
+        let of = |kind| digests.iter().find(|(known, _)| *known == kind).map(|(_, digest)| digest.clone());
+        for line in lines() {
+            let digest = of(line.kind).unwrap_or_default();
+            if digest != line.digest {
+                let (shown, kind) = (printable(&line.name), line.kind.name());
+                let message =
+                    format!("'{shown}' isn't the file of the manifest: its {kind} is {digest}, not {}", line.digest);
+                return Err(named(Error::new(ErrorKind::InvalidImage, message)));
+            }
+        }
+        Ok(kind.and_then(of).unwrap_or_default())
+    }
+
+    /// The files of a disk as they are now.
+    ///
+    /// # Errors
+    /// For files that can't be looked at.
+    pub fn stamps(&self, disk: &PackedDisk) -> Result<Stamps> {
+        match self.is_archive() {
+            true => Ok(Stamps::new(vec![(self.path.clone(), self.stamp)])),
+            false => {
+                let of = |piece: &Piece| {
+                    let about = fs::symlink_metadata(&piece.path);
+                    let about = about.map_err(|error| Error::io(&error, "could not look at"));
+                    about.map(|about| (piece.path.clone(), Stamp::of(&about)))
+                };
+                disk.pieces.iter().map(of).collect::<Result<_>>().map(Stamps::new)
+            }
+        }
     }
 
     /// Refuses a target that is one of the package's own files, under any name.
@@ -379,19 +448,24 @@ impl Package {
     }
 }
 
-/// A reader that is cut off when its work is to end.
-struct Ending<'a> {
-    reader: Box<dyn Read>,
-    is_ended: &'a dyn Fn() -> bool,
+/// Refuses files that are no archive for a reason that a user can mend.
+fn refuse_others(file: &File, len: u64) -> Result<()> {
+    let mut start = [0; 2];
+    if len == 0 {
+        return Err(Error::new(ErrorKind::InvalidImage, "the file is empty"));
+    }
+    match file.read_at(&mut start, 0) {
+        Ok(2) if start == [0x1f, 0x8b] => {
+            Err(Error::unsupported("the archive is compressed with gzip: decompress it first (gunzip)"))
+        }
+        _ => Ok(()),
+    }
 }
 
-impl Read for Ending<'_> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        match (self.is_ended)() {
-            true => Err(io::Error::other("cancelled")),
-            false => self.reader.read(bytes),
-        }
-    }
+/// The error of a line of the manifest without a file.
+fn lacking(name: &str) -> Error {
+    let message = format!("the manifest names '{}', which the package lacks", printable(name));
+    Error::new(ErrorKind::InvalidImage, message)
 }
 
 /// A name without its ending.
@@ -399,19 +473,21 @@ fn stem_of(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(stem, _)| stem)
 }
 
-/// The manifest in the folder of a descriptor, whatever it is: a link there is damage, and not the lack of a manifest.
-fn manifest_beside(path: &Path, descriptor: &str) -> Result<Option<String>> {
+/// The file beside a descriptor that has its name with this ending, whatever it is: a link there is damage, and not the lack of
+/// a manifest.
+fn beside(path: &Path, descriptor: &str, ending: &str) -> Result<Option<String>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let failed = |error: io::Error| Error::io(&error, "could not look for the manifest");
+    let failed = |error: io::Error| Error::io(&error, "could not look for files beside it");
     let mut found: Option<String> = None;
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
-        let Some(name) = name.to_str().filter(|name| has_ending(name, "mf") && stem_of(name) == stem_of(descriptor))
+        let Some(name) = name.to_str().filter(|name| has_ending(name, ending) && stem_of(name) == stem_of(descriptor))
         else {
             continue;
         };
         if found.replace(name.to_owned()).is_some() {
-            return Err(Error::new(ErrorKind::InvalidImage, "there are several manifests beside the descriptor"));
+            let message = format!("there are several files with the ending .{ending} beside the descriptor");
+            return Err(Error::new(ErrorKind::InvalidImage, message));
         }
     }
     Ok(found)
@@ -511,6 +587,96 @@ impl<F: AsFile> Read for Window<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machine::{Firmware, Importer, NewDisk, NewMachine};
+    use crate::manifest::Line;
+    use crate::tar::{Dialect, header, padding};
+
+    /// A package in one file with a disk of these bytes, in a folder that goes with it.
+    fn package(disk: &[u8]) -> (tempfile::TempDir, PathBuf) {
+        let (name, file_bytes) = ("d.vmdk".to_owned(), disk.len() as u64);
+        let machine = NewMachine {
+            name: "m".to_owned(),
+            cpus: 1,
+            memory_mib: 64,
+            firmware: Firmware::Bios,
+            networks: Vec::new(),
+            importer: Importer::Both,
+            disks: vec![NewDisk { name, file_bytes, capacity_bytes: 512, populated_bytes: None }],
+        };
+        let text = machine.descriptor().unwrap();
+        let line = |name: &str, bytes: &[u8]| {
+            let mut digests = Digests::new([DigestKind::Sha256]);
+            digests.update(bytes);
+            let digest = digests.finish().remove(0).1;
+            Line { kind: DigestKind::Sha256, name: name.to_owned(), digest }.text()
+        };
+        let manifest = line("m.ovf", text.as_bytes()) + &line("d.vmdk", disk);
+        let mut bytes = Vec::new();
+        for (name, content) in [("m.ovf", text.as_bytes()), ("m.mf", manifest.as_bytes()), ("d.vmdk", disk)] {
+            bytes.extend(header(name, content.len() as u64, 0, Dialect::Ustar).unwrap());
+            bytes.extend_from_slice(content);
+            bytes.resize(bytes.len() + padding(content.len() as u64), 0);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.ova");
+        fs::write(&path, bytes).unwrap();
+        (folder, path)
+    }
+
+    /// A target whose first write changes the last byte of the package's disk.
+    struct Changing<'a> {
+        package: &'a Package,
+        changed: bool,
+    }
+
+    impl Write for Changing<'_> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if !self.changed {
+                let member = self.package.member("d.vmdk").unwrap();
+                let file = File::options().write(true).open(&self.package.path)?;
+                file.write_all_at(b"X", member.offset + member.len - 1)?;
+                self.changed = true;
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_change_while_a_file_is_copied_is_found() {
+        let disk = vec![7; 3 * PIECE_BYTES];
+        let (_folder, path) = package(&disk);
+        let package = Package::open(&path).unwrap();
+        let stamps = package.stamps(&package.disks().next().unwrap().unwrap()).unwrap();
+        package.check_names().unwrap();
+        let member = package.member("d.vmdk").unwrap();
+        let mut copied = Vec::new();
+        let digest = package.copy(member, &mut copied, Some(DigestKind::Sha1), &|| false).unwrap();
+        assert_eq!((copied == disk, digest.len()), (true, DigestKind::Sha1.digits()));
+        stamps.check().unwrap();
+        let mut target = Changing { package: &package, changed: false };
+        let error = package.copy(member, &mut target, None, &|| false).unwrap_err();
+        assert!(target.changed && error.to_string().contains("isn't the file of the manifest"), "{error}");
+        assert!(stamps.check().unwrap_err().to_string().contains("was changed"));
+        let error = package.copy(member, &mut io::sink(), None, &|| true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Cancelled);
+    }
+
+    #[test]
+    fn another_file_in_place_of_a_package_is_found() {
+        let (folder, path) = package(&[7; 512]);
+        let package = Package::open(&path).unwrap();
+        let stamps = package.stamps(&package.disks().next().unwrap().unwrap()).unwrap();
+        let copy = folder.path().join("copy");
+        fs::copy(&path, &copy).unwrap();
+        fs::rename(&copy, &path).unwrap();
+        assert!(stamps.check().unwrap_err().to_string().contains("was changed"));
+        fs::remove_file(&path).unwrap();
+        assert!(stamps.check().is_err());
+    }
 
     #[test]
     fn formats_are_known_by_their_uris() {

@@ -68,7 +68,8 @@ pub fn members(archive: &mut (impl Read + Seek), archive_len: u64) -> Result<Vec
                 let records = walk.extra(header.len)?;
                 let extra = Extra::of_pax(&records, header.offset)?;
                 match kind {
-                    b'x' => next = extra,
+                    // A long name of GNU may stand in front of it.
+                    b'x' => next = Extra { name: extra.name.or(next.name), len: extra.len.or(next.len) },
                     _ if extra != Extra::default() => {
                         return Err(unsupported("names or sizes in a global header", header.offset));
                     }
@@ -117,10 +118,10 @@ pub fn members(archive: &mut (impl Read + Seek), archive_len: u64) -> Result<Vec
 /// # Errors
 /// For names that lead to another folder, that terminals would obey, or that are too long.
 pub fn plain_name(name: &str) -> Result<&str> {
-    let plain = name.strip_prefix("./").unwrap_or(name);
+    let plain = without_folder(name);
     let is_plain = !plain.is_empty()
         && !matches!(plain, "." | "..")
-        && !plain.contains(|c: char| c == '/' || c == '\\' || c.is_control())
+        && !plain.contains(|c: char| c == '/' || c == '\\' || is_obeyed(c))
         && plain.len() <= limits::NAME_BYTES;
     match is_plain {
         true => Ok(plain),
@@ -129,6 +130,17 @@ pub fn plain_name(name: &str) -> Result<&str> {
             format!("'{}' is no name of a file in the package's own folder", printable(name)),
         )),
     }
+}
+
+/// The name without `./` in front, however often.
+pub fn without_folder(name: &str) -> &str {
+    name.trim_start_matches("./")
+}
+
+/// Control characters, and those that change the order or the look of a text around them.
+fn is_obeyed(c: char) -> bool {
+    let is_format = matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}');
+    c.is_control() || is_format
 }
 
 /// A text for messages: no control characters, and not without end.
@@ -142,7 +154,7 @@ pub fn printable(text: &str) -> String {
 }
 
 fn escaped(c: char) -> Box<dyn Iterator<Item = char>> {
-    match c.is_control() {
+    match is_obeyed(c) {
         true => Box::new(c.escape_default()),
         false => Box::new(std::iter::once(c)),
     }
@@ -271,7 +283,7 @@ impl<A: Read + Seek> Walk<'_, A> {
         let mut block = [0; 512];
         self.read(&mut block)?;
         if block == [0; 512] {
-            return Ok(None);
+            return self.end(offset);
         }
         if !is_sum_right(&block) {
             let what = if offset == 0 { "no tar archive" } else { "the checksum of a header is wrong" };
@@ -279,6 +291,19 @@ impl<A: Read + Seek> Walk<'_, A> {
         }
         let len = number(&block[124..136]).ok_or_else(|| damaged("the length of a file is no number", offset))?;
         Ok(Some(Header { block, offset, len }))
+    }
+
+    /// The end of an archive is two blocks of zeroes, or one as the last block. A header behind one alone shows that the other was
+    /// a header once.
+    fn end(&mut self, zeroes: u64) -> Result<Option<Header>> {
+        let mut block = [0; 512];
+        if self.archive_len - self.offset >= BLOCK_BYTES {
+            self.read(&mut block)?;
+        }
+        match block != [0; 512] && is_sum_right(&block) {
+            true => Err(damaged("files follow on a lone block of zeroes", zeroes)),
+            false => Ok(None),
+        }
     }
 
     fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
@@ -337,8 +362,9 @@ impl Extra {
             let equals = record.iter().position(|&byte| byte == b'=').ok_or_else(wrong)?;
             let value = || std::str::from_utf8(&record[equals + 1..]).map_err(|_| wrong());
             match &record[..equals] {
-                b"path" => extra.name = Some(value()?.to_owned()),
-                b"size" => extra.len = Some(value()?.parse().ok().filter(is_length).ok_or_else(wrong)?),
+                // Without a value the header's own field counts.
+                b"path" => extra.name = Some(value()?.to_owned()).filter(|name| !name.is_empty()),
+                b"size" => extra.len = size_of(value()?).map_err(|()| wrong())?,
                 key if key.starts_with(b"GNU.sparse") => return Err(unsupported("a file with holes", offset)),
                 _ => {}
             }
@@ -346,6 +372,15 @@ impl Extra {
         }
         Ok(extra)
     }
+}
+
+/// A length in decimal digits; `None` for no value.
+fn size_of(value: &str) -> std::result::Result<Option<u64>, ()> {
+    if value.is_empty() {
+        return Ok(None);
+    }
+    let digits = value.bytes().all(|digit| digit.is_ascii_digit()).then_some(value);
+    digits.and_then(|digits| digits.parse().ok()).filter(is_length).map(Some).ok_or(())
 }
 
 fn is_length(len: &u64) -> bool {
@@ -468,10 +503,26 @@ mod tests {
 
     #[test]
     fn names_that_lead_elsewhere_are_refused() {
-        for name in ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\nb", "./../x", "\u{1b}[31m"] {
+        for name in [
+            "../x",
+            "/etc/passwd",
+            "a/b",
+            "..",
+            ".",
+            "",
+            "a\\b",
+            "a\nb",
+            "./../x",
+            "\u{1b}[31m",
+            "a\u{202e}b",
+            "./",
+            "././.",
+        ] {
             assert!(plain_name(name).is_err(), "{name:?}");
         }
         assert_eq!(plain_name("./a.vmdk").unwrap(), "a.vmdk");
+        assert_eq!(plain_name("././a.vmdk").unwrap(), "a.vmdk");
+        assert_eq!(printable("a\u{202e}b"), "a\\u{202e}b");
         let with_folder = special("passwd", 0, |block| block[345..348].copy_from_slice(b"../"));
         assert!(read(&with_folder).unwrap_err().to_string().contains("no name of a file"));
     }
@@ -512,6 +563,47 @@ mod tests {
         assert!(read(&long).unwrap_err().to_string().contains("cut off"));
         let huge = special("a", 1 << 20, |block| block[156] = b'x');
         assert_eq!(read(&huge).unwrap_err().kind(), ErrorKind::Limit);
+    }
+
+    #[test]
+    fn a_lone_block_of_zeroes_is_no_end() {
+        let first = archive(&[("a.ovf", b"x")]);
+        let [first, second] = [&first[..1024], &archive(&[("b.vmdk", b"y")])[..1024]];
+        let zeroes = [0; 512];
+        assert!(read(&[first, &zeroes, second].concat()).unwrap_err().to_string().contains("lone block of zeroes"));
+        for end in [&[][..], &zeroes, &[0; 1024], &[0; 700]] {
+            assert_eq!(read(&[first, end].concat()).unwrap().len(), 1);
+        }
+        // As tar reads them: behind two blocks, and behind one, stands no file.
+        assert_eq!(read(&[first, &[0; 1024], second].concat()).unwrap().len(), 1);
+        assert_eq!(read(&[first, &zeroes, &[7; 512]].concat()).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn headers_before_a_file_add_up() {
+        let name = "n".repeat(150);
+        let with = |records: &str| {
+            let mut bytes = Vec::new();
+            for (kind, extra) in [(b'L', format!("{name}\0")), (b'x', records.to_owned())] {
+                bytes.extend(special("extra", extra.len() as u64, |block| block[156] = kind));
+                bytes.extend(extra.as_bytes());
+                bytes.resize(bytes.len().next_multiple_of(512), 0);
+            }
+            bytes.extend(header("short", 3, 0, Dialect::Ustar).unwrap());
+            bytes.extend(b"abc");
+            read(&bytes)
+        };
+        for (records, shown, len) in [
+            ("12 atime=12\n", name.as_str(), 3),
+            ("10 size=2\n", &name, 2),
+            ("8 size=\n", &name, 3),
+            ("8 path=\n", &name, 3),
+            ("10 path=p\n", "p", 3),
+        ] {
+            let found = with(records).unwrap();
+            assert_eq!((found[0].name.as_str(), found[0].len), (shown, len), "{records}");
+        }
+        assert!(with("11 size=+2\n").unwrap_err().to_string().contains("damaged"));
     }
 
     #[test]

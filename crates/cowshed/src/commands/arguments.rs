@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Arguments that several verbs share, and what they become.
 
+use super::new_image::local_path;
 use super::untrusted::UntrustedArgs;
+use crate::invocation::Persona;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
 use cowshed_block::{Error, check_identifier};
@@ -13,6 +15,7 @@ use cowshed_image::graph::Graph;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_image::secret::{Secret, Wrapping};
 use cowshed_jobs::ImageSpec;
+use cowshed_ova::Package;
 use cowshed_storage::path_of_text;
 use serde_json::{Map, Value};
 use std::cell::OnceCell;
@@ -48,6 +51,10 @@ impl Objects {
         groups || named.chain(&self.unused).any(|known| known == id)
     }
 }
+
+/// What a file is that isn't taken for a raw disk.
+pub const IS_PACKAGE: &str = "it is a package of a virtual machine (OVA, OVF): `cowshed ova` shows and unpacks it, \
+                              `cowshed convert` reads a disk out of it";
 
 /// The parser's name of `--object`.
 pub const DEFINITIONS: &str = "definitions";
@@ -89,16 +96,29 @@ impl NamingArgs {
 
     /// The image `name`, shared with other users of its files where `-U` says so (`force_share`).
     pub fn shared(&self, name: &str, format: Option<&String>, force_share: bool) -> Result<ImageSpec, Failure> {
-        let spec = self.spec(name, format)?;
-        let options = BlockdevOptions::from_image_opts(name);
+        self.sharing(self.spec(name, format)?, force_share)
+    }
+
+    /// The same for an image that is named already.
+    pub fn sharing(&self, spec: ImageSpec, force_share: bool) -> Result<ImageSpec, Failure> {
+        let options = BlockdevOptions::from_image_opts(&spec.name);
         if force_share && self.image_opts && options.is_ok_and(|options| denies_sharing(&options)) {
             return Err(Failure::new("--force-share/-U conflicts with image options"));
         }
         Ok(ImageSpec { force_share, ..spec })
     }
 
-    /// The image `name`.
+    /// The image `name`. Under our own name a package of a virtual machine isn't taken for a raw disk.
     pub fn spec(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
+        let is_probed = format.is_none() && !self.image_opts && warning::persona() == Persona::Cowshed;
+        if is_probed && Package::is_one(&local_path(name)) {
+            return Err(Failure::new(format!("{name}: {IS_PACKAGE}; -f raw takes the file itself")));
+        }
+        self.spec_of_any(name, format)
+    }
+
+    /// The image `name`, whatever it is.
+    pub fn spec_of_any(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
         self.check(format)?;
         let Objects { secrets, tls, graph, .. } = self.objects()?;
         Ok(ImageSpec {

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `inspect`: what an image asks for.
 
-use super::arguments::{OutputFormat, one_file};
+use super::arguments::{IS_PACKAGE, OutputFormat, one_file};
 use super::untrusted::confine_to;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_block::{shown_name, visible_name};
 use cowshed_jobs::inspect::{self, InspectVerdict, Inspection};
+use cowshed_ova::Package;
 use cowshed_storage::confine::Confined;
+use cowshed_storage::path_of_text;
 use serde_json::Value;
 
 pub const VERB: Verb = Verb {
@@ -39,6 +41,9 @@ struct InspectArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = InspectArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
+    if Package::is_one(&path_of_text(file)) {
+        return Err(Failure::new(format!("{file}: {IS_PACKAGE}")));
+    }
     let confined = confine_to(file, console)?;
     let inspection = work::run_quietly(async |_| inspect::run(file).await)
         .map_err(|error| Failure::open(console.persona, file, &error))?;

@@ -24,7 +24,6 @@ pub mod measure;
 mod new_image;
 pub mod ova;
 pub mod parser;
-mod platform;
 pub mod rebase;
 pub mod rescue;
 pub mod resize;

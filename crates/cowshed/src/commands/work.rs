@@ -105,6 +105,8 @@ pub struct Foreground {
     says_end_again: bool,
     /// Errors after which 100 % is said all the same.
     ends_with: fn(&Error) -> bool,
+    /// What a signal leaves behind.
+    leaves: &'static str,
 }
 
 type Watch = Box<dyn FnOnce() + Send>;
@@ -126,6 +128,7 @@ impl Foreground {
             is_late: false,
             says_end_again: false,
             ends_with: |_| false,
+            leaves: INCOMPLETE,
         })
     }
 
@@ -147,6 +150,13 @@ impl Foreground {
     #[must_use]
     pub fn ending_with(mut self, refusals: fn(&Error) -> bool) -> Self {
         self.ends_with = refusals;
+        self
+    }
+
+    /// Of work whose result has its name when it is whole.
+    #[must_use]
+    pub fn leaving_nothing(mut self) -> Self {
+        self.leaves = "nothing was made";
         self
     }
 
@@ -202,7 +212,7 @@ impl Foreground {
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {
-                Failure::new(format!("interrupted; {INCOMPLETE}")).code(signal_exit_code(signal))
+                Failure::new(format!("interrupted; {}", self.leaves)).code(signal_exit_code(signal))
             }
             _ => failed(&reason(error)),
         })

@@ -25,10 +25,14 @@ pub fn set_persona(persona: Persona) {
     print_recoveries(print_recovery);
 }
 
+/// Whose manners this process has.
+pub fn persona() -> Persona {
+    PERSONA.get().copied().unwrap_or(Persona::Cowshed)
+}
+
 /// Prints one warning. There is nobody to tell when that fails.
 pub fn print(text: &str) {
-    let persona = PERSONA.get().copied().unwrap_or(Persona::Cowshed);
-    if let Some(text) = worded(persona, &in_lines(text)) {
+    if let Some(text) = worded(persona(), &in_lines(text)) {
         let _ = std::io::stderr().lock().write_all(&name_of_text(&text));
     }
 }

@@ -29,6 +29,7 @@ mod on_servers;
 mod onto_itself;
 mod oracle;
 mod ova;
+mod ova_edges;
 mod package;
 mod packed_formats;
 mod pages;

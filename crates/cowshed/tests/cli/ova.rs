@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Two disks with content, `a.qcow2` and `b.raw`.
-fn disks() -> Oracle {
+pub(super) fn disks() -> Oracle {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 a.qcow2 10M");
     oracle.io(&["write -P 0x11 1M 2M", "write -P 0x22 7M 64k"], "a.qcow2");
@@ -16,7 +16,7 @@ fn disks() -> Oracle {
     oracle
 }
 
-fn run(oracle: &Oracle, program: &str, arguments: &[String]) -> Said {
+pub(super) fn run(oracle: &Oracle, program: &str, arguments: &[String]) -> Said {
     let output = Command::new(program)
         .args(arguments)
         .current_dir(oracle.work())
@@ -27,12 +27,12 @@ fn run(oracle: &Oracle, program: &str, arguments: &[String]) -> Said {
     Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
 }
 
-fn cowshed(oracle: &Oracle, line: &str) -> Said {
+pub(super) fn cowshed(oracle: &Oracle, line: &str) -> Said {
     run(oracle, env!("CARGO_BIN_EXE_cowshed"), &words(line))
 }
 
 #[track_caller]
-fn ok(oracle: &Oracle, line: &str) -> String {
+pub(super) fn ok(oracle: &Oracle, line: &str) -> String {
     let said = cowshed(oracle, line);
     assert_eq!(said.code, Some(0), "{line}: {said:?}");
     said.out
@@ -40,7 +40,7 @@ fn ok(oracle: &Oracle, line: &str) -> String {
 
 /// Refused in one line that has these words.
 #[track_caller]
-fn refused(oracle: &Oracle, line: &str, words: &[&str]) -> String {
+pub(super) fn refused(oracle: &Oracle, line: &str, words: &[&str]) -> String {
     let said = cowshed(oracle, line);
     assert_eq!(said.code, Some(1), "{line}: {said:?}");
     assert!(!said.err.contains("panicked"), "{line}: {said:?}");
@@ -53,13 +53,13 @@ fn refused(oracle: &Oracle, line: &str, words: &[&str]) -> String {
 }
 
 #[track_caller]
-fn tool(oracle: &Oracle, program: &str, line: &str) -> String {
+pub(super) fn tool(oracle: &Oracle, program: &str, line: &str) -> String {
     let said = run(oracle, program, &words(line));
     assert_eq!(said.code, Some(0), "{program} {line}: {said:?}");
     said.out
 }
 
-fn names(folder: &Path) -> Vec<String> {
+pub(super) fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = entries.collect();
     names.sort();
@@ -67,7 +67,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 /// Unpacks `m.ova`, changes its descriptor, and packs it with tar, without a manifest.
-fn changed(oracle: &Oracle, change: impl FnOnce(&str) -> String) -> PathBuf {
+pub(super) fn changed(oracle: &Oracle, change: impl FnOnce(&str) -> String) -> PathBuf {
     let folder = oracle.work().join("changed");
     let _ = fs::remove_dir_all(&folder);
     ok(oracle, "ova unpack m.ova changed");
@@ -332,6 +332,14 @@ fn what_importers_reject_is_found() {
         ("<vssd:VirtualSystemType>vmx-10</vssd:VirtualSystemType>", "", "error", "names no family of hardware"),
         ("VirtualHardwareSection", "OtherSection", "error", "has no VirtualHardwareSection"),
         ("VirtualSystem>", "Other>", "error", "damaged"),
+        ("<rasd:InstanceID>4</rasd:InstanceID>", "", "error", "has no InstanceID"),
+        ("<rasd:VirtualQuantity>1024<", "<rasd:VirtualQuantity>1022<", "error", "of memory: it wants whole 4 MiB"),
+        (
+            end,
+            &format!("<vmw:Config vmw:key=\"firmware\" vmw:value=\"efi\"/>{end}"),
+            "warning",
+            "doesn't read the firmware",
+        ),
         (end, &item(controller), "error", "VMware rejects the controller 'PIIX4'"),
         (end, &item(sound), "error", "VMware rejects the sound card"),
         (end, &item("<rasd:ResourceType></rasd:ResourceType>"), "error", "has no ResourceType"),
@@ -356,6 +364,18 @@ fn what_importers_reject_is_found() {
         assert!(found || is_refused, "{from} → {to}: {said:?}");
         assert_eq!(said.code == Some(0), *weight == "warning", "{from} → {to}: {said:?}");
     }
+    // A descriptor without a machine.
+    changed(&oracle, |ovf| {
+        let (start, end) = (ovf.find("  <VirtualSystem ").unwrap(), ovf.find("</Envelope>").unwrap());
+        format!("{}{}", &ovf[..start], &ovf[end..])
+    });
+    let said = cowshed(&oracle, "ova verify changed.ova");
+    assert!(said.code == Some(2) && said.out.contains("error: the descriptor has no VirtualSystem"), "{said:?}");
+    assert!(said.out.contains("warning: there is no manifest"), "{said:?}");
+    // A raw disk of another length than the descriptor says.
+    changed(&oracle, |ovf| ovf.replace("vmdk.html#streamOptimized", "raw"));
+    let said = cowshed(&oracle, "ova verify --for virtualbox changed.ova");
+    assert!(said.code == Some(2) && said.out.contains("and the descriptor says 10485760"), "{said:?}");
     // The disk is another kind of VMDK.
     for options in ["subformat=monolithicSparse", "subformat=monolithicFlat"] {
         changed(&oracle, |ovf| ovf.replace(" ovf:size=", " other="));
@@ -382,6 +402,8 @@ fn what_importers_reject_is_found() {
     let good = oracle.work().join("good");
     fs::write(good.join("m.cert"), "x").unwrap();
     assert_eq!(verify("m.ovf m.mf m.cert m-disk1.vmdk", "warning: the signature isn't checked"), Some(0));
+    fs::write(good.join("README"), "x").unwrap();
+    assert_eq!(verify("m.ovf m.mf README m-disk1.vmdk", "warning: nothing refers to 'README'"), Some(2));
     fs::copy(good.join("m.mf"), good.join("x.mf")).unwrap();
     assert_eq!(verify("m.ovf x.mf m-disk1.vmdk", "hasn't the descriptor's name"), Some(2));
     let manifest = fs::read_to_string(good.join("m.mf")).unwrap();
@@ -428,6 +450,10 @@ fn wrong_words_are_refused_before_anything_is_made() {
         ("convert -O ova --for xen a.qcow2 m.ova", "no importer"),
         ("convert -O ova --vm-cpus 0 a.qcow2 m.ova", "at least one processor"),
         ("convert -O ova --vm-memory 1000k a.qcow2 m.ova", "whole number of MiB"),
+        ("convert -O ova --vm-memory 1026M a.qcow2 m.ova", "multiples of 4 MiB"),
+        ("convert -O ova --vm-memory 2T a.qcow2 m.ova", "1 TiB of memory"),
+        ("convert -O ova --vm-cpus 65 a.qcow2 m.ova", "up to 64 processors"),
+        ("convert -O ova --vm-network none --vm-network x a.qcow2 m.ova", "no other networks"),
         ("convert -O ova --for virtualbox --vm-firmware efi a.qcow2 m.ova", "turn EFI on"),
         ("convert -O ova --untrusted a.qcow2 m.ova", "--untrusted makes no packages"),
         ("convert -O ova a.qcow2 folder", "no plain file"),

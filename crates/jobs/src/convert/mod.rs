@@ -73,6 +73,8 @@ pub struct ConvertOptions {
     pub skip_broken_bitmaps: bool,
     /// The size of a new target is rounded up to a multiple of so many bytes, by zeroes.
     pub size_unit_bytes: u64,
+    /// A disk of 0 bytes is an error: no machine takes it.
+    pub refuses_empty: bool,
 }
 
 impl ConvertOptions {
@@ -99,6 +101,7 @@ impl ConvertOptions {
             bitmaps: false,
             skip_broken_bitmaps: false,
             size_unit_bytes: 1,
+            refuses_empty: false,
         }
     }
 }
@@ -108,6 +111,8 @@ impl ConvertOptions {
 pub struct ConvertOutcome {
     /// Virtual size of the target, bytes.
     pub size: u64,
+    /// Of the sources together, bytes.
+    pub source_bytes: u64,
     /// Bytes written as data.
     pub data_bytes: u64,
     /// Bytes left or made zero.
@@ -207,6 +212,10 @@ pub(crate) async fn convert_sources(
     sources: &Sources,
     job: &JobHandle,
 ) -> Result<ConvertOutcome> {
+    if options.refuses_empty && sources.size() == 0 {
+        let name = options.sources.first().map_or("", |source| &source.name);
+        return Err(Error::invalid_argument("the disk is empty (0 bytes)").file(name));
+    }
     let target = Target::open(options, sources).await?;
     let bitmaps = check_bitmap_target(options, sources, &target).await;
     let settings = match bitmaps.and_then(|()| settings(options, &target)) {
@@ -233,7 +242,9 @@ pub(crate) async fn convert_sources(
     let closed = target.node.close().await;
     let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
     match outcome {
-        Ok(outcome) => Ok(ConvertOutcome { size, unknown: sources.take_unknown(), ..outcome }),
+        Ok(outcome) => {
+            Ok(ConvertOutcome { size, source_bytes: sources.size(), unknown: sources.take_unknown(), ..outcome })
+        }
         Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
         Err(error) => {
             // A part of a disk that looks like a whole one, on what may be a full disk.

@@ -23,7 +23,8 @@ pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &Jo
     let raw = beside(target)?;
     let name = raw.path().display().to_string();
     let spec = ImageSpec { name, format: Some("raw".to_owned()), ..options.target.clone() };
-    let outcome = convert::run(&ConvertOptions { target: spec, ..options.clone() }, job).await?;
+    let options = ConvertOptions { target: spec, refuses_empty: true, ..options.clone() };
+    let outcome = convert::run(&options, job).await?;
     let failed = |error: &std::io::Error, doing: &str| Error::io(error, doing).file(target.display().to_string());
     // The conversion may have made the file anew.
     let mut disk = File::open(raw.path()).map_err(|error| failed(&error, "could not read the disk"))?;
@@ -39,7 +40,8 @@ pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &Jo
     let mut stored = 0;
     for (start, size) in runs {
         disk.seek(std::io::SeekFrom::Start(start)).map_err(|error| failed(&error, "could not read the disk"))?;
-        let copied = copy(&mut (&mut disk).take(size), &mut archive, job)?;
+        let (copied, _) = copy(&mut (&mut disk).take(size), &mut archive, job)
+            .map_err(|error| error.file(target.display().to_string()))?;
         if copied != size {
             return Err(Error::internal("the disk became shorter"));
         }

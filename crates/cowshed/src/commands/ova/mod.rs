@@ -8,9 +8,9 @@ pub mod source;
 pub mod target;
 
 use super::arguments::OutputFormat;
-use super::{Verb, untrusted, work};
+use super::{Verb, new_image, untrusted, work};
 use crate::output::{Console, Failure, json, size::human};
-use archive::{Archive, Content};
+use archive::{Archive, Holes};
 use clap::{ArgMatches, Args, FromArgMatches, Subcommand, ValueEnum};
 use cowshed_block::{Error, Result};
 use cowshed_jobs::JobHandle;
@@ -18,12 +18,14 @@ use cowshed_ova::Package;
 use cowshed_ova::checks::{self, Finding, Weight};
 use cowshed_ova::envelope::resource;
 use cowshed_ova::machine::Importer;
-use cowshed_ova::manifest::{DigestKind, Line};
+use cowshed_ova::manifest::DigestKind;
 use cowshed_ova::tar::{has_ending, printable};
 use cowshed_storage::path_of_text;
 use serde_json::json;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
+use tempfile::TempPath;
 
 /// The exit code for a package that is damaged, or that an importer rejects.
 const REJECTED: u8 = 2;
@@ -39,7 +41,7 @@ pub const VERB: Verb = Verb {
     examples: "  cowshed ova info machine.ova
   cowshed ova verify --for vmware machine.ova
   cowshed ova unpack machine.ova folder
-      Compares the files with the manifest first, and overwrites nothing.
+      Compares the files with the manifest, and overwrites nothing.
   cowshed ova pack folder/machine.ovf machine.ova
       With a new manifest, in the order that importers want.",
     in_qemu_img: false,
@@ -232,7 +234,7 @@ fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8,
             stem
         }
     };
-    let job = work::Foreground::new(console.persona, false, true, "unpacking")?;
+    let job = work::Foreground::new(console.persona, false, true, "unpacking")?.leaving_nothing();
     let unpacked =
         job.run(async |handle| unpack_to(&package, &folder, &handle), |error| Failure::new(error.to_string()));
     let count = unpacked?;
@@ -241,24 +243,23 @@ fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8,
     Ok(0)
 }
 
-/// Writes the files; after an error none of them is there.
+/// Writes the files, and compares what was written with the manifest. They have other names until all are right; after an error
+/// none of them is there.
 fn unpack_to(package: &Package, folder: &Path, job: &JobHandle) -> Result<usize> {
-    check(package, job)?;
-    let named =
-        |path: &Path, error: &std::io::Error, doing: &str| Error::io(error, doing).file(path.display().to_string());
+    check(package)?;
+    let named = |path: &Path, error: &io::Error, doing: &str| Error::io(error, doing).file(path.display().to_string());
     let is_new = match fs::create_dir(folder) {
         Ok(()) => true,
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => false,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
         Err(error) => return Err(named(folder, &error, "could not make the folder")),
     };
     let mut made = Vec::new();
-    let result = package.members.iter().try_for_each(|member| {
-        let path = folder.join(&member.name);
-        let mut target = fs::File::create_new(&path).map_err(|error| named(&path, &error, "could not make"))?;
-        made.push(path.clone());
-        archive::copy(&mut *package.reader(member)?, &mut target, job)
-            .and_then(|_| target.sync_all().map_err(|error| Error::io(&error, "could not flush")))
-            .map_err(|error| error.file(path.display().to_string()))
+    let result = write_parts(package, folder, job).and_then(|parts| {
+        for (part, path) in parts {
+            part.persist_noclobber(&path).map_err(|error| named(&path, &error.error, "could not make"))?;
+            made.push(path);
+        }
+        archive::flush_folder(folder)
     });
     if result.is_err() {
         made.iter().for_each(|path| drop(fs::remove_file(path)));
@@ -269,55 +270,77 @@ fn unpack_to(package: &Package, folder: &Path, job: &JobHandle) -> Result<usize>
     result.map(|()| package.members.len())
 }
 
+/// The files of a package in a folder, with the names that they are to have.
+fn write_parts(package: &Package, folder: &Path, job: &JobHandle) -> Result<Vec<(TempPath, PathBuf)>> {
+    let mut parts = Vec::new();
+    let paths = package.members.iter().map(|member| folder.join(&member.name));
+    if let Some(path) = paths.clone().find(|path| path.symlink_metadata().is_ok()) {
+        let error = io::Error::from(rustix::io::Errno::EXIST);
+        return Err(Error::io(&error, "could not make").file(path.display().to_string()));
+    }
+    for (member, path) in package.members.iter().zip(paths) {
+        let named = |error: Error| error.file(path.display().to_string());
+        let part = archive::beside(&path)?;
+        let mut writer = Holes::new(part.as_file());
+        package.copy(member, &mut writer, None, &|| job.is_cancelled()).map_err(named)?;
+        writer.finish().map_err(|error| named(Error::io(&error, "could not flush")))?;
+        // Not all can be open at once.
+        parts.push((part.into_temp_path(), path));
+    }
+    Ok(parts)
+}
+
 fn pack(file: &str, target: &str, force: bool, console: &mut Console) -> Result<u8, Failure> {
     let path = path_of_text(file);
     let package = Package::open(&path).map_err(failed)?;
     if package.is_archive() {
         return Err(Failure::new(format!("{file}: it is packed already; pack wants a descriptor (.ovf)")));
     }
-    let target_path = path_of_text(target);
+    let target_path = new_image::local_path(target);
     let _held = archive::claim(&target_path, force).map_err(failed)?;
-    let job = work::Foreground::new(console.persona, false, true, "packing")?;
-    job.run(async |handle| pack_to(&package, &target_path, force, &handle), |error| Failure::new(error.to_string()))?;
-    let count = package.members.len() + usize::from(package.manifest.is_none());
+    let job = work::Foreground::new(console.persona, false, true, "packing")?.leaving_nothing();
+    let count = job.run(
+        async |handle| pack_to(&package, &target_path, force, &handle),
+        |error| Failure::new(archive::with_final_names(&error.to_string(), &target_path)),
+    )?;
+    for name in package.members.iter().map(|member| &member.name).filter(|name| has_ending(name, "cert")) {
+        let name = printable(name);
+        console.complain(format_args!("warning: {name} is left out: it signs the manifest that was there"));
+    }
     console.line(format_args!("{target}: {count} files"));
     Ok(0)
 }
 
-fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Result<()> {
+/// Copies each file once: its digests are those of the bytes in the archive. The count of files there.
+fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Result<usize> {
     package.check_target(target)?;
     // An error that shows now shows before any importer sees the package.
-    check(package, job)?;
-    let is_manifest = |name: &str| package.manifest_name.as_deref() == Some(name);
-    let files: Vec<_> = package.members.iter().filter(|member| !is_manifest(&member.name)).collect();
-    let mut lines = Vec::new();
-    for member in &files {
-        if member.name != package.descriptor && ["ovf", "mf"].iter().any(|ending| has_ending(&member.name, ending)) {
-            let message = format!("'{}' would be a second descriptor or manifest", printable(&member.name));
-            return Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message));
-        }
-        let digest = package.digest(member, DigestKind::Sha256, &|| job.is_cancelled())?;
-        lines.push(Line { kind: DigestKind::Sha256, name: member.name.clone(), digest });
+    check(package)?;
+    let files: Vec<_> = package.members.iter().filter(|member| !package.needs_no_digest(&member.name)).collect();
+    let is_second = |name: &str| ["ovf", "mf"].iter().any(|ending| has_ending(name, ending));
+    if let Some(member) = files.iter().find(|member| member.name != package.descriptor && is_second(&member.name)) {
+        let message = format!("'{}' would be a second descriptor or manifest", printable(&member.name));
+        return Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message));
     }
     let mut archive = Archive::create(target)?;
-    let manifest: String = lines.iter().map(Line::text).collect();
     for (index, member) in files.iter().enumerate() {
-        let content = Content { reader: package.reader(member)?, len: member.len };
-        archive.add(&member.name, content, job)?;
+        let copy = |file: &mut fs::File| package.copy(member, file, Some(DigestKind::Sha256), &|| job.is_cancelled());
+        archive.add(&member.name, member.len, copy)?;
         if index == 0 {
-            let name = manifest_name(&package.descriptor);
-            archive.add(&name, Content::of(manifest.as_bytes()), job)?;
+            let names = files.iter().map(|member| member.name.as_str());
+            archive.place_manifest(&manifest_name(&package.descriptor), names)?;
         }
     }
-    archive.finish(target, force)
+    archive.finish(force)?;
+    Ok(files.len() + 1)
 }
 
-/// Refuses a package that lacks a part of a disk, or that isn't as its manifest says.
-fn check(package: &Package, job: &JobHandle) -> Result<()> {
+/// Refuses a package that lacks a part of a disk, or whose manifest names other files. No file is read.
+fn check(package: &Package) -> Result<()> {
     for reference in &package.envelope.files {
         package.pieces(reference)?;
     }
-    package.check_digests(&|| job.is_cancelled())
+    package.check_names()
 }
 
 /// The name of the manifest of a descriptor.

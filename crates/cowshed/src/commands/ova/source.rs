@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A disk of a package as the source of a conversion.
 
-use super::archive::{beside, copy};
-use crate::output::Failure;
+use super::archive::{aside, folder_of};
+use crate::output::{Console, Failure};
 use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::open::Policy;
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_ova::tar::printable;
-use cowshed_ova::{Package, PackedDisk};
+use cowshed_ova::{Package, PackedDisk, Stamps};
 use serde_json::json;
 use std::path::Path;
 use tempfile::NamedTempFile;
@@ -17,9 +17,13 @@ pub struct Chosen {
     /// How it is opened.
     pub spec: ImageSpec,
     /// Its length by the descriptor, in bytes.
-    pub capacity_bytes: Option<u64>,
+    capacity_bytes: Option<u64>,
     /// What messages call it in place of the name in `spec`.
     pub shown: String,
+    /// The manifest that its files were compared with.
+    has_manifest: bool,
+    /// Its files as they were before that.
+    stamps: Stamps,
     /// What messages may call it.
     names: [String; 2],
     /// The file that pieces were put together in.
@@ -38,21 +42,31 @@ pub fn choose(
 ) -> Result<Chosen> {
     let disk = find(package, wanted)?;
     if disk.is_gzip {
-        let message = format!("disk '{}' is stored with gzip: unpack the package first", printable(&disk.name));
+        let name = printable(&disk.name);
+        let message =
+            format!("disk '{name}' is stored with gzip: unpack the package, and decompress that file (gunzip)");
         return Err(Error::unsupported(message));
     }
+    let stamps = package.stamps(&disk)?;
+    let is_ended = || job.is_cancelled();
+    let has_manifest = package.manifest.is_some();
+    // Pieces are compared when they are put together.
+    let in_place = match disk.pieces.as_slice() {
+        // A window of a file has whole sectors.
+        [piece] if !package.is_archive() || piece.len.is_multiple_of(512) => Some(piece),
+        _ => None,
+    };
     for name in disk.pieces.iter().map(|piece| piece.name.as_str()).chain([package.descriptor.as_str()]) {
-        if package.manifest.is_some() && !package.check_digest(name, &|| job.is_cancelled())? {
-            let message = format!("the manifest has no digest of '{}'", printable(name));
-            return Err(Error::new(ErrorKind::InvalidImage, message));
+        let is_named = package.manifest.iter().any(|manifest| manifest.of(name).is_some());
+        if has_manifest && !is_named {
+            return Err(package.no_digest(name));
         }
-        if job.is_cancelled() {
-            return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
+        if in_place.is_some() || name == package.descriptor {
+            package.check_digest(name, &is_ended)?;
         }
     }
-    let (name, joined) = match disk.pieces.as_slice() {
-        // A window of a file has whole sectors.
-        [piece] if !package.is_archive() || piece.len.is_multiple_of(512) => {
+    let (name, joined) = match in_place {
+        Some(piece) => {
             let file = json!({ "driver": "file", "filename": piece.path.display().to_string() });
             let file = match package.is_archive() {
                 true => json!({ "driver": "raw", "offset": piece.offset, "size": piece.len, "file": file }),
@@ -60,16 +74,17 @@ pub fn choose(
             };
             (json!({ "driver": disk.format, "file": file }), None)
         }
-        _ if is_untrusted => {
+        None if is_untrusted => {
             let message =
                 "a disk in pieces is put together in another file first, which --untrusted doesn't make: unpack it";
             return Err(Error::unsupported(message));
         }
-        pieces => {
-            let mut joined = beside(target)?;
-            for piece in pieces {
+        None => {
+            let mut joined = aside(target)?;
+            for piece in &disk.pieces {
                 let member = package.member(&piece.name).ok_or_else(|| Error::internal("a piece without a file"))?;
-                copy(&mut *package.reader(member)?, joined.as_file_mut(), job)?;
+                let copied = package.copy(member, joined.as_file_mut(), None, &is_ended);
+                copied.map_err(|error| error.file(folder_of(joined.path()).display().to_string()))?;
             }
             let file = json!({ "driver": "file", "filename": joined.path().display().to_string() });
             (json!({ "driver": disk.format, "file": file }), Some(joined))
@@ -87,10 +102,26 @@ pub fn choose(
     let name = names[0].clone();
     let shown = format!("{}: disk '{}'", image.name, printable(&disk.name));
     let spec = ImageSpec { name, format: None, image_opts: false, policy, ..image.clone() };
-    Ok(Chosen { spec, capacity_bytes: disk.capacity_bytes, shown, names, joined })
+    Ok(Chosen { spec, capacity_bytes: disk.capacity_bytes, shown, has_manifest, stamps, names, joined })
 }
 
 impl Chosen {
+    /// What is to be said of the disk when it was copied: it has `bytes`.
+    ///
+    /// # Errors
+    /// Where its files were changed meanwhile.
+    pub fn tell(&self, bytes: u64, console: &mut Console) -> Result<(), Failure> {
+        self.stamps.check().map_err(|error| Failure::new(error.to_string()))?;
+        let shown = &self.shown;
+        if !self.has_manifest {
+            console.complain(format_args!("warning: {shown} is unchecked: there is no manifest"));
+        }
+        if let Some(said) = self.capacity_bytes.filter(|said| *said != bytes) {
+            console.complain(format_args!("warning: {shown} has {bytes} bytes, and its package says {said}"));
+        }
+        Ok(())
+    }
+
     /// An error or a message about the disk, in words that the user gave.
     pub fn named(&self, failure: Failure) -> Failure {
         let mut message = failure.message.clone();

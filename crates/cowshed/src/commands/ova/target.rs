@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A new package as the target of a conversion: each source becomes a disk.
 
-use super::archive::{Archive, Content, beside, claim};
+use super::archive::{Archive, beside, claim, copy};
 use super::{ForArg, manifest_name};
 use crate::commands::sizes;
 use crate::output::Failure;
@@ -9,10 +9,10 @@ use clap::{Args, ValueEnum};
 use cowshed_block::{Error, Result};
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_ova::machine::{Firmware, Importer, NewDisk, NewMachine};
-use cowshed_ova::manifest::{DigestKind, Line};
-use cowshed_ova::tar::has_ending;
+use cowshed_ova::machine::{Firmware, Importer, NewDisk, NewMachine, file_name};
+use cowshed_ova::tar::{self, Dialect, has_ending};
 use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use tempfile::NamedTempFile;
 
@@ -52,8 +52,8 @@ impl MachineArgs {
         vm_name.is_none() && vm_cpus.is_none() && vm_memory.is_none() && vm_firmware.is_none() && vm_network.is_empty()
     }
 
-    /// The machine for these importers, without its disks.
-    pub fn machine(&self, target: &Path, importer: Importer) -> Result<NewMachine, Failure> {
+    /// The machine for these importers, with so many disks, whose lengths aren't known yet.
+    pub fn machine(&self, target: &Path, importer: Importer, disks: usize) -> Result<NewMachine, Failure> {
         let stem = target.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let memory = match &self.vm_memory {
             Some(text) => sizes::size("memory size", text)?,
@@ -66,6 +66,9 @@ impl MachineArgs {
         let networks = match self.vm_network.as_slice() {
             [] => vec![usual.to_owned()],
             [only] if only == "none" => Vec::new(),
+            several if several.iter().any(|network| network == "none") => {
+                return Err(Failure::new("--vm-network none: a machine without a card has no other networks"));
+            }
             several => several.to_vec(),
         };
         let machine = NewMachine {
@@ -78,12 +81,19 @@ impl MachineArgs {
             },
             networks,
             importer,
-            disks: Vec::new(),
+            disks: (1..=disks).map(|number| new_disk(format!("{}-disk{number}.vmdk", stem_of(target)))).collect(),
         };
         // An error that shows now would show after the copying, too.
-        machine.descriptor().map_err(|error| Failure::new(error.to_string()))?;
+        let names = machine.disks.last().map(|disk| tar::header(&disk.name, 0, 0, Dialect::Ustar).map(drop));
+        let checked = machine.descriptor().map(drop).and_then(|()| names.unwrap_or(Ok(())));
+        checked.map_err(|error| Failure::new(error.to_string()))?;
         Ok(machine)
     }
+}
+
+/// A disk of which only the name is known: of one sector.
+fn new_disk(name: String) -> NewDisk {
+    NewDisk { name, file_bytes: 0, capacity_bytes: 512, populated_bytes: None }
 }
 
 /// True where a package is to be made: by its format, else by the ending of its name.
@@ -127,52 +137,50 @@ pub async fn pack(
 ) -> Result<Packed> {
     // A file that another one uses, and one of the sources, keep their name.
     let _held = claim(target, force)?;
-    let stem = target.file_stem().and_then(|stem| stem.to_str()).unwrap_or("machine").to_owned();
     let mut files: Vec<NamedTempFile> = Vec::new();
     let mut outcomes = Vec::new();
-    for (index, source) in options.sources.iter().enumerate() {
+    for (source, disk) in options.sources.iter().zip(&mut machine.disks) {
         let file = beside(target)?;
         let name = file.path().display().to_string();
-        let disk = ImageSpec { name, format: Some("vmdk".to_owned()), ..options.target.clone() };
+        let spec = ImageSpec { name, format: Some("vmdk".to_owned()), ..options.target.clone() };
         let options = ConvertOptions {
             sources: vec![source.clone()],
-            target: disk,
+            target: spec,
             create_options: vec![disk_options(machine.importer)],
+            refuses_empty: true,
             ..options.clone()
         };
         let outcome = convert::run(&options, job).await?;
         // The conversion makes the file anew.
-        let len =
-            std::fs::metadata(file.path()).map_err(|error| Error::io(&error, "could not look at the disk"))?.len();
-        let name = format!("{stem}-disk{}.vmdk", index + 1);
-        machine.disks.push(NewDisk {
-            name,
-            file_bytes: len,
-            capacity_bytes: outcome.size,
-            populated_bytes: Some(outcome.data_bytes),
-        });
+        disk.file_bytes = std::fs::metadata(file.path()).map_err(|error| unread(&error))?.len();
+        disk.capacity_bytes = outcome.size;
+        disk.populated_bytes = Some(outcome.data_bytes);
         files.push(file);
         outcomes.push(outcome);
     }
     let descriptor = machine.descriptor()?;
-    let descriptor_name = format!("{stem}.ovf");
-    let digest = |name: &str, reader: &mut dyn std::io::Read| {
-        let digest = DigestKind::Sha256.of(reader).map_err(|error| Error::io(&error, "could not read the disk"))?;
-        Ok::<Line, Error>(Line { kind: DigestKind::Sha256, name: name.to_owned(), digest })
-    };
-    let open =
-        |file: &NamedTempFile| File::open(file.path()).map_err(|error| Error::io(&error, "could not read the disk"));
-    let mut manifest = digest(&descriptor_name, &mut descriptor.as_bytes())?.text();
-    for (disk, file) in machine.disks.iter().zip(&files) {
-        manifest.push_str(&digest(&disk.name, &mut open(file)?)?.text());
-    }
+    let descriptor_name = format!("{}.ovf", stem_of(target));
     let mut archive = Archive::create(target)?;
-    archive.add(&descriptor_name, Content::of(descriptor.as_bytes()), job)?;
-    archive.add(&manifest_name(&descriptor_name), Content::of(manifest.as_bytes()), job)?;
+    let add = |archive: &mut Archive, name: &str, len: u64, reader: &mut dyn Read| {
+        archive.add(name, len, |file| copy(reader, file, job).map(|(_, digest)| digest))
+    };
+    add(&mut archive, &descriptor_name, descriptor.len() as u64, &mut descriptor.as_bytes())?;
+    let names = machine.disks.iter().map(|disk| disk.name.as_str());
+    archive.place_manifest(&manifest_name(&descriptor_name), std::iter::once(descriptor_name.as_str()).chain(names))?;
     for (disk, file) in machine.disks.iter().zip(&files) {
-        archive.add(&disk.name, Content { reader: Box::new(open(file)?), len: disk.file_bytes }, job)?;
+        let mut reader = File::open(file.path()).map_err(|error| unread(&error))?;
+        add(&mut archive, &disk.name, disk.file_bytes, &mut reader)?;
     }
-    archive.finish(target, force)?;
+    archive.finish(force)?;
     let len = std::fs::metadata(target).map_or(0, |about| about.len());
     Ok(Packed { disks: outcomes, len })
+}
+
+fn unread(error: &std::io::Error) -> Error {
+    Error::io(error, "could not read the disk")
+}
+
+/// What the names of a package's files begin with.
+fn stem_of(target: &Path) -> String {
+    file_name(target.file_stem().and_then(|stem| stem.to_str()).unwrap_or("machine"))
 }

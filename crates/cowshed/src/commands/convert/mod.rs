@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `convert`: copies images into a new one, in another format.
 
+mod package;
+mod platform;
+
 use super::arguments::{NamingArgs, Objects, cache_mode};
-use super::platform::{self, GCP_FORMAT, Platform};
 use super::untrusted::Use;
 use super::{Verb, create_options, new_image, ova, sizes, work};
 use crate::invocation::Persona;
@@ -17,8 +19,8 @@ use cowshed_image::options::{BareKey, parse_list};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_offline::snapshots::SnapshotName;
-use cowshed_ova::Package;
 use cowshed_ova::tar::has_ending;
+use platform::GCP_FORMAT;
 use std::time::Instant;
 
 /// Requests in flight with `-m`.
@@ -179,21 +181,21 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify image file name"));
     };
     if console.persona == Persona::Cowshed && ova::target::is_meant(args.target_format.as_deref(), target) {
-        if is_package(&mut args, sources, console)? {
+        if package::is_one(&mut args, sources, console)? {
             return Err(Failure::new("a package is made of disks: convert those of the other one first"));
         }
-        return pack(args, sources, target, console);
+        return package::pack(args, sources, target, console);
     }
     if !args.machine.is_empty() {
         return Err(Failure::new("--vm-... is about the machine of a package: it needs -O ova"));
     }
-    let platform = platform(&mut args, target)?;
+    let platform = platform::settle(&mut args, target)?;
     if platform.is_some_and(|platform| platform.format == GCP_FORMAT) {
-        return pack_for_cloud(args, sources, target, console);
+        return platform::pack(args, sources, target, console);
     }
     let is_known_by_name = |name: &String| ["ova", "ovf"].iter().any(|ending| has_ending(name, ending));
     let is_told = args.format.is_some() || sources.iter().any(is_known_by_name);
-    let is_package = is_package(&mut args, sources, console)?;
+    let is_package = package::is_one(&mut args, sources, console)?;
     let mut chosen = None;
     if !args.no_create {
         let of_name = new_image::format(args.target_format.as_deref(), target, "-O", console)?;
@@ -203,12 +205,13 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     let mut options = options(&args, sources, target)?;
     options.size_unit_bytes = platform.map_or(1, |platform| platform.size_unit_bytes);
+    options.refuses_empty = platform.is_some();
     let later = check_target(&args).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
     guard(&args, &options, console)?;
-    let packed = is_package.then(|| unpack(&args, &options, console)).transpose()?;
+    let packed = is_package.then(|| package::disk(&args, &options, console)).transpose()?;
     if let Some(disk) = &packed {
         if !is_told {
             // A guest may write the first sector of its disk.
@@ -234,11 +237,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if let Some(chosen) = chosen {
         chosen.tell(args.quiet, console);
     }
-    if let Some((disk, said)) = packed.as_ref().and_then(|disk| Some((disk, disk.capacity_bytes?)))
-        && said != outcome.size
-    {
-        let (name, size) = (&disk.shown, outcome.size);
-        console.complain(format_args!("warning: {name} has {size} bytes, and its package says {said}"));
+    if let Some(disk) = &packed {
+        disk.tell(outcome.source_bytes, console)?;
     }
     for error in &outcome.unknown {
         console.complain(format_args!("warning: {}", error.sentence()));
@@ -254,146 +254,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         console.complain(format_args!("warning: Skipping inconsistent bitmap '{name}'"));
     }
     if let Some(platform) = platform.filter(|_| !args.quiet) {
-        tell_platform(platform, outcome.size, console);
+        platform.tell(outcome.size, console);
     }
     if console.persona == Persona::Cowshed && !args.quiet {
         summary(&outcome, target, started, console);
-    }
-    Ok(0)
-}
-
-/// What `--for` asks of the target; the format and its options are set then.
-fn platform(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
-    let Some(word) = &args.platform else { return Ok(None) };
-    let platform = platform::find(word, args.target_format.as_deref(), target)?;
-    for (wrong, option) in [
-        (args.no_create, "-n"),
-        (!args.options.is_empty(), "-o"),
-        (args.compress, "-c"),
-        (args.backing.is_some() || args.backing_format.is_some(), "-b"),
-        (args.bitmaps, "--bitmaps"),
-    ] {
-        if wrong {
-            return Err(Failure::new(format!("{option} can't be given with --for, which says how the target is made")));
-        }
-    }
-    args.target_format = Some(platform.format.to_owned());
-    if !platform.options.is_empty() {
-        args.options = vec![platform.options.to_owned()];
-    }
-    Ok(Some(platform))
-}
-
-/// One line that says what was made.
-fn tell_platform(platform: Platform, size: u64, console: &mut Console) {
-    console.complain(format_args!("for {}: {} ({size} bytes)", platform.name, platform.about));
-}
-
-/// `--for gcp`.
-fn pack_for_cloud(
-    mut args: ConvertArgs,
-    sources: &[String],
-    target: &str,
-    console: &mut Console,
-) -> Result<u8, Failure> {
-    if args.naming.untrusted.is_on() {
-        return Err(Failure::new(NO_ARCHIVES));
-    }
-    let Some(platform) = args.platform.as_deref().map(|word| platform::find(word, None, target)).transpose()? else {
-        return Err(Failure::new("--for is missing"));
-    };
-    if is_package(&mut args, sources, console)? {
-        return Err(Failure::new("an archive is made of a disk: convert the package's first"));
-    }
-    let args = ConvertArgs { target_format: Some("raw".to_owned()), ..args };
-    let options = ConvertOptions { size_unit_bytes: platform.size_unit_bytes, ..options(&args, sources, target)? };
-    let path = new_image::local_path(target);
-    let (started, persona) = (Instant::now(), console.persona);
-    let job = work::Foreground::new(persona, args.progress, args.quiet, "packing")?;
-    let work = async |handle| ova::cloud::pack(&options, &path, args.force, &handle).await;
-    let outcome = job.run(work, |error| failed(persona, &options, error))?;
-    if !args.quiet {
-        tell_platform(platform, outcome.size, console);
-        summary(&outcome, target, started, console);
-    }
-    Ok(0)
-}
-
-/// Such targets have other names at first, and a confined process can't rename or remove files.
-const NO_ARCHIVES: &str =
-    "--untrusted makes no packages: convert the image to qcow2 with it first, and then to a package without";
-
-/// True where the source is a package. A format on the command line, but for "ova", is that of the file itself.
-fn is_package(args: &mut ConvertArgs, sources: &[String], console: &Console) -> Result<bool, Failure> {
-    let is_named = args.format.as_deref() == Some("ova");
-    let may_be = console.persona == Persona::Cowshed && !args.naming.image_opts && (is_named || args.format.is_none());
-    let is_one = |source: &String| may_be && (is_named || Package::is_one(&new_image::local_path(source)));
-    match (sources, sources.iter().any(is_one)) {
-        ([_], true) => {
-            args.format = None;
-            Ok(true)
-        }
-        (_, true) => Err(Failure::new("a package (OVA, OVF) is converted by itself, one disk at a time")),
-        (_, false) if args.disk.is_some() => Err(Failure::new("--disk chooses a disk of a package (OVA, OVF)")),
-        _ => Ok(false),
-    }
-}
-
-/// The disk of the package that is the source.
-fn unpack(args: &ConvertArgs, options: &ConvertOptions, console: &Console) -> Result<ova::source::Chosen, Failure> {
-    let [image] = options.sources.as_slice() else { return Err(Failure::new("one package at a time")) };
-    let job = work::Foreground::new(console.persona, false, true, "checking")?;
-    let target = new_image::local_path(&options.target.name);
-    let is_untrusted = args.naming.untrusted.is_on();
-    let choose = async |handle| {
-        let package = Package::open(&new_image::local_path(&image.name))?;
-        package.check_target(&target)?;
-        if is_untrusted && !package.is_archive() {
-            let message = "--untrusted takes a package in one file (.ova): `cowshed ova pack` makes one";
-            return Err(Error::unsupported(message).file(&image.name));
-        }
-        let disk = ova::source::choose(&package, args.disk.as_deref(), image, &target, is_untrusted, &handle);
-        disk.map_err(|error| error.file(&image.name))
-    };
-    job.run(choose, |error| Failure::new(error.to_string()))
-}
-
-/// `-O ova`.
-fn pack(args: ConvertArgs, sources: &[String], target: &str, console: &mut Console) -> Result<u8, Failure> {
-    if args.naming.untrusted.is_on() {
-        return Err(Failure::new(NO_ARCHIVES));
-    }
-    for (wrong, option) in [
-        (args.no_create, "-n"),
-        (!args.options.is_empty(), "-o"),
-        (args.compress, "-c"),
-        (args.backing.is_some() || args.backing_format.is_some(), "-b"),
-        (args.bitmaps, "--bitmaps"),
-        (args.copy_range_offloading, "-C"),
-        (args.target_cache.is_some(), "-t"),
-        (args.disk.is_some(), "--disk"),
-    ] {
-        if wrong {
-            return Err(Failure::new(format!("{option} has no meaning for a package (-O ova)")));
-        }
-    }
-    let importer = ova::target::importer(args.platform.as_deref())?;
-    let path = new_image::local_path(target);
-    let machine = args.machine.machine(&path, importer)?;
-    let args = ConvertArgs { target_format: Some("vmdk".to_owned()), ..args };
-    let options = options(&args, sources, target)?;
-    let started = Instant::now();
-    guard(&args, &options, console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "packing")?;
-    let persona = console.persona;
-    let work = async |handle| ova::target::pack(&options, machine, &path, args.force, &handle).await;
-    let packed = job.run(work, |error| failed(persona, &options, error))?;
-    if !args.quiet {
-        let size: u64 = packed.disks.iter().map(|disk| disk.size).sum();
-        let (disks, seconds) = (packed.disks.len(), started.elapsed().as_secs_f64());
-        let what = if disks == 1 { "disk" } else { "disks" };
-        let (size, len) = (human(size), human(packed.len));
-        console.line(format_args!("{target}: a machine with {disks} {what} of {size}, in {len}, in {seconds:.1} s"));
     }
     Ok(0)
 }
@@ -521,7 +385,8 @@ fn options(args: &ConvertArgs, sources: &[String], target: &str) -> Result<Conve
     let sources: Result<Vec<ImageSpec>, Failure> = sources
         .iter()
         .map(|source| {
-            let spec = args.naming.shared(source, args.format.as_ref(), args.force_share)?;
+            let spec = args.naming.spec_of_any(source, args.format.as_ref())?;
+            let spec = args.naming.sharing(spec, args.force_share)?;
             let snapshot = args.snapshot.as_deref().map(SnapshotName::parse).transpose()?;
             Ok(ImageSpec { cache: cache.clone(), shares_raw: false, snapshot, ..spec })
         })

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `convert --for`: what each platform takes, in one table.
 
-use crate::output::Failure;
+use super::{ConvertArgs, options, package, summary};
+use crate::commands::{new_image, ova, work};
+use crate::output::{Console, Failure};
+use cowshed_jobs::convert::ConvertOptions;
+use std::time::Instant;
 
 /// A place where a disk is to run.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +22,13 @@ pub struct Platform {
     pub about: &'static str,
     /// The ending of a file that the platform takes, in lower case; none: any.
     pub ending: Option<&'static str>,
+}
+
+impl Platform {
+    /// One line that says what was made.
+    pub fn tell(self, size: u64, console: &mut Console) {
+        console.complain(format_args!("for {}: {} ({size} bytes)", self.name, self.about));
+    }
 }
 
 const MIB: u64 = 1 << 20;
@@ -80,7 +91,7 @@ const PLATFORMS: &[Platform] = &[
 pub const GCP_FORMAT: &str = "tar.gz";
 
 /// The platform of this word, for a target of this name, where the user may have given a format.
-pub fn find(word: &str, format: Option<&str>, target: &str) -> Result<Platform, Failure> {
+fn find(word: &str, format: Option<&str>, target: &str) -> Result<Platform, Failure> {
     let platform = PLATFORMS.iter().find(|platform| platform.name == word).copied().ok_or_else(|| {
         let names: Vec<&str> = PLATFORMS.iter().map(|platform| platform.name).collect();
         Failure::new(format!("no platform is called '{word}': {}", names.join(", ")))
@@ -93,4 +104,51 @@ pub fn find(word: &str, format: Option<&str>, target: &str) -> Result<Platform, 
         return Err(Failure::new(format!("{target}: --for {word} makes a file that ends with .{ending}")));
     }
     Ok(platform)
+}
+
+/// What `--for` asks of the target; the format and its options are set then.
+pub fn settle(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
+    let Some(word) = &args.platform else { return Ok(None) };
+    let platform = find(word, args.target_format.as_deref(), target)?;
+    for (wrong, option) in [
+        (args.no_create, "-n"),
+        (!args.options.is_empty(), "-o"),
+        (args.compress, "-c"),
+        (args.backing.is_some() || args.backing_format.is_some(), "-b"),
+        (args.bitmaps, "--bitmaps"),
+    ] {
+        if wrong {
+            return Err(Failure::new(format!("{option} can't be given with --for, which says how the target is made")));
+        }
+    }
+    args.target_format = Some(platform.format.to_owned());
+    if !platform.options.is_empty() {
+        args.options = vec![platform.options.to_owned()];
+    }
+    Ok(Some(platform))
+}
+
+/// `--for gcp`.
+pub fn pack(mut args: ConvertArgs, sources: &[String], target: &str, console: &mut Console) -> Result<u8, Failure> {
+    if args.naming.untrusted.is_on() {
+        return Err(Failure::new(package::NO_ARCHIVES));
+    }
+    let Some(platform) = args.platform.as_deref().map(|word| find(word, None, target)).transpose()? else {
+        return Err(Failure::new("--for is missing"));
+    };
+    if package::is_one(&mut args, sources, console)? {
+        return Err(Failure::new("an archive is made of a disk: convert the package's first"));
+    }
+    let args = ConvertArgs { target_format: Some("raw".to_owned()), ..args };
+    let options = ConvertOptions { size_unit_bytes: platform.size_unit_bytes, ..options(&args, sources, target)? };
+    let path = new_image::local_path(target);
+    let (started, persona) = (Instant::now(), console.persona);
+    let job = work::Foreground::new(persona, args.progress, args.quiet, "packing")?.leaving_nothing();
+    let work = async |handle| ova::cloud::pack(&options, &path, args.force, &handle).await;
+    let outcome = job.run(work, |error| package::failed(persona, &options, &path, error))?;
+    if !args.quiet {
+        platform.tell(outcome.size, console);
+        summary(&outcome, target, started, console);
+    }
+    Ok(0)
 }
