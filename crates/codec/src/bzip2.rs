@@ -1,270 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! bzip2, for reading: blocks of Huffman codes over move-to-front positions over a sorted rotation.
+//! bzip2, for reading.
 
 use super::bad_data;
-use cowshed_block::Result;
-
-const BLOCK_MARK: u64 = 0x3141_5926_5359;
-const END_MARK: u64 = 0x1772_4538_5090;
-const SELECTOR_SPAN: usize = 50;
-const LONGEST_CODE: usize = 20;
-const MOST_SYMBOLS: usize = 258;
+use bzip2::{Decompress, Status};
+use cowshed_block::{Errno, Error, ErrorKind, Result};
 
 /// Fills `out` with all that a stream holds, or fails.
 pub fn unpack_bzip2(packed: &[u8], out: &mut [u8]) -> Result<()> {
-    match Decoder::new(packed).and_then(|mut decoder| decoder.run(out)) {
-        Some(()) => Ok(()),
-        None => {
-            Err(bad_data(packed, "packed data are no whole bzip2 data of the length that they should have".to_owned()))
-        }
-    }
-}
-
-struct Decoder<'a> {
-    bytes: &'a [u8],
-    at: usize,
-    bits: u64,
-    count: u32,
-    /// Bytes of a block at most.
-    most: usize,
-}
-
-/// A code: for each length the first code word, the index of its symbol, and the count.
-struct Code {
-    limits: [(u32, u32, u32); LONGEST_CODE + 1],
-    symbols: Vec<u16>,
-}
-
-impl Code {
-    fn new(lengths: &[u8]) -> Option<Code> {
-        let mut code = Code { limits: [(0, 0, 0); LONGEST_CODE + 1], symbols: Vec::with_capacity(lengths.len()) };
-        let mut word = 0u32;
-        for len in 1..=LONGEST_CODE {
-            let first = code.symbols.len();
-            let with = lengths.iter().enumerate().filter(|(_, known)| usize::from(**known) == len);
-            code.symbols.extend(with.map(|(symbol, _)| symbol as u16));
-            let count = (code.symbols.len() - first) as u32;
-            code.limits[len] = (word, first as u32, count);
-            word = word.checked_add(count)?;
-            if word > 1 << len {
-                return None;
-            }
-            word <<= 1;
-        }
-        Some(code)
-    }
-}
-
-impl<'a> Decoder<'a> {
-    fn new(bytes: &'a [u8]) -> Option<Self> {
-        let level = match bytes {
-            [b'B', b'Z', b'h', level @ b'1'..=b'9', ..] => usize::from(level - b'0'),
-            _ => return None,
+    let bad = |reason: &str| bad_data(packed, format!("packed data are no whole bzip2 data of their length: {reason}"));
+    let mut decoder = Decompress::new(false);
+    let (mut read, mut written) = (0, 0);
+    // The end of a stream may stand behind the last byte: there is room for one more, which must not come.
+    let mut more = [0];
+    loop {
+        let room = match out.get_mut(written..) {
+            Some(room) if !room.is_empty() => room,
+            _ => &mut more,
         };
-        Some(Decoder { bytes, at: 4, bits: 0, count: 0, most: level * 100_000 })
-    }
-
-    /// The next bits, up to 32.
-    fn take(&mut self, wanted: u32) -> Option<u32> {
-        while self.count < wanted {
-            self.bits = self.bits << 8 | u64::from(*self.bytes.get(self.at)?);
-            self.at += 1;
-            self.count += 8;
+        let input = packed.get(read..).unwrap_or_default();
+        let status = decoder.decompress(input, room).map_err(|error| bad(&error.to_string()))?;
+        let (known_read, known_written) = (read, written);
+        read = usize::try_from(decoder.total_in()).unwrap_or(usize::MAX);
+        written = usize::try_from(decoder.total_out()).unwrap_or(usize::MAX);
+        match status {
+            _ if written > out.len() => return Err(bad("there is more")),
+            Status::StreamEnd if written == out.len() => return Ok(()),
+            Status::StreamEnd => return Err(bad("there is less")),
+            Status::MemNeeded => return Err(Error::new(ErrorKind::Io, "no memory for bzip2").with_errno(Errno::ENOMEM)),
+            _ if (read, written) == (known_read, known_written) => return Err(bad("they are cut off")),
+            _ => {}
         }
-        self.count -= wanted;
-        let value = self.bits >> self.count & ((1u64 << wanted) - 1);
-        Some(value as u32)
-    }
-
-    fn flag(&mut self) -> Option<bool> {
-        Some(self.take(1)? == 1)
-    }
-
-    fn run(&mut self, out: &mut [u8]) -> Option<()> {
-        let (mut done, mut all) = (0, 0u32);
-        loop {
-            let mark = u64::from(self.take(24)?) << 24 | u64::from(self.take(24)?);
-            let expected = self.take(32)?;
-            match mark {
-                BLOCK_MARK => {
-                    let (len, sum) = self.block(&mut out[done..])?;
-                    if sum != expected {
-                        return None;
-                    }
-                    all = all.rotate_left(1) ^ sum;
-                    done += len;
-                }
-                END_MARK => return (expected == all && done == out.len()).then_some(()),
-                _ => return None,
-            }
-        }
-    }
-
-    /// A block: the bytes that it has, and their checksum.
-    fn block(&mut self, out: &mut [u8]) -> Option<(usize, u32)> {
-        // Random blocks are of versions before 1.0.
-        if self.flag()? {
-            return None;
-        }
-        let origin = self.take(24)? as usize;
-        let mut used = Vec::with_capacity(256);
-        let groups = self.take(16)?;
-        for group in (0..16u32).filter(|group| groups >> (15 - group) & 1 == 1) {
-            let members = self.take(16)?;
-            used.extend((0..16u32).filter(|bit| members >> (15 - bit) & 1 == 1).map(|bit| (group * 16 + bit) as u8));
-        }
-        if used.is_empty() {
-            return None;
-        }
-        let (codes, selectors) = self.codes(used.len() + 2)?;
-        let sorted = self.positions(used, &codes, &selectors)?;
-        if origin >= sorted.len() {
-            return None;
-        }
-        unsort(&sorted, origin, out)
-    }
-
-    fn codes(&mut self, symbols: usize) -> Option<(Vec<Code>, Vec<u8>)> {
-        let tables = self.take(3)? as usize;
-        let count = self.take(15)? as usize;
-        if !(2..=6).contains(&tables) || count == 0 {
-            return None;
-        }
-        let mut order: Vec<u8> = (0..tables as u8).collect();
-        let mut selectors = Vec::with_capacity(count);
-        for _ in 0..count {
-            let mut position = 0;
-            while self.flag()? {
-                position += 1;
-                if position >= tables {
-                    return None;
-                }
-            }
-            let table = order.remove(position);
-            order.insert(0, table);
-            selectors.push(table);
-        }
-        let mut codes = Vec::with_capacity(tables);
-        for _ in 0..tables {
-            let mut lengths = [0; MOST_SYMBOLS];
-            let mut len = self.take(5)?;
-            for length in &mut lengths[..symbols] {
-                loop {
-                    if !(1..=LONGEST_CODE as u32).contains(&len) {
-                        return None;
-                    }
-                    if !self.flag()? {
-                        break;
-                    }
-                    len = if self.flag()? { len - 1 } else { len + 1 };
-                }
-                *length = len as u8;
-            }
-            codes.push(Code::new(&lengths[..symbols])?);
-        }
-        Some((codes, selectors))
-    }
-
-    fn symbol(&mut self, code: &Code) -> Option<usize> {
-        let mut word = 0;
-        for (first, index, count) in &code.limits[1..] {
-            word = word << 1 | self.take(1)?;
-            if let Some(offset) = word.checked_sub(*first).filter(|offset| offset < count) {
-                return code.symbols.get((index + offset) as usize).map(|&symbol| usize::from(symbol));
-            }
-        }
-        None
-    }
-
-    /// The sorted block: runs and positions of the list of bytes that were used last.
-    fn positions(&mut self, mut used: Vec<u8>, codes: &[Code], selectors: &[u8]) -> Option<Vec<u8>> {
-        let end = used.len() + 1;
-        let mut sorted = Vec::new();
-        let (mut run, mut weight) = (0usize, 1usize);
-        for selector in selectors {
-            let code = codes.get(usize::from(*selector))?;
-            for _ in 0..SELECTOR_SPAN {
-                let symbol = self.symbol(code)?;
-                if symbol < 2 {
-                    run = run.checked_add(weight << symbol)?;
-                    weight <<= 1;
-                    if run > self.most {
-                        return None;
-                    }
-                    continue;
-                }
-                if sorted.len() + run + usize::from(symbol != end) > self.most {
-                    return None;
-                }
-                sorted.resize(sorted.len() + run, used[0]);
-                (run, weight) = (0, 1);
-                if symbol == end {
-                    return Some(sorted);
-                }
-                let byte = used.remove(symbol - 1);
-                used.insert(0, byte);
-                sorted.push(byte);
-            }
-        }
-        None
     }
 }
-
-/// Turns the sorted rotation back, and the runs of four in it.
-fn unsort(sorted: &[u8], origin: usize, out: &mut [u8]) -> Option<(usize, u32)> {
-    let mut starts = [0usize; 256];
-    sorted.iter().for_each(|&byte| starts[usize::from(byte)] += 1);
-    let mut sum = 0;
-    for start in &mut starts {
-        sum += std::mem::replace(start, sum);
-    }
-    let mut next = vec![0u32; sorted.len()];
-    for (index, &byte) in sorted.iter().enumerate() {
-        let start = &mut starts[usize::from(byte)];
-        next[*start] = index as u32;
-        *start += 1;
-    }
-    let (mut at, mut done, mut check) = (next[origin] as usize, 0, u32::MAX);
-    let (mut last, mut same) = (None, 0);
-    for _ in 0..sorted.len() {
-        let byte = sorted[at];
-        at = next[at] as usize;
-        // Behind four of a byte stands how many more there are.
-        let (value, count) = match (same, last) {
-            (4, Some(value)) => {
-                same = 0;
-                last = None;
-                (value, usize::from(byte))
-            }
-            _ => {
-                same = if last == Some(byte) { same + 1 } else { 1 };
-                last = Some(byte);
-                (byte, 1)
-            }
-        };
-        out.get_mut(done..done + count)?.fill(value);
-        (0..count).for_each(|_| check = check << 8 ^ CRC[usize::from((check >> 24) as u8 ^ value)]);
-        done += count;
-    }
-    Some((done, !check))
-}
-
-/// The checksum's table: the polynomial of CRC-32, the first bit first.
-const CRC: [u32; 256] = {
-    let mut table = [0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let mut value = (byte as u32) << 24;
-        let mut bit = 0;
-        while bit < 8 {
-            value = if value & 0x8000_0000 != 0 { value << 1 ^ 0x04c1_1db7 } else { value << 1 };
-            bit += 1;
-        }
-        table[byte] = value;
-        byte += 1;
-    }
-    table
-};
 
 #[cfg(test)]
 mod tests {

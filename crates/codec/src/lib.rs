@@ -122,7 +122,7 @@ impl Codec {
 
 #[cold]
 fn bad_data(compressed: &[u8], message: String) -> Error {
-    Error::invalid_image("compressed_cluster", format!("{} bytes", compressed.len()), message)
+    Error::invalid_image("compressed data", format!("{} bytes", compressed.len()), message)
 }
 
 #[cfg(all(test, feature = "zstd"))]

@@ -92,7 +92,7 @@ fn a_stream_for_less_than_a_cluster_fails() {
     for codec in [Codec::new(Compression::Zlib), Codec::new(Compression::Zstd)] {
         codec.compress(&cluster(4096, 7), &mut out).unwrap();
         let error = codec.decompress(&out, &mut back).unwrap_err();
-        assert!(error.to_string().contains("inflates to 4096 bytes instead of 65536"), "{error}");
+        assert!(error.to_string().contains("inflate to 4096 bytes instead of 65536"), "{error}");
     }
 }
 

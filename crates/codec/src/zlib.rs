@@ -108,7 +108,7 @@ pub fn inflate_zlib(compressed: &[u8], out: &mut [u8], least: usize) -> Result<(
     match DECODER.with_borrow_mut(|decoder| decoder.zlib_decompress(compressed, out)) {
         Ok(len) if len >= least => Ok(()),
         Ok(len) => Err(short(compressed, len, least)),
-        Err(error) => Err(bad_data(compressed, format!("compressed grain is not valid zlib data: {error}"))),
+        Err(error) => Err(bad_data(compressed, format!("compressed data are no valid zlib data: {error}"))),
     }
 }
 
@@ -134,5 +134,5 @@ fn decompress_tolerant(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
 }
 
 fn short(compressed: &[u8], len: usize, expected: usize) -> Error {
-    bad_data(compressed, format!("compressed cluster inflates to {len} bytes instead of {expected}"))
+    bad_data(compressed, format!("compressed data inflate to {len} bytes instead of {expected}"))
 }

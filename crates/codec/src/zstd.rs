@@ -61,7 +61,7 @@ fn decompress_frames(context: &mut DCtx<'static>, compressed: &[u8], cluster: &m
     let (mut input, mut filled) = (compressed, 0);
     while filled < cluster.len() {
         if input.is_empty() {
-            let message = format!("compressed cluster inflates to {filled} bytes instead of {}", cluster.len());
+            let message = format!("compressed data inflate to {filled} bytes instead of {}", cluster.len());
             return Err(bad_data(compressed, message));
         }
         let frame_len = zstd_safe::find_frame_compressed_size(input)

@@ -121,6 +121,8 @@ impl DmgTrailer {
             return Err(damaged("a table of pieces has no mark"));
         }
         let first = be64_at(table, 8).ok_or_else(short)?;
+        let sectors = be64_at(table, 16).ok_or_else(short)?;
+        let known = chunks.len();
         let offset = be64_at(table, 24).ok_or_else(short)?;
         let count = be32_at(table, 200).ok_or_else(short)? as usize;
         let entries = table.get(TABLE_HEADER_BYTES..).unwrap_or_default();
@@ -166,8 +168,29 @@ impl DmgTrailer {
                 chunks.push(DmgChunk { start, len, packing, host, host_len });
             }
         }
-        Ok(())
+        match covers(chunks.get_mut(known..).unwrap_or_default(), first, sectors) {
+            true => Ok(()),
+            false => {
+                let message = "the pieces of a table leave out a part of its sectors";
+                Err(damaged(message).offset(first.saturating_mul(SECTOR_BYTES)))
+            }
+        }
     }
+}
+
+/// Sorts the pieces of a table. False when a sector of the table is in none of them.
+fn covers(pieces: &mut [DmgChunk], first: u64, sectors: u64) -> bool {
+    let bytes = |sectors: u64| sectors.checked_mul(SECTOR_BYTES);
+    let (Some(start), Some(end)) = (bytes(first), first.checked_add(sectors).and_then(bytes)) else { return false };
+    pieces.sort_by_key(|piece| piece.start);
+    let mut at = start;
+    for piece in pieces {
+        if piece.start > at {
+            break;
+        }
+        at = at.max(piece.start + piece.len);
+    }
+    at >= end
 }
 
 /// Bytes of the text, which may have spaces and ends of lines in it.

@@ -3,7 +3,8 @@
 
 use crate::envelope::{Item, Machine, resource};
 use crate::machine::{Importer, MEMORY_UNIT_BYTES};
-use crate::package::{Package, pieces_of};
+use crate::package::Package;
+use crate::pieces::pieces_of;
 use crate::tar::{has_ending, printable};
 use cowshed_block::{Error, Result};
 use cowshed_layout::vmdk::{SparseHeader, embedded_descriptor, sectors_to_bytes};

@@ -4,10 +4,12 @@
 //! A package is text and files from a stranger: counts, lengths and depths are bounded, and no name leads out of it.
 
 pub mod checks;
+mod disk_format;
 pub mod envelope;
 pub mod machine;
 pub mod manifest;
 pub mod package;
+pub mod pieces;
 mod stamp;
 pub mod tar;
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A package on disk: an archive, or a descriptor with its files in one folder.
 
+use crate::disk_format::format_of;
 use crate::envelope::{Envelope, FileReference};
 use crate::limits;
 use crate::manifest::{DigestKind, Digests, Manifest};
+use crate::pieces::{count_of, pieces_of};
 use crate::stamp::{Stamp, Stamps};
 use crate::tar::{self, Member, has_ending, printable};
 use cowshed_block::{Error, ErrorKind, Result};
@@ -73,18 +75,6 @@ pub struct PackedDisk {
     /// The file is stored with gzip.
     pub is_gzip: bool,
 }
-
-/// Drivers by a part of the URI of a format, in lower case.
-const FORMATS: &[(&str, &str)] = &[
-    ("vmdk", "vmdk"),
-    ("vhdx", "vhdx"),
-    ("vhd", "vpc"),
-    ("virtualpc", "vpc"),
-    ("vdi", "vdi"),
-    ("qcow2", "qcow2"),
-    ("qcow-image-format", "qcow2"),
-    ("raw", "raw"),
-];
 
 impl Package {
     /// True for a file that begins as an archive with a descriptor in front, or whose name ends so.
@@ -493,42 +483,6 @@ fn beside(path: &Path, descriptor: &str, ending: &str) -> Result<Option<String>>
     Ok(found)
 }
 
-/// The count of files that a reference stands for.
-fn count_of(reference: &FileReference) -> u64 {
-    match (reference.chunk_bytes, reference.size) {
-        (Some(chunk), Some(size)) => size.div_ceil(chunk).clamp(1, 1 + limits::MEMBERS as u64),
-        _ => 1,
-    }
-}
-
-/// The names of the files that a reference stands for, with their lengths as far as they are said.
-pub fn pieces_of(reference: &FileReference) -> Result<Vec<(String, Option<u64>)>> {
-    let (Some(chunk), Some(size)) = (reference.chunk_bytes, reference.size) else {
-        return Ok(vec![(reference.href.clone(), reference.size)]);
-    };
-    let count = size.div_ceil(chunk).max(1);
-    if count > limits::MEMBERS as u64 {
-        return Err(Error::new(ErrorKind::Limit, format!("more than {} pieces of a file", limits::MEMBERS)));
-    }
-    let len = |index: u64| chunk.min(size - index * chunk);
-    Ok((0..count).map(|index| (format!("{}.{index:09}", reference.href), Some(len(index)))).collect())
-}
-
-/// The driver of a format's URI.
-fn format_of(uri: &str) -> Result<&'static str> {
-    // The part behind the last slash says it; the host of the URI may have any name.
-    let last = uri.rsplit('/').next().unwrap_or_default().to_ascii_lowercase();
-    // A word of three letters may be a part of any other.
-    let is_in_last = |part: &str| match part {
-        "raw" => last.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == part),
-        _ => last.contains(part),
-    };
-    let known = FORMATS.iter().find(|(part, _)| is_in_last(part));
-    let anywhere = || FORMATS.iter().find(|(part, _)| *part != "raw" && uri.to_ascii_lowercase().contains(part));
-    let found = known.or_else(anywhere).map(|(_, driver)| *driver);
-    found.ok_or_else(|| Error::unsupported(format!("the format '{}' isn't known", printable(uri))))
-}
-
 /// Opens a file that is no link: a folder from a stranger may lead elsewhere with one.
 fn open_plain(path: &Path) -> Result<File> {
     let named = |error: Error| error.file(path.display().to_string());
@@ -676,40 +630,5 @@ mod tests {
         assert!(stamps.check().unwrap_err().to_string().contains("was changed"));
         fs::remove_file(&path).unwrap();
         assert!(stamps.check().is_err());
-    }
-
-    #[test]
-    fn formats_are_known_by_their_uris() {
-        for (uri, driver) in [
-            ("http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized", "vmdk"),
-            ("http://www.vmware.com/specifications/vmdk.html#sparse", "vmdk"),
-            ("http://www.gnome.org/~markmc/qcow-image-format.html", "qcow2"),
-            ("http://go.microsoft.com/fwlink/?LinkId=137171#vhd", "vpc"),
-            ("http://www.virtualbox.org/ovf/machine/vdi", "vdi"),
-        ] {
-            assert_eq!(format_of(uri).unwrap(), driver, "{uri}");
-        }
-        for uri in ["", "http://example.org/draw/x", "http://example.org/draw", "http://www.ecma-international.org/iso"]
-        {
-            assert!(format_of(uri).is_err(), "{uri}");
-        }
-    }
-
-    #[test]
-    fn pieces_cover_the_file_and_no_more() {
-        let reference = |size, chunk| FileReference {
-            href: "d".to_owned(),
-            size: Some(size),
-            chunk_bytes: Some(chunk),
-            ..FileReference::default()
-        };
-        let lens = |size, chunk| -> Vec<u64> {
-            pieces_of(&reference(size, chunk)).unwrap().iter().filter_map(|(_, len)| *len).collect()
-        };
-        assert_eq!(lens(10, 4), [4, 4, 2]);
-        assert_eq!(lens(8, 4), [4, 4]);
-        assert_eq!(lens(0, 4), [0]);
-        assert_eq!(pieces_of(&reference(10, 4)).unwrap()[2].0, "d.000000002");
-        assert_eq!(pieces_of(&reference(u64::MAX >> 1, 1)).unwrap_err().kind(), ErrorKind::Limit);
     }
 }

@@ -229,3 +229,26 @@ fn files_that_are_no_archive_are_told_by_what_they_are() {
     refused(&oracle, "convert --untrusted -O raw m/m.ovf x", &["takes a package in one file"]);
     assert!(!Path::new(&oracle.work().join("x")).exists());
 }
+
+#[test]
+fn errors_of_writing_name_the_target_and_leave_nothing() {
+    let oracle = Oracle::new();
+    let noise: Vec<u8> = (0u32..200_000).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let noise = &noise[..noise.len() / 512 * 512];
+    raw_package(&oracle, &[("a.raw", "a.raw", noise)]);
+    let before = names(&oracle.work());
+    for (line, named) in [
+        ("ova pack m/m.ovf n.ova", "n.ova: "),
+        ("ova unpack m.ova to", "to/a.raw: "),
+        ("convert -O ova m/a.raw n.ova", "n.ova"),
+        ("convert --for gcp m/a.raw n.tar.gz", "n.tar.gz"),
+    ] {
+        // A file of 64 KiB at most; the signal that would tell of it is ignored.
+        let limited = format!("ulimit -f 128; trap '' XFSZ; exec {} {line}", env!("CARGO_BIN_EXE_cowshed"));
+        let output = Command::new("sh").args(["-c", &limited]).current_dir(oracle.work()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{line}: {said}");
+        assert!(said.contains(named) && said.contains("File too large") && !said.contains(".part"), "{line}: {said}");
+        assert_eq!(names(&oracle.work()), before, "{line}");
+    }
+}

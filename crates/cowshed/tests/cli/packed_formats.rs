@@ -246,6 +246,130 @@ fn large_packed_pieces_are_read_right() {
     reads_as(&oracle, "a.dmg", "dmg", &disk);
 }
 
+/// The tables of an image, changed by `change`: its file, with the data and the list where they were.
+fn with_tables(file: &[u8], change: impl Fn(usize, &mut Vec<u8>)) -> Vec<u8> {
+    let word = |at: usize| u64::from_be_bytes(file[file.len() - 512 + at..][..8].try_into().unwrap()) as usize;
+    let (at, len) = (word(216), word(224));
+    let list = std::str::from_utf8(&file[at..at + len]).unwrap();
+    let mut changed = String::new();
+    for (index, part) in list.split("<data>").enumerate() {
+        let Some((text, rest)) = part.split_once("</data>").filter(|_| index != 0) else {
+            changed += part;
+            continue;
+        };
+        let mut table = packed("base64", &["-d", "-i"], text.as_bytes());
+        change(index - 1, &mut table);
+        changed += &format!("<data>{}</data>{rest}", base64(&table));
+    }
+    let mut trailer = file[file.len() - 512..].to_vec();
+    trailer[224..232].copy_from_slice(&(changed.len() as u64).to_be_bytes());
+    [&file[..at], changed.as_bytes(), &trailer].concat()
+}
+
+/// Bytes of a table before the field `field` of its entry `index`.
+fn entry_at(index: usize, field: usize) -> usize {
+    204 + 40 * index + field
+}
+
+/// What no piece has isn't zeroes: QEMU fails there, too.
+#[test]
+fn a_gap_between_the_pieces_of_a_dmg_is_an_error() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let (good, disk) = dmg(&pieces());
+    type Change = fn(usize, &mut Vec<u8>);
+    let damages: [(&str, Change); 5] = [
+        ("the count of a table", |index, table| {
+            if index == 1 {
+                table[200..204].copy_from_slice(&0u32.to_be_bytes());
+            }
+        }),
+        ("a piece that is a comment", |index, table| {
+            if index == 0 {
+                table[entry_at(2, 0)..][..4].copy_from_slice(&0x7fff_fffeu32.to_be_bytes());
+            }
+        }),
+        ("a shorter piece", |index, table| {
+            if index == 1 {
+                table[entry_at(2, 16)..][..8].copy_from_slice(&1u64.to_be_bytes());
+            }
+        }),
+        ("more sectors than pieces", |index, table| {
+            if index == 1 {
+                table[16..24].copy_from_slice(&4000u64.to_be_bytes());
+            }
+        }),
+        ("sectors out of range", |index, table| {
+            if index == 0 {
+                table[16..24].copy_from_slice(&u64::MAX.to_be_bytes());
+            }
+        }),
+    ];
+    for (name, change) in damages {
+        fs::write(work.join("a.dmg"), with_tables(&good, change)).unwrap();
+        let message = oracle.refused("convert -f dmg -O raw a.dmg out.raw");
+        assert!(message.contains("leave out a part of its sectors"), "{name}: {message}");
+    }
+    // A part of the disk that is in no table: at its end, and in the middle.
+    let mut longer = good.clone();
+    let at = longer.len() - 512 + 492;
+    longer[at..at + 8].copy_from_slice(&(disk.len() as u64 / 512 + 3).to_be_bytes());
+    let apart = with_tables(&longer, |index, table| {
+        if index == 1 {
+            let first = u64::from_be_bytes(table[8..16].try_into().unwrap());
+            table[8..16].copy_from_slice(&(first + 3).to_be_bytes());
+        }
+    });
+    let middle: usize = pieces()[..4].iter().map(|(_, bytes, _)| bytes.len()).sum();
+    for (file, gap) in [(longer, disk.len()), (apart, middle)] {
+        fs::write(work.join("a.dmg"), file).unwrap();
+        let message = oracle.refused("convert -f dmg -O raw a.dmg out.raw");
+        assert!(message.contains("no table of the image has this part"), "{message}");
+        // The sectors around it are there.
+        for (at, len) in [(gap - 512, 512), (gap, 512), (gap - 512, 1024)] {
+            let line = format!("dd -f dmg -O raw bs=512 skip={} count={} if=a.dmg of=part", at / 512, len / 512);
+            let said = oracle.ours(&work, &words(&line));
+            assert_eq!(said.code, Some(i32::from(at + len > gap)), "{line}: {said:?}");
+        }
+    }
+}
+
+/// QEMU reads what stands behind the end's mark.
+#[test]
+fn a_piece_behind_the_mark_of_the_end_is_read() {
+    let oracle = Oracle::new();
+    let (good, disk) = dmg(&pieces());
+    let file = with_tables(&good, |_, table| {
+        // The comment in front becomes an end.
+        table[entry_at(0, 0)..][..4].copy_from_slice(&0xffff_ffffu32.to_be_bytes());
+    });
+    fs::write(oracle.work().join("a.dmg"), file).unwrap();
+    reads_as(&oracle, "a.dmg", "dmg", &disk);
+}
+
+/// Many requests of long blocks at a time, in less memory than their blocks have.
+#[test]
+fn long_blocks_are_unpacked_one_after_the_other() {
+    let oracle = Oracle::new();
+    let (block, count) = (64usize << 20, 16usize);
+    let stored = zlib(&vec![0; block]);
+    let mut file = b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop file=$0 && mount -r -t iso9660 /dev/cloop $1\n".to_vec();
+    file.resize(128, 0);
+    file.extend((block as u32).to_be_bytes());
+    file.extend((count as u32).to_be_bytes());
+    for index in 0..=count {
+        file.extend(((at_of_data(count) + index * stored.len()) as u64).to_be_bytes());
+    }
+    file.extend(stored.repeat(count));
+    fs::write(oracle.work().join("long.img"), &file).unwrap();
+    let limited = format!(
+        "ulimit -v 786432; exec {} bench -f cloop -c {count} -d {count} -s 512 -S {block} long.img",
+        env!("CARGO_BIN_EXE_cowshed")
+    );
+    let output = Command::new("sh").args(["-c", &limited]).current_dir(oracle.work()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
 /// A growing image of Bochs: catalog, and extents with a bitmap of their sectors.
 fn bochs(version: u32) -> (Vec<u8>, Vec<u8>) {
     let (extent, entries, size) = (8192usize, 10usize, 75 * 1024usize);

@@ -2,7 +2,7 @@
 //! Entry points of the parsers of packages: they take any bytes and panic only on a bug.
 
 use super::replay::Entry;
-use cowshed_ova::package::pieces_of;
+use cowshed_ova::pieces::pieces_of;
 use cowshed_ova::tar::{self, Dialect};
 use cowshed_ova::{Envelope, Manifest, limits};
 use std::io::Cursor;

@@ -6,8 +6,17 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::process::Command;
 
-const ALLOWED_LICENCES: &[&str] =
-    &["Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-3-Clause", "ISC", "MIT", "Unicode-3.0", "Unlicense", "Zlib"];
+const ALLOWED_LICENCES: &[&str] = &[
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-3-Clause",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+    "bzip2-1.0.6",
+];
 /// Deadlocks by design, unmaintained, or a second runtime.
 const BANNED: &[&str] = &["async-std", "dashmap", "glommio", "monoio", "tokio", "tokio-uring"];
 
