@@ -23,6 +23,11 @@ const SIGNATURE: &str = "signature";
 /// The longest chain of logical partitions that is followed.
 const MAX_LOGICAL: u32 = 256;
 
+/// Where the entries of an MBR begin, in bytes.
+const FIRST_ENTRY: usize = 446;
+/// Length of one of them.
+const ENTRY_BYTES: usize = 16;
+
 /// Types of entries in an MBR.
 mod kind {
     pub const EMPTY: u8 = 0;
@@ -166,6 +171,9 @@ impl Search {
                 None => Err(wrong("signature", SECTOR_BYTES, self.disk_bytes, "the disk is too short for its GPT")),
             };
         }
+        if !has_boot_indicators(bytes) {
+            return Err(no_table());
+        }
         if self.number >= FIRST_LOGICAL {
             let extended = entries.iter().flatten().find(|entry| entry.is_extended()).ok_or_else(|| self.missing())?;
             let extended = self.range(0, extended, 0)?;
@@ -215,7 +223,12 @@ impl Search {
 
     /// The next header, where this one is of no use.
     fn next_header(&self, index: usize, first_error: Option<Error>, error: Error) -> Result<Place> {
-        let error = first_error.filter(|first| first.field_name() != Some(SIGNATURE)).unwrap_or(error);
+        // A header that is there and damaged says more than the lack of one, and the first place more than a spare one.
+        let is_missing = |error: &Error| error.field_name() == Some(SIGNATURE);
+        let error = match first_error {
+            Some(first) if !is_missing(&first) || is_missing(&error) => first,
+            _ => error,
+        };
         match self.headers().nth(index + 1) {
             Some(_) => Ok(Place::Header { index: index + 1, first_error: Some(error) }),
             None => Err(error),
@@ -250,12 +263,14 @@ impl Search {
         let place = |field, offset: usize| {
             let block = u64_at(offset)?;
             let bytes = block.checked_mul(block_bytes).filter(|bytes| *bytes < self.disk_bytes);
-            bytes.ok_or_else(|| wrong(field, at + offset as u64, block, "is outside of the disk"))
+            bytes.ok_or_else(|| {
+                wrong(field, at + offset as u64, block, "a block of the GPT header is outside of the disk")
+            })
         };
         let (first, last) = (place("first_usable_lba", 40)?, place("last_usable_lba", 48)?);
         let (entries, entry_bytes) = (u64::from(u32_at(80)?), u64::from(u32_at(84)?));
         if entry_bytes < 128 || !entry_bytes.is_power_of_two() {
-            return Err(wrong("size_of_partition_entry", at + 84, entry_bytes, "is no power of two from 128 on"));
+            return Err(wrong("size_of_partition_entry", at + 84, entry_bytes, BAD_ENTRY_BYTES));
         }
         let list_bytes = entries.checked_mul(entry_bytes).filter(|bytes| (1..=MAX_LIST_BYTES).contains(bytes));
         let list_bytes = list_bytes.ok_or_else(|| {
@@ -263,7 +278,7 @@ impl Search {
         })?;
         let start = place("partition_entry_lba", 72)?;
         if list_bytes > self.disk_bytes - start {
-            return Err(wrong("partition_entry_lba", at + 72, start / block_bytes, "is outside of the disk"));
+            return Err(wrong("partition_entry_lba", at + 72, start / block_bytes, LIST_OUTSIDE));
         }
         let usable = first..last + block_bytes;
         let list = start..start + list_bytes;
@@ -311,16 +326,24 @@ impl Search {
 }
 
 const BAD_LIST: &str = "the list of partitions is damaged";
+const LIST_OUTSIDE: &str = "the list of partitions reaches outside of the disk";
+const BAD_ENTRY_BYTES: &str = "the length of an entry is no power of two from 128 on";
 
 fn no_table() -> Error {
     Error::new(ErrorKind::NotFound, "the disk has no partition table (MBR or GPT)")
+}
+
+/// False for the boot sector of a file system that fills the whole disk: it has the signature of an MBR, and code or text in the
+/// place of the entries.
+fn has_boot_indicators(bytes: &[u8]) -> bool {
+    (0..4).all(|index| bytes.get(FIRST_ENTRY + ENTRY_BYTES * index).is_some_and(|status| matches!(status, 0 | 0x80)))
 }
 
 /// The four entries; nothing where the sector is no MBR.
 fn mbr_entries(bytes: &[u8]) -> Option<[Option<MbrEntry>; 4]> {
     (array_at(bytes, 510)? == [0x55, 0xaa]).then_some(())?;
     let entry = |index: usize| {
-        let entry: [u8; 16] = array_at(bytes, 446 + 16 * index)?;
+        let entry: [u8; ENTRY_BYTES] = array_at(bytes, FIRST_ENTRY + ENTRY_BYTES * index)?;
         let sectors = |at| le32_at(&entry, at).map_or(0, |count| u64::from(count) * SECTOR_BYTES);
         let (kind, start, len) = (entry[4], sectors(8), sectors(12));
         (kind != kind::EMPTY && len > 0).then_some(MbrEntry { kind, start, len })

@@ -115,6 +115,30 @@ fn partitions_of_an_mbr_have_the_numbers_of_the_kernel() {
     assert_eq!(Disk::default().refusal(1), "the disk has no partition table (MBR or GPT)");
 }
 
+/// As the Linux kernel does: the boot sector of FAT or NTFS has the same signature.
+#[test]
+fn a_file_system_without_partitions_has_no_table() {
+    let mut sector = mbr(&[(0x83, 2048, 2048)]);
+    sector[446] = 0x80;
+    let disk = |sector: &[u8]| Disk(vec![(0, sector.to_vec())]);
+    assert!(disk(&sector).find(1).is_ok());
+    let text = b"Press any key to restart\r\nNon-system disk, remove disks or other media";
+    let mut boot = mbr(&[]);
+    boot[440..440 + text.len().min(70)].copy_from_slice(&text[..text.len().min(70)]);
+    for number in [1, 2, 3, 4, 5] {
+        assert_eq!(disk(&boot).refusal(number), "the disk has no partition table (MBR or GPT)");
+    }
+    for entry in 0..4 {
+        let mut sector = sector.clone();
+        sector[446 + 16 * entry] = 1;
+        assert_eq!(disk(&sector).refusal(1), "the disk has no partition table (MBR or GPT)", "entry {entry}");
+    }
+    // A GPT counts by its own signature and checksums.
+    let mut disk = gpt_disk(512, &[(100, 199)]);
+    disk.put(446 + 16, vec![0x7f]);
+    assert!(disk.find(1).is_ok());
+}
+
 #[test]
 fn chains_that_go_round_or_outside_are_refused() {
     for (next, words) in [(0, "doesn't go forward"), (4, "doesn't go forward"), (8192, "outside of their partition")] {
@@ -160,6 +184,19 @@ fn a_gpt_is_read_by_its_checksums_and_else_its_spare_one() {
 }
 
 #[test]
+fn the_lack_of_a_gpt_is_said_of_its_first_place() {
+    let disk = Disk(vec![(0, mbr(&[(0xee, 1, u32::MAX)]))]);
+    assert!(disk.refusal(1).contains("signature at offset 0x200 "), "{}", disk.refusal(1));
+    // A spare header that is there says more.
+    let last = DISK_BYTES / 512 - 1;
+    let mut damaged = disk.clone();
+    let [(place, mut header), _] = gpt(512, last, last - 40, &[]);
+    header[60] ^= 1;
+    damaged.put(place, header);
+    assert!(damaged.refusal(1).contains("header_crc32"), "{}", damaged.refusal(1));
+}
+
+#[test]
 fn a_gpt_that_says_nonsense_is_refused() {
     type Field = (usize, Vec<u8>, &'static str);
     let fields: Vec<Field> = vec![
@@ -193,10 +230,13 @@ proptest! {
     /// What it finds is inside of the disk; what it reads, too (in `find`).
     #[test]
     fn no_table_makes_it_panic_or_run(
-        number in 0u32..300, sealed in any::<bool>(), mut head in proptest::collection::vec(any::<u8>(), 64),
+        number in 0u32..300, sealed in any::<bool>(), head_is_odd in any::<bool>(), mut head in proptest::collection::vec(any::<u8>(), 64),
         mut header in proptest::collection::vec(any::<u8>(), 92), kind in prop_oneof![Just(0xeeu8), Just(5), any::<u8>()],
     ) {
         head[4] = kind;
+        for entry in head.chunks_mut(16).skip(usize::from(head_is_odd)) {
+            entry[0] = 0x80;
+        }
         head.extend([0x55, 0xaa]);
         header[..8].copy_from_slice(b"EFI PART");
         if sealed {
