@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The contents that a server serves.
 
-use cowshed_block::Result;
+use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::{Attachment, Queue, nodes_below};
 use cowshed_image::stats::IoKind;
@@ -72,8 +72,29 @@ impl Reading for Queue {
     }
 
     fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
-        Box::pin(Queue::read(self, offset, buf))
+        Box::pin(async move {
+            let (result, buf) = Queue::read(self, offset, buf).await;
+            (result.and_then(|()| check_lengths(&self.attachment().node())), buf)
+        })
     }
+}
+
+/// Fails where another program has cut a file off that is read here: the bytes behind its end would be zeroes.
+fn check_lengths(node: &Arc<Node>) -> Result<()> {
+    if !node.is_read_only() {
+        return Ok(());
+    }
+    for node in nodes_below(node) {
+        if let Some(file) = node.file()
+            && !file.is_device()
+            && let Some([_, _, len, ..]) = file.change_stamp()
+            && len < file.len()
+        {
+            let message = format!("another program has made the file shorter: it had {} bytes", file.len());
+            return Err(Error::new(ErrorKind::Io, message).file(node.filename()).value(len));
+        }
+    }
+    Ok(())
 }
 
 /// For what can't be told from the files: each process has versions of its own.

@@ -114,7 +114,8 @@ impl PackedReading {
         behind.fill(0);
         let (result, mut part) = match part.is_empty() {
             true => (Ok(()), part),
-            false => self.queue.read(guest, part).await,
+            // Not the queue's own: this one looks after the files.
+            false => Reading::read(&self.queue, guest, part).await,
         };
         let joined = match behind.is_empty() {
             true => Ok(()),
