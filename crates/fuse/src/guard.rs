@@ -118,19 +118,24 @@ pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
     result
 }
 
-/// Syncs a file that another process serves, and unmounts it. `lazily`: also while programs have it open, which go on then.
+/// Syncs a file that another process serves, and unmounts it. `lazily`: also while programs have it open, which go on then. That
+/// takes no sync: the server flushes when the last program has closed the file, and a disk that doesn't answer would hold up this
+/// process so that nothing could end it.
 ///
 /// # Errors
 /// Those of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.
 pub fn unmount_in_order(path: &Path, lazily: bool) -> Result<()> {
+    let failed = |errno| Error::os(errno, "could not unmount it");
+    if lazily {
+        return unmount(path).map_err(failed);
+    }
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let synced = rustix::fs::open(path, flags, Mode::empty()).and_then(|file| rustix::fs::fsync(&file));
     match synced {
         Ok(()) | Err(Number::NOTCONN | Number::ACCESS | Number::CONNABORTED) => {}
         Err(error) => return Err(Error::os(Errno(error.raw_os_error()), "could not sync it")),
     }
-    let unmounted = if lazily { unmount(path) } else { unmount_unused(path) };
-    unmounted.map_err(|errno| Error::os(errno, "could not unmount it"))
+    unmount_unused(path).map_err(failed)
 }
 
 /// The process that serves a mounted file.
