@@ -78,6 +78,11 @@ impl ImageSpec {
             }
             (None, false) => OpenRequest::file(&self.name).format(self.format.as_deref()),
         };
+        self.settled(request)
+    }
+
+    /// The request with what is said of the image besides its name.
+    fn settled(&self, request: OpenRequest) -> Result<OpenRequest> {
         let request = request
             .force_share(self.force_share)
             .policy(self.policy.clone())
@@ -95,12 +100,17 @@ impl ImageSpec {
         }
     }
 
-    /// The option tree of the image with the choice of who does the I/O of its file.
+    /// The option tree of the image.
+    fn tree(&self) -> Result<BlockdevOptions> {
+        match self.image_opts {
+            true => BlockdevOptions::from_image_opts(&self.name).map_err(|error| error.file(&self.name)),
+            false => DRIVERS.options_of_name(&self.name, self.format.as_deref()),
+        }
+    }
+
+    /// The same with the choice of who does the I/O of its file.
     fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
-        let mut tree = match self.image_opts {
-            true => BlockdevOptions::from_image_opts(&self.name).map_err(|error| error.file(&self.name))?,
-            false => DRIVERS.options_of_name(&self.name, self.format.as_deref())?,
-        };
+        let mut tree = self.tree()?;
         let is_cached = !matches!(self.cache.as_deref(), Some("none" | "directsync"));
         if tree.set_aio(aio) && aio == "native" && is_cached {
             let message = "aio=native was specified, but it requires cache.direct=on, which was not specified.";
@@ -112,6 +122,18 @@ impl ImageSpec {
     /// Opens it for reading.
     pub async fn open_for_reading(&self) -> Result<Arc<Node>> {
         self.open(self.request()?).await
+    }
+
+    /// Opens it for reading below a node with these options, such as `fault`. Its graph closes both.
+    pub async fn open_below(&self, above: BlockdevOptions) -> Result<Arc<Node>> {
+        const NAME: &str = "image";
+        let graph = self.graph.clone().unwrap_or_else(|| Graph::new(&DRIVERS));
+        let request = self.settled(OpenRequest::options(self.tree()?.with("node-name", NAME)))?;
+        let image = graph.add_with(request).await.map_err(|error| error.file(&self.name))?;
+        if let Some(warn) = self.on_warning {
+            image.warnings().iter().for_each(|text| warn(text));
+        }
+        graph.add(above.with("node-name", "disk").with("read-only", true).with("file", NAME)).await
     }
 
     /// Opens it for writing.

@@ -10,6 +10,7 @@ use cowshed_block::{Error, check_identifier};
 use cowshed_daemon::{check_object, is_object_of_machines, refused_object, tls_credentials};
 use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
+use cowshed_image::filters::fault_options;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::Graph;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
@@ -139,6 +140,22 @@ impl NamingArgs {
 /// True for options that say anything but `force-share=on` of sharing.
 pub fn denies_sharing(options: &BlockdevOptions) -> bool {
     options.get("force-share").is_some_and(|value| !matches!(value, Value::Bool(true)) && value != "on")
+}
+
+/// Faults that a disk has on purpose.
+#[derive(Args, Clone, Debug)]
+pub struct FaultArgs {
+    /// Make the disk fail: a rule (`op=read,errno=5,offset=1M,len=4k`), or a file with a list of rules; may be given several times.
+    /// See docs/fault-injection.md
+    #[arg(long = "fault", value_name = "RULE|FILE")]
+    given: Vec<String>,
+}
+
+impl FaultArgs {
+    /// The options of the node above the disk; `None` without faults.
+    pub fn options(&self) -> Result<Option<BlockdevOptions>, Failure> {
+        Ok(fault_options(&self.given)?)
+    }
 }
 
 /// The properties of a secret.

@@ -86,19 +86,18 @@ fn help_by_either_name() {
     assert!(version.starts_with("qemu-img version 11."), "{version}");
 }
 
-/// The shell blocks of a page, one script.
-fn shell_of(page: &str) -> String {
+/// The shell blocks of a page, one script. `language`: the word behind their fence.
+fn shell_of(page: &str, language: &str) -> String {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
     let text = std::fs::read_to_string(path).expect("the page is there");
-    let blocks = text.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap_or_default());
+    let fence = format!("```{language}\n");
+    let blocks = text.split(&fence).skip(1).map(|block| block.split("```").next().unwrap_or_default());
     blocks.collect()
 }
 
-#[test]
-fn the_tutorial_works_as_it_is_written() {
+/// Runs a script in a folder of its own, and gives what it has written.
+fn run_script(script: &str) -> String {
     const MOST_SECONDS: &str = "300";
-    let script = shell_of("tutorial.md");
-    assert!(script.lines().count() > 30, "{script}");
     let folder = tempfile::tempdir().expect("a folder, and a short path for its sockets");
     let program = std::path::Path::new(env!("CARGO_BIN_EXE_cowshed"));
     let path = std::env::var("PATH").expect("PATH");
@@ -109,5 +108,36 @@ fn the_tutorial_works_as_it_is_written() {
         .env("PATH", path)
         .output()
         .expect("a shell");
-    assert!(output.status.success(), "{}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{}\n{said}{}", output.status, String::from_utf8_lossy(&output.stderr));
+    said
+}
+
+#[test]
+fn the_tutorial_works_as_it_is_written() {
+    let script = shell_of("tutorial.md", "sh");
+    assert!(script.lines().count() > 30, "{script}");
+    run_script(&script);
+}
+
+#[test]
+fn a_database_meets_a_failing_disk_as_it_is_written() {
+    let script = shell_of("fault-injection.md", "sh");
+    let said = run_script(&script);
+    let reactions: Vec<&str> = said.lines().filter(|line| line.starts_with("reaction ")).collect();
+    let expected = [
+        "reaction 1: the transaction fails, and is rolled back",
+        "reaction 2: the check finds the noise",
+        "reaction 3: the change is believed, and gone",
+        "reaction 4: it waits",
+    ];
+    assert_eq!(reactions, expected, "{said}");
+}
+
+#[test]
+#[ignore = "needs root and loop devices"]
+fn ext4_meets_a_failing_disk_as_it_is_written() {
+    let said = run_script(&shell_of("fault-injection.md", "bash"));
+    let reactions: Vec<&str> = said.lines().filter(|line| line.starts_with("reaction ")).collect();
+    assert_eq!(reactions, ["reaction 1: the sync fails", "reaction 2: the file system is read-only"], "{said}");
 }

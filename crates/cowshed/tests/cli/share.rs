@@ -203,6 +203,27 @@ fn nbdkit_reads_it_where_it_is() {
     assert!(nbdkit.status.success(), "{}", String::from_utf8_lossy(&nbdkit.stderr));
 }
 
+/// One request at a time: with several QEMU's driver goes to sleep for ever, though it has got all that it has asked for.
+#[test]
+fn qemu_img_converts_it_where_it_is() {
+    let oracle = disk();
+    credentials::make_credentials(&oracle.work());
+    let convert = |source: &[&str], copy: &str| {
+        let arguments = [&["convert", "-m", "1", "-O", "qcow2"], source, &[copy]].concat();
+        let output =
+            Command::new("qemu-img").args(&arguments).current_dir(oracle.work()).output().expect("qemu-img runs");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        oracle.make(&format!("compare -f qcow2 -F raw {copy} truth.raw"));
+    };
+    let plain = Share::start(&oracle, &["--no-digest", "disk.qcow2"]);
+    convert(&["-f", "raw", &plain.url], "plain.qcow2");
+    let packed = Share::start(&oracle, &["--as", "qcow2", "--no-digest", "disk.qcow2"]);
+    convert(&["-f", "qcow2", &packed.url], "packed.qcow2");
+    let encrypted = Share::start(&oracle, &["--tls-dir", ".", "--no-digest", "disk.qcow2"]);
+    let options = format!("driver=raw,file.driver=https,file.url={},file.sslverify=off", encrypted.url);
+    convert(&["--image-opts", &options], "encrypted.qcow2");
+}
+
 #[test]
 fn a_browser_sees_a_page_with_the_digest() {
     let oracle = disk();
@@ -251,6 +272,47 @@ fn a_disk_that_can_not_be_read_is_told_on_both_sides() {
     assert_eq!(share.said().matches("the disk can't be sent").count(), 1, "{}", share.said());
     share.interrupt();
     assert_eq!(share.exit_code(), Some(0));
+}
+
+/// Behind the end of a file that another program has cut off would be zeroes.
+#[test]
+fn a_file_that_has_become_shorter_is_not_sent() {
+    for shape in ["raw", "zstd", "qcow2"] {
+        let oracle = Oracle::new();
+        let path = oracle.work().join("disk.raw");
+        std::fs::write(&path, vec![7; 4 << 20]).expect("a file");
+        let share = Share::start(&oracle, &["--as", shape, "--no-digest", "-f", "raw", "disk.raw"]);
+        download(&oracle, &["-o", "/dev/null", &share.url]);
+        let shorter = std::fs::OpenOptions::new().write(true).open(&path).expect("the file");
+        shorter.set_len(1 << 20).expect("a shorter file");
+        let output = curl(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+        assert!(!output.status.success() || output.stdout == b"500", "{shape}: {output:?}");
+        assert!(share.said().contains("another program has made the file shorter"), "{shape}: {}", share.said());
+        shorter.set_len(5 << 20).expect("a longer file");
+        assert_eq!(download(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]), b"200", "{shape}");
+    }
+}
+
+#[test]
+fn a_disk_that_fails_on_purpose_breaks_the_download() {
+    let oracle = disk();
+    let rule = "op=read,errno=5,offset=600M,len=512";
+    let share = Share::start(&oracle, &["--fault", rule, "--fault", "op=flush", "--no-digest", "disk.qcow2"]);
+    let output = curl(&oracle, &["-o", "disk.raw", &share.url]);
+    assert_eq!(output.status.code(), Some(18), "a part of the file: {output:?}");
+    assert!(share.said().contains("injected error"), "{}", share.said());
+    download(&oracle, &["-r", "630200000-630201000", "-o", "/dev/null", &share.url]);
+    for (text, words) in
+        [("op=seek", "Parameter 'rules.0.op'"), ("missing.json", "missing.json"), ("op=read,len=0", "no effect")]
+    {
+        let refused = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(["share", "--fault", text, "disk.qcow2"])
+            .current_dir(oracle.work())
+            .output()
+            .expect("our own binary runs");
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && said.contains(words) && said.lines().count() == 1, "{text}: {said}");
+    }
 }
 
 #[test]

@@ -28,6 +28,7 @@ fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
     let mut command = Command::new(COWSHED);
     command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
     command.args(["--monitor", "chardev=m", "--nbd-server", "addr.type=unix,addr.path=n.sock"]);
+    command.args(["--chardev", "socket,path=o.sock,server=on,wait=off,id=o", "--monitor", "chardev=o"]);
     command.args(["--blockdev", "raw,node-name=d,discard=unmap,file.driver=file,file.filename=d.raw"]);
     command.args(["--blockdev", &format!("fault,node-name=f,discard=unmap,file=d{more}")]);
     command.args(["--export", "nbd,id=n,node-name=f,name=f,writable=on"]);
@@ -163,6 +164,97 @@ fn hangs(client: &Client, monitor: &mut Monitor) {
     assert!(child.wait().expect("it ends").success());
 }
 
+/// A change of the size waits for the requests of the disk, and its monitor with it. Another monitor lets them go.
+#[test]
+fn requests_that_wait_go_on_while_a_command_waits_for_them() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (daemon, mut monitor) = start(folder, "");
+    let mut other = Monitor::connect(&folder.join("o.sock"));
+    let [nbd, ..] = Client::all(folder);
+    let day = 86_400_000;
+    let rules = [
+        json!({"op": "read", "action": "hang"}),
+        json!({"op": "read", "action": "delay", "delay-ms": day}),
+        json!({"op": "read", "errno": 5, "delay-ms": day, "times": 1}),
+    ];
+    for (rule, count) in rules.into_iter().zip(1u64..) {
+        let fails = rule.get("errno").is_some();
+        arm(&mut monitor, rule);
+        let commands = nbd.arguments(&["read 6M 4k"]);
+        let mut child = Command::new(&nbd.program).args(commands).stdout(Stdio::null()).spawn().expect("it runs");
+        let mut faults = || other.command("x-query-faults", json!({"node-name": "f"}));
+        wait_for("the request", || faults()["hits"].as_u64() == Some(count));
+        monitor.send("block_resize", &json!({"node-name": "f", "size": (16 + count) << 20}));
+        assert!(child.try_wait().expect("a child").is_none(), "it waits for an answer");
+        disarm(&mut other);
+        assert_eq!(child.wait().expect("it ends").success(), !fails);
+        assert_eq!(monitor.answer()["return"], json!({}));
+    }
+    daemon.stop();
+}
+
+/// A sync would wait for the disk, and no signal ends such a wait.
+#[test]
+fn a_file_whose_disk_hangs_is_unmounted_lazily() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (daemon, mut monitor) = start(folder, "");
+    arm(&mut monitor, json!({"op": "any", "action": "hang"}));
+    let file = format!("of={}", text(&folder.join("m")));
+    let mut writer = Command::new("dd")
+        .args(["if=/dev/zero", &file, "bs=4k", "count=1", "conv=notrunc", "status=none"])
+        .spawn()
+        .expect("dd runs");
+    wait_for("the request", || monitor.command("x-query-faults", json!({"node-name": "f"}))["hits"] == 1);
+    let mut unmount =
+        Command::new(COWSHED).args(["umount", "--lazy", text(&folder.join("m"))]).spawn().expect("it runs");
+    wait_for("the end of umount", || unmount.try_wait().expect("a child").is_some());
+    assert!(unmount.wait().expect("it has ended").success());
+    assert!(writer.try_wait().expect("a child").is_none(), "it waits for an answer");
+    assert_eq!(std::fs::read(folder.join("m")).expect("the mount point"), b"");
+    disarm(&mut monitor);
+    assert!(writer.wait().expect("it ends").success());
+    daemon.stop();
+    assert_eq!(std::fs::read(folder.join("d.raw")).expect("the disk")[..4097], [vec![0; 4096], vec![3]].concat());
+}
+
+#[test]
+fn mount_and_serve_make_disks_that_fail() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let at = |name: &str| text(&folder.join(name)).to_owned();
+    std::fs::write(folder.join("d.raw"), vec![3; 1 << 20]).expect("an image");
+    std::fs::write(folder.join("s.json"), r#"[{"op": "read", "errno": 5, "offset": 65536, "len": 4096}]"#)
+        .expect("rules");
+    File::create(folder.join("m")).expect("a mount point");
+    let faults = ["-f", "raw", "--fault", "op=write,errno=28,offset=128k,len=4k", "--fault", &at("s.json")];
+    let check = |client: &Client| {
+        client.works(&["read -P 3 0 64k", "write -P 3 0 4k"]);
+        client.fails("read 64k 4k", "Input/output error");
+        client.fails("write 128k 4k", "No space left on device");
+    };
+    let client = |name: String| Client {
+        program: "qemu-io".to_owned(),
+        arguments: ["-f", "raw", &name].map(str::to_owned).to_vec(),
+    };
+    run(COWSHED, &[&["mount", "-w"][..], &faults, &[&at("d.raw"), &at("m")]].concat(), &[0]);
+    check(&client(at("m")));
+    run(COWSHED, &["umount", &at("m")], &[0]);
+    let mut command = Command::new(COWSHED);
+    command.arg("serve").args(faults).args(["-k", "n.sock", "--monitor", "m.sock", "d.raw"]);
+    let daemon = Serving::start_command(folder, command);
+    wait_for("the server", || std::os::unix::net::UnixStream::connect(folder.join("n.sock")).is_ok());
+    check(&client(format!("nbd+unix:///?socket={}", at("n.sock"))));
+    let mut monitor = Monitor::connect(&folder.join("m.sock"));
+    assert_eq!(monitor.command("x-query-faults", json!({"node-name": "d"}))["hits"], 2);
+    monitor.command("x-fault-disarm", json!({"node-name": "d"}));
+    client(format!("nbd+unix:///?socket={}", at("n.sock"))).works(&["read -P 3 64k 4k", "write -P 3 128k 4k"]);
+    daemon.stop();
+    let said = run(COWSHED, &["serve", "--fault", "op=read", "--monitor", &at("m.sock")], &[1]);
+    assert!(said.contains("--fault needs an image"), "{said}");
+}
+
 #[test]
 fn rules_are_armed_changed_and_read_back() {
     let folder = temp_dir();
@@ -190,9 +282,23 @@ fn rules_are_armed_changed_and_read_back() {
         (json!({"node-name": "f", "rule": {"op": "read", "errno": 0}}), "'errno' is a number from 1 to 4095"),
         (json!({"node-name": "f", "rule": {"op": "read", "probability-percent": 101}}), "from 1 to 100"),
         (json!({"node-name": "f", "rule": {"op": "read"}, "id": 99}), "There is no rule 99"),
+        (json!({"node-name": "f", "rule": {"op": "write", "offset": 4096, "len": 0}}), "a range without bytes"),
+        (
+            json!({"node-name": "f", "rule": {"op": "read", "action": "delay", "delay-ms": u32::MAX}}),
+            "a day (86400000)",
+        ),
+        (json!({"node-name": "f", "rule": {"op": "read", "action": "stuck"}}), "'stuck' is not for reads"),
     ] {
         let said = refused(&mut monitor, "x-fault-arm", arguments);
         assert!(said.contains(words), "{words}: {said}");
+    }
+    // A monitor doesn't wait for the writer of a FIFO.
+    run("mkfifo", &[text(&folder.join("fifo"))], &[0]);
+    for (name, words) in [("missing", "No such file or directory"), ("fifo", "a scenario is a regular file")] {
+        let path = folder.join(name);
+        let node = json!({"driver": "fault", "node-name": "g", "file": "d", "scenario": path});
+        let said = refused(&mut monitor, "blockdev-add", node);
+        assert!(said.contains(text(&path)) && said.contains(words), "{said}");
     }
     let said = refused(&mut monitor, "x-fault-disarm", json!({"node-name": "f", "id": 99}));
     assert_eq!(said, "There is no rule 99");
@@ -238,11 +344,14 @@ fn a_scenario_with_one_seed_is_one_run() {
     for (text_of_it, words) in [
         ("{", "a scenario is a list of rules in JSON"),
         (r#"[{"op": "seek"}]"#, "rules.0.op"),
-        (r#"[{"op": "read", "colour": 1}]"#, "colour"),
+        (r#"[{"op": "read", "colour": 1}]"#, "s.json: unknown option 'rules.0.colour'"),
+        // Each rule has the number of its own list.
+        (r#"[{"op": "read"}, {"op": "write"}]"#, "unknown option 'rules.0.bogus'"),
     ] {
         std::fs::write(folder.join("s.json"), text_of_it).expect("a scenario");
+        let path = text(&folder.join("s.json")).to_owned();
         let options =
-            format!("driver=fault,scenario={},file.driver=null-co,file.size=1M", text(&folder.join("s.json")));
+            format!("driver=fault,scenario={path},file.driver=null-co,file.size=1M,rules.0.op=read,rules.0.bogus=1");
         let said = run(COWSHED, &["info", "--image-opts", &options], &[1]);
         assert!(said.contains(words) && said.lines().count() == 1, "{words}: {said}");
     }

@@ -132,6 +132,11 @@ impl Monitor {
 
     pub fn reply(&mut self, name: &str, arguments: &Value) -> Value {
         self.send(name, arguments);
+        self.answer()
+    }
+
+    /// The reply to the command that was sent last.
+    pub fn answer(&mut self) -> Value {
         loop {
             let message = self.message();
             if message.get("event").is_none() {

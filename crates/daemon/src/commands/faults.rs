@@ -58,6 +58,9 @@ async fn arm(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
         }
     }
     let rule = FaultRule::from_options(&given).ok_or_else(|| QmpError::generic("a rule without 'op'"))?;
+    if let Some(why) = rule.no_effect() {
+        return Err(QmpError::generic(format!("This rule has no effect: {why}")));
+    }
     let id = match arguments.number("id")? {
         None => fault(&node)?.arm(rule),
         Some(id) if fault(&node)?.change(id, rule) => id,

@@ -38,6 +38,8 @@ pub struct Drive {
     policy: Option<Policy>,
     /// Its only user is its export.
     exported_alone: bool,
+    /// The options of a `fault` node above the disk, without its name and its file.
+    faults: Option<BlockdevOptions>,
     controls: Controls,
 }
 
@@ -80,6 +82,7 @@ impl Drive {
             partition: None,
             policy: None,
             exported_alone: false,
+            faults: None,
             controls,
         }
     }
@@ -200,6 +203,11 @@ impl Drive {
         self.partition = Some(number);
     }
 
+    /// Makes the disk fail by rules: the options of a `fault` node, without its name and its file.
+    pub fn fail_by(&mut self, faults: BlockdevOptions) {
+        self.faults = Some(faults);
+    }
+
     /// The image is a stranger's: it is held to this policy.
     pub fn hold_to(&mut self, policy: Policy) {
         self.policy = Some(policy);
@@ -222,7 +230,19 @@ impl Drive {
         self.controls.clone()
     }
 
-    pub(crate) async fn add(self, daemon: &Rc<Daemon>) -> Result<()> {
+    pub(crate) async fn add(mut self, daemon: &Rc<Daemon>) -> Result<()> {
+        let Some(faults) = self.faults.take() else { return self.add_disk(daemon).await };
+        let name = self.id;
+        let read_only = !self.writable;
+        self.id = commands::free_name(daemon, "below");
+        let below = self.id.clone();
+        self.options.insert("node-name", below.as_str());
+        self.add_disk(daemon).await?;
+        let faults = faults.with("node-name", name).with("read-only", read_only).with("discard", "unmap");
+        daemon.graph.add(faults.with("file", below)).await.map(drop)
+    }
+
+    async fn add_disk(self, daemon: &Rc<Daemon>) -> Result<()> {
         let mut options = self.options;
         let copies = self.copies && self.writable;
         if self.copies && !self.writable {

@@ -18,7 +18,7 @@ pub use compress::Compress;
 pub use copy_before_write::CopyBeforeWrite;
 pub(crate) use copy_before_write::saving_options;
 pub use copy_on_read::CopyOnRead;
-pub use fault::{ArmedRule, Fault, FaultAction, FaultOp, FaultRule};
+pub use fault::{ArmedRule, Fault, FaultAction, FaultOp, FaultRule, fault_options};
 pub(crate) use fault::{SCHEMA as FAULT_SCHEMA, read_scenario, rules_of};
 pub(crate) use log_writes::LogOptions;
 pub use log_writes::LogWrites;

@@ -76,6 +76,10 @@ pub(crate) fn read_config(options: &mut BlockdevOptions) -> Result<()> {
 fn read_text(path: &str) -> Result<String> {
     let failed =
         |error: std::io::Error| Error::io(&error, "could not read the rules").qemu(format!("Could not open '{path}'"));
+    // The open of a FIFO would wait for its writer.
+    if !std::fs::metadata(path_of_text(path)).map_err(failed)?.is_file() {
+        return Err(Error::invalid_argument("a file with rules is a regular file"));
+    }
     let file = std::fs::File::open(path_of_text(path)).map_err(failed)?;
     let mut text = String::new();
     file.take(MAX_CONFIG_BYTES + 1).read_to_string(&mut text).map_err(failed)?;

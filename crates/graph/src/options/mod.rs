@@ -15,7 +15,7 @@ pub use keyval::{BareKey, parse_list};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
 pub use schema::size_refused;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED, Schemas};
-pub(crate) use schema::{check_common, first_leaf};
+pub(crate) use schema::{check_common, check_list, first_leaf};
 pub use schemas::{COMMON, key};
 pub use size::parse_size;
 pub use tree::BlockdevOptions;

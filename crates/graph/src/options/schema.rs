@@ -197,12 +197,7 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
         }
         KeyType::ChoiceOrStruct(words, _) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
         KeyType::List(keys) => match value {
-            Value::Array(items) => {
-                for (index, item) in items.iter_mut().enumerate() {
-                    check_struct(keys, item, &format!("{path}.{index}"))?;
-                }
-                return Ok(());
-            }
+            Value::Array(items) => return check_list(keys, items, path),
             _ => None,
         },
         KeyType::Children => match value {
@@ -271,6 +266,14 @@ pub fn size_refused(parameter: &str, text: &str) -> String {
         true => format!("Value '{text}' is out of range for parameter '{parameter}'"),
         false => size_expected(parameter),
     }
+}
+
+/// Checks a list of objects with these keys, and turns texts into the type of their key. `path`: the name of the list.
+pub(crate) fn check_list(keys: &'static [Key], items: &mut [Value], path: &str) -> Result<()> {
+    for (index, item) in items.iter_mut().enumerate() {
+        check_struct(keys, item, &format!("{path}.{index}"))?;
+    }
+    Ok(())
 }
 
 fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<()> {

@@ -2,6 +2,7 @@
 //! `mount`: an image's disk as a file. `umount`: the end of that.
 
 use super::super::Verb;
+use super::super::arguments::FaultArgs;
 use super::super::untrusted::PolicyArgs;
 use super::{BoundArgs, LogFormat, Running, default_queues, mount_guard};
 use crate::output::{Console, Failure};
@@ -39,7 +40,7 @@ pub const UMOUNT: Verb = Verb {
     about: "Unmount a file that `mount`, or an export of type fuse, shows",
     operands: "FILE",
     details: "What was written is synced before, and what `mount` has started has closed the image when it returns. While a program has FILE open, it \
-              is refused.",
+              is refused. With --lazy nothing is waited for, and the process that serves FILE goes on until programs have closed it.",
     examples: "  cowshed umount disk.raw",
     in_qemu_img: false,
     arguments: UmountArgs::augment_args,
@@ -100,6 +101,8 @@ struct MountArgs {
     #[arg(long, value_name = "PATH")]
     pidfile: Option<String>,
     #[command(flatten)]
+    faults: FaultArgs,
+    #[command(flatten)]
     bounds: BoundArgs,
     #[command(flatten)]
     untrusted: PolicyArgs,
@@ -136,6 +139,9 @@ impl MountArgs {
         }
         if let Some(number) = self.partition {
             drive.show_partition(number);
+        }
+        if let Some(faults) = self.faults.options()? {
+            drive.fail_by(faults);
         }
         if self.untrusted.is_on() {
             drive.hold_to(self.untrusted.policy()?);
@@ -205,7 +211,8 @@ struct UmountArgs {
     /// Wait for the end of the process that keeps the standard input, then unmount the file system with that number
     #[arg(long, value_name = "NUMBER", hide = true)]
     guard: Option<u64>,
-    /// Unmount though programs have FILE open: until they close it, they read and write it, and the image stays open
+    /// Unmount though programs have FILE open, or the disk answers nothing: until they close it, they read and write it, and the
+    /// image stays open
     #[arg(long)]
     lazy: bool,
     /// The file

@@ -2,6 +2,7 @@
 //! `serve`: images over NBD, with what most people want as defaults.
 
 use super::super::Verb;
+use super::super::arguments::FaultArgs;
 use super::super::untrusted::PolicyArgs;
 use super::{BoundArgs, LogFormat, Running, default_queues};
 use crate::output::{Console, Failure};
@@ -102,6 +103,8 @@ struct ServeArgs {
     #[arg(long, value_enum, default_value_t, value_name = "text|json")]
     log_format: LogFormat,
     #[command(flatten)]
+    faults: FaultArgs,
+    #[command(flatten)]
     bounds: BoundArgs,
     #[command(flatten)]
     untrusted: PolicyArgs,
@@ -167,6 +170,12 @@ impl ServeArgs {
         for text in &self.drives {
             let id = unique(&mut names, format!("drive{}", drives.len()));
             drives.push(Drive::parse(text, &id, !self.read_only)?);
+        }
+        if let Some(faults) = self.faults.options()? {
+            if drives.is_empty() {
+                return Err(Failure::new("--fault needs an image"));
+            }
+            drives.iter_mut().for_each(|drive| drive.fail_by(faults.clone()));
         }
         if self.untrusted.is_on() {
             let policy = self.untrusted.policy()?;

@@ -7,7 +7,7 @@
 mod contents;
 mod page;
 
-use super::arguments::{NamingArgs, one_file};
+use super::arguments::{FaultArgs, NamingArgs, one_file};
 use super::{Verb, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
@@ -111,6 +111,8 @@ struct ShareArgs {
     /// Show no progress
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    faults: FaultArgs,
     /// The image
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     files: Vec<String>,
@@ -136,13 +138,15 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Fast enough for a network.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Read at once for the digest.
-const DIGEST_BYTES: u64 = 1 << 20;
+/// Read at once, for clients and for the digest: each such piece is a frame of a zstd file. A client that takes its pieces slowly
+/// holds two of them.
+const PIECE_BYTES: u64 = 256 << 10;
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = ShareArgs::from_arg_matches(matches)?;
     let file = one_file(&args.files)?;
     let image = args.naming.spec(file, args.format.as_ref())?;
+    let faults = args.faults.options()?;
     let host = args.bind.clone().unwrap_or_else(|| "localhost".to_owned());
     let tls = args.tls_dir.as_deref().map(|folder| ServerTls::from_dir(folder, false)).transpose()?;
     if tls.is_none() && !is_of_this_machine(&host) {
@@ -169,9 +173,16 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         console.flush();
     };
     let shared = async |handle: JobHandle| {
-        let node = image.open_for_reading().await?;
+        let has_faults = faults.is_some();
+        let node = match faults {
+            Some(faults) => image.open_below(faults).await?,
+            None => image.open_for_reading().await?,
+        };
         let shared = share(&node, &plan, &handle, say).await;
-        let closed = node.close().await;
+        let closed = match has_faults {
+            true => node.graph().close_all().await,
+            false => node.close().await,
+        };
         shared.and_then(|complete| closed.map(|()| complete))
     };
     let failed = |error: &Error| Failure::open(crate::invocation::Persona::Cowshed, file, error);
@@ -208,9 +219,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
         Event::Failed { error, .. } => sent.tell(error),
         _ => {}
     }));
-    // Larger pieces compress better; of the digest's length, because each piece is a frame.
-    let piece_bytes = if plan.shape == Shape::Zstd { DIGEST_BYTES as usize } else { Limits::default().piece_bytes };
-    let limits = Limits { piece_bytes, ..Limits::default() };
+    let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
     let server = Server::start(ServerConfig { tls: plan.tls.clone(), events: Some(events), limits })?;
     let file_name = plan.file_name.clone();
@@ -334,7 +343,7 @@ async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page
     }
     let mut at = 0;
     while at < size {
-        let len = usize::try_from(DIGEST_BYTES.min(size - at)).unwrap_or(usize::MAX);
+        let len = usize::try_from(PIECE_BYTES.min(size - at)).unwrap_or(usize::MAX);
         let Ok(buf) = IoBuf::try_scratch(len) else { return };
         let (result, buf) = reading.read(at, buf).await;
         facts.trouble = match result {

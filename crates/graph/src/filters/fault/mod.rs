@@ -2,21 +2,25 @@
 //! A disk that fails on demand: requests that an armed rule hits fail, wait, are torn, lost or led astray.
 //!
 //! - `rules`: which requests, and how
+//! - `arguments`: rules as a command line gives them
 
+mod arguments;
 mod rules;
 
+pub use arguments::fault_options;
 pub use rules::{ArmedRule, FaultAction, FaultOp, FaultRule};
 
 use super::Filter;
 use crate::node::{Below, Intent, Mapped, Node, Preallocation, Transfer, Work, ZeroFlags};
 use crate::options::schemas::key;
-use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType, REQUIRED};
+use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType, REQUIRED, check_list};
 use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, path_of_text, rt};
 use rules::{RULE, SECTOR_BYTES, Table, Verdict};
 use serde_json::Value;
 use std::io::Read;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The driver and its keys.
@@ -32,7 +36,7 @@ const FAULT_KEYS: &[Key] = &[
 
 /// Most bytes of a file with rules.
 const MAX_SCENARIO_BYTES: u64 = 1 << 20;
-/// Between two looks whether a request goes on hanging.
+/// Between two looks whether a request goes on waiting.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// The filter. Without armed rules a request costs one load of an atomic more than without the filter.
@@ -64,12 +68,12 @@ impl Fault {
         self.table.arm(rule, Some(id)).is_some()
     }
 
-    /// Takes a rule away; false where it isn't there. Requests that hang by it go on.
+    /// Takes a rule away; false where it isn't there. Requests that wait by it go on.
     pub fn disarm_one(&self, id: u64) -> bool {
         self.table.disarm(id)
     }
 
-    /// Takes all rules away.
+    /// Takes all rules away. Requests that wait by them go on.
     pub fn disarm(&self) {
         self.table.disarm_all();
     }
@@ -86,9 +90,13 @@ impl Fault {
 
     /// Waits as the rules want it, and says what else is to happen.
     async fn meet(&self, op: FaultOp, offset: u64, len: u64) -> Option<FaultRule> {
-        let Verdict { id, delay, rule } = self.table.decide(op, offset, len)?;
-        if !delay.is_zero() {
-            rt::sleep(delay).await;
+        let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len)?;
+        let end = rt::now().saturating_add(delay);
+        while let Some(rest) = end.checked_sub(rt::now()).filter(|rest| !rest.is_zero())
+            && !is_released.load(Ordering::Acquire)
+            && !rt::is_left()
+        {
+            rt::sleep(rest.min(LOOK)).await;
         }
         if rule.action == FaultAction::Hang {
             // A request that its caller has given up on must not keep the node from closing.
@@ -124,10 +132,7 @@ impl Fault {
                 let arrived = rule.bytes.unwrap_or(len / 2).min(len) / SECTOR_BYTES * SECTOR_BYTES;
                 Pieces { parts: vec![(0..arrived, offset)], result: Err(self.error(&rule, offset)) }
             }
-            FaultAction::Misdirect => {
-                let parts = self.astray(&rule, offset, len).map(|place| (0..len, place)).into_iter().collect();
-                Pieces { parts, result: Ok(()) }
-            }
+            FaultAction::Misdirect => Pieces { parts: vec![(0..len, self.astray(&rule, offset, len))], result: Ok(()) },
             FaultAction::Stuck => {
                 let stuck = rule.range.unwrap_or(0..u64::MAX);
                 let before = 0..stuck.start.saturating_sub(offset).min(len);
@@ -139,12 +144,9 @@ impl Fault {
         })
     }
 
-    /// Where a request goes that misses its place; nothing where it misses the disk.
-    fn astray(&self, rule: &FaultRule, offset: u64, len: u64) -> Option<u64> {
-        let size = self.below.size();
-        let behind =
-            offset.checked_add(rule.distance).filter(|place| place.checked_add(len).is_some_and(|end| end <= size));
-        behind.or_else(|| offset.checked_sub(rule.distance))
+    /// Where a request goes that misses its place.
+    fn astray(&self, rule: &FaultRule, offset: u64, len: u64) -> u64 {
+        astray(offset, rule.distance, self.below.size().saturating_sub(len))
     }
 
     /// Writes pieces of a buffer, which is whole again afterwards.
@@ -198,7 +200,7 @@ impl Filter for Fault {
                     (result, buf)
                 }
                 FaultAction::Misdirect => {
-                    let place = self.astray(&rule, offset, buf.len() as u64).unwrap_or(offset);
+                    let place = self.astray(&rule, offset, buf.len() as u64);
                     self.below.read(place, buf).await
                 }
                 _ => self.below.read(offset, buf).await,
@@ -278,28 +280,33 @@ impl Node {
     }
 }
 
+/// The place that is by `distance` behind or before `offset`, or else as far away as the disk goes. `last`: the last one
+/// where the request fits.
+fn astray(offset: u64, distance: u64, last: u64) -> u64 {
+    let behind = offset.checked_add(distance).filter(|place| *place <= last);
+    let farthest = if last.saturating_sub(offset) > offset { last } else { 0 };
+    behind.or_else(|| offset.checked_sub(distance)).unwrap_or(farthest)
+}
+
 /// The rules of a `fault` filter.
 pub(crate) fn rules_of(options: &BlockdevOptions) -> Vec<FaultRule> {
     let rules = options.get("rules").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     rules.iter().filter_map(|rule| FaultRule::from_options(rule.as_object()?)).collect()
 }
 
-/// Puts the rules of the file that `scenario` names in front of those that the options give, still unchecked.
+/// Puts the rules of the file that `scenario` names in front of those that the options give. Both are checked here, since
+/// each rule has a number of its own place.
 pub(crate) fn read_scenario(options: &mut BlockdevOptions) -> Result<()> {
     let Some(path) = options.text("scenario").map(str::to_owned) else { return Ok(()) };
-    let mut rules = scenario(&path).map_err(|error| error.file(&path))?;
+    let mut rules = scenario(&path).map_err(|error| {
+        let sentence = format!("Could not use the scenario '{path}': {}", error.message());
+        error.file(&path).qemu(sentence)
+    })?;
     match options.remove("rules") {
         None => {}
-        Some(Value::Array(given)) => rules.extend(given),
-        // As dotted keys give it: numbers, then the rule.
-        Some(Value::Object(given)) => {
-            let mut numbered: Vec<(usize, Value)> = Vec::new();
-            for (index, rule) in given {
-                let wrong = || Error::invalid_argument(format!("'rules.{index}': rules have numbers"));
-                numbered.push((index.parse().map_err(|_| wrong())?, rule));
-            }
-            numbered.sort_by_key(|(index, _)| *index);
-            rules.extend(numbered.into_iter().map(|(_, rule)| rule));
+        Some(Value::Array(mut given)) => {
+            check_list(RULE, &mut given, "rules")?;
+            rules.extend(given);
         }
         Some(_) => return Err(Error::invalid_argument("'rules' is a list of rules")),
     }
@@ -310,11 +317,32 @@ pub(crate) fn read_scenario(options: &mut BlockdevOptions) -> Result<()> {
 fn scenario(path: &str) -> Result<Vec<Value>> {
     let failed = |error: std::io::Error| Error::io(&error, "could not read the scenario");
     let mut text = String::new();
+    // The open of a FIFO would wait for its writer.
+    if !std::fs::metadata(path_of_text(path)).map_err(failed)?.is_file() {
+        return Err(Error::invalid_argument("a scenario is a regular file"));
+    }
     let file = std::fs::File::open(path_of_text(path)).map_err(failed)?;
     file.take(MAX_SCENARIO_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
     if text.len() as u64 > MAX_SCENARIO_BYTES {
         return Err(Error::invalid_argument("a scenario has at most 1 MiB"));
     }
-    serde_json::from_str(&text)
-        .map_err(|error| Error::invalid_argument(format!("a scenario is a list of rules in JSON: {error}")))
+    let mut rules: Vec<Value> = serde_json::from_str(&text)
+        .map_err(|error| Error::invalid_argument(format!("a scenario is a list of rules in JSON: {error}")))?;
+    check_list(RULE, &mut rules, "rules")?;
+    Ok(rules)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::astray;
+
+    #[test]
+    fn a_request_that_misses_its_place_goes_to_another_one() {
+        assert_eq!([astray(0, 1024, 4096), astray(4096, 1024, 4096)], [1024, 3072]);
+        // The disk is shorter than the distance.
+        assert_eq!([astray(0, 8192, 4096), astray(1024, 8192, 4096), astray(3072, 8192, 4096)], [4096, 4096, 0]);
+        assert_eq!(astray(0, u64::MAX, 4096), 4096);
+        // A request for the whole disk has no other place.
+        assert_eq!(astray(0, 1, 0), 0);
+    }
 }

@@ -9,7 +9,7 @@ use cowshed_storage::rt;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 const FOREVER: u64 = u64::MAX;
@@ -136,11 +136,12 @@ pub struct FaultRule {
     pub action: FaultAction,
     /// The error of the request.
     pub errno: Errno,
-    /// Only requests that touch these bytes; `None` for all. Flushes always match.
+    /// Only requests that touch these bytes; `None` for all. A rule for flushes or changes of the size, which have no place,
+    /// disregards it.
     pub range: Option<Range<u64>>,
     /// So many matching requests pass first.
     pub after: u64,
-    /// Disarmed after so many hits.
+    /// Disarmed after so many hits. In a rule that is armed: 0 where requests that it has hit hang still.
     pub times: u64,
     /// How many of the matching requests are hit, in percent.
     pub probability_percent: u8,
@@ -244,10 +245,35 @@ impl FaultRule {
         map
     }
 
+    /// Why the rule can never do anything; `None` where it can.
+    pub fn no_effect(&self) -> Option<&'static str> {
+        use FaultAction::{Corrupt, Lose, Misdirect, Stuck};
+        let reads = matches!(self.op, FaultOp::Read | FaultOp::Any);
+        let changes_place = matches!(self.op, FaultOp::Flush | FaultOp::Resize);
+        match self.action {
+            _ if self.range.as_ref().is_some_and(|range| i64::try_from(range.start).is_err()) => {
+                Some("'offset': behind the end of any disk")
+            }
+            _ if self.range.as_ref().is_some_and(Range::is_empty) => Some("'len': a range without bytes"),
+            _ if self.end.is_some_and(|end| end <= self.start) => Some("'end-ms' is not behind 'start-ms'"),
+            _ if self.delay.max(self.jitter) > Duration::from_millis(MAX_MS) => {
+                Some("'delay-ms' and 'jitter-ms' are a day (86400000) at most")
+            }
+            Corrupt if !reads => Some("'action': 'corrupt' is for reads"),
+            Lose if self.op == FaultOp::Read => Some("'action': 'lose' is not for reads"),
+            Stuck if self.op == FaultOp::Read => Some("'action': 'stuck' is not for reads"),
+            Stuck | Misdirect if changes_place => Some("'action': flushes and changes of the size have no place"),
+            _ => None,
+        }
+    }
+
     fn matches(&self, op: FaultOp, offset: u64, len: u64) -> bool {
         let touches = match &self.range {
-            Some(range) if op != FaultOp::Flush => offset < range.end && offset.saturating_add(len) > range.start,
-            _ => true,
+            None => true,
+            // They have no place: a rule for places leaves them alone, unless it names them.
+            Some(_) if matches!(op, FaultOp::Flush | FaultOp::Resize) => self.op == op,
+            // No request touches a range without bytes, also where it lies within the request.
+            Some(range) => !range.is_empty() && offset < range.end && offset.saturating_add(len) > range.start,
         };
         (self.op == op || self.op == FaultOp::Any) && touches
     }
@@ -274,12 +300,32 @@ pub(super) struct Verdict {
     pub id: u64,
     pub delay: Duration,
     pub rule: FaultRule,
+    /// The rule was taken away: the delay is over.
+    pub is_released: Arc<AtomicBool>,
 }
 
 struct State {
     rules: Vec<ArmedRule>,
+    /// Requests that a delay may hold up: the numbers of their rules, which may be spent, and what ends the delay.
+    delayed: Vec<(u64, Arc<AtomicBool>)>,
     next_id: u64,
     rng: Rng,
+}
+
+impl State {
+    /// Ends the delays of rules; true where there was one.
+    fn release(&mut self, is_meant: impl Fn(u64) -> bool) -> bool {
+        let mut any = false;
+        self.delayed.retain(|(id, flag)| {
+            let is_released = is_meant(*id);
+            if is_released {
+                any |= Arc::strong_count(flag) > 1;
+                flag.store(true, Ordering::Release);
+            }
+            !is_released
+        });
+        any
+    }
 }
 
 /// The rules of a node. They can be changed while it is in use, from any thread.
@@ -293,7 +339,7 @@ pub(super) struct Table {
 
 impl Table {
     pub fn new(rules: Vec<FaultRule>, seed: u64) -> Table {
-        let state = State { rules: Vec::new(), next_id: 1, rng: Rng::new(seed) };
+        let state = State { rules: Vec::new(), delayed: Vec::new(), next_id: 1, rng: Rng::new(seed) };
         let table = Table {
             armed: AtomicBool::new(false),
             hits: AtomicU64::new(0),
@@ -329,18 +375,21 @@ impl Table {
         Some(id)
     }
 
-    /// Takes a rule away; false where it isn't there.
+    /// Takes a rule away; false where neither it nor a request that waits by it is there.
     pub fn disarm(&self, id: u64) -> bool {
         let mut state = self.state();
         let before = state.rules.len();
         state.rules.retain(|armed| armed.id != id);
         self.armed.store(!state.rules.is_empty(), Ordering::Release);
-        state.rules.len() < before
+        let is_there = state.rules.len() < before;
+        state.release(|rule| rule == id) || is_there
     }
 
     pub fn disarm_all(&self) {
         self.armed.store(false, Ordering::Release);
-        self.state().rules.clear();
+        let mut state = self.state();
+        state.rules.clear();
+        state.release(|_| true);
     }
 
     pub fn rules(&self) -> Vec<ArmedRule> {
@@ -358,9 +407,9 @@ impl Table {
         }
         let age = rt::now().saturating_sub(self.began);
         let mut state = self.state();
-        let State { rules, rng, .. } = &mut *state;
+        let State { rules, delayed, rng, .. } = &mut *state;
         let hit = rules.iter_mut().position(|ArmedRule { rule, .. }| {
-            if !rule.counts_at(age) || !rule.matches(op, offset, len) {
+            if rule.times == 0 || !rule.counts_at(age) || !rule.matches(op, offset, len) {
                 return false;
             }
             if rule.after > 0 {
@@ -377,14 +426,17 @@ impl Table {
             id: armed.id,
             delay: armed.rule.delay.saturating_add(Duration::from_nanos(jitter)),
             rule: armed.rule.clone(),
+            is_released: Arc::default(),
         };
+        if !verdict.delay.is_zero() {
+            delayed.retain(|(_, flag)| Arc::strong_count(flag) > 1);
+            delayed.push((armed.id, Arc::clone(&verdict.is_released)));
+        }
         // A rule that is spent still holds up what hangs.
         if armed.rule.times != FOREVER {
             armed.rule.times -= 1;
             if armed.rule.times == 0 && armed.rule.action != FaultAction::Hang {
                 rules.remove(hit);
-            } else if armed.rule.times == 0 {
-                armed.rule.probability_percent = 0;
             }
         }
         self.hits.fetch_add(1, Ordering::Relaxed);
@@ -423,6 +475,85 @@ mod tests {
             let table = Table::new(vec![FaultRule::from_options(&given).unwrap()], 0);
             assert_eq!(table.rules()[0].rule.to_options(), given);
         }
+    }
+
+    fn rule(text: &str) -> FaultRule {
+        FaultRule::from_options(&serde_json::from_str(text).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_range_without_bytes_hits_nothing() {
+        let table = Table::new(vec![rule(r#"{"op":"write","offset":4096,"len":0}"#)], 0);
+        assert!([0, 4096].iter().all(|offset| table.decide(FaultOp::Write, *offset, 16384).is_none()));
+    }
+
+    #[test]
+    fn a_rule_for_places_leaves_alone_what_has_none() {
+        let hits = |text: &str| {
+            let table = Table::new(vec![rule(text)], 0);
+            [(FaultOp::Flush, 0, u64::MAX), (FaultOp::Resize, 0, u64::MAX), (FaultOp::Write, 0, 512)]
+                .map(|(op, offset, len)| table.decide(op, offset, len).is_some())
+        };
+        assert_eq!(hits(r#"{"op":"any","offset":0,"len":512}"#), [false, false, true]);
+        assert_eq!(hits(r#"{"op":"any"}"#), [true, true, true]);
+        assert_eq!(hits(r#"{"op":"flush","offset":4096}"#), [true, false, false]);
+        assert_eq!(hits(r#"{"op":"resize","offset":4096}"#), [false, true, false]);
+    }
+
+    #[test]
+    fn a_rule_that_is_spent_is_read_back_as_it_was() {
+        let table = Table::new(vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)], 3);
+        while table.decide(FaultOp::Read, 0, 1).is_none() {}
+        assert!(table.decide(FaultOp::Read, 0, 1).is_none() && table.hangs(1));
+        let armed = table.rules()[0].rule.to_options();
+        assert_eq!(
+            armed,
+            *json!({"op": "read", "action": "hang", "times": 0, "probability-percent": 99}).as_object().unwrap()
+        );
+    }
+
+    #[test]
+    fn rules_that_can_do_nothing_say_why() {
+        for (text, why) in [
+            (r#"{"op":"write","offset":4096,"len":0}"#, Some("'len'")),
+            (r#"{"op":"read","offset":18446744073709551615}"#, Some("'offset'")),
+            (r#"{"op":"read","start-ms":5,"end-ms":5}"#, Some("'end-ms'")),
+            (r#"{"op":"read","action":"delay","delay-ms":86400001}"#, Some("'delay-ms'")),
+            (r#"{"op":"read","action":"delay","jitter-ms":4294967295}"#, Some("'delay-ms'")),
+            (r#"{"op":"read","action":"stuck"}"#, Some("'stuck'")),
+            (r#"{"op":"read","action":"lose"}"#, Some("'lose'")),
+            (r#"{"op":"write","action":"corrupt"}"#, Some("'corrupt'")),
+            (r#"{"op":"flush","action":"misdirect"}"#, Some("no place")),
+            (r#"{"op":"any","action":"stuck"}"#, None),
+            (r#"{"op":"any","action":"corrupt","end-ms":1}"#, None),
+            (r#"{"op":"read","action":"delay","delay-ms":86400000}"#, None),
+        ] {
+            let said = rule(text).no_effect();
+            assert_eq!(said.is_some(), why.is_some(), "{text}: {said:?}");
+            assert!(said.zip(why).is_none_or(|(said, why)| said.contains(why)), "{text}: {said:?}");
+        }
+    }
+
+    #[test]
+    fn a_delay_ends_with_its_rule() {
+        let table = Table::new(Vec::new(), 0);
+        let arm = |text| table.arm(rule(text), None).unwrap();
+        let decide = || table.decide(FaultOp::Read, 0, 1).unwrap();
+        let first = arm(r#"{"op":"read","action":"delay","delay-ms":60000,"times":1}"#);
+        let one = decide();
+        let second = arm(r#"{"op":"read","action":"delay","delay-ms":60000}"#);
+        let (two, three) = (decide(), decide());
+        let released = |verdict: &Verdict| verdict.is_released.load(Ordering::Acquire);
+        assert_eq!((released(&one), released(&two)), (false, false));
+        // The rule is spent, and its request waits still.
+        assert!(table.disarm(first) && released(&one) && !released(&two));
+        assert!(!table.disarm(first), "nothing waits by it any more");
+        drop(three);
+        assert!(table.disarm(second) && released(&two));
+        arm(r#"{"op":"read","action":"delay","delay-ms":60000,"times":1}"#);
+        let four = decide();
+        table.disarm_all();
+        assert!(released(&four));
     }
 
     #[test]
