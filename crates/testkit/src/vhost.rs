@@ -70,6 +70,22 @@ pub struct FrontEnd {
 pub type Descriptor = (u64, u32, u16, u16);
 
 impl FrontEnd {
+    /// Connects with a guest that another back end has served, if there was one, and goes on with its first ring. `notes`: the region
+    /// of its requests in flight, which is made where there is none.
+    ///
+    /// # Panics
+    /// If the back end does not take it.
+    pub fn resume(path: &Path, guest: Option<Guest>, notes: &mut Option<(InflightPlace, OwnedFd)>) -> FrontEnd {
+        let mut driver = FrontEnd::connect(path);
+        driver.guest = guest.unwrap_or_default();
+        driver.negotiate(u64::MAX);
+        driver.share_memory();
+        let region = notes.get_or_insert_with(|| driver.notes());
+        driver.give_notes(region);
+        driver.start_ring(0, driver.used(0));
+        driver
+    }
+
     /// Connects with a new guest.
     ///
     /// # Panics

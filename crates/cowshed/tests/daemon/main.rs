@@ -19,4 +19,5 @@ mod stress;
 mod stuck;
 mod ublk;
 mod untrusted;
+mod upgrade;
 mod vhost;

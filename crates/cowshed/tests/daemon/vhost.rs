@@ -163,15 +163,7 @@ fn outlives(format: &str, more: &str) {
     for life in 0..8 {
         let (mut daemon, monitor) = start(folder, &image, more);
         drop(monitor);
-        let mut driver = FrontEnd::connect(&folder.join("v.sock"));
-        if let Some(guest) = guest.take() {
-            driver.guest = guest;
-        }
-        driver.negotiate(u64::MAX);
-        driver.share_memory();
-        let region = notes.get_or_insert_with(|| driver.notes());
-        driver.give_notes(region);
-        driver.start_ring(0, driver.used(0));
+        let mut driver = FrontEnd::resume(&folder.join("v.sock"), guest.take(), &mut notes);
         again += chains.iter().flatten().count();
         let last = ended + 20 + random.below(200);
         loop {

@@ -47,6 +47,8 @@ struct Running {
     pid_file: Option<String>,
     /// What QEMU says in front where that file can't be made.
     pid_frame: &'static str,
+    /// The process of the pid file is stopped first.
+    takes_over: bool,
     /// The kernel's device to serve.
     device: Option<DeviceLink>,
     log: LogFormat,
@@ -135,6 +137,9 @@ impl Running {
         logging::start(self.log, &self.log_filter())?;
         if has_name_of_qemu() {
             cowshed_daemon::print_warnings(warning::print);
+        }
+        if let (true, Some(path)) = (self.takes_over, &self.pid_file) {
+            pid_file::stop_owner(path)?;
         }
         let stop_limit = self.setup.stop_limit;
         let left = RefCell::new((None, self.kept));

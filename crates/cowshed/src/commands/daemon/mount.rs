@@ -192,6 +192,7 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         leaves_folder: false,
         pid_frame: "",
         pid_file: args.pidfile.clone(),
+        takes_over: false,
         device: None,
         log: LogFormat::Text,
         log_level: "warn",

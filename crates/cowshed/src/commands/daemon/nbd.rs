@@ -549,6 +549,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         pid_frame: "",
         device: link,
         pid_file: args.pid_file.clone(),
+        takes_over: false,
         log: LogFormat::Text,
         // As QEMU's: of clients it names those that are refused.
         log_level: if args.verbose { "warn,refused=info" } else { "warn" },

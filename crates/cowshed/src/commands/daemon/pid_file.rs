@@ -2,6 +2,8 @@
 //! The pid file: made under a temporary name and put in its place whole, so that no link leads the write elsewhere.
 
 use crate::output::Failure;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -69,6 +71,34 @@ impl PidFile {
             }
         }
         Err("other processes keep changing it".to_owned())
+    }
+}
+
+/// Stops the process that holds the pid file, as SIGTERM does, and waits for its end, however long that takes. Without such a
+/// process there is nothing to do.
+pub fn stop_owner(path: &str) -> Result<(), Failure> {
+    let wrong = |reason: String| Failure::new(format!("{path}: could not take over: {reason}"));
+    let Some(known) = open_known(path).map_err(wrong)? else { return Ok(()) };
+    if known.try_lock().is_ok() {
+        return Ok(());
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+    let number = text.trim().parse().ok().and_then(Pid::from_raw);
+    let number = number.ok_or_else(|| wrong("it holds no number of a process".to_owned()))?;
+    let failed = |error: rustix::io::Errno| wrong(format!("process {}: {error}", number.as_raw_nonzero()));
+    let process = pidfd_open(number, PidfdFlags::empty()).map_err(failed)?;
+    // The number may have become another's while the file was read: its process holds the lock as long as it lives.
+    if known.try_lock().is_ok() {
+        return Ok(());
+    }
+    tracing::info!(process = number.as_raw_nonzero(), "taking over from a daemon");
+    pidfd_send_signal(&process, Signal::TERM).map_err(failed)?;
+    let mut polled = [PollFd::new(&process, PollFlags::IN)];
+    loop {
+        match poll(&mut polled, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            ended => return ended.map(drop).map_err(failed),
+        }
     }
 }
 

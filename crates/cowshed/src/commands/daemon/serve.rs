@@ -99,6 +99,9 @@ struct ServeArgs {
     /// Write the process's number to a file
     #[arg(long, value_name = "PATH")]
     pidfile: Option<String>,
+    /// Stop the daemon that --pidfile names, in order, and go on with its clients. See docs/upgrade.md
+    #[arg(long)]
+    takeover: bool,
     /// The log: lines for people, or JSON
     #[arg(long, value_enum, default_value_t, value_name = "text|json")]
     log_format: LogFormat,
@@ -213,6 +216,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Ok(0);
     }
     args.untrusted.check()?;
+    if args.takeover && args.pidfile.is_none() {
+        return Err(Failure::new("--takeover needs --pidfile"));
+    }
     let drives = args.drives()?;
     let mut steps = Vec::new();
     if let Some(size) = &args.metadata_budget {
@@ -271,6 +277,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         leaves_folder: false,
         pid_frame: "",
         pid_file: args.pidfile.clone(),
+        takes_over: args.takeover,
         device: None,
         log: args.log_format,
         log_level: "info",

@@ -83,6 +83,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         leaves_folder: matches.get_flag("daemonize"),
         pid_frame: "cannot create PID file: ",
         pid_file: matches.get_one("pidfile").cloned(),
+        takes_over: false,
         device: None,
         log: LogFormat::Text,
         log_level: "warn",
