@@ -3,6 +3,7 @@
 
 use crate::Settings;
 use crate::copies;
+use crate::exports;
 use crate::fixture;
 use crate::large;
 use crate::luks;
@@ -53,6 +54,8 @@ pub const CASES: &[Case] = &[
     Case { name: "nbd-direct", about: "the same past the page cache", run: nbd::nbd_direct },
     Case { name: "daemon", about: "beside qemu-storage-daemon, through the page cache", run: nbd::daemon },
     Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
+    Case { name: "fuse", about: "a FUSE file beside that of qemu-storage-daemon", run: exports::fuse },
+    Case { name: "vhost", about: "vhost-user-blk beside that of qemu-storage-daemon", run: exports::vhost },
     Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
     Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
     Case { name: "mapping-sizes", about: "the sizes of the L2 cache against each other", run: reads::mapping_sizes },

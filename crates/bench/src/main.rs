@@ -6,6 +6,7 @@
 mod bare;
 mod cases;
 mod copies;
+mod exports;
 mod fixture;
 mod large;
 mod luks;

@@ -153,12 +153,43 @@ impl Server {
 
     /// Has fio load its export "disk". Where `written` names the image, what the disk below writes for it is counted.
     pub fn load(&self, settings: &Settings, how: &[String], written: Option<&Path>) -> Result<Served, String> {
+        let uri = format!("--uri=nbd+unix:///disk?socket={}", self.socket.display());
+        self.load_on(settings, &["--ioengine=nbd", &uri], how, written)
+    }
+
+    /// The same of another `target`, which says what it is and how fio reaches it.
+    pub fn load_on(
+        &self,
+        settings: &Settings,
+        target: &[&str],
+        how: &[String],
+        written: Option<&Path>,
+    ) -> Result<Served, String> {
         let output = settings.folder.join("fio.json");
         let mut fio = Command::new("fio");
-        fio.args(["--name=load", "--ioengine=nbd", "--thread", "--group_reporting"]);
+        fio.args(["--name=load", "--thread", "--group_reporting"]).args(target);
         fio.args(["--norandommap", "--randrepeat=0", "--refill_buffers=0", "--output-format=json"]);
-        fio.arg(format!("--uri=nbd+unix:///disk?socket={}", self.socket.display())).args(how);
-        fio.arg(format!("--output={}", output.display()));
+        fio.args(how).arg(format!("--output={}", output.display()));
+        self.measure(written, || {
+            let run = fio.output().map_err(|e| format!("could not run fio: {e}"))?;
+            let text = std::fs::read_to_string(&output).map_err(|e| format!("{}: {e}", output.display()))?;
+            let report = text.find('{').and_then(|start| serde_json::from_str::<Value>(&text[start..]).ok());
+            let job = report.as_ref().map(|report| &report["jobs"][0]).filter(|job| job["error"] == 0);
+            let Some(job) = job.filter(|_| run.status.success()) else {
+                return Err(format!("fio failed: {}{text}", String::from_utf8_lossy(&run.stderr)));
+            };
+            let sum =
+                |key: &str| ["read", "write", "trim"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
+            Ok((sum("total_ios"), sum("iops")))
+        })
+    }
+
+    /// What a client's run costs the server. The client gives its operations, and how many of them it has done a second.
+    pub fn measure(
+        &self,
+        written: Option<&Path>,
+        client: impl FnOnce() -> Result<(f64, f64), String>,
+    ) -> Result<Served, String> {
         let synced = |image: &Path| {
             let synced = std::fs::File::open(image).and_then(|file| file.sync_all());
             synced.map_err(|e| format!("{}: {e}", image.display())).and_then(|()| written_bytes(image))
@@ -167,21 +198,19 @@ impl Server {
         // The peak begins anew; a kernel that can't do that tells the one since the start.
         let _ = std::fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5");
         let before = self.cpu_seconds()?;
-        let run = fio.output().map_err(|e| format!("could not run fio: {e}"))?;
+        let (operations, per_second) = client()?;
         let cpu_seconds = self.cpu_seconds()? - before;
         let peak_bytes = memory_of(self.child.id(), "VmHWM:")?;
         let after = written.map(synced).transpose()?;
-        let text = std::fs::read_to_string(&output).map_err(|e| format!("{}: {e}", output.display()))?;
-        let report = text.find('{').and_then(|start| serde_json::from_str::<Value>(&text[start..]).ok());
-        let job = report.as_ref().map(|report| &report["jobs"][0]).filter(|job| job["error"] == 0);
-        let Some(job) = job.filter(|_| run.status.success()) else {
-            return Err(format!("fio failed: {}{text}", String::from_utf8_lossy(&run.stderr)));
-        };
-        let sum = |key: &str| ["read", "write", "trim"].iter().filter_map(|kind| job[kind][key].as_f64()).sum::<f64>();
-        let operations = sum("total_ios").max(1.0);
+        let operations = operations.max(1.0);
         let written_bytes = already.zip(after).map(|(already, after)| (after - already) as f64 / operations);
-        let cpu_microseconds = cpu_seconds * 1e6 / operations;
-        Ok(Served { per_second: sum("iops"), cpu_microseconds, peak_bytes, written_bytes, operations })
+        Ok(Served {
+            per_second,
+            cpu_microseconds: cpu_seconds * 1e6 / operations,
+            peak_bytes,
+            written_bytes,
+            operations,
+        })
     }
 }
 
