@@ -5,17 +5,19 @@
 //! only its memory had. The next one must not answer a flush as if they were there.
 
 use crate::memory::MemoryPiece;
+use cowshed_block::slip;
 use cowshed_storage::signal::lock;
+use cowshed_vhost_user_proto::Shared;
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use std::sync::Mutex;
 
 /// The changes of one session.
-#[derive(Debug, Default)]
-pub(crate) struct Ledger(Mutex<State>);
+#[derive(Debug)]
+pub(crate) struct Ledger<P = MemoryPiece>(Mutex<State<P>>);
 
-#[derive(Debug, Default)]
-struct State {
-    note: Option<UnflushedNote<MemoryPiece>>,
+#[derive(Debug)]
+struct State<P> {
+    note: Option<UnflushedNote<P>>,
     is_marked: bool,
     /// Changes that ended.
     changes: u64,
@@ -23,7 +25,13 @@ struct State {
     is_lost: bool,
 }
 
-impl State {
+impl<P> Default for Ledger<P> {
+    fn default() -> Self {
+        Ledger(Mutex::new(State { note: None, is_marked: false, changes: 0, is_lost: false }))
+    }
+}
+
+impl<P: Shared> State<P> {
     fn write(&self) {
         if let Some(note) = &self.note {
             note.set(self.is_marked || self.is_lost);
@@ -31,9 +39,9 @@ impl State {
     }
 }
 
-impl Ledger {
+impl<P: Shared> Ledger<P> {
     /// Writes to this note from now on.
-    pub fn take_up(&self, note: UnflushedNote<MemoryPiece>, is_lost: bool) {
+    pub fn take_up(&self, note: UnflushedNote<P>, is_lost: bool) {
         let mut state = lock(&self.0);
         state.note = Some(note);
         state.is_lost = is_lost;
@@ -44,7 +52,7 @@ impl Ledger {
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.0);
         state.changes += 1;
-        if state.note.is_some() && !state.is_marked && dies() {
+        if state.note.is_some() && !state.is_marked && dies() && !slip!("unflushed_changes_are_not_noted") {
             state.is_marked = true;
             state.write();
         }
@@ -64,13 +72,15 @@ impl Ledger {
         }
     }
 
-    /// True once where changes of an earlier life are lost: the guest is to hear of it.
-    pub fn take_lost(&self) -> bool {
+    /// Changes of an earlier life are lost, and the guest is to hear of it.
+    pub fn is_lost(&self) -> bool {
+        lock(&self.0).is_lost
+    }
+
+    /// The guest can see that changes are lost. A kill before this is noted makes it hear of that once more.
+    pub fn told_lost(&self) {
         let mut state = lock(&self.0);
-        let is_lost = std::mem::take(&mut state.is_lost);
-        if is_lost {
-            state.write();
-        }
-        is_lost
+        state.is_lost = false;
+        state.write();
     }
 }

@@ -7,6 +7,7 @@
 //! - `server`: the owner's view, and the thread that takes front ends; `session`: one front end and its messages
 //! - `queue`: the thread of one ring; `requests` carries one request out; `memory` is the guest's
 //! - `ledger`: changes that die with this process
+//! - `simulated`: a ring on simulated memory, for tests
 
 mod ledger;
 mod memory;
@@ -14,6 +15,8 @@ mod queue;
 mod requests;
 mod server;
 mod session;
+#[doc(hidden)]
+pub mod simulated;
 #[cfg(test)]
 mod tests;
 

@@ -4,14 +4,14 @@
 use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
-use cowshed_block::{Error, Result};
+use cowshed_block::{Error, Result, slip};
 use cowshed_image::graph::{Attachment, Queue as Disk};
 use cowshed_storage::EventCounter;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
 use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status};
 use cowshed_vhost_user_proto::ring::RingPlace;
-use cowshed_vhost_user_proto::{Inflight, Malformed, Ring};
+use cowshed_vhost_user_proto::{Inflight, Malformed, Memory, Ring};
 use futures_util::future::{Either, LocalBoxFuture, select};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
@@ -30,7 +30,7 @@ const LOOK_PAUSE: Duration = Duration::from_micros(100);
 
 /// How requests are carried out: the same for all rings of a session.
 #[derive(Clone, Debug)]
-pub(crate) struct Ways {
+pub(crate) struct Ways<P = MemoryPiece> {
     /// The export's name.
     pub id: Arc<str>,
     /// What requests are checked by; the size is looked up for each.
@@ -40,10 +40,10 @@ pub(crate) struct Ways {
     /// The driver's own switch.
     pub writeback: Arc<AtomicBool>,
     /// Changes that die with this process.
-    pub ledger: Arc<Ledger>,
+    pub ledger: Arc<Ledger<P>>,
 }
 
-impl Ways {
+impl<P> Ways<P> {
     pub fn is_durable(&self) -> bool {
         self.writethrough || !self.writeback.load(Ordering::Acquire)
     }
@@ -76,24 +76,23 @@ impl Line {
 }
 
 /// The memory of the guest now, for all rings.
-pub(crate) type MemoryNow = Arc<Mutex<Arc<GuestMemory>>>;
+pub(crate) type MemoryNow<M = GuestMemory> = Arc<Mutex<Arc<M>>>;
 
 /// How a ring begins.
-#[derive(Debug)]
-pub(crate) struct Start {
+pub(crate) struct Start<M: Memory = GuestMemory> {
     pub place: RingPlace,
     pub base: u16,
-    pub memory: MemoryNow,
+    pub memory: MemoryNow<M>,
     /// `None`: the ring is looked at from time to time.
     pub kick: Option<EventCounter>,
     pub line: Arc<Line>,
     /// Where its requests in flight are noted.
-    pub notes: Option<MemoryPiece>,
-    pub ways: Ways,
+    pub notes: Option<M::Piece>,
+    pub ways: Ways<M::Piece>,
 }
 
-enum Message {
-    Start(Box<Start>, Arc<Watched<Option<Result<(), Malformed>>>>),
+pub(crate) enum Message<M: Memory = GuestMemory> {
+    Start(Box<Start<M>>, Arc<Watched<Option<Result<(), Malformed>>>>),
     /// Take no more, end what is in flight, and say where to go on. Requests of an earlier life that have not begun are carried out
     /// only for a front end that is there: another one finds them noted.
     Stop {
@@ -177,10 +176,10 @@ impl Queue {
 }
 
 /// A ring that runs.
-struct Running {
-    ring: Ring<MemoryPiece>,
-    start: Start,
-    inflight: Option<Inflight<MemoryPiece>>,
+pub(crate) struct Running<M: Memory = GuestMemory> {
+    ring: Ring<M::Piece>,
+    start: Start<M>,
+    inflight: Option<Inflight<M::Piece>>,
     bytes: u64,
     /// Requests of an earlier life that have not begun.
     left: VecDeque<u16>,
@@ -209,8 +208,8 @@ async fn serve_all(attachment: &Arc<Attachment>, inbox: &Mailbox<Message>) {
     }
 }
 
-impl Running {
-    fn new(start: Start) -> Result<Running, Malformed> {
+impl<M: Memory<Piece: Clone + 'static>> Running<M> {
+    pub(crate) fn new(start: Start<M>) -> Result<Running<M>, Malformed> {
         let memory = Arc::clone(&lock(&start.memory));
         let mut ring = Ring::new(&*memory, &start.place, start.base)?;
         let mut left = VecDeque::new();
@@ -231,7 +230,7 @@ impl Running {
     }
 
     /// Until it is told to stop. False: the thread is to end.
-    async fn serve(mut self, disk: &Disk, inbox: &Mailbox<Message>) -> bool {
+    pub(crate) async fn serve(mut self, disk: &Disk, inbox: &Mailbox<Message<M>>) -> bool {
         let mut kick = self.kick();
         let mut told = inbox.receive().boxed_local();
         let message = loop {
@@ -356,7 +355,7 @@ impl Running {
         begun
     }
 
-    fn begin(&mut self, disk: &Disk, memory: &GuestMemory, head: u16) {
+    fn begin(&mut self, disk: &Disk, memory: &M, head: u16) {
         let (result, chain) = self.ring.chain(memory, head);
         let ways = &self.start.ways;
         let limits = RequestLimits { disk_bytes: disk.size(), ..ways.limits };
@@ -403,10 +402,17 @@ impl Running {
         };
         let written = ended.written.unwrap_or(0);
         match &mut self.inflight {
+            Some(inflight) if slip!("note_of_a_request_ends_before_its_place_in_the_ring") => {
+                inflight.end(ended.head, || 0);
+                give_back(written);
+            }
             Some(inflight) => inflight.end(ended.head, || give_back(written)),
             None => {
                 give_back(written);
             }
+        }
+        if ended.tells_loss {
+            self.start.ways.ledger.told_lost();
         }
         if ended.written.is_none() {
             self.fail(Malformed { what: "a request without a place for its status, head", value: ended.head.into() });
@@ -428,14 +434,14 @@ impl Running {
     }
 }
 
-enum News {
-    Told(Message),
+enum News<M: Memory> {
+    Told(Message<M>),
     Kicked,
     Ended(Option<Ended>),
 }
 
-impl News {
-    fn of<A, B>(event: Either<(Message, A), ((), B)>) -> News {
+impl<M: Memory> News<M> {
+    fn of<A, B>(event: Either<(Message<M>, A), ((), B)>) -> News<M> {
         match event {
             Either::Left((message, _)) => News::Told(message),
             Either::Right(_) => News::Kicked,

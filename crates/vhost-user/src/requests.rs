@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carries out one request.
 
-use crate::memory::MemoryPiece;
 use crate::queue::Ways;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::IoBuf;
-use cowshed_vhost_user_proto::DescriptorChain;
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
+use cowshed_vhost_user_proto::{Chain, Shared};
 
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
@@ -24,15 +23,17 @@ pub(crate) struct Ended {
     pub written: Option<u32>,
     /// What it took of the ring's memory.
     pub bytes: u64,
+    /// It fails because changes of an earlier life are lost.
+    pub tells_loss: bool,
 }
 
 /// The memory that a request takes while it runs.
-pub(crate) fn cost(request: &Request, chain: &DescriptorChain<MemoryPiece>) -> u64 {
+pub(crate) fn cost<P: Shared>(request: &Request, chain: &Chain<P>) -> u64 {
     let data = match request {
         Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
         _ => 0,
     };
-    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<MemoryPiece>();
+    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<P>();
     data + REQUEST_BYTES + pieces as u64
 }
 
@@ -42,12 +43,16 @@ fn lost() -> Error {
 }
 
 /// Carries a request out and writes its status.
-pub(crate) async fn run(disk: Queue, ways: Ways, chain: DescriptorChain<MemoryPiece>, request: Request) -> Ended {
+pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: Chain<P>, request: Request) -> Ended {
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
+    let tells_loss = promises && ways.ledger.is_lost();
+    if tells_loss && slip!("loss_is_told_before_the_guest_sees_it") {
+        ways.ledger.told_lost();
+    }
     let (result, mut written) = match request {
-        _ if promises && ways.ledger.take_lost() => (Err(lost()), 0),
+        _ if tells_loss => (Err(lost()), 0),
         Request::Read { offset, len } => read(&disk, &chain, offset, len).await,
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
         Request::Flush => {
@@ -82,17 +87,17 @@ pub(crate) async fn run(disk: Queue, ways: Ways, chain: DescriptorChain<MemoryPi
             Status::IoError
         }
     };
-    end(&chain, status, written, bytes)
+    Ended { tells_loss, ..end(&chain, status, written, bytes) }
 }
 
 /// Writes the status of a chain.
-pub(crate) fn end(chain: &DescriptorChain<MemoryPiece>, status: Status, written: u64, bytes: u64) -> Ended {
+pub(crate) fn end<P: Shared>(chain: &Chain<P>, status: Status, written: u64, bytes: u64) -> Ended {
     let has_status = write_status(chain, status);
     let written = has_status.then(|| u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX));
-    Ended { head: chain.head, written, bytes }
+    Ended { head: chain.head, written, bytes, tells_loss: false }
 }
 
-async fn read(disk: &Queue, chain: &DescriptorChain<MemoryPiece>, offset: u64, len: u64) -> (Result<()>, u64) {
+async fn read<P: Shared>(disk: &Queue, chain: &Chain<P>, offset: u64, len: u64) -> (Result<()>, u64) {
     let mut done = 0;
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
@@ -110,7 +115,7 @@ async fn read(disk: &Queue, chain: &DescriptorChain<MemoryPiece>, offset: u64, l
     (Ok(()), done)
 }
 
-async fn write(disk: &Queue, ways: &Ways, chain: &DescriptorChain<MemoryPiece>, offset: u64, len: u64) -> Result<()> {
+async fn write<P: Shared>(disk: &Queue, ways: &Ways<P>, chain: &Chain<P>, offset: u64, len: u64) -> Result<()> {
     let mut done = 0;
     let is_durable = ways.is_durable();
     while done < len {
@@ -127,14 +132,14 @@ async fn write(disk: &Queue, ways: &Ways, chain: &DescriptorChain<MemoryPiece>, 
     Ok(())
 }
 
-async fn discard(disk: &Queue, ways: &Ways, segments: Vec<Segment>) -> Result<()> {
+async fn discard<P>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>) -> Result<()> {
     for segment in segments {
         disk.discard(segment.offset, segment.len).await?;
     }
     complete(disk, ways).await
 }
 
-async fn write_zeroes(disk: &Queue, ways: &Ways, segments: Vec<Segment>) -> Result<()> {
+async fn write_zeroes<P>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>) -> Result<()> {
     for segment in segments {
         let flags = ZeroFlags { may_unmap: segment.unmap, no_fallback: false };
         disk.write_zeroes(segment.offset, segment.len, flags).await?;
@@ -142,7 +147,7 @@ async fn write_zeroes(disk: &Queue, ways: &Ways, segments: Vec<Segment>) -> Resu
     complete(disk, ways).await
 }
 
-async fn complete(disk: &Queue, ways: &Ways) -> Result<()> {
+async fn complete<P>(disk: &Queue, ways: &Ways<P>) -> Result<()> {
     match ways.is_durable() {
         true => disk.flush().await,
         false => Ok(()),

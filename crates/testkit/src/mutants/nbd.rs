@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Slips of an NBD server towards its clients, and of a client towards its server.
+//! Slips of an NBD server towards its clients, of a client towards its server, and of a vhost-user back end.
 
 use super::Mutant;
 
@@ -58,5 +58,20 @@ pub(super) const MUTANTS: &[Mutant] = &[
         name: "zeroes_beyond_the_servers_maximum",
         about: "the NBD client sends zero writes that are longer than the server's longest request",
         test: ("nbd/outages", "zeroes_are_cut_to_the_longest_request_of_the_server"),
+    },
+    Mutant {
+        name: "note_of_a_request_ends_before_its_place_in_the_ring",
+        about: "a vhost-user back end takes a request for ended before the guest can see that",
+        test: ("vhost", "a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing"),
+    },
+    Mutant {
+        name: "loss_is_told_before_the_guest_sees_it",
+        about: "a vhost-user back end forgets that changes are lost before the guest can see that a flush has failed",
+        test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
+    },
+    Mutant {
+        name: "unflushed_changes_are_not_noted",
+        about: "a vhost-user back end leaves no note of changes that die with it",
+        test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
     },
 ];

@@ -22,3 +22,4 @@ mod nbd;
 mod rescue;
 mod silent_targets;
 mod storage_shapes;
+mod vhost;

@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A back end of vhost-user that is killed between any two of its steps. The guest's memory, the region that notes requests in
+//! flight, and what the back end has written to its files survive. A new back end on the same region goes on.
+
+use cowshed_image::graph::{AttachRequest, Graph};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_simulator::{Config, PageMap, Snapshot, World};
+use cowshed_storage::rng::Rng;
+use cowshed_storage::rt;
+use cowshed_testkit::images::{Chain, Format, Layer, Qcow2Spec};
+use cowshed_testkit::scenario::Prepared;
+use cowshed_vhost_user::proto::inflight::{NOTE_BYTES, part_bytes};
+use cowshed_vhost_user::proto::ring::RingPlace;
+use cowshed_vhost_user::proto::{Memory, Shared};
+use cowshed_vhost_user::simulated::serve_ring;
+use futures_util::future::{Either, select};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const RING: u16 = 16;
+/// Requests at a time; each has three descriptors of its own.
+const SLOTS: usize = 4;
+const DESCRIPTORS_AT: usize = 0;
+const AVAILABLE_AT: usize = 0x200;
+const USED_AT: usize = 0x400;
+const REQUESTS_AT: usize = 0x1000;
+const REQUEST_BYTES: usize = 0x400;
+const STATUS_AT: usize = 0x100;
+const DATA_AT: usize = 0x200;
+const NOTES_AT: usize = 0x4000;
+const UNFLUSHED_AT: usize = 0x5000;
+const MEMORY_BYTES: usize = 0x6000;
+const SECTOR: usize = 512;
+/// Places of a slot on the disk, one sector in a cluster of its own each.
+const PLACES: usize = 3;
+const CLUSTER: u64 = 4096;
+const DISK_BYTES: u64 = 1 << 20;
+
+/// One place of the disk as the guest knows it.
+#[derive(Clone, Debug)]
+struct Cell {
+    /// What the last flush may have left there.
+    base: Vec<u32>,
+    /// What was written since, in order.
+    newer: Vec<u32>,
+}
+
+#[derive(Clone, Debug)]
+enum Pending {
+    Write {
+        place: usize,
+        value: u32,
+    },
+    Read {
+        place: usize,
+    },
+    /// The last value of each place that had been acknowledged.
+    Flush {
+        covered: Vec<Option<u32>>,
+    },
+}
+
+/// The driver of the disk. It knows nothing of kills.
+#[derive(Clone, Debug)]
+struct Guest {
+    next_available: u16,
+    seen: u16,
+    slots: Vec<Option<Pending>>,
+    cells: Vec<Cell>,
+    random: Rng,
+    next_value: u32,
+    /// Requests that it begins yet.
+    left: usize,
+    /// Then it flushes, and each slot reads its places: so many are begun.
+    read: [usize; SLOTS],
+    has_flushed: bool,
+    failed_flushes: usize,
+    /// A write that was acknowledged and not flushed may read as before.
+    may_lose: bool,
+}
+
+impl Guest {
+    fn new(seed: u64, requests: usize) -> Guest {
+        let cells = (0..SLOTS * PLACES).map(|_| Cell { base: vec![0], newer: Vec::new() }).collect();
+        Guest {
+            next_available: 0,
+            seen: 0,
+            slots: (0..SLOTS).map(|_| None).collect(),
+            cells,
+            random: Rng::new(seed),
+            next_value: 1,
+            left: requests,
+            read: [0; SLOTS],
+            has_flushed: false,
+            failed_flushes: 0,
+            may_lose: false,
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.left == 0 && self.read == [PLACES; SLOTS] && self.slots.iter().all(Option::is_none)
+    }
+
+    /// Takes what was given back, and begins what comes next.
+    fn step(&mut self, bytes: &mut [u8]) {
+        while number(bytes, USED_AT + 2) != self.seen {
+            let entry = USED_AT + 4 + 8 * usize::from(self.seen % RING);
+            let slot = usize::from(number(bytes, entry)) / 3;
+            self.seen = self.seen.wrapping_add(1);
+            let request = self.slots[slot].take().expect("a request is given back twice");
+            self.complete(request, &bytes[REQUESTS_AT + slot * REQUEST_BYTES..][..REQUEST_BYTES]);
+        }
+        let is_idle = self.slots.iter().all(Option::is_none);
+        for slot in 0..SLOTS {
+            if self.slots[slot].is_some() {
+                continue;
+            }
+            let own = slot * PLACES + self.random.below(PLACES as u64) as usize;
+            let request = if self.left > 0 {
+                self.left -= 1;
+                match self.random.below(6) {
+                    0 => Pending::Read { place: own },
+                    1 => self.flush(),
+                    _ => {
+                        self.next_value += 1;
+                        Pending::Write { place: own, value: self.next_value }
+                    }
+                }
+            } else if !self.has_flushed {
+                if !is_idle {
+                    return;
+                }
+                self.has_flushed = true;
+                self.begin(slot, self.flush(), bytes);
+                return;
+            } else if self.read[slot] < PLACES && (is_idle || self.read != [0; SLOTS]) {
+                self.read[slot] += 1;
+                Pending::Read { place: slot * PLACES + self.read[slot] - 1 }
+            } else {
+                continue;
+            };
+            self.begin(slot, request, bytes);
+        }
+    }
+
+    fn flush(&self) -> Pending {
+        Pending::Flush { covered: self.cells.iter().map(|cell| cell.newer.last().copied()).collect() }
+    }
+
+    fn begin(&mut self, slot: usize, request: Pending, bytes: &mut [u8]) {
+        const NEXT: u16 = 1;
+        const WRITE: u16 = 2;
+        let at = REQUESTS_AT + slot * REQUEST_BYTES;
+        let (kind, place, data) = match &request {
+            Pending::Read { place } => (0u32, *place, Some(NEXT | WRITE)),
+            Pending::Write { place, value } => {
+                let data: Vec<u8> = value.to_le_bytes().repeat(SECTOR / 4);
+                bytes[at + DATA_AT..][..SECTOR].copy_from_slice(&data);
+                (1, *place, Some(NEXT))
+            }
+            Pending::Flush { .. } => (4, 0, None),
+        };
+        bytes[at..at + 8].copy_from_slice(&u64::from(kind).to_le_bytes());
+        let sector = place as u64 * CLUSTER / SECTOR as u64;
+        let sector = if data.is_some() { sector } else { 0 };
+        bytes[at + 8..at + 16].copy_from_slice(&sector.to_le_bytes());
+        bytes[at + STATUS_AT] = 0xff;
+        let head = 3 * slot as u16;
+        let mut describe = |number: u16, place: usize, len: usize, flags: u16, next: u16| {
+            let descriptor = &mut bytes[DESCRIPTORS_AT + 16 * usize::from(number)..][..16];
+            descriptor[..8].copy_from_slice(&(place as u64).to_le_bytes());
+            descriptor[8..12].copy_from_slice(&(len as u32).to_le_bytes());
+            descriptor[12..14].copy_from_slice(&flags.to_le_bytes());
+            descriptor[14..].copy_from_slice(&next.to_le_bytes());
+        };
+        describe(head, at, 16, NEXT, if data.is_some() { head + 1 } else { head + 2 });
+        if let Some(flags) = data {
+            describe(head + 1, at + DATA_AT, SECTOR, flags, head + 2);
+        }
+        describe(head + 2, at + STATUS_AT, 1, WRITE, 0);
+        let entry = AVAILABLE_AT + 4 + 2 * usize::from(self.next_available % RING);
+        bytes[entry..entry + 2].copy_from_slice(&head.to_le_bytes());
+        self.next_available = self.next_available.wrapping_add(1);
+        bytes[AVAILABLE_AT + 2..AVAILABLE_AT + 4].copy_from_slice(&self.next_available.to_le_bytes());
+        self.slots[slot] = Some(request);
+    }
+
+    fn complete(&mut self, request: Pending, bytes: &[u8]) {
+        let status = bytes[STATUS_AT];
+        match request {
+            Pending::Write { place, value } => {
+                assert_eq!(status, 0, "a write fails");
+                self.cells[place].newer.push(value);
+            }
+            Pending::Read { place } => {
+                assert_eq!(status, 0, "a read fails");
+                let data = &bytes[DATA_AT..][..SECTOR];
+                let read = u32::from_le_bytes(data[..4].try_into().expect("four bytes"));
+                assert!(data == read.to_le_bytes().repeat(SECTOR / 4), "a sector is torn");
+                self.read(place, read);
+            }
+            Pending::Flush { covered } if status == 0 => {
+                for (cell, covered) in self.cells.iter_mut().zip(covered) {
+                    if let Some(at) = cell.newer.iter().position(|value| Some(*value) == covered) {
+                        cell.base = vec![cell.newer[at]];
+                        cell.newer.drain(..=at);
+                    }
+                }
+            }
+            Pending::Flush { .. } => {
+                self.failed_flushes += 1;
+                for cell in &mut self.cells {
+                    let newer = std::mem::take(&mut cell.newer);
+                    cell.base.extend(newer);
+                }
+            }
+        }
+    }
+
+    fn read(&mut self, place: usize, read: u32) {
+        let cell = &mut self.cells[place];
+        let newest = *cell.newer.last().or(cell.base.last()).expect("a value");
+        if self.may_lose {
+            assert!(cell.base.contains(&read) || cell.newer.contains(&read), "place {place} has {read}: {cell:?}");
+            if read != newest && !cell.newer.contains(&read) {
+                // It stays as it is.
+                *cell = Cell { base: vec![read], newer: Vec::new() };
+            }
+        } else {
+            assert_eq!(read, newest, "place {place}: {cell:?}");
+        }
+    }
+}
+
+fn number(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+/// What survives a back end, but for its files.
+#[derive(Clone)]
+struct Machine {
+    bytes: Vec<u8>,
+    guest: Guest,
+}
+
+/// A moment at which a back end may be killed.
+#[derive(Clone)]
+struct Moment {
+    machine: Machine,
+    files: Snapshot,
+    position: usize,
+}
+
+struct Host {
+    machine: Mutex<Machine>,
+    world: World,
+    /// The moments before each step.
+    moments: Mutex<Vec<Moment>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Host {
+    fn note_moment(&self, machine: &Machine) {
+        let mut moments = locked(&self.moments);
+        let position = self.world.position();
+        if moments.last().is_some_and(|last| last.position == position && last.machine.bytes == machine.bytes) {
+            return;
+        }
+        moments.push(Moment { machine: machine.clone(), files: self.world.snapshot(), position });
+    }
+}
+
+/// A piece of memory. The back end's writes are its steps.
+#[derive(Clone)]
+struct Piece {
+    host: Arc<Host>,
+    at: usize,
+    len: usize,
+}
+
+impl Shared for Piece {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn read(&self, at: usize, into: &mut [u8]) {
+        into.copy_from_slice(&locked(&self.host.machine).bytes[self.at + at..][..into.len()]);
+    }
+
+    fn write(&self, at: usize, from: &[u8]) {
+        assert!(at + from.len() <= self.len);
+        let mut machine = locked(&self.host.machine);
+        self.host.note_moment(&machine);
+        machine.bytes[self.at + at..][..from.len()].copy_from_slice(from);
+    }
+
+    fn load(&self, at: usize) -> u16 {
+        number(&locked(&self.host.machine).bytes, self.at + at)
+    }
+
+    fn store(&self, at: usize, value: u16) {
+        self.write(at, &value.to_le_bytes());
+    }
+
+    fn part(&self, at: usize, len: usize) -> Piece {
+        assert!(at + len <= self.len);
+        Piece { host: Arc::clone(&self.host), at: self.at + at, len }
+    }
+}
+
+impl Memory for Piece {
+    type Piece = Piece;
+
+    fn piece(&self, address: u64, len: usize) -> Option<Piece> {
+        let at = usize::try_from(address).ok()?;
+        (at.checked_add(len)? <= self.len).then(|| self.part(at, len))
+    }
+
+    fn pieces(&self, address: u64, len: usize, pieces: &mut Vec<Piece>) -> bool {
+        let piece = self.piece(address, len);
+        let is_there = piece.is_some();
+        pieces.extend(piece);
+        is_there
+    }
+}
+
+/// A disk, and what its guest may see.
+struct Scene {
+    /// Of a qcow2 image; nothing: a raw file.
+    spec: Option<Qcow2Spec>,
+    seed: u64,
+}
+
+impl Scene {
+    /// The back end keeps changes in its memory.
+    fn may_lose(&self) -> bool {
+        self.spec.is_some()
+    }
+
+    fn options(&self, top: &str) -> BlockdevOptions {
+        let driver = if self.may_lose() { "qcow2" } else { "raw" };
+        let text = format!("driver={driver},node-name=d,file.driver=file,file.filename={top}");
+        BlockdevOptions::from_keyval(&text).expect("options")
+    }
+
+    /// Serves until the guest has ended; the moments of the run, and the guest.
+    fn run(&self, top: &str, start: Moment) -> (Vec<Moment>, Guest) {
+        let world = World::with_files(Config::new(self.seed), &start.files);
+        let host = Arc::new(Host { machine: Mutex::new(start.machine), world, moments: Mutex::default() });
+        let memory = Piece { host: Arc::clone(&host), at: 0, len: MEMORY_BYTES };
+        let place = RingPlace {
+            size: RING,
+            descriptors: DESCRIPTORS_AT as u64,
+            available: AVAILABLE_AT as u64,
+            used: USED_AT as u64,
+            event_index: false,
+            indirect: false,
+        };
+        let step = || {
+            let Machine { bytes, guest } = &mut *locked(&host.machine);
+            guest.step(bytes);
+            guest.is_done()
+        };
+        host.world.run(async {
+            let graph = Graph::new(&cowshed_image::DRIVERS);
+            let node = graph.add(self.options(top)).await.expect("it opens");
+            let export = graph.attach(&node, AttachRequest::export("disk", true)).await.expect("an export");
+            let disk = export.queue();
+            let (notes, unflushed) = (memory.part(NOTES_AT, part_bytes(RING)), memory.part(UNFLUSHED_AT, NOTE_BYTES));
+            let server = serve_ring(&disk, memory.clone(), place, notes, unflushed);
+            let driver = async {
+                while !step() {
+                    rt::sleep(Duration::from_micros(30)).await;
+                }
+            };
+            match select(pin!(server), pin!(driver)).await {
+                Either::Left((outcome, _)) => panic!("the ring has stopped: {outcome:?}"),
+                Either::Right(_) => {}
+            }
+            drop(disk);
+            export.detach().await.expect("no user");
+            graph.close_all().await.expect("a good close");
+        });
+        let guest = locked(&host.machine).guest.clone();
+        let moments = std::mem::take(&mut *locked(&host.moments));
+        (moments, guest)
+    }
+
+    /// Kills the back end at each moment, and its successor at some moment of its life.
+    fn kill_everywhere(&self) -> (usize, usize) {
+        const REQUESTS: usize = 24;
+        let (top, files) = match &self.spec {
+            None => ("disk.raw".to_owned(), Snapshot::from([("disk.raw".to_owned(), PageMap::with_len(DISK_BYTES))])),
+            Some(spec) => {
+                let layer = Layer { format: Format::Qcow2(spec.clone()), size: DISK_BYTES, sessions: Vec::new() };
+                let prepared = Prepared::new(&Chain { layers: vec![layer] });
+                (prepared.top, prepared.files)
+            }
+        };
+        let machine = Machine { bytes: vec![0; MEMORY_BYTES], guest: Guest::new(self.seed, REQUESTS) };
+        let (moments, guest) = self.run(&top, Moment { machine, files, position: 0 });
+        assert_eq!(guest.failed_flushes, 0, "nothing was lost without a kill");
+        let (mut kills, mut failed) = (0, 0);
+        for (index, moment) in moments.into_iter().enumerate() {
+            let after_kill = |mut moment: Moment| {
+                moment.machine.guest.may_lose = self.may_lose();
+                moment.machine.guest.left += 6;
+                (moment.machine.guest.has_flushed, moment.machine.guest.read) = (false, [0; SLOTS]);
+                moment
+            };
+            let (later, guest) = self.run(&top, after_kill(moment));
+            kills += 1;
+            failed += guest.failed_flushes;
+            assert!(guest.may_lose || guest.failed_flushes == 0, "moment {index}: {guest:?}");
+            if let Some(moment) = later.get(index * 7 % later.len().max(1)) {
+                let (_, guest) = self.run(&top, after_kill(moment.clone()));
+                kills += 1;
+                assert!(guest.may_lose || guest.failed_flushes == 0, "moment {index}: {guest:?}");
+            }
+        }
+        (kills, failed)
+    }
+}
+
+/// A raw image keeps nothing in the memory of the back end: each write that the guest was told of is there.
+#[test]
+fn a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing() {
+    for seed in 1..=3 {
+        let (kills, _) = Scene { spec: None, seed }.kill_everywhere();
+        assert!(kills > 200, "{kills}");
+    }
+}
+
+/// What the back end's memory had of a qcow2 image is gone. No flush says that it is there.
+#[test]
+fn a_flush_after_a_kill_promises_nothing_that_is_lost() {
+    let mut failed = 0;
+    for seed in 1..=3 {
+        let spec = Some(Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() });
+        let (kills, flushes) = Scene { spec, seed }.kill_everywhere();
+        assert!(kills > 200, "{kills}");
+        failed += flushes;
+    }
+    assert!(failed > 20, "{failed} flushes have told of lost changes");
+}

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A ring on memory that a test simulates: a back end without sockets, threads and descriptors.
+
+use crate::ledger::Ledger;
+use crate::queue::{Line, Running, Start, Ways};
+use cowshed_image::graph::Queue;
+use cowshed_storage::signal::Mailbox;
+use cowshed_vhost_user_proto::inflight::UnflushedNote;
+use cowshed_vhost_user_proto::request::RequestLimits;
+use cowshed_vhost_user_proto::ring::RingPlace;
+use cowshed_vhost_user_proto::{Malformed, Memory};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+/// Serves a ring as its thread does, until the future is dropped: that is a kill of the back end. `notes`: the ring's part of the
+/// region that survives it. `unflushed`: the note behind the parts.
+///
+/// # Errors
+/// For a ring or notes that break the protocol.
+pub async fn serve_ring<M>(
+    disk: &Queue,
+    memory: M,
+    place: RingPlace,
+    notes: M::Piece,
+    unflushed: M::Piece,
+) -> Result<(), Malformed>
+where
+    M: Memory<Piece: Clone + 'static>,
+{
+    let ledger = Ledger::default();
+    let (unflushed, is_lost) = UnflushedNote::open(unflushed)?;
+    ledger.take_up(unflushed, is_lost);
+    let limits =
+        RequestLimits { disk_bytes: 0, block_bytes: 512, read_only: false, max_segments: 32, max_segment_sectors: 1 << 21 };
+    let ways = Ways {
+        id: "simulated".into(),
+        limits,
+        writethrough: false,
+        writeback: Arc::new(AtomicBool::new(true)),
+        ledger: Arc::new(ledger),
+    };
+    let start = Start {
+        place,
+        base: 0,
+        memory: Arc::new(Mutex::new(Arc::new(memory))),
+        kick: None,
+        line: Arc::new(Line::default()),
+        notes: Some(notes),
+        ways,
+    };
+    Running::new(start)?.serve(disk, &Mailbox::default()).await;
+    Ok(())
+}
