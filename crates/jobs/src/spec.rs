@@ -128,7 +128,8 @@ impl ImageSpec {
     pub async fn open_below(&self, above: BlockdevOptions) -> Result<Arc<Node>> {
         const NAME: &str = "image";
         let graph = self.graph.clone().unwrap_or_else(|| Graph::new(&DRIVERS));
-        let request = self.settled(OpenRequest::options(self.tree()?.with("node-name", NAME)))?;
+        let request =
+            self.settled(OpenRequest::options(self.tree()?.with("node-name", NAME).with("read-only", true)))?;
         let image = graph.add_with(request).await.map_err(|error| error.file(&self.name))?;
         if let Some(warn) = self.on_warning {
             image.warnings().iter().for_each(|text| warn(text));

@@ -30,8 +30,13 @@ where
     let ledger = Ledger::default();
     let (unflushed, is_lost) = UnflushedNote::open(unflushed)?;
     ledger.take_up(unflushed, is_lost);
-    let limits =
-        RequestLimits { disk_bytes: 0, block_bytes: 512, read_only: false, max_segments: 32, max_segment_sectors: 1 << 21 };
+    let limits = RequestLimits {
+        disk_bytes: 0,
+        block_bytes: 512,
+        read_only: false,
+        max_segments: 32,
+        max_segment_sectors: 1 << 21,
+    };
     let ways = Ways {
         id: "simulated".into(),
         limits,
