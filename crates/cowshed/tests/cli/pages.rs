@@ -64,6 +64,11 @@ const PAGES: &[(&str, &[Case])] = &[
             // 100 writes are let through.
             ("convert -n", Some("yes | head -c 200M >disk.raw; cowshed create -q -f qcow2 out.qcow2 20G"), 1),
             ("qemu-storage-daemon", None, 0),
+            // These go together, as `documents.rs` runs them.
+            ("create -f qcow2 app.qcow2", None, 0),
+            ("create -f qcow2 fs.qcow2", None, 0),
+            ("mount", None, 0),
+            ("umount", None, 0),
         ],
     ),
     ("formats/vmdk.md", &[("convert", Some("cowshed create -q -f vmdk disk.vmdk 1M"), 0)]),
