@@ -7,7 +7,7 @@ use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::IoBuf;
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
-use cowshed_vhost_user_proto::{Chain, Shared};
+use cowshed_vhost_user_proto::{DescriptorChain, Shared};
 
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
@@ -28,7 +28,7 @@ pub(crate) struct Ended {
 }
 
 /// The memory that a request takes while it runs.
-pub(crate) fn cost<P: Shared>(request: &Request, chain: &Chain<P>) -> u64 {
+pub(crate) fn cost<P: Shared>(request: &Request, chain: &DescriptorChain<P>) -> u64 {
     let data = match request {
         Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
         _ => 0,
@@ -43,7 +43,7 @@ fn lost() -> Error {
 }
 
 /// Carries a request out and writes its status.
-pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: Chain<P>, request: Request) -> Ended {
+pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: DescriptorChain<P>, request: Request) -> Ended {
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
@@ -91,13 +91,13 @@ pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: Chain<P>, 
 }
 
 /// Writes the status of a chain.
-pub(crate) fn end<P: Shared>(chain: &Chain<P>, status: Status, written: u64, bytes: u64) -> Ended {
+pub(crate) fn end<P: Shared>(chain: &DescriptorChain<P>, status: Status, written: u64, bytes: u64) -> Ended {
     let has_status = write_status(chain, status);
     let written = has_status.then(|| u32::try_from(written.saturating_add(1)).unwrap_or(u32::MAX));
     Ended { head: chain.head, written, bytes, tells_loss: false }
 }
 
-async fn read<P: Shared>(disk: &Queue, chain: &Chain<P>, offset: u64, len: u64) -> (Result<()>, u64) {
+async fn read<P: Shared>(disk: &Queue, chain: &DescriptorChain<P>, offset: u64, len: u64) -> (Result<()>, u64) {
     let mut done = 0;
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
@@ -115,7 +115,13 @@ async fn read<P: Shared>(disk: &Queue, chain: &Chain<P>, offset: u64, len: u64) 
     (Ok(()), done)
 }
 
-async fn write<P: Shared>(disk: &Queue, ways: &Ways<P>, chain: &Chain<P>, offset: u64, len: u64) -> Result<()> {
+async fn write<P: Shared>(
+    disk: &Queue,
+    ways: &Ways<P>,
+    chain: &DescriptorChain<P>,
+    offset: u64,
+    len: u64,
+) -> Result<()> {
     let mut done = 0;
     let is_durable = ways.is_durable();
     while done < len {
