@@ -103,7 +103,7 @@ fn run_script(script: &str) -> String {
     let path = std::env::var("PATH").expect("PATH");
     let path = format!("{}:{path}", program.parent().expect("its folder").display());
     let output = Command::new("timeout")
-        .args([MOST_SECONDS, "sh", "-eux", "-c", &script])
+        .args([MOST_SECONDS, "sh", "-eux", "-c", script])
         .current_dir(&folder)
         .env("PATH", path)
         .output()
