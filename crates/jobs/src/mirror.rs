@@ -310,7 +310,7 @@ impl Mirror {
     /// What is to be copied. Returns how much is allocated and needs no copy.
     async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<u64> {
         let size = self.source.size();
-        let (mut at, mut skipped_bytes) = (0, 0);
+        let (mut at, allocated) = (0, DirtyMap::new(self.dirty.granularity_bytes())?);
         if let Some(opened) = &self.opened {
             while at < size {
                 let holder = opened.chain().holder(at, size - at).await?;
@@ -332,7 +332,7 @@ impl Mirror {
                         if !run.zero {
                             self.dirty.mark(run.start, run.len);
                         }
-                        skipped_bytes += if run.zero && run.present { run.len } else { 0 };
+                        allocated.mark(run.start, if run.present { run.len } else { 0 });
                         at = run.start + run.len;
                     }
                 }
@@ -348,7 +348,7 @@ impl Mirror {
                 }
             }
         }
-        Ok(skipped_bytes)
+        Ok(allocated.dirty_bytes().min(size).saturating_sub(self.remaining_bytes()))
     }
 
     /// What is allocated in the source, and zero in it and in the target, in bytes: it counts as copied at once.
