@@ -23,10 +23,10 @@ const LOOK: Duration = Duration::from_millis(5);
 /// The driver starts a device, and the kernel reads the partition table, within this time.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// Opens the device at `path`. `doing` begins the message, as "Failed to open" does.
-pub fn open(path: &str, doing: &str) -> Result<NbdDevice> {
+/// Opens the device at `path`. `failing` begins the message of a failure and names the device, as "Failed to open /dev/nbd0" does.
+pub fn open(path: &str, failing: &str) -> Result<NbdDevice> {
     NbdDevice::open(path).map_err(|errno| {
-        let error = Error::os(errno, format!("{doing} {path}"));
+        let error = Error::os(errno, failing);
         match is_without_driver(path, errno) {
             true => error.value(
                 "the kernel's nbd driver is not loaded: \"modprobe nbd\" loads it; without it nbdfuse shows an export as a file \

@@ -18,8 +18,10 @@ const STOP_SYNC_LIMIT: Duration = Duration::from_secs(10);
 /// What `--connect` asks for.
 #[derive(Clone, Debug)]
 pub(super) struct DeviceLink {
-    /// The device.
+    /// The device, wherever the process is.
     pub device: String,
+    /// The device as the user named it.
+    pub named: String,
     /// The Unix socket that the server listens on.
     pub socket: String,
     /// The export.
@@ -92,7 +94,7 @@ impl DeviceLink {
 
     fn run(&self, state: &DeviceState, background: Option<Background>) -> Result<(), Failure> {
         let connection = Connection::new(&self.socket, &self.name)?;
-        let device = Arc::new(device::open(&self.device, "Failed to open")?);
+        let device = Arc::new(device::open(&self.device, &format!("Failed to open {}", self.named))?);
         let bytes = connection.device_bytes();
         connection.attach(&*device)?;
         *state.attached.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&device));
@@ -125,7 +127,7 @@ impl DeviceLink {
             return;
         }
         if self.verbose {
-            eprintln!("NBD device {} is now connected to {}", self.device, self.file);
+            eprintln!("NBD device {} is now connected to {}", self.named, self.file);
         }
         if let Some(Err(failure)) = background.map(Background::detach) {
             state.fail(failure);
@@ -135,7 +137,7 @@ impl DeviceLink {
 
 /// `--disconnect`.
 pub(super) fn disconnect(path: &str, console: &mut Console) -> Result<u8, Failure> {
-    let device: Arc<dyn NbdControl> = Arc::new(device::open(path, "Cannot open")?);
+    let device: Arc<dyn NbdControl> = Arc::new(device::open(path, &format!("Cannot open {path}"))?);
     if let Err(error) = device::detach(&device, SYNC_LIMIT) {
         console.complain(format_args!("{path}: {error}"));
     }

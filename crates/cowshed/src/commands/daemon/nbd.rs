@@ -332,6 +332,7 @@ impl NbdArgs {
         let socket = self.socket.clone().unwrap_or_else(|| device::default_socket(device));
         Some(DeviceLink {
             device: anchored(device).unwrap_or_else(|| device.clone()),
+            named: device.clone(),
             socket: anchored(&socket).unwrap_or(socket),
             name: self.export_name.clone(),
             file: file.to_owned(),
