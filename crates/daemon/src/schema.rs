@@ -77,6 +77,10 @@ fn value_type(schema: &mut Schema, name: &str, key: &KeyType) -> Type {
         KeyType::Bool => Type::Bool,
         KeyType::Size | KeyType::Number(..) => Type::Int,
         KeyType::Text => Type::Str,
+        KeyType::Texts => {
+            schema.define_other(name, Alternative::Alternate(vec![Type::Str, Type::List(Box::new(Type::Str))]));
+            Type::Named(name.to_owned())
+        }
         KeyType::Choice(words) => choice(schema, name, words),
         KeyType::Child => Type::Named("BlockdevRef".to_owned()),
         KeyType::ChildOrNull => Type::Named("BlockdevRefOrNull".to_owned()),

@@ -292,6 +292,11 @@ impl ImageFile {
         }
     }
 
+    /// Its name, for people.
+    pub(crate) fn filename(&self) -> String {
+        self.node[0].filename()
+    }
+
     /// The error with the file's name, unless it has one.
     pub(crate) fn named(&self, error: Error) -> Error {
         if error.file_name().is_none() { error.file(self.node[0].filename()) } else { error }

@@ -10,7 +10,7 @@ use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
-use cowshed_graph::options::{DriverKind, DriverSchema};
+use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType};
 use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
 use cowshed_layout::vhdx::Guid;
 use cowshed_storage::{File, IoBuf};
@@ -20,11 +20,23 @@ const SCHEMA: DriverSchema = DriverSchema {
     name: "vdi",
     kind: DriverKind::Format,
     about: "VirtualBox's image format",
-    keys: &[FILE_KEY, BACKING_KEY],
+    keys: &[
+        FILE_KEY,
+        BACKING_KEY,
+        Key {
+            name: PARENTS,
+            value: KeyType::Texts,
+            default: "",
+            help: "of a difference: the folders in which the parent, and its own, are looked for by their UUIDs",
+        },
+    ],
 };
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
+
+/// The key of the folders with parents.
+const PARENTS: &str = "parents";
 
 struct Vdi {
     header: VdiHeader,
@@ -36,10 +48,42 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
     let vdi = load(&file).await.map_err(|error| file.named(error))?;
     let backing = match &vdi.header.parent {
-        Some(parent) => parent_of::<Vdi>(opener, draft, None, &identity(parent)).map_err(|error| file.named(error))?,
+        Some(parent) => {
+            find_parent(opener, draft, parent, file.filename()).await.map_err(|error| file.named(error))?;
+            parent_of::<Vdi>(opener, draft, None, &identity(parent)).map_err(|error| file.named(error))?
+        }
         None => BackingReference::default(),
     };
     finish(opener, draft, file, vdi, backing).await
+}
+
+/// Looks for the parent in the folders that the user names, unless the options say which file it is.
+async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &[[u8; 16]; 2], image: String) -> Result<()> {
+    let folders = opener.folders(draft, PARENTS);
+    if folders.is_empty() || !opener.opens_backing(draft) || draft.options.get("backing").is_some() {
+        return Ok(());
+    }
+    let what = identity(parent);
+    let find = async |is_parent: fn(&[[u8; 16]; 2], &[[u8; 16]; 2]) -> bool| {
+        let is_wanted = |bytes: &[u8]| VdiHeader::parse(bytes).is_ok_and(|header| is_parent(&header.uuids, parent));
+        opener.find_backing(&folders, HEADER_BYTES, is_wanted, (&what, &image)).await
+    };
+    let mut found = find(|uuids, parent| uuids == parent).await?;
+    if found.is_empty() {
+        // One that was changed since is told of when it is opened.
+        found = find(|uuids, parent| uuids[0] == parent[0]).await?;
+    }
+    let [name] = &found[..] else {
+        let message = match found.is_empty() {
+            true => format!("no file in {} is the parent of this disk", folders.join(", ")),
+            false => format!("several files could be the parent of this disk: {}", found.join(", ")),
+        };
+        return Err(Error::invalid_image("uuid_link", what, message));
+    };
+    let file = BlockdevOptions::new().with("driver", "file").with("filename", name.clone());
+    let backing = BlockdevOptions::new().with("driver", SCHEMA.name).with(PARENTS, folders).with("file", file);
+    draft.options.insert("backing", backing);
+    Ok(())
 }
 
 async fn load(file: &ImageFile) -> Result<Vdi> {

@@ -6,13 +6,13 @@ use super::mapped::Place;
 use super::sector_map::SectorMap;
 use super::units::Units;
 use cowshed_block::{Error, ErrorKind, Result};
-use cowshed_graph::node::Description;
-use cowshed_graph::node::Node;
+use cowshed_graph::node::{ChildRole, Description, Node};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType};
 use cowshed_layout::parents::{beside, utf16};
 use cowshed_layout::vpc::{
-    COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind, VpcParent,
+    COOKIE, DYNAMIC_HEADER_BYTES, ENTRY_BYTES, EPOCH_SECONDS, FOOTER_BYTES, VpcDynamicHeader, VpcFooter, VpcKind,
+    VpcParent,
 };
 use cowshed_storage::{File, IoBuf};
 use std::collections::HashSet;
@@ -32,12 +32,18 @@ const SCHEMA: DriverSchema = DriverSchema {
             default: "by who made the image",
             help: "take the size from the geometry (chs) or from its own field (current_size)",
         },
+        Key {
+            name: "parent-time",
+            value: KeyType::Choice(&["check", "ignore"]),
+            default: "check",
+            help: "of a difference: refuse a parent whose file was written to since (check), or don't look (ignore)",
+        },
     ],
 };
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
-    .telling(Telling::Keys(&["force_size_calc"]));
+    .telling(Telling::Keys(&["force_size_calc", "parent-time"]));
 
 const SECTOR_BYTES: u64 = 512;
 
@@ -60,7 +66,12 @@ struct Parent {
     uuid: [u8; 16],
     /// The name of its file, relative to the image.
     name: Option<String>,
+    /// When its file was written to last, in seconds since 1970, where that is known and counts.
+    time: Option<i64>,
 }
+
+/// Times of files in other file systems have steps of two seconds.
+const MAX_DIFFERENCE_SECONDS: u64 = 2;
 
 struct Dynamic {
     header: VpcDynamicHeader,
@@ -91,7 +102,12 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         }
     };
     let file = ImageFile::open(opener, draft).await?;
-    let vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
+    let mut vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
+    if let Some(parent) = &mut vpc.parent
+        && draft.options.text("parent-time") == Some("ignore")
+    {
+        parent.time = None;
+    }
     let backing = match &vpc.parent {
         Some(parent) => parent_of::<Vpc>(opener, draft, parent.name.clone(), &hexadecimal(&parent.uuid))
             .map_err(|error| file.named(error))?,
@@ -191,7 +207,24 @@ async fn read_parent(file: &ImageFile, header: &[u8]) -> Result<Parent> {
     };
     let (relative, absolute) = (path(parent.relative).await?, path(parent.absolute).await?);
     let name = beside(relative.as_deref(), &[absolute.as_deref(), Some(&parent.name)]);
-    Ok(Parent { uuid: parent.uuid, name })
+    let time = (parent.time != 0).then(|| EPOCH_SECONDS + i64::from(parent.time));
+    Ok(Parent { uuid: parent.uuid, name, time })
+}
+
+/// Refuses a parent whose file was written to since. Windows does so too: its writes leave the parent's UUID as it is, and those of QEMU.
+fn check_time(parent: &Node, wanted: i64) -> Result<()> {
+    // What is no file has no such time.
+    let stamp = parent.child(ChildRole::File).and_then(|child| child.file().and_then(File::change_stamp));
+    let Some(found) = stamp.map(|stamp| stamp[3].cast_signed()) else { return Ok(()) };
+    if found.abs_diff(wanted) <= MAX_DIFFERENCE_SECONDS {
+        return Ok(());
+    }
+    let message = format!(
+        "the parent '{}' was written to at another time ({found} s since 1970) than the difference says: it may have changed since. \
+         Where its file is only a copy, 'parent-time=ignore' reads it",
+        parent.filename()
+    );
+    Err(Error::invalid_image("parent_timestamp", wanted, message))
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {
@@ -222,7 +255,12 @@ impl BlockFormat for Vpc {
 
     fn check_parent(&self, parent: &Node) -> Result<()> {
         match &self.parent {
-            Some(wanted) => check_identity(parent, "parent_unique_id", &[hexadecimal(&wanted.uuid)]),
+            Some(wanted) => {
+                check_identity(parent, "parent_unique_id", &[hexadecimal(&wanted.uuid)])?;
+                // A parent of another format is the user's choice.
+                let time = wanted.time.filter(|_| parent.driver_name() == SCHEMA.name);
+                time.map_or(Ok(()), |time| check_time(parent, time))
+            }
             None => Ok(()),
         }
     }

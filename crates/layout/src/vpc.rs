@@ -192,11 +192,16 @@ pub struct VpcParent {
     pub uuid: [u8; 16],
     /// Its name, mostly an absolute path of Windows.
     pub name: String,
+    /// When the parent's file was written to last, in seconds since the beginning of the year 2000, UTC. 0 where that isn't said.
+    pub time: u32,
     /// Where the file has its relative path and its absolute one, in UTF-16LE: offset and length in bytes.
     pub relative: Option<(u64, u32)>,
     /// See [`VpcParent::relative`].
     pub absolute: Option<(u64, u32)>,
 }
+
+/// The beginning of the year 2000 in seconds since 1970, UTC: times of VHD images count from there.
+pub const EPOCH_SECONDS: i64 = 946_684_800;
 
 /// The longest name of a parent, in bytes.
 pub const MAX_LOCATOR_BYTES: u32 = 4096;
@@ -210,7 +215,8 @@ impl VpcParent {
 
     fn parse_fields(bytes: &[u8]) -> Option<Result<Self>> {
         let name = utf16(bytes.get(64..576)?, true);
-        let mut parent = Self { uuid: array_at(bytes, 40)?, name, relative: None, absolute: None };
+        let mut parent =
+            Self { uuid: array_at(bytes, 40)?, name, time: be32_at(bytes, 56)?, relative: None, absolute: None };
         for index in 0..8 {
             let at = 576 + index * 24;
             let place = match &array_at::<4>(bytes, at)? {

@@ -136,6 +136,64 @@ fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
     assert!(message.contains("fat-parent.vhd"), "{message}");
 }
 
+/// Writes to a VHD leave its UUID as it is, so the time of the parent's file counts, as in Windows.
+#[test]
+fn a_vhd_over_a_parent_that_was_written_to_since_is_refused() {
+    let oracle = Oracle::new();
+    unpack(&oracle, "windows-fat-parent.vhd", "fat-parent.vhd");
+    unpack(&oracle, "windows-fat-differential.vhd", "child.vhd");
+    let path = oracle.work().join("child.vhd");
+    let mut child = fs::read(&path).unwrap();
+    let header = u64::from_be_bytes(child[16..24].try_into().unwrap()) as usize;
+    assert_eq!(child[header + 56..header + 60], [0; 4], "Windows left the time out");
+    let (since_2000, year_2000) = (600_000_000_u32, 946_684_800);
+    child[header + 56..header + 60].copy_from_slice(&since_2000.to_be_bytes());
+    child[header + 36..header + 40].fill(0);
+    let sum: u32 = child[header..header + 1024].iter().map(|byte| u32::from(*byte)).sum();
+    child[header + 36..header + 40].copy_from_slice(&(!sum).to_be_bytes());
+    fs::write(&path, &child).unwrap();
+    let parent = fs::File::options().write(true).open(oracle.work().join("fat-parent.vhd")).unwrap();
+    let set_time =
+        |seconds: u64| parent.set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds)).unwrap();
+    let written = year_2000 + u64::from(since_2000);
+    for time in [written, written - 2, written + 2] {
+        set_time(time);
+        ours(&oracle, "convert -f vpc -O raw child.vhd out");
+    }
+    for time in [written - 3, written + 3] {
+        set_time(time);
+        let message = oracle.refused("convert -f vpc -O raw child.vhd out");
+        assert!(message.contains("parent_timestamp") && message.contains("fat-parent.vhd"), "{message}");
+        let message = oracle.refused("info --backing-chain -f vpc child.vhd");
+        assert!(message.contains("parent_timestamp"), "{message}");
+        ours(&oracle, "info -f vpc child.vhd");
+        ours(&oracle, "convert -O raw --image-opts driver=vpc,parent-time=ignore,file.filename=child.vhd again");
+    }
+    assert!(fs::read(oracle.work().join("out")).unwrap() == fs::read(oracle.work().join("again")).unwrap());
+}
+
+/// Which parent a user names otherwise is the user's choice: a shorter one ends in zeroes, of a longer one the end doesn't show.
+#[test]
+fn a_parent_of_another_size_is_read_as_far_as_it_goes() {
+    let oracle = Oracle::new();
+    unpack(&oracle, "windows-fat-parent.vhd", "fat-parent.vhd");
+    unpack(&oracle, "windows-fat-differential.vhd", "child.vhd");
+    let read = |name: &str| fs::read(oracle.work().join(name)).unwrap();
+    let child = read("child.vhd");
+    let disk_bytes = merged_vhd(&child, &read("fat-parent.vhd")).len();
+    for len in [0, 512, 70_000, disk_bytes - 512, disk_bytes + 512, 2 * disk_bytes] {
+        let parent: Vec<u8> = (0..len).map(|at| (at / 512 + 1) as u8).collect();
+        fs::write(oracle.work().join("other.raw"), &parent).unwrap();
+        let line = "convert -O raw --image-opts driver=vpc,file.filename=child.vhd,backing.driver=raw,\
+                    backing.file.driver=file,backing.file.filename=other.raw out";
+        ours(&oracle, line);
+        let mut below = parent;
+        below.resize(disk_bytes, 0);
+        below.resize(disk_bytes + 512, 0);
+        assert!(read("out") == merged_vhd(&child, &below), "a parent of {len} bytes");
+    }
+}
+
 #[test]
 fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
     let oracle = Oracle::new();
@@ -195,6 +253,41 @@ fn a_vdi_that_is_a_difference_is_read_over_the_parent_that_is_given() {
     model[..1 << 20].fill(1);
     model[1 << 20..3 << 20].fill(2);
     assert!(disk == model);
+    // By its UUIDs, in the folders that the user names: a link there isn't followed.
+    for name in ["snapshots", "elsewhere", "copies"] {
+        fs::create_dir(oracle.work().join(name)).unwrap();
+    }
+    fs::rename(oracle.work().join("parent.vdi"), oracle.work().join("elsewhere/base.vdi")).unwrap();
+    std::os::unix::fs::symlink("../elsewhere/base.vdi", oracle.work().join("snapshots/base.vdi")).unwrap();
+    fs::write(oracle.work().join("elsewhere/other.vdi"), &child).unwrap();
+    fs::write(oracle.work().join("elsewhere/notes.txt"), "no disk").unwrap();
+    let by_uuid =
+        |folders: &str| format!("convert -O raw --image-opts driver=vdi,file.filename=child.vdi,{folders} out");
+    let message = oracle.refused(&by_uuid("parents=snapshots"));
+    assert!(message.contains("no file in snapshots is the parent"), "{message}");
+    for folders in ["parents=elsewhere", "parents.0=snapshots,parents.1=elsewhere"] {
+        fs::remove_file(oracle.work().join("out")).unwrap();
+        ours(&oracle, &by_uuid(folders));
+        assert!(fs::read(oracle.work().join("out")).unwrap() == model);
+    }
+    ours(
+        &oracle,
+        "create -q -f qcow2 -F vdi -b json:{\"driver\":\"vdi\",\"file.filename\":\"child.vdi\",\"parents\":[\"elsewhere\"]} top.qcow2 4M",
+    );
+    ours(&oracle, "compare -f qcow2 -F raw top.qcow2 out");
+    let message = oracle.refused(&format!("{} --untrusted", by_uuid("parents=elsewhere")));
+    assert!(message.contains("policy"), "{message}");
+    ours(&oracle, &format!("{} --untrusted --allow backing", by_uuid("parents=elsewhere")));
+    // Of two copies none is taken, and one that changed is told of.
+    fs::copy(oracle.work().join("elsewhere/base.vdi"), oracle.work().join("copies/base.vdi")).unwrap();
+    let message = oracle.refused(&by_uuid("parents.0=elsewhere,parents.1=copies"));
+    assert!(message.contains("several files could be the parent"), "{message}");
+    let mut changed = parent.clone();
+    changed[408] ^= 1;
+    fs::write(oracle.work().join("copies/base.vdi"), changed).unwrap();
+    let message = oracle.refused(&by_uuid("parents=copies"));
+    assert!(message.contains("is not the parent of this disk, or was changed since"), "{message}");
+    fs::rename(oracle.work().join("elsewhere/base.vdi"), oracle.work().join("parent.vdi")).unwrap();
     // A block of zeroes covers the parent's.
     child[512..516].copy_from_slice(&0xffff_fffe_u32.to_le_bytes());
     fs::write(&path, &child).unwrap();

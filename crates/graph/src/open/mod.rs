@@ -8,6 +8,7 @@ mod children;
 mod drivers;
 mod extents;
 mod filters;
+mod folders;
 mod line;
 mod names;
 mod naming;

@@ -65,6 +65,8 @@ pub enum KeyType {
     Number(u64, u64),
     /// Any text.
     Text,
+    /// A text, or a list of them.
+    Texts,
     /// One of these words.
     Choice(&'static [&'static str]),
     /// A node-name or the options of a child.
@@ -181,6 +183,11 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
         KeyType::Size => number(value).map(Value::from),
         KeyType::Number(min, max) => number(value).filter(|n| (min..=max).contains(n)).map(Value::from),
         KeyType::Text => value.as_str().map(Value::from),
+        KeyType::Texts => match value {
+            Value::String(_) => return Ok(()),
+            Value::Array(items) if items.iter().all(Value::is_string) => return Ok(()),
+            _ => None,
+        },
         KeyType::Choice(words) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
         KeyType::Child => match value {
             Value::String(name) if name.is_empty() => None,
@@ -318,6 +325,7 @@ impl KeyType {
             KeyType::Number(min, max) if *max == u64::MAX => format!("a number of at least {min}"),
             KeyType::Number(min, max) => format!("a number from {min} to {max}"),
             KeyType::Text => "a text".into(),
+            KeyType::Texts => "a text or a list of texts".into(),
             KeyType::Choice(words) => format!("one of {}", words.join(", ")),
             KeyType::Child => "a node-name or an object".into(),
             KeyType::ChildOrNull => "a node-name, an object or null".into(),
