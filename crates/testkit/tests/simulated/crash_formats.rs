@@ -2,9 +2,9 @@
 //! Power cuts while images of formats without reference counts are written to. Flushed data read back, a sector that was written since
 //! is old or new, and the image takes writes again.
 
-use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, split_vmdk, vdi_count};
+use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, split_vmdk, vdi_count, vhdx_of};
 use cowshed_image::{OpenRequest, ZeroFlags, open};
-use cowshed_simulator::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -270,4 +270,69 @@ fn a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk() {
     }
     println!("logs: {total}, {with_log} carried out");
     assert!(with_log > 20, "{total}, {with_log} carried out");
+}
+
+/// The log has 1 MiB. Its first entry takes 12 KiB here and the others 8 KiB, so that one of them stands at both ends.
+#[test]
+fn a_power_cut_while_a_log_goes_round_its_end_leaves_what_was_flushed() {
+    const BEFORE: u64 = 122;
+    const LAST: u64 = 133;
+    let world = World::new(Config::new(1));
+    world.add_file(IMAGE, PageMap::from_bytes(&vhdx_of(700 << 20)));
+    let node = world.run(opened("vhdx", true));
+    let write = |block: u64| {
+        let filled = IoBuf::copy_from(&[block as u8 + 1; SECTOR]);
+        world.run(async { node.write(block << 20, filled).await.0 }).expect("it is written");
+    };
+    let flush = || world.run(node.flush()).expect("it is flushed");
+    write(0);
+    // Its entry is in another sector of the table.
+    write(600);
+    flush();
+    for block in 1..=BEFORE {
+        write(block);
+        flush();
+    }
+    let (start, before) = (world.position(), world.snapshot());
+    let mut ends = Vec::new();
+    for block in BEFORE + 1..=LAST {
+        write(block);
+        flush();
+        ends.push(world.position() - start);
+    }
+    let trace = world.trace();
+    let files = before.into_iter().map(|(name, contents)| (name, Some(contents))).collect();
+    let trace = Trace { files, log: trace.log[start..].to_vec(), ..trace };
+    let plan = CrashPlan { max_distinct: 600, ..CrashPlan::new(1) };
+    let report = explore(&trace, &plan, |case| {
+        let left = World::with_files(Config::new(0), &case.state.files);
+        let durable = BEFORE + ends.iter().filter(|end| **end <= case.position).count() as u64;
+        // In memory first, then in the file.
+        for writable in [false, true] {
+            let read = left.run(async {
+                let node = open(OpenRequest::file(IMAGE).format("vhdx").writable(writable)).await?;
+                let mut first = Vec::new();
+                for block in 0..=LAST {
+                    let (result, bytes) = node.read(block << 20, IoBuf::zeroed(SECTOR)).await;
+                    result?;
+                    first.push(bytes.to_vec());
+                }
+                node.close().await.map(|()| first)
+            });
+            let read = read.map_err(|error| error.to_string())?;
+            for (block, bytes) in read.iter().enumerate() {
+                let is_written = bytes.iter().all(|byte| *byte == block as u8 + 1);
+                let is_new = block as u64 > durable && bytes.iter().all(|byte| *byte == 0);
+                if !is_written && !is_new {
+                    return Err(format!("block {block} begins with {}, {durable} are flushed", bytes[0]));
+                }
+            }
+        }
+        Ok(())
+    });
+    let report = report.unwrap_or_else(|failure| panic!("{failure}"));
+    println!("log that goes round: {report}");
+    // The world and the plan have fixed seeds: it is 45 in each run.
+    assert!(report.distinct() > 30, "{report}");
+    world.run(node.close()).expect("it closes");
 }

@@ -80,8 +80,13 @@ fn vpc() -> Vec<u8> {
 
 /// A VHDX image with the smallest blocks that there are.
 fn vhdx() -> Vec<u8> {
+    vhdx_of(24 << 20)
+}
+
+/// The same with a disk of this size in bytes.
+pub fn vhdx_of(size: u64) -> Vec<u8> {
     let new = NewVhdx {
-        size: 24 << 20,
+        size,
         is_fixed: false,
         block_bytes: 1 << 20,
         log_bytes: 1 << 20,
