@@ -22,6 +22,7 @@ mod vdi;
 mod vhdx;
 mod vmdk;
 mod vpc;
+mod vvfat;
 mod writer;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
@@ -65,6 +66,7 @@ pub const FORMATS: &[DriverLine] = &[
     dmg::DRIVER,
     bochs::DRIVER,
     cloop::DRIVER,
+    vvfat::DRIVER,
 ];
 
 /// Formats that are recognised for a clear refusal, and what they are.

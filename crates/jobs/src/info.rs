@@ -258,7 +258,7 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
         Some(below) => below.info.dirty_flag.is_some(),
-        None => !["nbd", "null-co", "null-aio", "quorum"].contains(&format),
+        None => !["nbd", "null-co", "null-aio", "quorum", "vvfat"].contains(&format),
     };
     Ok(ImageInfo {
         limits: None,

@@ -103,7 +103,7 @@ impl BlockLimits {
         let offset = alignment.map_or(1, |alignment| alignment.offset);
         let memory = alignment.map_or(1, |alignment| alignment.memory as u64);
         // What bypasses the page cache never asks for less than a sector, nor does what is no file.
-        let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio" | "nbd");
+        let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio" | "nbd" | "vvfat");
         let sizes = node.file().and_then(|file| file.transfer_sizes());
         let queue = node.file().and_then(|file| file.device_queue());
         let logical = |queue: &DeviceQueue| queue.logical_block_bytes.filter(|_| !is_direct);

@@ -10,6 +10,7 @@ pub mod cloop;
 mod complaint;
 pub mod crc32c;
 pub mod dmg;
+pub mod fat;
 pub mod fresh;
 pub mod luks;
 pub mod parallels;

@@ -247,6 +247,14 @@ fn set_limit(policy: &mut Policy, text: &str) -> Result<(), Failure> {
 
 /// The file that a name on the command line means.
 fn path_of_name(name: &str) -> PathBuf {
+    if let Some(folder) = name.strip_prefix("fat:") {
+        let is_word = |word: &str| ["12", "16", "32", "floppy", "rw"].contains(&word);
+        let mut rest = folder;
+        while let Some((word, behind)) = rest.split_once(':').filter(|(word, _)| is_word(word)) {
+            (_, rest) = (word, behind);
+        }
+        return path_of_text(rest);
+    }
     let plain = ["file:", "host_device:"].iter().find_map(|prefix| name.strip_prefix(prefix));
     path_of_text(plain.unwrap_or(name))
 }
@@ -304,7 +312,7 @@ fn collect(options: &Value, paths: &mut Vec<PathBuf>) {
     let Value::Object(map) = options else { return };
     for (key, value) in map {
         match value {
-            Value::String(name) if key == "filename" => paths.push(path_of_text(name)),
+            Value::String(name) if key == "filename" || key == "dir" => paths.push(path_of_text(name)),
             // These may be names of nodes as well; a file of that name then could be opened, and isn't.
             Value::String(name) if ["backing", "data-file", "file"].contains(&key.as_str()) => {
                 paths.push(path_of_name(name))

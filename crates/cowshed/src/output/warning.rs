@@ -13,6 +13,9 @@ use std::sync::OnceLock;
 /// Fields of a snapshot table that can't be read.
 const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
 
+/// Of a folder as a disk. QEMU leaves nothing out: scripts must see it under each name.
+const LEFT_OUT: &str = " entries are left out, ";
+
 /// A warning of QEMU's that helps nobody else.
 const SHORT_FORM: &str = "short-form boolean option ";
 
@@ -92,9 +95,9 @@ fn worded(persona: Persona, text: &str) -> Option<String> {
     }
 }
 
-/// The warnings of QEMU's tools that scripts know.
+/// The warnings of QEMU's tools that scripts know, and those about content that isn't shown.
 fn as_qemu(persona: Persona, text: &str) -> Option<String> {
-    if text.starts_with("Use of \"backing\"") || text.starts_with(SHORT_FORM) {
+    if text.starts_with("Use of \"backing\"") || text.starts_with(SHORT_FORM) || text.contains(LEFT_OUT) {
         return Some(format!("{}: warning: {text}\n", persona.name()));
     }
     text.split_once(": the image format was not given").map(|(name, _)| {

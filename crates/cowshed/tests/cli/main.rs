@@ -49,6 +49,7 @@ mod unfinished;
 mod user_scripts;
 mod vmdk;
 mod vmdk_damage;
+mod vvfat;
 mod words;
 mod written_edges;
 mod written_formats;

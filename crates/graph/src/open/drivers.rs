@@ -70,7 +70,7 @@ impl Drivers {
     /// True for the drivers here, for formats that are known by name alone, and for drivers of QEMU that a backing file may be
     /// said to have.
     pub fn is_known(&self, name: &str) -> bool {
-        const ELSEWHERE: [&str; 4] = ["nvme", "nvme-io_uring", "replication", "vvfat"];
+        const ELSEWHERE: [&str; 3] = ["nvme", "nvme-io_uring", "replication"];
         self.schema(name).is_some() || self.refused(name).is_some() || ELSEWHERE.contains(&name)
     }
 

@@ -57,12 +57,31 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
                 return Err(Error::invalid_argument(message).file(name).qemu(sentence));
             }
         },
+        Some("fat") => return Ok(folder_options(&name["fat:".len()..])),
         Some(protocol) => return Err(unknown_protocol(protocol, name)),
     };
     if path.is_empty() {
         return Err(no_file_name(name));
     }
     Ok(file_options(driver_for(path, files), path))
+}
+
+/// The options of `fat:[12:|16:|32:][floppy:][rw:]FOLDER`, behind the protocol.
+fn folder_options(name: &str) -> BlockdevOptions {
+    let (mut folder, mut kind, mut is_floppy, mut writes) = (name, 0, false, false);
+    while let Some((word, rest)) = folder.split_once(':') {
+        match word {
+            "12" => kind = 12,
+            "16" => kind = 16,
+            "32" => kind = 32,
+            "floppy" => is_floppy = true,
+            "rw" => writes = true,
+            _ => break,
+        }
+        folder = rest;
+    }
+    let options = BlockdevOptions::new().with("fat-type", kind).with("dir", folder).with("driver", "vvfat");
+    options.with("floppy", is_floppy).with("rw", writes)
 }
 
 /// What serves files that no driver here reaches.
@@ -92,9 +111,9 @@ pub fn check_file_name(name: &str) -> Result<()> {
     match protocol(name) {
         _ if NbdUri::is_one(name) => Ok(()),
         None
-        | Some("file" | "host_device" | "host_cdrom" | "blkdebug" | "blkverify" | "null-co" | "null-aio" | "json") => {
-            Ok(())
-        }
+        | Some(
+            "file" | "host_device" | "host_cdrom" | "blkdebug" | "blkverify" | "null-co" | "null-aio" | "json" | "fat",
+        ) => Ok(()),
         Some(protocol) => Err(unknown_protocol(protocol, name)),
     }
 }

@@ -131,7 +131,10 @@ impl Policy {
     pub(crate) fn check_drivers(&self, options: &Value, name: &str, image: &str) -> Result<()> {
         let is_null = |driver: &str| driver.starts_with("null-");
         self.check(!has_driver(options, is_null), "a disk that is nothing by", name, image)?;
-        self.check(!has_driver(options, |driver| driver == "blklogwrites"), "a log of writes by", name, image)
+        self.check(!has_driver(options, |driver| driver == "blklogwrites"), "a log of writes by", name, image)?;
+        // All files there are parts of the disk.
+        let is_allowed = self.allow_extents || !has_driver(options, |driver| driver == "vvfat");
+        self.check(is_allowed, "a folder by", name, image)
     }
 
     pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {

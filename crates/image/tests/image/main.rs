@@ -23,3 +23,4 @@ mod read_ahead;
 mod replicas_and_logs;
 mod statistics;
 mod throttle;
+mod vvfat;
