@@ -57,14 +57,17 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     finish(opener, draft, file, vdi, backing).await
 }
 
+/// The identifiers of an image and of its content.
+type Uuids = [[u8; 16]; 2];
+
 /// Looks for the parent in the folders that the user names, unless the options say which file it is.
-async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &[[u8; 16]; 2], image: String) -> Result<()> {
+async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &Uuids, image: String) -> Result<()> {
     let folders = opener.folders(draft, PARENTS);
     if folders.is_empty() || !opener.opens_backing(draft) || draft.options.get("backing").is_some() {
         return Ok(());
     }
     let what = identity(parent);
-    let find = async |is_parent: fn(&[[u8; 16]; 2], &[[u8; 16]; 2]) -> bool| {
+    let find = async |is_parent: fn(&Uuids, &Uuids) -> bool| {
         let is_wanted = |bytes: &[u8]| VdiHeader::parse(bytes).is_ok_and(|header| is_parent(&header.uuids, parent));
         opener.find_backing(&folders, HEADER_BYTES, is_wanted, (&what, &image)).await
     };
@@ -96,7 +99,7 @@ async fn load(file: &ImageFile) -> Result<Vdi> {
 }
 
 /// Names of an image and of its content, as VirtualBox writes them.
-fn identity(uuids: &[[u8; 16]; 2]) -> String {
+fn identity(uuids: &Uuids) -> String {
     uuids.map(|uuid| Guid::of(uuid).to_string()).join(", content ")
 }
 

@@ -35,11 +35,14 @@ fn clusters(node: &Arc<Node>) -> Vec<Option<Vec<u8>>> {
         .collect()
 }
 
+/// What happens to a file of the folder.
+type FileChange = fn(&Path);
+
 #[test]
 fn a_file_that_changes_gives_its_old_bytes_or_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
-    let changes: [(&str, fn(&Path)); 6] = [
+    let changes: [(&str, FileChange); 6] = [
         ("rewritten", |path| fs::write(path, [9; 40_000]).unwrap()),
         ("cut", |path| fs::File::options().write(true).open(path).unwrap().set_len(100).unwrap()),
         ("grown", |path| fs::File::options().write(true).open(path).unwrap().set_len(90_000).unwrap()),

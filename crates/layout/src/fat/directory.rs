@@ -36,8 +36,8 @@ impl Times {
         let month = if month < 10 { month + 3 } else { month - 9 };
         let year = year + era * 400 + i64::from(month <= 2);
         Times {
-            date: ((year - 1980) << 9 | month << 5 | day) as u16,
-            time: (rest / 3600 << 11 | rest / 60 % 60 << 5 | rest % 60 / 2) as u16,
+            date: (((year - 1980) << 9) | (month << 5) | day) as u16,
+            time: (((rest / 3600) << 11) | ((rest / 60 % 60) << 5) | (rest % 60 / 2)) as u16,
         }
     }
 }
