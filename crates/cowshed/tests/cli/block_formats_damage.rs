@@ -181,7 +181,12 @@ fn qcow() {
     refuse_reading(&oracle, "qcow", &good, (l2, &[0x80, 0, 0, 0, 0, 0, 0, 48], "has no length"));
     refuse_reading(&oracle, "qcow", &good, (l2, &[0x90, 0, 0, 9, 0, 0, 0, 48], "points after EOF"));
     refuse_reading(&oracle, "qcow", &good, (l2, &[0x90, 0, 0, 0, 0, 0, 0, 40], "lies on the header"));
-    refuse_reading(&oracle, "qcow", &good, (l2, &[0x80, 0x10, 0, 0, 0, 0, 0x20, 0], "compressed cluster"));
+    refuse_reading(
+        &oracle,
+        "qcow",
+        &good,
+        (l2, &[0x80, 0x10, 0, 0, 0, 0, 0x20, 0], "compressed data inflate to 0 bytes instead of 4096"),
+    );
 }
 
 #[test]
