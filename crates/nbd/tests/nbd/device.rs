@@ -193,13 +193,13 @@ fn a_device_that_fails_at_its_start_is_not_waited_for() {
 
 #[test]
 fn without_the_driver_the_error_says_what_there_is_instead() {
-    let error = open("/dev/nbd4096", "Failed to open").expect_err("no such device");
+    let error = open("/dev/nbd4096", "Failed to open /dev/nbd4096").expect_err("no such device");
     assert_eq!(error.kind(), ErrorKind::NotFound);
     let text = error.sentence();
     assert!(text.starts_with("Failed to open /dev/nbd4096: No such file or directory"), "{text}");
     if !Path::new("/sys/module/nbd").exists() && !Path::new("/sys/block/nbd0").exists() {
         assert!(text.contains("FUSE") && text.contains("nbd-client") && text.contains("modprobe nbd"), "{text}");
     }
-    let other = open("/nowhere/disk", "Cannot open").expect_err("no such file");
+    let other = open("/nowhere/disk", "Cannot open /nowhere/disk").expect_err("no such file");
     assert_eq!(other.sentence(), "Cannot open /nowhere/disk: No such file or directory");
 }
