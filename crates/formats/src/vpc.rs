@@ -213,7 +213,7 @@ async fn read_parent(file: &ImageFile, header: &[u8]) -> Result<Parent> {
 
 /// Refuses a parent whose file was written to since. Windows does so too: its writes leave the parent's UUID as it is, and those of QEMU.
 fn check_time(parent: &Node, wanted: i64) -> Result<()> {
-    // What is no file has no such time.
+    // A parent that is no file has no such time.
     let stamp = parent.child(ChildRole::File).and_then(|child| child.file().and_then(File::change_stamp));
     let Some(found) = stamp.map(|stamp| stamp[3].cast_signed()) else { return Ok(()) };
     if found.abs_diff(wanted) <= MAX_DIFFERENCE_SECONDS {

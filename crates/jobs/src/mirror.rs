@@ -307,7 +307,7 @@ impl Mirror {
         Ok(self)
     }
 
-    /// What is to be copied. Returns how much is allocated and needs no copy.
+    /// Marks the parts to copy. Returns the bytes that are allocated and need no copy.
     async fn mark(&self, sync: Sync, target_is_zero: bool) -> Result<u64> {
         let size = self.source.size();
         let (mut at, allocated) = (0, DirtyMap::new(self.dirty.granularity_bytes())?);
@@ -351,7 +351,7 @@ impl Mirror {
         Ok(allocated.dirty_bytes().min(size).saturating_sub(self.remaining_bytes()))
     }
 
-    /// What is allocated in the source, and zero in it and in the target, in bytes: it counts as copied at once.
+    /// Bytes that are allocated in the source, and zero in it and in the target. They count as copied at once.
     pub fn skipped_bytes(&self) -> u64 {
         self.skipped_bytes
     }

@@ -6,7 +6,7 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-/// What is another one after each change of a file: its place, its length, and the times of its changes.
+/// The place of a file, its length, and the times of its changes: each change of the file makes another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
     place: (u64, u64),

@@ -37,7 +37,7 @@ pub const MAX_REQUEST_BYTES: u32 = 32 << 20;
 pub struct Malformed {
     /// The field and the rule.
     pub what: &'static str,
-    /// What was there.
+    /// The value of the field.
     pub value: u64,
 }
 

@@ -93,7 +93,7 @@ fn names_in_descriptors_are_those_of_uris() {
     // A name that leads elsewhere, once decoded.
     raw_package(&oracle, &[("%2e%2e%2fx", "x", &[1; 512])]);
     refused(&oracle, "convert -q -O raw m.ova no.raw", &["lacks '%2e%2e%2fx'"]);
-    // What is written stands for itself, decoded or not.
+    // A name that the package writes means the same file, decoded or not.
     let oracle = disks();
     let line = ["convert", "-q", "-O", "ova", "b.raw", "a 50%25\u{e4}#?.ova"].map(str::to_owned);
     let said = run(&oracle, env!("CARGO_BIN_EXE_cowshed"), &line);
@@ -147,7 +147,7 @@ fn a_conversion_tells_what_it_could_not_compare() {
     ok(&oracle, "convert -q -O ova a.qcow2 n.ova");
     let said = cowshed(&oracle, "convert -q -O raw n.ova out2.raw");
     assert!(said.code == Some(0) && said.err.is_empty(), "{said:?}");
-    // What is rounded up for a platform is no other length than the package says.
+    // A length that is rounded up for a platform draws no warning.
     let said = cowshed(&oracle, "convert -q --for azure m.ova p.vhd");
     assert!(said.code == Some(0) && !said.err.contains("package says"), "{said:?}");
     ok(&oracle, "convert -q --force -O ova a.qcow2 m.ova");

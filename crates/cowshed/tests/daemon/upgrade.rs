@@ -80,7 +80,7 @@ fn daemons_take_over_from_one_another_under_guests() {
                 assert_eq!(driver.status(head), 0, "life {life}, round {round}");
                 in_flight -= 1;
             }
-            // What was written before the end of a daemon is durable: no flush has lost changes to tell of.
+            // Writes before the end of a daemon are durable: no flush reports lost changes.
             assert_eq!(driver.request(4, 0, &[], 0).0, 0, "life {life}, round {round}");
             for chain in 0..CHAINS {
                 value = value.checked_add(1).unwrap_or(1);

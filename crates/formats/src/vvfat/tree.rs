@@ -50,7 +50,7 @@ struct Directory {
 pub(super) struct Tree {
     directories: Vec<Directory>,
     files: Vec<HostFile>,
-    /// What was left out.
+    /// The entries that were left out, a sentence each.
     pub warnings: Vec<String>,
 }
 

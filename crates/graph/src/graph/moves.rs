@@ -106,7 +106,7 @@ impl Graph {
         self.take_filter_out(filter).await?.close().await
     }
 
-    /// As [`Graph::remove_filter`], but the caller closes the filter. Nobody else may use it.
+    /// As [`Graph::remove_filter`], but the caller closes the filter. The filter takes no new users.
     pub async fn take_filter_out(self: &Arc<Self>, filter: &Arc<Node>) -> Result<Arc<Node>> {
         let _one_change = self.changing([filter]).await;
         let child = match filter.child(ChildRole::File) {

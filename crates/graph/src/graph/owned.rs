@@ -33,7 +33,7 @@ impl Graph {
         self.take_out(name).await?.close().await
     }
 
-    /// As [`Graph::delete`], but the caller closes the node. Nobody else may use it.
+    /// As [`Graph::delete`], but the caller closes the node. The node takes no new users.
     pub async fn take_out(self: &Arc<Self>, name: &str) -> Result<Arc<Node>> {
         let _one_change = self.changing_named(&[name.to_owned()]).await;
         self.take_unused(name)

@@ -18,6 +18,8 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// A guest ends sooner, in the time of the simulation: a longer run waits for an answer that was lost.
+const PATIENCE: Duration = Duration::from_secs(10);
 const RING: u16 = 16;
 /// Requests at a time; each has three descriptors of its own.
 const SLOTS: usize = 4;
@@ -42,7 +44,7 @@ const DISK_BYTES: u64 = 1 << 20;
 struct Cell {
     /// What the last flush may have left there.
     base: Vec<u32>,
-    /// What was written since, in order.
+    /// The writes since, in order.
     newer: Vec<u32>,
 }
 
@@ -377,9 +379,9 @@ impl Scene {
                     rt::sleep(Duration::from_micros(30)).await;
                 }
             };
-            match select(pin!(server), pin!(driver)).await {
+            match select(pin!(server), pin!(rt::within(PATIENCE, driver))).await {
                 Either::Left((outcome, _)) => panic!("the ring has stopped: {outcome:?}"),
-                Either::Right(_) => {}
+                Either::Right((ended, _)) => ended.expect("each request of the guest is answered"),
             }
             drop(disk);
             export.detach().await.expect("no user");

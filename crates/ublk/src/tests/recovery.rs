@@ -56,7 +56,7 @@ fn a_flush_fails_once_where_changes_died_with_a_server() {
         assert_eq!(first, if fails { -5 } else { 4096 }, "written {written}, flushed {flushed}");
         assert_eq!((served.flush(), served.flush()), (0, 0));
     }
-    // What is in the page cache doesn't die with a process.
+    // The page cache outlives a process.
     let mut raw = Served::new(|_| ());
     assert_eq!(raw.write(65536, vec![1; 4096]), 4096);
     raw.die();

@@ -106,7 +106,7 @@ pub fn choose(
 }
 
 impl Chosen {
-    /// What is to be said of the disk when it was copied: it has `bytes`.
+    /// Prints the warnings about the copied disk, which has `bytes`.
     ///
     /// # Errors
     /// Where its files were changed meanwhile.
