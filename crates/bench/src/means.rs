@@ -613,7 +613,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_switch_has_a_row_and_every_row_a_name_of_its_own() {
+    fn every_switch_has_one_row() {
         let off: BTreeSet<&str> = ROWS.iter().flat_map(|means| means.without.off.split(',')).collect();
         let off: BTreeSet<&str> = off.into_iter().filter(|name| !name.is_empty()).collect();
         assert_eq!(off, MEANS.iter().map(|means| means.name).collect());

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_drawn_as_its_speed_and_a_long_name_in_two_lines() {
+    fn command_is_drawn_as_its_speed() {
         let seconds = |wall| vec![Sample { wall: std::time::Duration::from_secs(wall), ..Sample::default() }];
         let pairs = crate::measure::Pairs { ours: seconds(2), theirs: seconds(8) };
         let rows = [Row {

@@ -71,7 +71,7 @@ fn per_second(node: &Arc<Node>, queues: u64, time: Duration) -> Result<f64, Stri
     Ok(sum)
 }
 
-async fn load(node: &Arc<Node>, queue: u64, until: Instant) -> cowshed_block::Result<u64> {
+async fn load(node: &Arc<Node>, queue: u64, until: Instant) -> cowshed_types::Result<u64> {
     let streams: Vec<_> =
         (0..DEPTH).map(|task| rt::spawn(stream(Arc::clone(node), Random::new(queue * DEPTH + task), until))).collect();
     let mut count = 0;
@@ -81,7 +81,7 @@ async fn load(node: &Arc<Node>, queue: u64, until: Instant) -> cowshed_block::Re
     Ok(count)
 }
 
-async fn stream(node: Arc<Node>, mut random: Random, until: Instant) -> cowshed_block::Result<u64> {
+async fn stream(node: Arc<Node>, mut random: Random, until: Instant) -> cowshed_types::Result<u64> {
     /// Requests between two looks at the clock.
     const BATCH: u64 = 256;
     let blocks = node.size() / REQUEST_BYTES;

@@ -69,7 +69,7 @@ fn case(settings: &Settings, name: &str, write: bool) -> Result<Row, String> {
 }
 
 /// CPU time of the process per request, in nanoseconds.
-async fn nanoseconds(target: &Target, bytes: u64, write: bool, seed: u64) -> cowshed_block::Result<f64> {
+async fn nanoseconds(target: &Target, bytes: u64, write: bool, seed: u64) -> cowshed_types::Result<f64> {
     let started = cpu_nanoseconds();
     let tasks: Vec<_> = (0..DEPTH)
         .map(|task| rt::spawn(stream(target.clone(), bytes, write, Random::new(seed * DEPTH + task))))
@@ -80,7 +80,7 @@ async fn nanoseconds(target: &Target, bytes: u64, write: bool, seed: u64) -> cow
     Ok((cpu_nanoseconds() - started) as f64 / REQUESTS as f64)
 }
 
-async fn stream(target: Target, bytes: u64, write: bool, mut random: Random) -> cowshed_block::Result<()> {
+async fn stream(target: Target, bytes: u64, write: bool, mut random: Random) -> cowshed_types::Result<()> {
     let mut buffer = IoBuf::zeroed(REQUEST_BYTES as usize);
     for _ in 0..REQUESTS / DEPTH {
         let offset = random.below(bytes / REQUEST_BYTES) * REQUEST_BYTES;

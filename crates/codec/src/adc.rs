@@ -2,7 +2,7 @@
 //! Apple Data Compression, of old disk images: literals, and copies of what came before.
 
 use super::bad_data;
-use cowshed_block::Result;
+use cowshed_types::Result;
 
 /// Fills `out`, or fails.
 pub fn unpack_adc(packed: &[u8], out: &mut [u8]) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use super::bad_data;
 use bzip2::{Decompress, Status};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 
 /// Fills `out` with all that a stream holds, or fails.
 pub fn unpack_bzip2(packed: &[u8], out: &mut [u8]) -> Result<()> {

@@ -14,7 +14,7 @@ mod zlib;
 #[cfg(feature = "zstd")]
 mod zstd;
 
-use cowshed_block::{Compression, Error, Result};
+use cowshed_types::{Compression, Error, Result};
 
 pub use adc::unpack_adc;
 pub use bzip2::unpack_bzip2;

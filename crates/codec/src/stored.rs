@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zstandard frames of bytes that don't shrink (RFC 8878, 3.1.1).
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 const MAGIC: u32 = 0xfd2f_b528;
 /// One segment, with the length of the content in 4 bytes.

@@ -80,7 +80,7 @@ fn truncated_data_fail() {
         let len = codec.compress(&source, &mut out).unwrap();
         for cut in [0, 1, 2, 100, len / 2, len - 20] {
             let error = codec.decompress(&out[..cut], &mut back).unwrap_err();
-            assert_eq!(error.kind(), cowshed_block::ErrorKind::InvalidImage, "{error}");
+            assert_eq!(error.kind(), cowshed_types::ErrorKind::InvalidImage, "{error}");
         }
     }
 }

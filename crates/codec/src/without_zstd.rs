@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The functions of `zstd.rs` in a build without the feature `zstd`.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 pub(super) const LEVEL_DEFAULT: i32 = 1;
 
@@ -26,7 +26,7 @@ pub(super) fn decompress(_compressed: &[u8], _cluster: &mut [u8]) -> Result<()> 
 #[cfg(test)]
 mod tests {
     use crate::Codec;
-    use cowshed_block::{Compression, ErrorKind};
+    use cowshed_types::{Compression, ErrorKind};
 
     #[test]
     fn zstd_is_refused_by_the_name_of_its_feature() {

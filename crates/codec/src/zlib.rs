@@ -3,7 +3,7 @@
 
 use super::bad_data;
 use super::deflate::Encoder;
-use cowshed_block::{Error, Result, without};
+use cowshed_types::{Error, Result, without};
 use libdeflater::{CompressionLvl, Compressor, Decompressor};
 use std::cell::RefCell;
 use zlib_rs::{Inflate, InflateFlush};

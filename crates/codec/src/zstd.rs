@@ -2,7 +2,7 @@
 //! Zstandard.
 
 use super::bad_data;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, ResetDirective};
 
@@ -49,7 +49,7 @@ pub(super) fn decompress(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
         if slot.is_none() {
             *slot = DCtx::try_create();
         }
-        let context = slot.as_mut().ok_or_else(|| Error::new(cowshed_block::ErrorKind::Limit, "out of memory"))?;
+        let context = slot.as_mut().ok_or_else(|| Error::new(cowshed_types::ErrorKind::Limit, "out of memory"))?;
         decompress_frames(context, compressed, cluster)
     })
 }

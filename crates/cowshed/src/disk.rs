@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A disk image, opened for use by a program.
 
-use cowshed_block::Result;
 use cowshed_image::node::LocalNode;
 use cowshed_image::{Node, OpenRequest, Preallocation, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 use std::sync::Arc;
 
 /// Runs of [`Queue::map`] that one call returns at most.
@@ -178,7 +178,7 @@ impl Blocking<'_> {
             let more = rt::block_on(self.node.block_status_chain(at, end - at, MAP_RUNS))?;
             match more.last() {
                 Some(last) if last.start + last.len > at => at = last.start + last.len,
-                _ => return Err(cowshed_block::Error::internal("a map without progress").offset(at)),
+                _ => return Err(cowshed_types::Error::internal("a map without progress").offset(at)),
             }
             runs.extend(more);
         }

@@ -2,7 +2,7 @@
 //! Under which name the program was called, and what follows from it.
 
 use crate::commands::TOOLS;
-use cowshed_block::text_of_name;
+use cowshed_types::text_of_name;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -56,7 +56,7 @@ pub struct Invocation {
 impl Invocation {
     /// Takes the whole argument vector, program name first. `cowshed qemu-img ARGS` (or `cowshed img ARGS`) is `qemu-img ARGS`,
     /// `cowshed qemu-nbd ARGS` is `qemu-nbd ARGS`.
-    /// Arguments that are not UTF-8 become text by [`cowshed_block::text_of_name`].
+    /// Arguments that are not UTF-8 become text by [`cowshed_types::text_of_name`].
     pub fn from_argv(argv: impl IntoIterator<Item = std::ffi::OsString>) -> Self {
         let mut argv = argv.into_iter();
         let program = argv.next().unwrap_or_default();

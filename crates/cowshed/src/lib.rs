@@ -67,7 +67,6 @@
 
 mod disk;
 
-pub use cowshed_block::{Errno, Error, ErrorKind, Result};
 pub use cowshed_image::open::{BackingPolicy, Cache, Policy};
 pub use cowshed_image::options::BlockdevOptions;
 pub use cowshed_image::{Node, OpenRequest, Preallocation, StatusExtent, ZeroFlags};
@@ -77,4 +76,5 @@ pub use cowshed_storage::confine;
 /// Faults on demand, for testing against a failing disk: see [`Node::faults`].
 pub use cowshed_storage::fault;
 pub use cowshed_storage::rt::{block_on, spawn};
+pub use cowshed_types::{Errno, Error, ErrorKind, Result};
 pub use disk::{Blocking, Disk, Queue};

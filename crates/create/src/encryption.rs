@@ -2,13 +2,13 @@
 //! The encryption of a new image: its options, and the LUKS header that they come to.
 
 use crate::schema::OptionValues;
-use cowshed_block::{Error, Result};
 use cowshed_crypto::luks::{self, MasterKey, Volume, iterations_for};
 use cowshed_crypto::{Algorithm, Chaining, CipherSpec, Hash, InitialVector, SectorCipher, legacy_aes};
 use cowshed_image::encryption::{Cipher, SectorsOf};
 use cowshed_image::secret::Secret;
 use cowshed_layout::luks::HEADER_BYTES;
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
 

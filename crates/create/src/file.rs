@@ -6,13 +6,13 @@ use crate::created::{Created, take_back};
 use crate::encryption::NewEncryption;
 use crate::layout::FreshLayout;
 use crate::qcow2::Qcow2CreateOptions;
-use cowshed_block::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result, slip};
 use cowshed_image::encryption::{Cipher, encrypt};
 use cowshed_image::node::Preallocation;
 use cowshed_image::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, rt, sync_folder_of, text_of_path,
 };
+use cowshed_types::{Errno, Error, ErrorKind, GuestOffset, HostOffset, Result, slip};
 use futures_util::future::{Either, select};
 use std::path::{Path, PathBuf};
 use std::pin::pin;

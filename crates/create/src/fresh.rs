@@ -5,7 +5,6 @@ use crate::file::{Failed, Manner, NewName, write_zeroes};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
 use crate::{Created, path_of};
-use cowshed_block::{Error, Result};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{OpenRequest, open};
 use cowshed_layout::fresh::{FreshFile, Piece};
@@ -17,6 +16,7 @@ use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
+use cowshed_types::{Error, Result};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

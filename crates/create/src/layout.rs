@@ -7,8 +7,8 @@
 
 use crate::encryption::ImageEncryption;
 use crate::qcow2::{Qcow2CreateOptions, too_large};
-use cowshed_block::{Compression, Result, name_of_text};
 use cowshed_layout::qcow2::{EncryptionHeader, Extension, Header, features, refcount};
+use cowshed_types::{Compression, Result, name_of_text};
 use std::collections::BTreeMap;
 
 /// Up to this cluster size qemu-img leaves the feature name table out, so that the rest of a header fits.

@@ -9,13 +9,13 @@ pub mod layout;
 pub mod qcow2;
 pub mod schema;
 
-use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_image::graph::files_below;
 use cowshed_image::node::Preallocation;
 use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, resolve_name};
 use cowshed_image::secret::Secret;
 use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};

@@ -3,10 +3,10 @@
 
 use crate::encryption::ImageEncryption;
 use crate::schema::OptionValues;
-use cowshed_block::{Compression, Error, Result, name_of_text};
 use cowshed_image::node::Preallocation;
 use cowshed_image::secret::Secret;
 use cowshed_storage::LayoutHints;
+use cowshed_types::{Compression, Error, Result, name_of_text};
 
 /// Largest L1 table, bytes: QEMU opens no image with a larger one.
 pub const MAX_L1_BYTES: u64 = 32 << 20;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `-o` options of `create`, per format, and the parser of their lists.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::options::{parse_on_off, parse_size, size_refused};
+use cowshed_types::{Error, Result};
 
 /// The type of an option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

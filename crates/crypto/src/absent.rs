@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! In place of the ciphers where the feature `luks` is off: types that have no values, and one error.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::convert::Infallible;
 use zeroize::Zeroizing;
@@ -57,8 +57,8 @@ pub mod luks {
     use super::{SectorCipher, absent};
     use crate::Hash;
     pub use crate::random::fill_random;
-    use cowshed_block::Result;
     use cowshed_layout::luks::LuksHeader;
+    use cowshed_types::Result;
     use std::convert::Infallible;
     use std::ops::Range;
     use std::time::Duration;

@@ -9,7 +9,7 @@ use cipher::{
     Block, BlockCipherDecBackend, BlockCipherDecClosure, BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser,
     KeyInit, ParBlocks,
 };
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use serpent::Serpent;
 use sm4::Sm4;
 use std::marker::PhantomData;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The hashes that LUKS headers name.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use md5::Md5;
 use pbkdf2::pbkdf2_hmac;
 use ripemd::Ripemd160;

@@ -3,7 +3,7 @@
 //! design (equal beginnings show, passwords are cut to 16 bytes): for old images and their readers.
 
 use crate::{Algorithm, Chaining, CipherSpec, InitialVector, SectorCipher};
-use cowshed_block::Result;
+use cowshed_types::Result;
 use zeroize::Zeroizing;
 
 /// The cipher of a password: its first 16 bytes, filled up with zeroes. Sectors are those of the guest.

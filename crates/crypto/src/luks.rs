@@ -4,10 +4,10 @@
 
 pub use crate::random::fill_random;
 use crate::{Chaining, CipherSpec, Hash, SECTOR_BYTES, SectorCipher, split};
-use cowshed_block::{Error, Result};
 use cowshed_layout::luks::{
     DIGEST_BYTES, HEADER_BYTES, KeySlot, LuksHeader, SALT_BYTES, SLOT_STATE_BYTES, SLOTS, slot_place,
 };
+use cowshed_types::{Error, Result};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random bytes of the system.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Fills a buffer with the system's random bytes.
 pub fn fill_random(bytes: &mut [u8]) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher, mix};
 use crate::{Hash, SECTOR_BYTES};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Sectors whose initial vectors go through a cipher in one go: a call of one prepares its round keys for many blocks at once,
 /// and takes the most blocks at once only where there are as many.

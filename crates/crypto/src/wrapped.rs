@@ -4,7 +4,7 @@
 
 use crate::Algorithm;
 use crate::blocks::{BLOCK_BYTES, block_cipher};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use zeroize::Zeroizing;
 
 /// Length of the key in bytes.

@@ -4,7 +4,7 @@
 use crate::monitor::{
     Bound, ClientAddress, Listening, Log, LogOptions, MonitorAddress, MonitorContext, Outgoing, silent_greeting,
 };
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};

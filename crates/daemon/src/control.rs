@@ -11,9 +11,9 @@ use crate::options::Step;
 use crate::schema;
 use crate::shutdown::shut_down;
 use crate::state::{Daemon, Served, Settings};
-use cowshed_block::{Error, Result};
 use cowshed_fuse::GuardProgram;
 use cowshed_storage::rt;
+use cowshed_types::{Error, Result};
 use std::rc::Rc;
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Errors of the lower layers on their way to a client.
 
-use cowshed_block::Error;
 use cowshed_qmp::QmpError;
+use cowshed_types::Error;
 
 /// QEMU's sentence; of a lock it says neither whose it is nor which image wants it.
 fn in_qemus_words(error: &Error) -> String {

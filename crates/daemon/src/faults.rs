@@ -6,9 +6,9 @@ use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::jobs::words_of;
 use crate::message::Message;
-use cowshed_block::ErrorKind;
 use cowshed_image::graph::{Corruption, FailedRequest, Graph, QuorumReport, QuorumWork};
 use cowshed_image::stats::IoKind;
+use cowshed_types::ErrorKind;
 use serde_json::{Value, json};
 use std::sync::Arc;
 

@@ -4,7 +4,6 @@
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::message::{Message, StopReason};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
@@ -13,6 +12,7 @@ use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolSt
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::{ListenOptions, Listener, Socket, SocketAddress};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::net::IpAddr;

@@ -135,7 +135,7 @@ impl Object {
 
     /// Changes a property. What is wrong changes nothing.
     pub fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
-        let failed = |error: cowshed_block::Error| QmpError::generic(error.to_string());
+        let failed = |error: cowshed_types::Error| QmpError::generic(error.to_string());
         if let Object::IoThread(properties) = self {
             return properties.set(property, value);
         }

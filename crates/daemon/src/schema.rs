@@ -3,10 +3,10 @@
 
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
 use crate::objects::{OBJECTS_OF_MACHINES, REFUSED_OBJECTS};
-use cowshed_block::{Error, Result};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::{COMMON, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
+use cowshed_types::{Error, Result};
 
 /// Types of exports that QEMU has, and why there are none here.
 const REFUSED_EXPORTS: &[(&str, &str)] = &[("vduse-blk", "an export is attached with nbd-client")];

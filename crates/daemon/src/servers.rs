@@ -3,11 +3,11 @@
 
 use crate::events::EventBus;
 use crate::nbd::Exported;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::LocalFuture;
 use cowshed_nbd_server::Removal;
 use cowshed_storage::rt;
 use cowshed_storage::rt::within;
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::cell::RefCell;
 use std::rc::Rc;

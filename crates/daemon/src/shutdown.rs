@@ -2,11 +2,11 @@
 //! Stopping in order, in a bounded time: I/O that never returns keeps neither the daemon nor the disks that answer.
 
 use crate::state::Daemon;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::nodes_below;
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, JoinHandle};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;

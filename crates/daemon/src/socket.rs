@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Unix sockets in the file system: those that others left behind are taken over, ours are taken away.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::socket::clear_stale;
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images from strangers: each is held to a policy as long as its node has its name, also when it is opened again.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest};
 use cowshed_jobs::inspect::{self, InspectVerdict};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_taken_in_order_and_given_up_ones_are_passed_over() {
+    fn turns_are_taken_in_order() {
         let turns = Rc::new(Turns::default());
         let order: Rc<RefCell<Vec<u32>>> = Rc::default();
         rt::block_on(async {

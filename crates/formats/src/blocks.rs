@@ -7,13 +7,13 @@ use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, push_r
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
-use cowshed_block::{Error, ErrorKind, Result, text_of_name};
 use cowshed_graph::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_graph::options::{Key, KeyType, REQUIRED};
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result, text_of_name};
 use std::collections::HashMap;
 use std::future::Future;
 use std::rc::Rc;

@@ -3,11 +3,11 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::Place;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::bochs::{BochsHeader, HEADER_BYTES};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::rc::Rc;
 
 const SECTOR_BYTES: u64 = 512;

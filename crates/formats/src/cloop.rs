@@ -3,13 +3,13 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::{LARGE_BYTES, Place, zeroed};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_codec::inflate_zlib;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::cloop::{CloopHeader, HEADER_BYTES};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::rc::Rc;
 
 const SCHEMA: DriverSchema = DriverSchema {

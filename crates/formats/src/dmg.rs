@@ -3,7 +3,6 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, finish};
 use super::mapped::{LARGE_BYTES, Place, zeroed};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2};
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -11,6 +10,7 @@ use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::dmg::{DmgChunk, DmgPacking, DmgTrailer};
 use cowshed_layout::probe::PROBE_TAIL_BYTES;
 use cowshed_storage::rt;
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::rc::Rc;
 
 const SCHEMA: DriverSchema = DriverSchema {

@@ -3,8 +3,6 @@
 //! does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can be written to are a
 //! [`MappedWriter`], too.
 
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
     Backing, BackingName, Described, Description, Driver, Link, LocalFuture, MappedCheck, NamedBacking, Node,
@@ -13,6 +11,8 @@ use cowshed_graph::node::{
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_offline::check::Repair;
 use cowshed_storage::IoBuf;
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex as Turn;
 use std::future::ready;

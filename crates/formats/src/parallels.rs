@@ -5,13 +5,13 @@ use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::parallels::{ENTRY_BYTES, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader};
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::lock::Mutex as Turn;
 use std::rc::Rc;
 

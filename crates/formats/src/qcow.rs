@@ -4,14 +4,14 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::Place;
 use super::units::Units;
-use cowshed_block::memory::try_push;
-use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
 use cowshed_storage::rt;
+use cowshed_types::memory::try_push;
+use cowshed_types::{Compression, Error, Result};
 use std::rc::Rc;
 
 /// Unit of places in the file.

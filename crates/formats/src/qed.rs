@@ -5,8 +5,6 @@ use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable,
 use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
-use cowshed_block::memory::try_push;
-use cowshed_block::{Error, Result, name_of_text, slip};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
@@ -15,6 +13,8 @@ use cowshed_layout::qed::{
 };
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::memory::try_push;
+use cowshed_types::{Error, Result, name_of_text, slip};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

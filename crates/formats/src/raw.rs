@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{
     Apply, Below, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
     Transfer, Work, ZeroFlags,
@@ -10,6 +9,7 @@ use cowshed_graph::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};
 use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, KeyType, REQUIRED, key};
 use cowshed_graph::protocols::{discard_file, zero_file};
 use cowshed_storage::{File, IoBuf, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::ops::Range;
 use std::rc::Rc;

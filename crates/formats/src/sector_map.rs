@@ -3,7 +3,7 @@
 
 use super::blocks::{ImageFile, Table};
 use super::mapped::Place;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// A bitmap with a bit for each sector: set for those that are in the image.
 #[derive(Clone, Copy)]

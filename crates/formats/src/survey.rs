@@ -3,9 +3,9 @@
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
-use cowshed_block::memory::grow_map;
-use cowshed_block::{ErrorKind, Result};
 use cowshed_graph::node::MappedCheck;
+use cowshed_types::memory::grow_map;
+use cowshed_types::{ErrorKind, Result};
 use std::collections::HashMap;
 
 /// What a look at every block of a disk found.

@@ -3,8 +3,8 @@
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
-use cowshed_block::memory::try_push;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::memory::try_push;
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// Blocks of an image that is opened for writing: each is looked at once.
 const MAX_BLOCKS: usize = 16 << 20;

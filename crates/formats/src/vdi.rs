@@ -6,7 +6,6 @@ use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -14,6 +13,7 @@ use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, Key, Key
 use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
 use cowshed_layout::vhdx::Guid;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::rc::Rc;
 
 const SCHEMA: DriverSchema = DriverSchema {

@@ -5,7 +5,6 @@ use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_
 use super::mapped::Place;
 use super::sector_map::SectorMap;
 use super::units::Units;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{ChildRole, Description, Node};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType};
@@ -15,6 +14,7 @@ use cowshed_layout::vpc::{
     VpcParent,
 };
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};

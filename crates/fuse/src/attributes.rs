@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Owner, mode, times and lengths of the file.
 
-use cowshed_block::Errno;
 use cowshed_fuse_proto::{Attributes, Changes, Time};
 use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
 use cowshed_storage::signal::lock;
+use cowshed_types::Errno;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;

@@ -5,8 +5,8 @@
 //! a kill in such a wait would leave a process that can't end.
 
 use crate::mount::{os_text, unmount, unmount_unused};
-use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::mounted_device;
+use cowshed_types::{Errno, Error, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno as Number;
 use std::ffi::OsString;

@@ -3,8 +3,8 @@
 //!
 //! A process that may mount does so itself. Others ask `fusermount3`, which has the right to.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::{FUSE_DEVICE, FuseDevice, ServedMount, is_served_here, mounted_device, path_of_text};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};

@@ -2,13 +2,13 @@
 //! Carries one request out.
 
 use crate::server::Shared;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_fuse_proto::request::Changes;
 use cowshed_fuse_proto::{Operation, reply};
 use cowshed_image::graph::{AttachRequest, Queue};
 use cowshed_image::node::ZeroFlags;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::io::Errno as Number;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -3,7 +3,6 @@
 
 use crate::operations::{Given, Outcome, Work};
 use crate::server::{MAX_REQUEST_BYTES, Shared};
-use cowshed_block::{Errno, Result};
 use cowshed_fuse_proto::request::{HEADER_BYTES, MAX_FIELDS_BYTES};
 use cowshed_fuse_proto::{
     InitReply, MAJOR, MIN_BUFFER_BYTES, MIN_MINOR, Malformed, Operation, RequestHeader, WRITE_HEAD_BYTES, features,
@@ -11,6 +10,7 @@ use cowshed_fuse_proto::{
 };
 use cowshed_image::graph::Queue;
 use cowshed_storage::{FuseDevice, IoBuf, rt};
+use cowshed_types::{Errno, Result};
 use futures_util::future::{Either, LocalBoxFuture, select};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, poll};
@@ -313,7 +313,7 @@ mod tests {
     pub(super) static FAILS: AtomicBool = AtomicBool::new(false);
 
     #[test]
-    fn a_session_whose_threads_have_failed_is_unmounted_and_hangs_no_one() {
+    fn session_with_failed_threads_is_unmounted() {
         let folder = cowshed_testkit::qemu::temp_dir();
         let (image, point) = (folder.path().join("d.raw"), folder.path().join("m"));
         std::fs::write(&image, vec![5; 1 << 20]).unwrap();

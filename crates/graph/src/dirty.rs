@@ -4,7 +4,7 @@
 //! A part counts as dirty once a write to it has ended, well or not. A job that clears a part *before* it reads it sees
 //! every change: a write that was under way makes it dirty again.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -9,11 +9,11 @@ pub use absent::{Client, ClientOptions, ClientTls};
 
 #[cfg(not(feature = "nbd"))]
 mod absent {
-    use cowshed_block::{Errno, Error, Result};
     use cowshed_nbd_proto::NbdUri;
     use cowshed_nbd_proto::reply::StatusRun;
     use cowshed_nbd_proto::uri::Place;
     use cowshed_storage::{File, SocketAddress};
+    use cowshed_types::{Errno, Error, Result};
     use std::convert::Infallible;
     use std::path::Path;
     use std::sync::Arc;

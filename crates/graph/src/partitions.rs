@@ -2,9 +2,9 @@
 //! Partitions of a disk.
 
 use crate::node::Node;
-use cowshed_block::Result;
 use cowshed_layout::partitions::{ScanStep, Search};
 use cowshed_storage::IoBuf;
+use cowshed_types::Result;
 use std::ops::Range;
 
 /// Where partition `number` is on a disk, in bytes: 1 to 4 of an MBR, from 5 on its logical ones, or those of a GPT.

@@ -3,8 +3,8 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use cowshed_block::{Error, Result};
 use cowshed_crypto::{Zeroizing, unwrap_aes256};
+use cowshed_types::{Error, Result};
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;

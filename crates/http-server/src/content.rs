@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The contents that a server serves.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::{Attachment, Queue, nodes_below};
 use cowshed_image::stats::IoKind;
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::LocalBoxFuture;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::sync::{Arc, LazyLock};

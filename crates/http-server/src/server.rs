@@ -3,11 +3,11 @@
 
 use crate::connection::{Site, serve};
 use crate::content::Content;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd::ServerTls;
 use cowshed_storage::rt::{self, JoinHandle, within};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
 use cowshed_storage::{Listener, Socket, SocketAddress};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;

@@ -2,8 +2,8 @@
 //! The server with clients that speak by hand; what curl, browsers and QEMU make of it is tested with the tool.
 
 use crate::{Content, Event, EventHandler, Limits, Reading, Server, ServerConfig, Version};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::LocalBoxFuture;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -283,7 +283,7 @@ fn the_rest_of_another_version_is_no_rest() {
 }
 
 #[test]
-fn a_disk_that_can_not_be_read_is_an_error_of_the_server() {
+fn unreadable_disk_is_a_server_error() {
     let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
     served.content.fails.store(true, Ordering::SeqCst);
     let mut client = served.client();
@@ -312,7 +312,7 @@ fn idle_clients_make_room_and_slow_heads_are_cut() {
 }
 
 #[test]
-fn a_client_that_takes_nothing_is_cut_and_a_stop_waits_for_none() {
+fn silent_client_is_cut_and_never_delays_a_stop() {
     let limits = Limits { stall_limit: Duration::from_millis(200), ..Limits::default() };
     let served = serve(Pattern { len: 1 << 40, ..Pattern::default() }, limits);
     let mut client = served.client();

@@ -63,7 +63,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                             rt::yield_now().await;
                         }
                     }
-                    Ok::<(), cowshed_block::Error>(())
+                    Ok::<(), cowshed_types::Error>(())
                 })
             })
             .collect();

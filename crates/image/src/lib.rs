@@ -7,9 +7,9 @@ pub use cowshed_graph::{
     filters, graph, node, open, options, partitions, secret, stats,
 };
 
-use cowshed_block::Result;
 use cowshed_formats::{FORMATS, REFUSED};
 use cowshed_graph::open::{Drivers, FILTERS, PROTOCOLS};
+use cowshed_types::Result;
 use std::sync::Arc;
 
 /// The drivers of this program, in the order of the help.

@@ -6,7 +6,6 @@
 use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::mirror::Sync;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart};
@@ -14,6 +13,7 @@ use cowshed_image::node::BitmapUse;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{DirtyBits, Node};
 use cowshed_storage::{PermissionSet, Permissions, rt};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
 use std::pin::pin;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 //! A simple benchmark: many requests of one kind, so many at a time.
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::sync::Arc;
@@ -154,7 +154,7 @@ impl<'a> Bench<'a> {
         let end = offset.checked_add(self.options.buffer_bytes);
         if end.is_none_or(|end| end > self.node.size()) {
             let message = "the request reaches past the end of the image";
-            let error = Error::new(ErrorKind::InvalidArgument, message).with_errno(cowshed_block::Errno::EIO);
+            let error = Error::new(ErrorKind::InvalidArgument, message).with_errno(cowshed_types::Errno::EIO);
             return (Err(error.value(format!("{} bytes at {offset}", self.options.buffer_bytes))), Some(buf));
         }
         let (result, buf) = match self.options.pattern {

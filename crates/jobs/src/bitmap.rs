@@ -2,9 +2,9 @@
 //! Persistent dirty bitmaps of an image that nobody uses: added, removed, cleared, enabled, disabled, merged.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_image::Node;
 use cowshed_image::node::{BitmapChange, BitmapStatus, Bitmaps, ChildRole, check_new_bitmap};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use std::sync::Arc;
 
 /// What to do with a bitmap.
@@ -229,7 +229,7 @@ pub async fn check_copy(source: &Node, skip_broken: bool) -> Result<()> {
                 "Cannot copy inconsistent bitmap '{}'{LINE_END}Try --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
                 bitmap.name
             );
-            Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message))
+            Err(Error::new(cowshed_types::ErrorKind::InvalidImage, message))
         }
         None => Ok(()),
     }

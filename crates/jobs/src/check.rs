@@ -5,7 +5,6 @@ pub mod report;
 mod undo;
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::node::MappedCheck;
 use cowshed_image::{Node, OpenRequest};
@@ -13,6 +12,7 @@ use cowshed_offline::check as offline_check;
 pub use cowshed_offline::check::{CheckReport, Repair};
 use cowshed_storage::File;
 use cowshed_storage::fault::as_metadata;
+use cowshed_types::{Error, ErrorKind, Result};
 use undo::NewLog;
 pub use undo::{UndoReport, undo};
 

@@ -3,9 +3,9 @@
 
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, Result};
 use futures_util::future::join;
 use futures_util::stream::{self, StreamExt};
 use std::cell::Cell;

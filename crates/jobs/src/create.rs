@@ -2,8 +2,8 @@
 //! Creates images: a thin door to `cowshed_create`.
 
 use crate::JobHandle;
-use cowshed_block::Result;
 pub use cowshed_create::{CreatePlan, CreateRequest, prepare};
+use cowshed_types::Result;
 
 /// Prepares and creates in one go.
 pub async fn run(request: &CreateRequest, job: &JobHandle) -> Result<CreatePlan> {

@@ -3,8 +3,8 @@
 
 use crate::convert::{ConvertOptions, Sources, convert_sources};
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, Result};
 use cowshed_image::Node;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// What to copy.

@@ -2,9 +2,9 @@
 //! The course of a job whose copying meets an error.
 
 use crate::JobHandle;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::filters::CopyFailure;
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
 /// Wait before what was ignored is tried again.

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn quick_pieces_stay_few_and_slow_ones_reach_what_was_asked_for() {
+    fn slow_pieces_raise_the_number_in_flight() {
         assert_eq!(after(8, Duration::ZERO, 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize - 1), FIRST);
         assert_eq!(after(8, SLOW, FEW as usize), FIRST + 1);
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn help_is_for_more_than_a_few_pieces_or_for_slow_ones() {
+    fn help_is_for_many_pieces_or_slow_ones() {
         let in_flight = InFlight::up_to(8).begins_alone();
         for _ in 1..FEW {
             in_flight.note(AT_ONCE);

@@ -4,7 +4,6 @@
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Compression, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::node::{ChildRole, Description, LocalFuture};
@@ -13,6 +12,7 @@ use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
 use cowshed_storage::{FileIdentity, path_of_text};
+use cowshed_types::{Compression, Error, ErrorKind, Result};
 use serde_json::{Map, Value, json};
 
 /// What to look at.

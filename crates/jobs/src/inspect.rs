@@ -8,12 +8,12 @@ mod blocks;
 mod vmdk;
 
 use crate::layer::Qcow2Layer;
-use cowshed_block::Result;
 use cowshed_image::open::Policy;
 use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, COMPAT_KNOWN, FeatureKind};
 use cowshed_layout::qcow2::{Extension, Header};
 use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions, path_of_text};
+use cowshed_types::Result;
 
 /// What came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]

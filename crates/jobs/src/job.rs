@@ -2,8 +2,8 @@
 //! The state that a job shares with its watcher: progress, cancelling, pausing and a speed limit.
 
 use crate::rate::RateLimit;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::{Either, select};
 use std::future::Future;
 use std::pin::pin;

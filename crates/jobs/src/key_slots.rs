@@ -3,12 +3,12 @@
 //! `luks`.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, Result};
 use cowshed_create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
 use cowshed_image::Node;
 use cowshed_image::encryption::{SlotChange, change_slots, check_slot_change};
 use cowshed_image::graph::Graph;
 use cowshed_image::secret::Secret;
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;

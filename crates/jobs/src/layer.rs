@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Facts from the header of a qcow2 image, beyond those that every node has.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_layout::luks::{self, LuksHeader};
 use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
 use cowshed_layout::qcow2::{Header, Snapshot, limits};
 use cowshed_offline::snapshots;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, Result};
 
 /// A qcow2 image's header and the file it came from.
 pub struct Qcow2Layer {

@@ -43,6 +43,6 @@ use work_error::in_work;
 /// The error of a copy onto a disk of another size.
 pub const DIFFERENT_SIZES: &str = "Source and target image have different sizes";
 
-pub(crate) fn different_sizes() -> cowshed_block::Error {
-    cowshed_block::Error::invalid_argument(DIFFERENT_SIZES)
+pub(crate) fn different_sizes() -> cowshed_types::Error {
+    cowshed_types::Error::invalid_argument(DIFFERENT_SIZES)
 }

@@ -2,8 +2,8 @@
 //! Where the bytes of an image are: runs as `qemu-img map` lists them.
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// What to map.

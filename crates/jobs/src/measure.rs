@@ -3,11 +3,11 @@
 
 use crate::layer::qcow2_layer;
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, Result};
 use cowshed_create::NewEncryption;
 use cowshed_create::qcow2::{Qcow2CreateOptions, round_size};
 use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_image::{Node, Preallocation};
+use cowshed_types::{Error, Result};
 
 /// What to measure: an existing image, or an empty one of a given size.
 #[derive(Clone, Debug, Default)]

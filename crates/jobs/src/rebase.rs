@@ -5,11 +5,11 @@ use crate::layer::geometry;
 use crate::runs::{self, Piece, Runs};
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::graph::{AttachRequest, check_apart};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, StatusExtent};
 use cowshed_storage::{IoBuf, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// Longest name that a header may hold, in bytes.
@@ -88,7 +88,7 @@ fn check_name(options: &RebaseOptions) -> Result<()> {
     if base.contains('\0') {
         return Err(Error::invalid_argument("the file name contains a NUL").field("backing_file"));
     }
-    let bytes = cowshed_block::name_of_text(base).len();
+    let bytes = cowshed_types::name_of_text(base).len();
     if bytes > MAX_NAME_BYTES {
         let message = format!("the file name is longer than the {MAX_NAME_BYTES} bytes that a header may hold");
         return Err(Error::invalid_argument(message).field("backing_file").value(format!("{bytes} bytes")));

@@ -6,7 +6,6 @@ mod map;
 
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_create::CreateRequest;
 use cowshed_image::Node;
 use cowshed_image::open::resolve_name;
@@ -14,6 +13,7 @@ use cowshed_offline::snapshots::SnapshotName;
 pub use cowshed_rescue::Overrides;
 use cowshed_rescue::{DamagedImage, Loss, Slot};
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
+use cowshed_types::{Error, ErrorKind, Result};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::sync::Arc;
 

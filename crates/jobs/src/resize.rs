@@ -2,9 +2,9 @@
 //! Changes the virtual size of an image.
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Errno, Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, Preallocation};
+use cowshed_types::{Errno, Error, Result};
 
 /// The new size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,9 +4,9 @@
 use crate::JobHandle;
 use crate::in_flight::InFlight;
 use crate::zeroes::is_zero;
-use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, Result};
 use futures_util::stream::{self, StreamExt};
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -4,11 +4,11 @@
 use crate::info::SnapshotInfo;
 use crate::layer::qcow2_layer;
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, OpenRequest};
 use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::File;
+use cowshed_types::{Error, Result};
 
 /// What to do with snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How the user names an image.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
@@ -9,6 +8,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::sync::Arc;
 

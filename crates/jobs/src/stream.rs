@@ -9,11 +9,11 @@ use crate::JobHandle;
 use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
 use crate::commit::opened::reading_one_size;
 use crate::faults::{ErrorAction, Failure, Judge};
-use cowshed_block::{Error, Result};
 use cowshed_image::Node;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, Queue};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// Copied in one piece at most, in bytes.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! QEMU's sentences for work that fails on an image that could be opened.
 
-use cowshed_block::{Errno, Error, ErrorKind};
+use cowshed_types::{Errno, Error, ErrorKind};
 
 /// Words an I/O error of work as QEMU does: `sentence`, then the system's words. Other errors have sentences of their own.
 pub(crate) fn in_work(error: Error, sentence: impl Into<String>) -> Error {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Finding zeroes in data.
 
-use cowshed_block::without;
 use cowshed_image::Node;
 use cowshed_storage::IoBuf;
+use cowshed_types::without;
 use std::ops::Range;
 
 /// Bytes looked at without a branch, so that the compiler uses vector instructions.

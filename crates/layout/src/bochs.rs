@@ -2,7 +2,7 @@
 //! The header of growing images of Bochs: docs/formats/block-formats.md.
 
 use crate::bytes::{le32_at, le64_at};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Bytes of the header that are read.
 pub const HEADER_BYTES: usize = 512;

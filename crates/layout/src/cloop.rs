@@ -2,7 +2,7 @@
 //! The header of compressed loop images of Linux, version 2: docs/formats/block-formats.md.
 
 use crate::bytes::be32_at;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Bytes up to the table: a script, and two numbers.
 pub const HEADER_BYTES: usize = 136;

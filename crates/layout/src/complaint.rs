@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Complaints about headers that can't be used: the field, its offset, and its value.
 
-use cowshed_block::Error;
+use cowshed_types::Error;
 use std::fmt::Display;
 
 /// A field that breaks a rule of the format.

@@ -2,7 +2,7 @@
 //! Apple's disk images (UDIF): the trailer, the property list and the tables in it. docs/formats/block-formats.md.
 
 use crate::bytes::{be32_at, be64_at};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// Bytes of the trailer.
 pub const TRAILER_BYTES: usize = 512;

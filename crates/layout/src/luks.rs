@@ -3,7 +3,7 @@
 //! encryption. Key material is not touched here.
 
 use crate::bytes::{array_at, be16_at, be32_at};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::ops::Range;
 
 /// Bytes of the header, key slots included.

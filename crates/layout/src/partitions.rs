@@ -5,7 +5,7 @@
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::wrong;
 use crate::crc32c::crc32;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::ops::Range;
 
 /// Unit of an MBR, and the smallest unit of a GPT.

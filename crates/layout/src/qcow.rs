@@ -6,7 +6,7 @@ use crate::bytes::{be32_at, be64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
 use crate::qcow2::MAGIC;
-use cowshed_block::{Error, ErrorKind, LINE_END, Result};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 
 /// Length of the header in bytes.
 pub const HEADER_BYTES: usize = 48;

@@ -5,7 +5,7 @@
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Bytes of a header that are looked at.
 pub const HEADER_BYTES: usize = 512;

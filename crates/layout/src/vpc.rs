@@ -7,7 +7,7 @@ use crate::bytes::{array_at, be16_at, be32_at, be64_at};
 use crate::complaint::{refused, wrong};
 use crate::fresh::{FreshFile, Piece};
 use crate::parents::utf16;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Length of the footer, and of its copy at the start of a dynamic disk, in bytes.
 pub const FOOTER_BYTES: usize = 512;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The error numbers that may travel, and the way from and to the system's.
 
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 
 /// An error number of the protocol ("Error values").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

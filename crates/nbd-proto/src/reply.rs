@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_compact_status_is_cut_at_the_first_run_that_does_not_fit() {
+    fn compact_status_ends_before_a_too_long_run() {
         let runs =
             [StatusRun { len: 512, flags: 3 }, StatusRun { len: 5 << 30, flags: 0 }, StatusRun { len: 4096, flags: 1 }];
         let mut bytes = Vec::new();

@@ -190,7 +190,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_write_has_a_payload_in_both_styles_and_the_flag_adds_one_to_extended_headers() {
+    fn payload_follows_writes_and_flagged_extended_headers() {
         let request = |command, flags| Request { command, flags, cookie: 0, offset: 0, length: 9 };
         for flags in [CommandFlags::default(), CommandFlags::PAYLOAD_LEN] {
             let write = request(Command::Write, flags);

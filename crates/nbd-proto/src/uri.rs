@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `nbd://`, `nbds://`, `nbd+unix://`, `nbds+unix://`, and QEMU's older `nbd:HOST:PORT` and `nbd:unix:PATH`.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::fmt;
 
 /// Where a server listens.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Serves an image on a Unix socket until standard input ends: `serve_image IMAGE SOCKET [QUEUES]`.
 
-use cowshed_block::Result;
 use cowshed_image::{OpenRequest, open};
 use cowshed_nbd_server::{Export, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use cowshed_types::Result;
 use std::time::Duration;
 
 fn main() -> Result<()> {

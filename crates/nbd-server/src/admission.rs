@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_with_few_connections_has_a_spare_place_when_all_are_taken() {
+    fn peer_with_few_connections_has_a_spare_place() {
         let limits = Limits { max_connections: 6, spare_connections: 5, ..Limits::default() };
         let mut all = Connections { seated: 20, ..Connections::default() };
         let (many, other) = (Origin::User(1), Origin::User(2));
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_with_several_places_gives_up_the_longest_negotiation_for_a_peer_with_fewer() {
+    fn peer_with_most_places_gives_up_its_longest_negotiation() {
         let started = Instant::now();
         let (admissions, all) =
             talkers(started, &[(1, Stage::Placed, 900), (1, Stage::Placed, 200), (2, Stage::Placed, 0)]);
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_that_waits_of_the_peer_with_most_seats_gives_it_up() {
+    fn peer_with_most_seats_gives_up_the_last() {
         let started = Instant::now();
         let those = [(1, Stage::Waiting, 0), (1, Stage::Waiting, 1), (1, Stage::Seated, 2), (2, Stage::Waiting, 3)];
         let (admissions, all) = talkers(started, &those);
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peer_with_most_silent_connections_loses_the_one_that_is_silent_for_longest() {
+    fn peer_with_most_silent_connections_loses_the_oldest() {
         let admissions = Admissions::default();
         let (socket, _peer) = Socket::pair().expect("a pair");
         let started = Instant::now();

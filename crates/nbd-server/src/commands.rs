@@ -6,12 +6,12 @@ use crate::intake::{Job, Work};
 use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::reply::{self, Answered, kind};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle, Request};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result, slip};
 
 /// Data that `NBD_CMD_CACHE` reads at once, in bytes.
 pub(crate) const CACHE_PIECE_BYTES: u64 = 1 << 20;

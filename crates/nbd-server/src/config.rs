@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a server is set up, and what it tells its owner.
 
-use cowshed_block::{Error, Result};
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::PORTABLE_PAYLOAD_BYTES;
 use cowshed_storage::rt::PollLimit;
+use cowshed_types::{Error, Result};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;

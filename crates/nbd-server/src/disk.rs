@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Disks that can be served.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_image::stats::IoKind;
 use cowshed_image::{DirtyBits, Node, StatusExtent, ZeroFlags};
 use cowshed_nbd_proto::Command;
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use std::future::Future;
 use std::sync::Arc;
 

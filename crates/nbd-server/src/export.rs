@@ -2,9 +2,9 @@
 //! Exports: disks under a name.
 
 use crate::Disk;
-use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::MAX_STRING_BYTES;
 use cowshed_nbd_proto::option::BlockSizes;
+use cowshed_types::{Error, Result};
 
 /// A disk, and how it is shown to clients.
 #[derive(Debug)]

@@ -7,12 +7,12 @@ use crate::negotiation::NegotiatedOptions;
 use crate::session::Session;
 use crate::status::status_bytes;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::request::StatusFilter;
 use cowshed_nbd_proto::{Command, HeaderStyle, Malformed, NbdErrno, PORTABLE_PAYLOAD_BYTES, ReplyStyle, Request};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::collections::VecDeque;
 
 /// What is gathered behind the end of a connection: more requests than that count as a flood.

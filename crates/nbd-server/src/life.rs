@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Whether anything more is begun for a client.
 
-use cowshed_block::slip;
 use cowshed_nbd::Stream;
 use cowshed_storage::HangUp;
 use cowshed_storage::rt::Cancel;
+use cowshed_types::slip;
 use std::cell::Cell;
 use std::rc::Rc;
 

@@ -5,7 +5,6 @@ use crate::admission::{Haggling, Slot};
 use crate::config::Authorizer;
 use crate::registry::{ClientGuard, Registry, Served};
 use crate::{Disk, Export};
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_nbd::{Receiver, Stream};
 use cowshed_nbd_proto::context::{self, Purpose};
 use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
@@ -16,6 +15,7 @@ use cowshed_nbd_proto::option::{
 };
 use cowshed_nbd_proto::{HeaderStyle, Malformed, ReplyStyle};
 use cowshed_storage::{Dispatch, IoBuf, rt};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
 use std::collections::BTreeSet;
 use std::pin::pin;

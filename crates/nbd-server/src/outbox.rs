@@ -4,10 +4,10 @@
 use crate::budget::Permit;
 use crate::life::Life;
 use crate::pool::Account;
-use cowshed_block::{Error, Result};
 use cowshed_nbd::Stream;
 use cowshed_nbd_proto::reply::Head;
 use cowshed_storage::{Dispatch, IoBuf, rt};
+use cowshed_types::{Error, Result};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -11,10 +11,10 @@ use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::sparse::leading_zeroes;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, Result, slip};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::{ReplyStyle, Request, reply};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, Result, slip};
 use std::time::Duration;
 
 /// Beside twice the stall limit: peers have so long for the data that they are sending or taking.

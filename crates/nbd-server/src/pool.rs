@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_goes_to_who_holds_least_and_then_to_who_came_first() {
+    fn free_memory_goes_to_the_smallest_holder_first() {
         rt::block_on(async {
             let pool = Pool::new(100, 100, Duration::from_secs(3600));
             let (a, b, c) = (account(&pool), account(&pool), account(&pool));
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_that_holds_nothing_comes_first_and_a_connection_that_is_cut_off_gets_nothing() {
+    fn idle_export_comes_first_and_a_cut_connection_never() {
         rt::block_on(async {
             let pool = Pool::new(100, 100, Duration::from_secs(3600));
             let of = |export: &Arc<ExportShare>| pool.open(&Socket::pair().expect("a pair").0, export);
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_request_is_not_passed_by_small_ones_and_one_that_is_given_up_blocks_nobody() {
+    fn small_requests_do_not_overtake_a_large_one() {
         rt::block_on(async {
             let pool = Pool::new(100, 100, Duration::from_secs(3600));
             let (a, b, c) = (account(&pool), account(&pool), account(&pool));
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_moves_little_uses_its_patience_up_over_many_operations() {
+    fn slow_peer_uses_its_patience_up() {
         let second_ns = 1_000_000_000;
         let patience = Patience::new(10 * second_ns);
         // 256 KiB have a second each and take three.

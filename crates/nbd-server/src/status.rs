@@ -7,11 +7,11 @@ use crate::negotiation::Context;
 use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
-use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags, STATE_DIRTY, STATE_HOLE, STATE_ZERO};
 use cowshed_nbd_proto::reply::{StatusRun, append_status};
 use cowshed_nbd_proto::{ReplyStyle, Request};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 
 /// Runs of one reply; a client that wants more asks on from where they end.
 const MAX_RUNS: usize = 1024;

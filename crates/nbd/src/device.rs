@@ -2,10 +2,10 @@
 //! A server's export as a block device: the kernel's NBD driver is the client. Calls of the driver block, so each function here
 //! belongs on a thread of its own.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::{Malformed, greeting, option};
 use cowshed_storage::{NbdCall, NbdControl, NbdDevice};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;

@@ -2,8 +2,8 @@
 //! Received bytes that haven't been looked at yet: one system call brings many small messages.
 
 use crate::Stream;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, Want};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// Room for received bytes.
 const BUFFER_BYTES: usize = 64 << 10;

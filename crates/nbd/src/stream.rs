@@ -4,8 +4,8 @@
 //! At most one receives and one sends at a time; the two may be different tasks, of a client also on different threads.
 
 use crate::tls::{ClientTls, Plain, ServerTls, TlsSession, failed};
-use cowshed_block::{Error, Result};
 use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
+use cowshed_types::{Error, Result};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Bytes that are encrypted at once.

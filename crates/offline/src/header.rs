@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The header of a qcow2 image, for the driver and for the tools on the bare file.
 
-use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, Result};
 
 /// Reads and checks the header of a qcow2 image: one read unless the header needs more than 64 KiB.
 pub async fn read_header(file: &File) -> Result<Header> {

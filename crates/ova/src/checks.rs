@@ -6,8 +6,8 @@ use crate::machine::{Importer, MEMORY_UNIT_BYTES};
 use crate::package::Package;
 use crate::pieces::pieces_of;
 use crate::tar::{has_ending, printable};
-use cowshed_block::{Error, Result};
 use cowshed_layout::vmdk::{SparseHeader, embedded_descriptor, sectors_to_bytes};
+use cowshed_types::{Error, Result};
 use std::collections::HashSet;
 use std::io::Read;
 

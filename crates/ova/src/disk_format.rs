@@ -2,7 +2,7 @@
 //! The format of a disk of a package, which a URI names.
 
 use crate::tar::printable;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Drivers by a part of the URI of a format, in lower case.
 const FORMATS: &[(&str, &str)] = &[

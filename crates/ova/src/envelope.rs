@@ -6,7 +6,7 @@
 
 use crate::limits;
 use crate::tar::{plain_name, printable, without_folder};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, Event};
 use quick_xml::reader::Reader;

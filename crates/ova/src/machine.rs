@@ -2,7 +2,7 @@
 //! The descriptor of a new package: what VMware's and VirtualBox's importers take, and nothing that one of them rejects.
 
 use crate::tar::{plain_name, printable};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::fmt::Write;
 
 /// The programs that are to import a package.

@@ -2,7 +2,7 @@
 //! The manifest: the digests of a package's files, `SHA256(NAME)= HEX`, one a line.
 
 use crate::tar::{printable, without_folder};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use sha1::Sha1;
 use sha2::digest::DynDigest;
 use sha2::{Sha256, Sha384, Sha512};

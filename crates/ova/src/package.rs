@@ -8,7 +8,7 @@ use crate::manifest::{DigestKind, Digests, Manifest};
 use crate::pieces::{count_of, pieces_of};
 use crate::stamp::{Stamp, Stamps};
 use crate::tar::{self, Member, has_ending, printable};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, Metadata};
 use std::io::{self, Cursor, Read, Write};

@@ -3,7 +3,7 @@
 
 use crate::envelope::FileReference;
 use crate::limits;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// The count of files that a reference stands for.
 pub(crate) fn count_of(reference: &FileReference) -> u64 {

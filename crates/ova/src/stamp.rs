@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Whether files are still those that were looked at. A disk of a package is read twice: for its digest, and for its copy.
 
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;

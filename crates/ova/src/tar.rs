@@ -2,7 +2,7 @@
 //! The part of tar that packages use: plain files in one folder. POSIX ustar with GNU's and pax's long names and sizes.
 
 use crate::limits;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::io::{self, Read, Seek, SeekFrom};
 

@@ -7,8 +7,8 @@
 use crate::engine::{Edit, Engine, Freed, Purpose, State};
 use crate::slice::Slice;
 use crate::stall::{Planned, Stall};
-use cowshed_block::{Error, GuestOffset, HostOffset, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
+use cowshed_types::{Error, GuestOffset, HostOffset, StoredIn, slip, without};
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 //!
 //! Both give back every word as it was. A compact slice never changes: the owner makes an array of it before an edit.
 
-use cowshed_block::without;
+use cowshed_types::without;
 
 /// What the words of a slice are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,8 +7,8 @@
 
 use crate::engine::{Edit, Engine, State};
 use crate::stall::{Planned, Stall};
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use cowshed_layout::qcow2::{CompressedDescriptor, L2Entry};
+use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use std::collections::BTreeMap;
 
 /// Where one compressed cluster goes.

@@ -7,8 +7,8 @@
 use crate::interleaving;
 use crate::slice::Slice;
 use arc_swap::{ArcSwap, ArcSwapOption};
-use cowshed_block::Result;
-use cowshed_block::memory::expect_memory;
+use cowshed_types::Result;
+use cowshed_types::memory::expect_memory;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 

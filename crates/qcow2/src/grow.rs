@@ -8,9 +8,9 @@ use crate::engine::{Engine, State};
 use crate::stall::{Planned, Stall};
 use crate::structures::Structure;
 use crate::writeback::MetaWrite;
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, HostOffset};
 use cowshed_layout::qcow2::refcount;
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Error, ErrorKind, HostOffset};
 
 /// A larger refcount table in the making.
 #[derive(Debug)]

@@ -4,8 +4,8 @@
 use crate::engine::{Engine, Purpose};
 use crate::slice::Slice;
 use crate::stall::Planned;
-use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, Subcluster, SubclusterBitmap};
+use cowshed_types::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 
 /// Extents that an [`ExtentList`] holds.
 pub const MAX_EXTENTS: usize = 16;

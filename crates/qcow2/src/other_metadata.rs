@@ -4,7 +4,7 @@
 use crate::engine::Engine;
 use crate::stall::Planned;
 use crate::structures::Structure;
-use cowshed_block::HostOffset;
+use cowshed_types::HostOffset;
 
 impl Engine {
     /// Takes `clusters` neighbouring host clusters, at least one. Their counts are durable after a whole write-back cycle

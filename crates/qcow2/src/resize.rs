@@ -5,9 +5,9 @@ use crate::engine::{Edit, Engine, State};
 use crate::stall::{Planned, Stall};
 use crate::structures::Structure;
 use crate::writeback::MetaWrite;
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 
 /// L1 entries without a table that are passed over in one critical section.
 const ENTRIES_AT_ONCE: usize = 1 << 16;
@@ -61,7 +61,7 @@ impl Engine {
     }
 
     /// The new L1 table, with only such entries as are durable.
-    pub fn l1_image(&self, growth: &L1Growth) -> cowshed_block::Result<MetaWrite> {
+    pub fn l1_image(&self, growth: &L1Growth) -> cowshed_types::Result<MetaWrite> {
         let state = self.own();
         let mut bytes = vec_for((growth.clusters * self.geometry.cluster_size()) as usize)?;
         for index in 0..state.tables.l1_len {

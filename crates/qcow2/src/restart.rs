@@ -5,7 +5,7 @@ use crate::config::EngineConfig;
 use crate::engine::{Engine, Refcounts, Room, State, Tables};
 use crate::structures::Structure;
 use crate::writeback::holds_changes;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// What an operation on the bare image file may have changed.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Why a plan can't be made now, and what its caller does about that.
 
-use cowshed_block::{Error, HostOffset};
+use cowshed_types::{Error, HostOffset};
 use std::ops::Range;
 
 /// A table or a part of one.

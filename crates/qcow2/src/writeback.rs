@@ -8,7 +8,7 @@
 //! stage 3's barrier a flush may be acknowledged and what was unmapped counts as durably unmapped.
 
 use crate::engine::{Dirt, Engine, L1Dirt, State};
-use cowshed_block::{HostOffset, slip};
+use cowshed_types::{HostOffset, slip};
 use std::collections::BTreeMap;
 
 /// One write of metadata: a copy, never a live table.

@@ -3,8 +3,8 @@
 
 use crate::engine::{Edit, Engine, Purpose, State};
 use crate::stall::{Planned, Stall};
-use cowshed_block::{Error, GuestOffset, slip};
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, SubclusterBitmap};
+use cowshed_types::{Error, GuestOffset, slip};
 use std::ops::Range;
 
 /// Most clusters edited in one critical section.

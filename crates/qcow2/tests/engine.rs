@@ -2,12 +2,12 @@
 //! The engine alone, over an image in memory: seeded random requests against a byte model, with reopening, and a count
 //! of every reference against every refcount after each flush.
 
-use cowshed_block::{GuestOffset, HostOffset, Mapping};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
 use cowshed_qcow2::{
     Budget, Cycle, CycleEnd, Engine, EngineConfig, ExtentList, Fill, Load, OverlapSet, Planned, Stall, Structure, Tail,
     ZeroMode,
 };
+use cowshed_types::{GuestOffset, HostOffset, Mapping};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -476,7 +476,7 @@ fn the_refcount_table_moves_when_it_is_full() {
 }
 
 #[test]
-fn an_aborted_write_leaves_the_old_data_and_gives_its_clusters_back() {
+fn aborted_write_keeps_old_data_and_frees_clusters() {
     let shape = Shape {
         cluster_bits: 12,
         refcount_order: 4,
@@ -616,7 +616,7 @@ fn cleaning_drops_what_was_not_used_since_the_last_time() {
 /// Two who reclaim at once each take one reference of a cluster: who takes the last one sees to the hole, and to what is
 /// remembered of it.
 #[test]
-fn a_cluster_that_two_reclaim_at_once_is_a_hole_of_one_of_them() {
+fn cluster_reclaimed_twice_is_one_hole() {
     for first_lowers_first in [true, false] {
         let mut disk = Disk::new(SMALL);
         disk.write_compressed(&[(0, 1, 1024), (4096, 2, 1024)]);

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 use std::fmt;
 
-/// A line end within a description, which no name has: `cowshed_block::LINE_END`.
+/// A line end within a description, which no name has: `cowshed_types::LINE_END`.
 const LINE_END: char = '\u{10fe0a}';
 
 /// Result with [`QmpError`].

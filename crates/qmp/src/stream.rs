@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_comes_twice_is_an_error_of_its_message_alone() {
+    fn duplicate_key_fails_its_message_alone() {
         let text = b"{\"execute\": \"stop\", 'execute': \"quit\"}{\"a\": {\"b\": 1, \"b\": 2}} {}";
         assert_eq!(errors(text).len(), 2);
         assert_eq!(values(text).last(), Some(&Ok(json!({}))));

@@ -4,10 +4,10 @@
 use crate::DamagedImage;
 use crate::damaged_image::salvage;
 use crate::header::CRYPT_LUKS;
-use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_crypto::legacy_aes;
 use cowshed_image::encryption::{Cipher, LuksArea, SECTOR_BYTES, SectorsOf};
 use cowshed_image::secret::Secret;
+use cowshed_types::{Error, GuestOffset, HostOffset, Result};
 use std::ops::Range;
 use std::sync::Arc;
 

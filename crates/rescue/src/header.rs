@@ -2,9 +2,9 @@
 //! The header of a damaged image, field by field: what can be believed, what the user says instead, what is lost.
 
 use crate::Overrides;
-use cowshed_block::{Compression, Error, Result};
 use cowshed_layout::bytes::{be32_at, be64_at};
 use cowshed_layout::qcow2::{Geometry, Header, features, limits, offset};
+use cowshed_types::{Compression, Error, Result};
 
 /// What a reader needs to know of an image.
 #[derive(Clone, Debug)]

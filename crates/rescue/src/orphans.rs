@@ -3,11 +3,11 @@
 
 use crate::damaged_image::{DamagedImage, Slot, salvage};
 use crate::place::Shape;
-use cowshed_block::memory::expect_memory;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapTableEntry, L1Entry, L2Entry, Parsed, RefcountTableEntry, SubclusterBitmap, bitmap, limits, snapshot,
 };
+use cowshed_types::memory::expect_memory;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 
 /// Bytes looked at at a time.

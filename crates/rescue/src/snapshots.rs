@@ -3,9 +3,9 @@
 
 use crate::Overrides;
 use crate::damaged_image::{DamagedImage, salvage};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// Bytes of the table that are read at first.
 const FIRST_BYTES: u64 = 64 << 10;

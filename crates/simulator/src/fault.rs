@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The faults of a simulated machine, and their moments.
 
-use cowshed_block::Errno;
 use cowshed_storage::rng::Rng;
+use cowshed_types::Errno;
 use std::ops::Range;
 use std::time::Duration;
 

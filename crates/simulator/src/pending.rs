@@ -4,8 +4,8 @@
 use super::fault::{Effect, OpKind};
 use super::log::{Change, FileId, OpId};
 use super::world::World;
-use cowshed_block::Errno;
 use cowshed_storage::{DataRange, IoBuf};
+use cowshed_types::Errno;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};

@@ -6,10 +6,10 @@
 //! the code under test calls [`interleave`]. There another thread of the real program could come between.
 
 use super::world::{Step, World};
-use cowshed_block::Result;
 use cowshed_storage::rng::Rng;
 use cowshed_storage::simulated::SimulatedFile;
 use cowshed_storage::{OpenOptions, rt};
+use cowshed_types::Result;
 use std::any::Any;
 use std::cell::RefCell;
 use std::future::Future;

@@ -2,9 +2,9 @@
 //! Running futures on a simulated machine.
 
 use super::world::{Step, World};
-use cowshed_block::Result;
 use cowshed_storage::simulated::SimulatedFile;
 use cowshed_storage::{OpenOptions, rt};
+use cowshed_types::Result;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;

@@ -2,8 +2,8 @@
 //! The promises of the simulated disk, and its freedoms.
 
 use super::*;
-use cowshed_block::Errno;
 use cowshed_storage::{IoBuf, OpenOptions};
+use cowshed_types::Errno;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};

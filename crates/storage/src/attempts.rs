@@ -2,7 +2,7 @@
 //! How often an operation is made again that the kernel gives back undone.
 
 use crate::rt;
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::time::Duration;
 
 /// An operation that the kernel gives back undone for that long fails with what the kernel said last.

@@ -4,7 +4,7 @@
 use crate::file::File;
 use crate::medium::Medium;
 use crate::{Alignment, CacheMode};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// An [`Alignment`] that changes while no operation runs.

@@ -17,7 +17,7 @@ use crate::file::Inner;
 use crate::medium::Medium;
 use crate::payload::{Bufs, Payload};
 use crate::sys::SysResult;
-use cowshed_block::slip;
+use cowshed_types::slip;
 use std::sync::atomic::Ordering;
 
 /// Most bytes in one aligned buffer.

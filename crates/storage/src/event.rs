@@ -3,7 +3,7 @@
 
 use crate::socket::readable;
 use crate::sys;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};

@@ -20,7 +20,7 @@ use crate::remote::{Remote, RemoteFile};
 use crate::simulated::SimulatedFile;
 use crate::write_behind::WriteBehind;
 use crate::{Alignment, DataRange, DeviceQueue, IoBuf, LayoutHints, NullOptions, OpenOptions, TransferSizes, rt};
-use cowshed_block::{Errno, Error, Result, slip, without};
+use cowshed_types::{Errno, Error, Result, slip, without};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -600,7 +600,7 @@ impl File {
     /// Refuses what can't or mustn't be written.
     fn check_change(&self, offset: u64, len: u64, grows: bool) -> Result<()> {
         if !self.is_writable() {
-            return Err(Error::new(cowshed_block::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));
+            return Err(Error::new(cowshed_types::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));
         }
         self.check_range(offset, len)?;
         if !grows || offset + len <= self.len() {

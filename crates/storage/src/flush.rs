@@ -5,7 +5,7 @@
 //! different stories. Here one runs at a time; who asks meanwhile shares the next one; and after a failure all get
 //! its error.
 
-use cowshed_block::{Error, Result, slip};
+use cowshed_types::{Error, Result, slip};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -92,7 +92,7 @@ impl FlushGate {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cowshed_block::Errno;
+    use cowshed_types::Errno;
 
     fn poll(gate: &FlushGate, ticket: Ticket) -> Poll<Turn> {
         gate.poll(ticket, &mut Context::from_waker(Waker::noop()))

@@ -3,7 +3,7 @@
 
 use crate::socket::readable_alone;
 use crate::sys::{self, SysResult};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_served_file_system_is_on_the_list_as_long_as_it_is_served() {
+    fn served_file_system_is_listed_until_its_end() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let device = mounted_device(file.path()).unwrap();
         assert!(!is_served_here(file.path()));

@@ -18,7 +18,7 @@ use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, ThreadPool};
 use crate::sys::{self, SysResult};
 use crate::{Alignment, DeviceQueue, IoEngine, LayoutHints, OpenOptions};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use open::{check_ring, direct_alignment, forced_engine, no_direct_io, open_descriptor, os_error, wrong_kind};
 use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

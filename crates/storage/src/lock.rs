@@ -8,7 +8,7 @@
 
 use crate::holder::{self, Holder};
 use crate::sys::{self, ByteLock, SysResult};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::ops::{BitAnd, BitOr, Not};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};

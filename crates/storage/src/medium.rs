@@ -17,7 +17,7 @@ use crate::ring::{Direction, RingOp};
 use crate::simulated::SimulatedFile;
 use crate::sys::SysResult;
 use crate::{Alignment, DataRange, IoBuf};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::sync::Arc;
 
 /// What to do with the space of a range.

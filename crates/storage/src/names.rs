@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Paths and the texts that stand for them, see [`cowshed_block::text_of_name`].
+//! Paths and the texts that stand for them, see [`cowshed_types::text_of_name`].
 
 use crate::rt;
-use cowshed_block::{Errno, Error, Result, name_of_text, text_of_name};
+use cowshed_types::{Errno, Error, Result, name_of_text, text_of_name};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};

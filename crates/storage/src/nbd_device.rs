@@ -2,7 +2,7 @@
 //! Devices of the kernel's NBD driver (`/dev/nbd*`) and the calls that the driver takes, as `linux/nbd.h` names them.
 
 use crate::sys::{self, SysResult};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use rustix::fs::{Mode, OFlags};
 use std::os::fd::{AsRawFd, OwnedFd};
 

@@ -6,7 +6,7 @@ use crate::medium::Space;
 use crate::payload::{Bufs, Payload, locate};
 use crate::sys::SysResult;
 use crate::{Alignment, DataRange, IoBuf, TransferSizes};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;

@@ -4,7 +4,7 @@
 use crate::file::File;
 use crate::lock::Permissions;
 use crate::medium::Medium;
-use cowshed_block::{Error, ErrorKind, Result, slip};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 

@@ -3,7 +3,7 @@
 //! product depends on.
 
 use crate::{Alignment, DataRange, IoBuf};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use futures_util::future::LocalBoxFuture;
 use std::any::Any;
 use std::fmt::Debug;

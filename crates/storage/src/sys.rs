@@ -7,7 +7,7 @@ use crate::kernel_faults::{self, Call};
 use crate::payload::MAX_TRANSFER;
 use crate::payload::{Bufs, Payload};
 use crate::ring::{Direction, SocketMessage};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 

@@ -6,7 +6,7 @@ use crate::file::Inner;
 use crate::payload::{Bufs, Payload};
 use crate::ring::Direction;
 use crate::sys::SysResult;
-use cowshed_block::{Errno, slip};
+use cowshed_types::{Errno, slip};
 use std::sync::atomic::Ordering;
 
 impl Inner {

@@ -5,7 +5,7 @@
 
 use crate::rt;
 use crate::sys::{self, SysResult};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};

@@ -13,12 +13,12 @@
 //! A failing case prints its seed and the fewest requests that show it; `--replay 'REQUESTS'` with that seed runs
 //! just those.
 
-use cowshed_block::Errno;
 use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::campaign::{Campaign, weather};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::operations::parse_steps;
 use cowshed_testkit::tally::Tally;
+use cowshed_types::Errno;
 use std::process::ExitCode;
 use std::time::Duration;
 

@@ -4,8 +4,8 @@
 
 use crate::matrix::{CrashScene, Effort};
 use crate::tally::Tally;
-use cowshed_block::Errno;
 use cowshed_simulator::{Effect, Fault, OpKind};
+use cowshed_types::Errno;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_beside_a_write_is_torn_between_words_of_the_disk_or_of_the_buffer() {
+    fn concurrent_read_is_torn_between_words() {
         let mut model = Model::new(vec![0; 4096]);
         let first = model.begin_write(0, 1024, 1, 0);
         model.end(first, 0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, and slips of NBD
-//! servers and clients. The code has each of them behind a switch, `cowshed_block::slip!("NAME")`. Here it stands with the test
+//! servers and clients. The code has each of them behind a switch, `cowshed_types::slip!("NAME")`. Here it stands with the test
 //! that must fail with it, in four lists. `scripts/mutants` tries them; `tests/tree/switches.rs` keeps the lists true.
 
 use std::path::{Path, PathBuf};
@@ -53,7 +53,7 @@ pub fn place_of(root: &Path, test: &'static str) -> Option<Place> {
     })
 }
 
-/// The environment variable that holds the name of the mutant that is switched on (`crates/block/src/switches.rs`).
+/// The environment variable that holds the name of the mutant that is switched on (`crates/types/src/switches.rs`).
 pub const VARIABLE: &str = "COWSHED_SLIP";
 
 /// The list.

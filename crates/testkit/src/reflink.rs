@@ -3,8 +3,8 @@
 
 use crate::runner::GuestDisk;
 use crate::scenario::ImageDisk;
-use cowshed_block::Result;
 use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_types::Result;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

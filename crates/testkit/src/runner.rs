@@ -3,9 +3,9 @@
 
 use crate::model::{Model, fill};
 use crate::operations::{Op, Step};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_simulator::{QueueStart, World, interleave};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};

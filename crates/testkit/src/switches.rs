@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Builds of the sources with the switches of mutants or of optimisations (`crates/block/src/switches.rs`), and the places where
+//! Builds of the sources with the switches of mutants or of optimisations (`crates/types/src/switches.rs`), and the places where
 //! the sources have them.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a disk is served.
 
-use cowshed_block::{Error, Result};
 use cowshed_storage::rt::PollLimit;
+use cowshed_types::{Error, Result};
 use cowshed_ublk_proto::params::MAX_BLOCK_BYTES;
 use cowshed_ublk_proto::{MAX_DEPTH, MAX_QUEUES};
 use std::path::PathBuf;

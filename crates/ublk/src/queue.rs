@@ -2,11 +2,11 @@
 //! The thread of a queue: a task for each tag waits for its request, carries it out, and waits for the next one.
 
 use crate::requests::{self, PIECE_BYTES, Ways};
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{UblkDevice, UblkQueue, UblkShape};
+use cowshed_types::{Error, Result};
 use cowshed_ublk_proto::{Arrival, Limits, Malformed, Operation, Request, Tags};
 use rustix::io::Errno as Number;
 use std::cell::{Cell, RefCell};
@@ -112,7 +112,7 @@ async fn serve<Q: UblkQueue>(common: &Common, queue: Q, depth: u16, prepared: Sy
         Some(number) if number == Number::NOSYS.raw_os_error() => {
             Err(Error::unsupported("an export of the type 'ublk' needs io_uring, which is not to be had here"))
         }
-        Some(number) => Err(Error::os(cowshed_block::Errno(number), "the ublk driver refuses to serve a queue")),
+        Some(number) => Err(Error::os(cowshed_types::Errno(number), "the ublk driver refuses to serve a queue")),
     };
     // As above.
     drop(prepared.send(outcome));

@@ -2,10 +2,10 @@
 //! Carries one request out.
 
 use crate::ledger::Ledger;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::{IoBuf, UblkQueue};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use cowshed_ublk_proto::{Operation, Request};
 use rustix::io::Errno as Number;
 use std::sync::Arc;

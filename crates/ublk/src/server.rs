@@ -3,10 +3,10 @@
 
 use crate::config::Config;
 use crate::device::Device;
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_storage::signal::{Watched, lock};
 use cowshed_storage::{UblkDriver, rt};
+use cowshed_types::{Error, Result};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 

@@ -57,7 +57,7 @@ fn header(memory: &Block, kind: u32, sector: u64) {
 }
 
 #[test]
-fn chains_are_taken_and_given_back_in_the_order_of_their_ends() {
+fn descriptor_chains_return_in_order_of_completion() {
     let memory = Block::zeroed(MEMORY_BYTES);
     let mut ring = ring(&memory, false);
     assert_eq!(ring.take(), Ok(None));
@@ -168,7 +168,7 @@ fn calls_and_kicks_follow_the_event_index() {
 }
 
 #[test]
-fn data_may_lie_in_many_descriptors_and_share_them_with_header_and_status() {
+fn data_shares_descriptors_with_header_and_status() {
     let memory = Block::zeroed(MEMORY_BYTES);
     header(&memory, 1, 4);
     describe(&memory, 0, 0, (DATA, 7, NEXT, 1));

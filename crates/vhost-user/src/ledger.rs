@@ -5,8 +5,8 @@
 //! only its memory had. The next one must not answer a flush as if they were there.
 
 use crate::memory::MemoryPiece;
-use cowshed_block::slip;
 use cowshed_storage::signal::lock;
+use cowshed_types::slip;
 use cowshed_vhost_user_proto::Shared;
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use std::sync::Mutex;

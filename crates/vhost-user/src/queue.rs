@@ -4,11 +4,11 @@
 use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
-use cowshed_block::{Error, Result, slip};
 use cowshed_image::graph::{Attachment, Queue as Disk};
 use cowshed_storage::EventCounter;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
+use cowshed_types::{Error, Result, slip};
 use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status};
 use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Inflight, Malformed, Memory, Ring};

@@ -2,10 +2,10 @@
 //! Carries out one request.
 
 use crate::queue::Ways;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
 use cowshed_vhost_user_proto::{DescriptorChain, Shared};
 

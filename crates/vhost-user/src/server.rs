@@ -3,11 +3,11 @@
 
 use crate::queue::Queue;
 use crate::session;
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{Listener, Socket, SocketAddress};
+use cowshed_types::{Error, Result};
 use futures_util::future::{Either, select};
 use std::pin::pin;
 use std::sync::Arc;

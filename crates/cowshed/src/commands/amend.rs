@@ -7,11 +7,11 @@ use super::{Verb, create_options, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, ErrorKind};
 use cowshed_create::schema::help_lines;
 use cowshed_image::DRIVERS;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::amend::{self, AmendOptions};
+use cowshed_types::{Error, ErrorKind};
 
 pub const VERB: Verb = Verb {
     name: "amend",

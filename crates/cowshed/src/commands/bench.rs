@@ -8,9 +8,9 @@ use crate::invocation::Persona;
 use crate::output::size::human;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, ErrorKind};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::bench::{Bench, BenchOptions, BenchOutcome};
+use cowshed_types::{Error, ErrorKind};
 use serde_json::json;
 
 pub const VERB: Verb = Verb {

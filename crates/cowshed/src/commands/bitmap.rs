@@ -7,9 +7,9 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, LINE_END};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::bitmap::{self, BitmapAction, BitmapOptions, BitmapStep};
+use cowshed_types::{Error, LINE_END};
 
 pub const VERB: Verb = Verb {
     name: "bitmap",

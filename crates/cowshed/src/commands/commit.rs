@@ -7,9 +7,9 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::commit::{self, CommitOptions};
+use cowshed_types::Error;
 
 pub const VERB: Verb = Verb {
     name: "commit",

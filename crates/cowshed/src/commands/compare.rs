@@ -7,9 +7,9 @@ use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::compare::{self, CompareOptions, CompareOutcome, Failed, FailedAt};
+use cowshed_types::Error;
 
 /// Exit code of an error while opening, and of all but the two below: 1 says "different".
 const ERROR_EXIT_CODE: u8 = 2;

@@ -7,9 +7,9 @@ use crate::invocation::Persona;
 use crate::output::failure::reason_behind;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Errno, Error, LINE_END};
 use cowshed_create::schema::options_of;
 use cowshed_jobs::create::{self, CreateRequest};
+use cowshed_types::{Errno, Error, LINE_END};
 
 pub const VERB: Verb = Verb {
     name: "create",

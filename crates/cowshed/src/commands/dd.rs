@@ -9,11 +9,11 @@ use crate::invocation::Persona;
 use crate::output::failure::qemu_reason;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
 use cowshed_create::NO_EXPORT;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_storage::{FileIdentity, path_of_text};
+use cowshed_types::Error;
 
 /// The largest block.
 const MOST_BLOCK_BYTES: u64 = i32::MAX as u64;

@@ -6,11 +6,11 @@ use super::untrusted::confine_to;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{shown_name, visible_name};
 use cowshed_jobs::inspect::{self, InspectVerdict, Inspection};
 use cowshed_ova::Package;
 use cowshed_storage::confine::Confined;
 use cowshed_storage::path_of_text;
+use cowshed_types::{shown_name, visible_name};
 use serde_json::Value;
 
 pub const VERB: Verb = Verb {

@@ -61,6 +61,6 @@ fn page(command: &clap::Command, title: &str) -> Result<Vec<u8>, Failure> {
 }
 
 fn failed(path: &Path, error: &std::io::Error) -> Failure {
-    let error = cowshed_block::Error::io(error, "could not write");
+    let error = cowshed_types::Error::io(error, "could not write");
     Failure::new(format!("{}: {error}", path.display()))
 }

@@ -6,8 +6,8 @@ use super::untrusted::Use;
 use super::{Verb, sizes, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::visible_name;
 use cowshed_jobs::map::{self, MapEntry, MapOptions};
+use cowshed_types::visible_name;
 
 pub const VERB: Verb = Verb {
     name: "map",

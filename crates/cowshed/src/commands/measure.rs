@@ -7,12 +7,12 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, LINE_END};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::DriverKind;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_types::{Error, LINE_END};
 
 pub const VERB: Verb = Verb {
     name: "measure",

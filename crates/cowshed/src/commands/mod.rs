@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_verb_is_found_where_a_word_before_it_looks_like_one() {
+    fn verb_is_found_behind_a_similar_word() {
         assert_eq!(verb_of(&["info", "a"]), Some("info"));
         assert_eq!(verb_of(&["-T", "create", "info", "a"]), Some("info"));
         // A short form of --trace, whose value is the first word.

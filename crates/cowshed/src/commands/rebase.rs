@@ -8,11 +8,11 @@ use crate::invocation::Persona;
 use crate::output::failure::is_unreached;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
 use cowshed_image::DRIVERS;
 use cowshed_image::open::resolve_name;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rebase::{self, RebaseOptions};
+use cowshed_types::Error;
 
 pub const VERB: Verb = Verb {
     name: "rebase",

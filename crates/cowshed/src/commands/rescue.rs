@@ -139,7 +139,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let quiet = args.quiet || args.output == OutputFormat::Json;
     let job = work::Foreground::new(console.persona, args.progress, quiet, "rescuing")?;
-    let failed = |error: &cowshed_block::Error| Failure::new(error.to_string());
+    let failed = |error: &cowshed_types::Error| Failure::new(error.to_string());
     let map = job.run(async |handle| rescue::run(&options, &handle).await, failed)?;
     let value = serde_json::to_value(&map).map_err(|error| Failure::new(format!("could not make JSON: {error}")))?;
     let text = json::pretty(&value);

@@ -7,11 +7,11 @@ use super::{Verb, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Error, LINE_END};
 use cowshed_image::node::Preallocation;
 use cowshed_image::options::size_refused;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
+use cowshed_types::{Error, LINE_END};
 
 pub const VERB: Verb = Verb {
     name: "resize",

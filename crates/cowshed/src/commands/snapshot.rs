@@ -7,9 +7,9 @@ use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, info};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_block::{Errno, Error, ErrorKind};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::snapshot::{self, SnapshotAction};
+use cowshed_types::{Errno, Error, ErrorKind};
 
 pub const VERB: Verb = Verb {
     name: "snapshot",

@@ -6,9 +6,9 @@ use super::arguments::Arguments;
 use super::outcome::{CommandFailed, Done, reason};
 use super::text::{self, Report};
 use super::transfer::{self, DEFAULT_PATTERN, Expected, Range};
-use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

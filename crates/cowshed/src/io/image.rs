@@ -49,7 +49,7 @@ pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
 
 pub(super) async fn info(shell: &mut Shell) -> Done {
     let node = shell.session()?.image();
-    let failed = |error: cowshed_block::Error| CommandFailed::complaint(error.to_string());
+    let failed = |error: cowshed_types::Error| CommandFailed::complaint(error.to_string());
     let image = image_info(&node).await.map_err(failed)?;
     let cluster = image.cluster_size.unwrap_or(0);
     shell.console.line(format_args!("format name: {}", image.format));

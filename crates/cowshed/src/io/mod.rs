@@ -182,7 +182,7 @@ impl Shell {
     }
 
     /// The reason of an error in this shell's manner.
-    fn reason(&self, error: &cowshed_block::Error) -> String {
+    fn reason(&self, error: &cowshed_types::Error) -> String {
         outcome::reason(error, self.manner.terse)
     }
 }

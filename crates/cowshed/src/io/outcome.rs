@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a command of the shell ends.
 
-use cowshed_block::Error;
+use cowshed_types::Error;
 
 /// What a command comes to.
 pub type Done = Result<(), CommandFailed>;

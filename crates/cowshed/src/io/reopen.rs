@@ -142,7 +142,7 @@ fn changes(
 impl OpenSpec {
     /// Lays options over those that the image was opened with.
     fn add(&mut self, more: BlockdevOptions) -> std::result::Result<(), CommandFailed> {
-        let complaint = |error: cowshed_block::Error| CommandFailed::complaint(error.to_string());
+        let complaint = |error: cowshed_types::Error| CommandFailed::complaint(error.to_string());
         let mut options = match self.image_opts {
             true => {
                 let text = self.path.take().unwrap_or_default();

@@ -5,9 +5,9 @@ use super::Shell;
 use super::arguments::{self, Arguments};
 use super::outcome::{CommandFailed, Done};
 use super::text::{self, Report};
-use cowshed_block::{Errno, Error, Result};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Errno, Error, Result};
 use std::time::Instant;
 
 /// Longest request in bytes.
@@ -123,7 +123,7 @@ impl Place {
     fn no_vm_state(&self) -> Error {
         let message =
             format!("images of the format '{}' can't hold the state of a virtual machine", self.node.driver_name());
-        Error::unsupported(message).with_errno(cowshed_block::Errno::ENOTSUP)
+        Error::unsupported(message).with_errno(cowshed_types::Errno::ENOTSUP)
     }
 }
 

@@ -2,7 +2,7 @@
 //! Standard output and standard error, as one place that knows the manners and never panics.
 
 use crate::invocation::Persona;
-use cowshed_block::{in_lines, name_of_text};
+use cowshed_types::{in_lines, name_of_text};
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, BufWriter, IsTerminal, Stdout, Write};

@@ -2,9 +2,9 @@
 //! Why a verb failed: the message for standard error and the exit code.
 
 use crate::invocation::Persona;
-use cowshed_block::{Error, ErrorKind, LINE_END};
 use cowshed_create::NO_EXPORT;
 use cowshed_image::open::is_nbd_name;
+use cowshed_types::{Error, ErrorKind, LINE_END};
 
 /// What ends a verb early.
 #[derive(Debug)]
@@ -261,7 +261,7 @@ fn reason(name: &str, error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cowshed_block::{Errno, with_line_ends};
+    use cowshed_types::{Errno, with_line_ends};
 
     #[test]
     fn locks_are_worded_as_scripts_know_them() {

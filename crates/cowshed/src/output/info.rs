@@ -3,8 +3,8 @@
 
 use super::size::human;
 use crate::invocation::Persona;
-use cowshed_block::visible_name;
 use cowshed_jobs::info::SnapshotInfo;
+use cowshed_types::visible_name;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use serde_json::{Map, Value};

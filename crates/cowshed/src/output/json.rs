@@ -5,7 +5,7 @@
 //! compare the text, so we keep to it.
 
 use super::Console;
-use cowshed_block::shown_name;
+use cowshed_types::shown_name;
 use serde_json::{Map, Value};
 
 /// Every key of `info`, `check` and `measure`, in the order of QEMU's output (observed with 7.2 and 11.1). Keys of

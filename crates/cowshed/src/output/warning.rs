@@ -2,11 +2,11 @@
 //! Warnings about an image that was opened, on standard error.
 
 use crate::invocation::{Persona, has_name_of_qemu};
-use cowshed_block::{in_lines, name_of_text, visible_name};
 use cowshed_image::graph::{Corruption, print_corruptions};
 use cowshed_jobs::check::report::lines_of;
 use cowshed_offline::check::{CheckReport, print_recoveries};
 use cowshed_storage::File;
+use cowshed_types::{in_lines, name_of_text, visible_name};
 use std::io::Write;
 use std::sync::OnceLock;
 

@@ -158,7 +158,7 @@ fn damage_is_met_and_reported_as_by_qemu_io() {
 }
 
 #[test]
-fn a_reader_that_meets_damage_marks_nothing_and_says_what_qemu_io_says() {
+fn reader_reports_damage_as_qemu_io_and_marks_nothing() {
     compare_all(&["-r"]);
 }
 

@@ -120,7 +120,7 @@ fn copies_beside_the_source_go_on() {
 }
 
 #[test]
-fn a_new_image_does_not_take_the_place_of_what_it_stands_on() {
+fn new_image_never_replaces_its_own_base() {
     let place = Place::new();
     let top = place.path().join("top.qcow2").display().to_string();
     for file in ["base.qcow2", "top.qcow2"] {

@@ -301,7 +301,7 @@ fn damage_and_lies_are_told_and_leave_nothing() {
 
 /// VMware's own package, whose disk was cut off.
 #[test]
-fn a_real_package_with_a_disk_that_is_cut_off_is_refused() {
+fn package_with_a_cut_disk_is_refused() {
     let oracle = Oracle::new();
     let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/images/ttylinux-truncated-disk.ova.gz");
     let output = Command::new("gzip").arg("-dc").arg(sample).output().unwrap();
@@ -567,7 +567,7 @@ fn a_manifest_that_lacks_a_file_is_no_check_of_it() {
 }
 
 #[test]
-fn a_package_that_lacks_a_part_of_a_disk_is_not_unpacked() {
+fn incomplete_package_is_not_unpacked() {
     let oracle = disks();
     ok(&oracle, "convert -q -O ova a.qcow2 m.ova");
     ok(&oracle, "ova unpack m.ova m");
@@ -583,7 +583,7 @@ fn a_package_that_lacks_a_part_of_a_disk_is_not_unpacked() {
 }
 
 #[test]
-fn no_target_takes_the_name_of_a_file_that_is_in_use() {
+fn no_target_replaces_a_file_in_use() {
     let oracle = disks();
     oracle.make("create -q -f qcow2 -F qcow2 -b a.qcow2 top.qcow2");
     ok(&oracle, "convert -q -O ova b.raw m.ova");
@@ -608,7 +608,7 @@ fn no_target_takes_the_name_of_a_file_that_is_in_use() {
 }
 
 #[test]
-fn a_fifo_is_no_package_and_a_protocol_in_front_changes_nothing() {
+fn fifo_is_no_package_under_any_protocol() {
     let oracle = disks();
     ok(&oracle, "convert -q -O ova b.raw m.ova");
     tool(&oracle, "mkfifo", "f.ova");

@@ -105,7 +105,7 @@ fn names_in_descriptors_are_those_of_uris() {
 }
 
 #[test]
-fn a_machine_that_can_not_be_is_refused_before_its_disks_are_copied() {
+fn impossible_machine_is_refused_before_copying_disks() {
     let oracle = disks();
     let long = "n".repeat(96);
     // The sources that are missing would be told next.

@@ -24,7 +24,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn packages_are_the_same_each_time_and_work_where_they_are_installed() {
+fn packages_are_reproducible_and_work_installed() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let made = ["one", "two"].map(|name| {
         let out = folder.path().join(name);

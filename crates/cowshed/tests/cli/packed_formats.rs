@@ -208,7 +208,7 @@ fn damaged_and_hostile_images_of_apple_are_refused() {
 
 /// Zeroes are a piece too: where no table has one, QEMU fails, and so does this.
 #[test]
-fn a_part_of_a_dmg_that_no_table_has_is_no_zeroes() {
+fn untabled_part_of_a_dmg_is_no_zeroes() {
     let oracle = Oracle::new();
     let (good, disk) = dmg(&[(1, content(1, 1024), content(1, 1024)), (1, content(2, 512), content(2, 512))]);
     let mut longer = good.clone();

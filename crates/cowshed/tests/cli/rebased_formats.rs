@@ -141,7 +141,7 @@ fn a_qed_image_names_another_backing_file() {
 }
 
 #[test]
-fn formats_that_can_not_be_rebased_are_refused_in_the_words_of_qemu() {
+fn rebase_refuses_other_formats_as_qemu() {
     let oracle = Oracle::new();
     oracle.make("create -q -f raw base 1M");
     for format in ["vdi", "vpc", "vhdx", "vmdk", "qcow", "raw"] {

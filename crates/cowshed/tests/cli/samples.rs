@@ -24,7 +24,7 @@ fn ours(oracle: &Oracle, line: &str) -> String {
 
 /// QEMU refuses to read such an image, and carries its log out where it may write.
 #[test]
-fn a_vhdx_log_is_carried_out_in_memory_for_reading_and_in_the_file_for_writing() {
+fn vhdx_log_is_replayed_in_memory_or_in_the_file() {
     let oracle = Oracle::new();
     unpack(&oracle, "windows-log-replay.vhdx", "sample.vhdx");
     let before = fs::read(oracle.work().join("sample.vhdx")).unwrap();
@@ -53,7 +53,7 @@ fn a_vhdx_log_is_carried_out_in_memory_for_reading_and_in_the_file_for_writing()
 
 /// A log that was cut off with its file.
 #[test]
-fn a_vhdx_file_that_is_shorter_than_its_log_knows_is_refused() {
+fn vhdx_shorter_than_its_log_knows_is_refused() {
     let oracle = Oracle::new();
     unpack(&oracle, "windows-log-replay.vhdx", "sample.vhdx");
     let path = oracle.work().join("sample.vhdx");
@@ -138,7 +138,7 @@ fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
 
 /// Writes to a VHD leave its UUID as it is, so the time of the parent's file counts, as in Windows.
 #[test]
-fn a_vhd_over_a_parent_that_was_written_to_since_is_refused() {
+fn vhd_over_a_changed_parent_is_refused() {
     let oracle = Oracle::new();
     unpack(&oracle, "windows-fat-parent.vhd", "fat-parent.vhd");
     unpack(&oracle, "windows-fat-differential.vhd", "child.vhd");
@@ -174,7 +174,7 @@ fn a_vhd_over_a_parent_that_was_written_to_since_is_refused() {
 
 /// Which parent a user names otherwise is the user's choice: a shorter one ends in zeroes, of a longer one the end doesn't show.
 #[test]
-fn a_parent_of_another_size_is_read_as_far_as_it_goes() {
+fn shorter_parent_is_read_to_its_end() {
     let oracle = Oracle::new();
     unpack(&oracle, "windows-fat-parent.vhd", "fat-parent.vhd");
     unpack(&oracle, "windows-fat-differential.vhd", "child.vhd");
@@ -228,7 +228,7 @@ fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
 
 /// VirtualBox names a parent by its UUID alone: the user says which file that is.
 #[test]
-fn a_vdi_that_is_a_difference_is_read_over_the_parent_that_is_given() {
+fn differencing_vdi_is_read_over_a_given_parent() {
     let oracle = Oracle::new();
     for (name, pattern, at) in [("parent.vdi", 1, "0"), ("child.vdi", 2, "1M")] {
         oracle.make(&format!("create -q -f vdi {name} 4M"));

@@ -255,7 +255,7 @@ fn nothing_is_found_without_the_url() {
 
 /// The client gets a status, the server says why, and the page names the reason.
 #[test]
-fn a_disk_that_can_not_be_read_is_told_on_both_sides() {
+fn unreadable_disk_is_reported_on_both_sides() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 64M");
     oracle.io(&["write -P 1 0 1M"], "disk.qcow2");

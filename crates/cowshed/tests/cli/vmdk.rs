@@ -49,7 +49,7 @@ fn content_is_what_the_real_tool_put_in() {
 }
 
 #[test]
-fn a_disk_split_in_extents_of_two_gigabytes_converts_in_one_step() {
+fn split_disk_of_two_gigabyte_extents_converts() {
     let oracle = Oracle::new();
     // Across the borders of extents, and into the last one, which is shorter.
     let far = ["write -P 7 2147418112 131072", "write -P 8 4294967296 64k", "write -P 9 4831838208 4k"];

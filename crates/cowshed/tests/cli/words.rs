@@ -98,7 +98,7 @@ fn secrets_are_refused_in_qemus_sentences() {
 }
 
 #[test]
-fn a_lock_that_this_command_has_itself_is_said_as_qemu_says_it() {
+fn own_lock_is_reported_as_qemu() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 a.qcow2 1M");
     oracle.make("create -q -f qcow2 -b a.qcow2 -F qcow2 b.qcow2");

@@ -37,7 +37,7 @@ fn ours(oracle: &Oracle, line: &str) -> String {
 
 /// A table with room for a disk that grows, as other programs make it.
 #[test]
-fn a_vhd_table_that_is_longer_than_the_disk_needs_stays_whole() {
+fn longer_vhd_table_stays_whole() {
     let oracle = Oracle::new();
     oracle.make("create -q -f vpc -o force_size=on disk.vhd 8G");
     let path = oracle.work().join("disk.vhd");
@@ -65,7 +65,7 @@ fn a_vhd_table_that_is_longer_than_the_disk_needs_stays_whole() {
 }
 
 #[test]
-fn vmdk_extents_that_share_a_part_of_a_file_take_no_writes() {
+fn vmdk_extents_with_a_shared_part_take_no_writes() {
     let oracle = Oracle::new();
     let with_lines = |name: &str, lines: &[&str]| {
         let text = fs::read_to_string(oracle.work().join("d.vmdk")).unwrap();
@@ -89,7 +89,7 @@ fn vmdk_extents_that_share_a_part_of_a_file_take_no_writes() {
 
 /// Content ids in other forms than the usual one.
 #[test]
-fn a_new_content_id_leaves_the_rest_of_a_vmdk_descriptor_alone() {
+fn new_content_id_keeps_the_rest_of_a_descriptor() {
     let oracle = Oracle::new();
     oracle.make("create -q -f vmdk -o subformat=monolithicFlat c.vmdk 1M");
     let text = fs::read_to_string(oracle.work().join("c.vmdk")).unwrap();

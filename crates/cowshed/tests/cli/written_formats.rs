@@ -162,7 +162,7 @@ fn images_are_written_in_turns_with_qemu() {
 }
 
 #[test]
-fn a_new_image_is_the_one_of_qemu_but_for_its_random_name() {
+fn new_image_equals_qemus_but_for_its_identifier() {
     let tools = Tools::new();
     // Where the names and the time stand.
     let ours_may_differ = |format: &str, len: usize, at: usize| match format {

@@ -78,7 +78,7 @@ fn wait_for_end(pid_file: &Path) {
 }
 
 #[test]
-fn a_mounted_image_is_a_file_for_mkfs_cp_dd_and_qemu_img() {
+fn mounted_image_works_with_mkfs_cp_dd_and_qemu_img() {
     let folder = temp_dir();
     let at = |name: &str| folder.path().join(name);
     qcow2(folder.path());
@@ -200,7 +200,7 @@ fn a_growable_export_grows_with_its_writes() {
 
 /// As QEMU's export: `> disk.raw` and `cp image.raw disk.raw` begin the disk anew.
 #[test]
-fn a_growable_export_loses_its_bytes_when_it_is_opened_to_be_truncated() {
+fn truncating_a_growable_export_empties_it() {
     let folder = temp_dir();
     let folder = folder.path();
     qcow2(folder);
@@ -225,7 +225,7 @@ fn a_growable_export_loses_its_bytes_when_it_is_opened_to_be_truncated() {
 
 /// `> disk.raw` by another process leaves descriptors and mappings of a disk of a fixed length as they are.
 #[test]
-fn a_disk_of_a_fixed_length_that_is_opened_to_be_truncated_stays_for_others() {
+fn truncating_a_fixed_length_file_keeps_its_data() {
     let folder = temp_dir();
     let folder = folder.path();
     qcow2(folder);
@@ -350,7 +350,7 @@ fn one_partition_is_mounted() {
 }
 
 #[test]
-fn a_killed_daemon_leaves_no_mount_and_loses_nothing_that_was_synced() {
+fn killed_daemon_leaves_no_mount_and_keeps_synced_data() {
     let folder = temp_dir();
     let folder = folder.path();
     qcow2(folder);
@@ -376,7 +376,7 @@ fn a_killed_daemon_leaves_no_mount_and_loses_nothing_that_was_synced() {
 
 /// The next command of a script has the image for itself.
 #[test]
-fn unmounting_waits_for_the_image_and_for_programs_that_have_the_file() {
+fn unmounting_waits_for_the_image_and_its_users() {
     let folder = temp_dir();
     let at = |name: &str| folder.path().join(name);
     File::create(at("m")).expect("a mount point");

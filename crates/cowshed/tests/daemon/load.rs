@@ -185,7 +185,7 @@ fn several_connections_copy_through_other_servers_and_clients() {
 }
 
 #[test]
-fn a_client_learns_that_there_is_no_room_and_the_daemon_goes_on() {
+fn full_disk_reaches_the_client_and_the_daemon_survives() {
     let (folder, qemu) = (temp_dir(), Qemu::system());
     let image = folder.path().join("disk.qcow2");
     qemu.create(&image, "qcow2", "", 64 << 20);

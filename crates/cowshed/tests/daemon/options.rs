@@ -82,7 +82,7 @@ fn the_metadata_of_all_images_has_a_budget_that_changes() {
 }
 
 #[test]
-fn the_requests_of_all_clients_share_the_memory_that_an_option_says() {
+fn clients_share_the_memory_of_an_option() {
     let folder = temp_dir();
     Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 64 << 20);
     let arguments = ["serve", "--request-memory", "48M", "-k", "n.sock", "--metrics", "127.0.0.1:0", "disk.qcow2"];

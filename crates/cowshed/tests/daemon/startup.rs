@@ -325,7 +325,7 @@ fn a_log_for_machines_is_json_line_by_line() {
 }
 
 #[test]
-fn a_socket_that_a_killed_daemon_left_is_taken_over_and_a_living_one_is_not() {
+fn stale_socket_is_taken_over_and_a_living_one_not() {
     let folder = folder_with_disk();
     let arguments = ["serve", "-k", "n.sock", "--monitor", "m.sock", "disk.qcow2"];
     let mut first = Serving::start(folder.path(), &arguments);

@@ -324,7 +324,7 @@ fn cancel_and_write(bench: &Bench, monitor: &mut Monitor) {
 }
 
 #[test]
-fn a_mirror_whose_target_hangs_takes_another_copy_mode_and_is_cancelled() {
+fn hanging_mirror_changes_copy_mode_and_is_cancelled() {
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
     ready_mirror(&bench, &mut monitor);
@@ -337,7 +337,7 @@ fn a_mirror_whose_target_hangs_takes_another_copy_mode_and_is_cancelled() {
 }
 
 #[test]
-fn a_change_of_the_copy_mode_does_not_wait_for_a_piece_with_the_source_held() {
+fn copy_mode_changes_without_holding_the_source() {
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
     ready_mirror(&bench, &mut monitor);
@@ -376,7 +376,7 @@ fn a_mirror_whose_target_hangs_at_its_end_is_cancelled() {
 
 /// A copy mode that can't be changed is told in time, and the monitor goes on.
 #[test]
-fn a_change_of_the_copy_mode_of_a_silent_target_is_refused() {
+fn copy_mode_of_a_silent_target_cannot_change() {
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
     ready_mirror(&bench, &mut monitor);
@@ -393,7 +393,7 @@ fn a_change_of_the_copy_mode_of_a_silent_target_is_refused() {
 
 /// A target that is given back while it is silent is in use, and nothing else waits for it.
 #[test]
-fn a_target_that_is_given_back_while_it_is_silent_holds_no_change() {
+fn silent_target_is_given_back_without_holding_changes() {
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
     ready_mirror(&bench, &mut monitor);
@@ -411,7 +411,7 @@ fn a_target_that_is_given_back_while_it_is_silent_holds_no_change() {
 
 /// A write of the job that is on its way keeps the target until it ends: else it could land on what the target is used for next.
 #[test]
-fn a_cancelled_mirror_keeps_its_target_while_a_write_is_on_its_way() {
+fn cancelled_mirror_keeps_its_target_under_a_write() {
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
     monitor.command("block-export-del", json!({"id": "remote", "mode": "hard"}));
@@ -489,13 +489,13 @@ fn a_cancelled_backup_lets_the_writes_go_that_it_holds() {
 }
 
 #[test]
-fn a_cancelled_backup_that_discards_lets_the_writes_go_that_it_holds() {
+fn cancelled_discarding_backup_releases_held_writes() {
     let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full", "speed": 65536, "discard-source": true});
     cancelled_job_lets_the_source_go("blockdev-backup", backup);
 }
 
 #[test]
-fn a_cancelled_backup_of_what_is_overwritten_lets_the_writes_go_that_it_holds() {
+fn cancelled_backup_releases_the_overwrites_it_holds() {
     let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "none"});
     cancelled_job_lets_the_source_go("blockdev-backup", backup);
 }

@@ -143,7 +143,7 @@ fn a_guest_outlives_a_daemon_that_is_killed_under_load() {
 }
 
 #[test]
-fn a_guest_with_qcow2_written_through_outlives_a_daemon_that_is_killed_under_load() {
+fn guest_on_written_through_qcow2_outlives_a_killed_daemon() {
     outlives("qcow2", ",writable=on,writethrough=on");
 }
 

@@ -530,7 +530,7 @@ fn no_space_is_reserved_on_devices() {
 
 #[test]
 #[ignore = "needs root and loop devices"]
-fn a_new_image_is_on_a_device_that_is_named_with_its_protocol() {
+fn new_image_on_a_device_named_with_its_protocol() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     std::fs::write(path("below"), vec![0xee; 8 * MIB]).unwrap();

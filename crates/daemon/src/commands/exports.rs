@@ -8,13 +8,13 @@ use crate::nbd::{ExportSpec, ListenPlace, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::servers::VHOST_USER_BLK;
 use crate::state::Daemon;
-use cowshed_block::{ErrorKind, is_identifier};
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
 use cowshed_image::node::{BitmapUse, LocalFuture};
 use cowshed_nbd_server::Removal;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{KeepAlive, ListenOptions, SocketAddress};
+use cowshed_types::{ErrorKind, is_identifier};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -357,7 +357,7 @@ type WantedBitmap = (Option<Arc<Node>>, String);
 async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>) -> QmpResult<Vec<BitmapUse>> {
     let mut used: Vec<BitmapUse> = Vec::new();
     for (node, name) in wanted {
-        let worded = |error: cowshed_block::Error| QmpError::generic(error.message().to_owned());
+        let worded = |error: cowshed_types::Error| QmpError::generic(error.message().to_owned());
         let node = match node {
             Some(node) if node.bitmaps().await.map_err(worded)?.iter().any(|bitmap| bitmap.name == name) => node,
             Some(_) => return Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),

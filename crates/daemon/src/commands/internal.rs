@@ -4,11 +4,11 @@
 use super::names;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
-use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_jobs::info::SnapshotInfo;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_types::Result;
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -6,11 +6,11 @@
 
 use crate::nbd::Exported;
 use crate::state::Daemon;
-use cowshed_block::is_identifier;
 use cowshed_image::Node;
 use cowshed_image::graph::below_filters;
 use cowshed_image::node::ChildRole;
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_types::is_identifier;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::sync::Arc;

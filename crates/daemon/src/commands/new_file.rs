@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_gets_its_name_when_it_is_whole_and_follows_no_link() {
+    fn new_image_is_named_when_whole_and_follows_no_link() {
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name).display().to_string();
         let request = |name: &str| CreateRequest {

@@ -4,7 +4,6 @@
 use super::{Arguments, Group, activity, change, command, failed, names, nothing};
 use crate::state::Daemon;
 use crate::warnings;
-use cowshed_block::ErrorKind;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{Attachment, nodes_below};
 use cowshed_image::node::ChildRole;
@@ -14,6 +13,7 @@ use cowshed_jobs::limits::BlockLimits;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::rt::within;
 use cowshed_storage::{CacheMode, File, path_of_text, rt};
+use cowshed_types::ErrorKind;
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 use std::sync::Arc;

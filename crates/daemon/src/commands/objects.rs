@@ -8,11 +8,11 @@ use crate::objects::{
     IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
 };
 use crate::state::Daemon;
-use cowshed_block::is_identifier;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::secret::Wrapping;
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use cowshed_types::is_identifier;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::rc::Rc;

@@ -67,7 +67,7 @@ pub(super) struct Prepared {
 impl Prepared {
     /// Another action of the same transaction may have changed the disk below since its overlay was created: the header names it
     /// as it is now.
-    async fn name_again(&self) -> cowshed_block::Result<()> {
+    async fn name_again(&self) -> cowshed_types::Result<()> {
         let (Some(file), Some(backing)) = (&self.created, self.overlay.backing_name()) else { return Ok(()) };
         let below = self.node.header_name(Some(&file.plain_name()))?;
         if backing.name().is_some_and(|name| name == below.file) {

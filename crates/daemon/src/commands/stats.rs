@@ -178,10 +178,10 @@ async fn set_metadata_budget(_daemon: Rc<Daemon>, arguments: Arguments) -> QmpRe
 const LEAST_BUDGET_BYTES: u64 = 1 << 20;
 
 /// Lets the metadata of all images of the process take up to `limit_bytes` bytes of memory from now on, at least 1 MiB.
-pub(crate) fn set_budget(limit_bytes: u64) -> cowshed_block::Result<()> {
+pub(crate) fn set_budget(limit_bytes: u64) -> cowshed_types::Result<()> {
     if limit_bytes < LEAST_BUDGET_BYTES {
         let message = format!("the metadata budget must be at least {LEAST_BUDGET_BYTES} bytes, not {limit_bytes}");
-        return Err(cowshed_block::Error::invalid_argument(message));
+        return Err(cowshed_types::Error::invalid_argument(message));
     }
     Budget::process_wide().set_limit_bytes(limit_bytes);
     Ok(())

@@ -2,8 +2,8 @@
 //! Jobs that end together (`completion-mode` `grouped`): all of them complete, or none does.
 
 use super::{Finish, Job, Jobs, LOOK, Status};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 

@@ -11,7 +11,6 @@ pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_st
 
 use crate::events::EventBus;
 use crate::failure::failed;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::{ChildRole, LocalFuture};
@@ -22,6 +21,7 @@ use cowshed_jobs::mirror::Mirror;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, JoinHandle};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

@@ -2,7 +2,6 @@
 //! The work of the jobs, with what ends it.
 
 use super::{Finish, Job, LOOK, Status, Wish};
-use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::LocalFuture;
@@ -12,6 +11,7 @@ use cowshed_jobs::commit::merge::Merge;
 use cowshed_jobs::mirror::Mirror;
 use cowshed_jobs::stream::StreamJob;
 use cowshed_storage::rt;
+use cowshed_types::Result;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;

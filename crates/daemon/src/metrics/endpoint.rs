@@ -3,7 +3,7 @@
 
 use crate::inbox::Sender;
 use crate::message::Message;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sends_a_byte_now_and_then_has_no_more_time_than_others() {
+    fn slow_sender_gets_no_more_time_than_others() {
         let (mut client, server) = connection();
         let (control, _messages) = inbox();
         let answering = thread::spawn(move || answer(&Scraper::new(server), &control, Duration::from_millis(200)));
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scraper_that_takes_nothing_makes_room_and_one_that_waits_does_not() {
+    fn silent_scraper_makes_room_and_a_waiting_one_not() {
         let places = Places::new(2);
         let connections = [connection(), connection(), connection()];
         let server = |n: usize| connections[n].1.try_clone().unwrap();

@@ -4,8 +4,8 @@
 use super::client::InputEnd;
 use super::{MonitorContext, serve};
 use crate::message::Message;
-use cowshed_block::{Error, Result};
 use cowshed_storage::{Socket, connect_unix};
+use cowshed_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Copies of what monitors say, in files.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::PathBuf;

@@ -3,8 +3,8 @@
 
 use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
-use cowshed_block::{Error, Result, check_identifier};
 use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size};
+use cowshed_types::{Error, Result, check_identifier};
 use std::collections::BTreeMap;
 use std::time::Duration;
 

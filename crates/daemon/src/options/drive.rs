@@ -5,7 +5,6 @@ use super::temporary;
 use crate::commands;
 use crate::state::Daemon;
 use crate::warnings;
-use cowshed_block::{Error, Result};
 use cowshed_image::DRIVERS;
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
@@ -14,6 +13,7 @@ use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off}
 use cowshed_image::stats::Accounting;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qmp::{QmpError, QmpResult};
+use cowshed_types::{Error, Result};
 use serde_json::{Map, json};
 use std::collections::BTreeMap;
 use std::rc::Rc;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `--object help`, `--object TYPE,help`, `--chardev help` and `--chardev BACKEND,help`, in QEMU's form.
 
-use cowshed_block::Result;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_qmp::Type;
+use cowshed_types::Result;
 
 /// The backends of `--chardev` with their options.
 const CHARDEVS: &[(&str, &[(&str, &str)])] = &[

@@ -2,11 +2,11 @@
 //! An overlay that is gone with the process: it has no name any more once it is open.
 
 use crate::state::Daemon;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::Node;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::text_of_path;
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io;

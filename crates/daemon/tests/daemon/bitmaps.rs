@@ -279,7 +279,7 @@ fn bitmaps_of_a_read_only_image_are_served() {
 }
 
 #[test]
-fn a_bitmap_for_which_there_is_no_room_is_refused_with_the_reason() {
+fn bitmap_without_room_is_refused_with_the_reason() {
     let running = Running::start(Vec::new());
     let image = running.path("a.qcow2");
     Qemu::system().create(&image, "qcow2", "", 1 << 20);

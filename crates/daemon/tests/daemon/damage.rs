@@ -58,7 +58,7 @@ fn converse(client: &mut Client, folder: &Path, request: &str, qemu: &Qemu) -> (
 }
 
 #[test]
-fn clients_of_an_export_get_an_error_and_the_monitor_qemus_event() {
+fn damage_is_an_error_and_qemus_event() {
     let qemu = Qemu::system();
     for (damage, patch, request, takes_writes) in CASES {
         let about = format!("{damage}, {request}");

@@ -81,7 +81,7 @@ fn a_drive_mirror_moves_a_disk_to_a_new_file() {
 }
 
 #[test]
-fn a_drive_mirror_that_ends_as_a_copy_is_closed_and_one_that_cannot_start_leaves_nothing() {
+fn drive_mirror_closes_its_copy_or_leaves_nothing() {
     let (daemon, mut client, model) = chain("cluster_size=64k");
     let target = daemon.path("copy");
     let arguments = |more: serde_json::Value| {
@@ -194,7 +194,7 @@ fn a_mirror_is_told_to_hold_writes_while_it_runs() {
 }
 
 #[test]
-fn what_a_drive_says_of_the_page_cache_counts_more_than_its_mode() {
+fn drive_cache_options_override_its_mode() {
     for (settings, direct, no_flush, writeback) in [
         ("cache=none", true, false, true),
         ("cache=none,cache.direct=off", false, false, true),
@@ -218,7 +218,7 @@ fn what_a_drive_says_of_the_page_cache_counts_more_than_its_mode() {
 }
 
 #[test]
-fn a_file_that_nobody_uses_is_replaced_and_one_in_use_is_left_alone() {
+fn unused_file_is_replaced_and_one_in_use_not() {
     let (daemon, mut client, model) = chain("cluster_size=64k");
     let target = daemon.path("copy");
     let backup = |target: &std::path::Path| json!({"job-id": "k", "device": "e", "target": target, "format": "raw", "sync": "full"});

@@ -47,7 +47,7 @@ fn expect_failure(client: &mut Client) {
 }
 
 #[test]
-fn a_job_that_fails_removes_the_file_that_it_made_and_only_that() {
+fn failed_job_removes_only_its_own_file() {
     for command in ["drive-backup", "drive-mirror"] {
         for format in ["raw", "qcow2"] {
             let (daemon, mut client) = serving(true);
@@ -109,7 +109,7 @@ fn a_file_that_is_used_by_then_stays() {
 }
 
 #[test]
-fn a_cancel_removes_what_is_a_part_of_a_disk_and_keeps_what_is_of_use() {
+fn cancel_removes_partial_targets_only() {
     let slow = json!({"format": "raw", "speed": 1});
     let always = json!({"format": "qcow2", "speed": 1, "sync": "bitmap", "bitmap": "since", "bitmap-mode": "always"});
     for (command, more, stays) in [
@@ -136,7 +136,7 @@ fn a_cancel_removes_what_is_a_part_of_a_disk_and_keeps_what_is_of_use() {
 }
 
 #[test]
-fn a_mirror_that_was_ready_keeps_its_file_when_it_is_cancelled() {
+fn ready_mirror_keeps_its_file_when_cancelled() {
     for force in [false, true] {
         let (daemon, mut client) = serving(false);
         client.command("drive-mirror", job(&daemon, &json!({"format": "raw"})));
@@ -174,7 +174,7 @@ fn a_mirror_that_was_ready_keeps_its_file_when_it_fails() {
 }
 
 #[test]
-fn a_new_image_that_fails_leaves_no_file_and_an_older_one_stays() {
+fn failed_new_image_leaves_no_file_and_keeps_older() {
     let (daemon, mut client) = serving(false);
     let path = daemon.path("new");
     let ended = |client: &mut Client| {

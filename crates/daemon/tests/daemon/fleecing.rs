@@ -117,7 +117,7 @@ fn the_past_of_a_disk_is_exported_while_clients_write() {
 }
 
 #[test]
-fn only_what_a_bitmap_says_is_kept_and_only_until_it_is_given_up() {
+fn bitmap_limits_what_fleecing_keeps() {
     let (daemon, mut client, _) = with_room();
     let bitmap = json!({"node": "t", "name": "b", "granularity": 65536});
     client.command("block-dirty-bitmap-add", bitmap.clone());
@@ -232,7 +232,7 @@ fn a_filter_moves_to_another_node_or_stays_where_it_is() {
 }
 
 #[test]
-fn what_is_saved_is_not_stored_in_the_disk_it_is_saved_from() {
+fn fleecing_never_stores_into_its_own_source() {
     let (daemon, mut client, _) = with_room();
     client.command("block-export-del", json!({"id": "disk", "mode": "hard"}));
     client.event("BLOCK_EXPORT_DELETED");

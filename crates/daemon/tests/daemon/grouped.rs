@@ -120,7 +120,7 @@ fn backups_of_a_group_complete_together_or_not_at_all() {
 }
 
 #[test]
-fn the_states_of_jobs_of_a_group_follow_each_other_as_in_qemu() {
+fn grouped_jobs_change_state_in_qemus_order() {
     let states = |client: &mut Client, folder: &Path| {
         add_disks(client, folder, false);
         let none = json!({});
@@ -225,7 +225,7 @@ fn a_target_that_cannot_be_flushed_fails_the_whole_group() {
 }
 
 #[test]
-fn a_daemon_ends_though_a_job_waits_for_an_older_one_of_its_group() {
+fn daemon_ends_while_grouped_jobs_wait() {
     let daemon = Running::start(Vec::new());
     let mut client = daemon.client();
     for name in ["a", "t", "b", "u"] {

@@ -219,7 +219,7 @@ const COMMANDS: &[Command] = &[
 ];
 
 #[test]
-fn an_image_reads_from_its_file_what_it_read_in_the_daemon() {
+fn closed_image_reads_as_it_did_in_the_daemon() {
     let files = temp_dir();
     make(files.path());
     for case in cases(files.path()) {
@@ -294,7 +294,7 @@ fn a_header_names_nodes_with_the_words_of_qemu() {
 }
 
 #[test]
-fn a_later_action_of_a_transaction_names_what_an_earlier_one_made() {
+fn later_action_names_a_node_of_an_earlier() {
     let files = temp_dir();
     make(files.path());
     let daemon = Running::start(Vec::new());
@@ -343,7 +343,7 @@ fn a_changed_image_over_a_changed_image_opens_in_another_session() {
 }
 
 #[test]
-fn a_name_that_no_header_holds_is_refused_before_anything_is_made() {
+fn too_long_backing_name_is_refused_first() {
     let daemon = Running::start(Vec::new());
     let deep = daemon.folder.path().join([&"d".repeat(200); 4].map(String::as_str).join("/"));
     std::fs::create_dir_all(&deep).expect("made");
@@ -524,7 +524,7 @@ fn a_reopened_node_discards_as_before_unless_told_otherwise() {
 }
 
 #[test]
-fn options_that_a_reopen_leaves_out_are_kept_or_reset_as_in_qemu() {
+fn reopen_keeps_or_resets_options_as_qemu() {
     let qemu = Qemu::newest();
     let options = [
         json!({"detect-zeroes": "on"}),

@@ -52,7 +52,7 @@ fn a_mirror_under_a_writing_client_takes_over_complete() {
 }
 
 #[test]
-fn writes_reach_the_target_of_a_write_blocking_mirror_before_they_are_over() {
+fn write_blocking_mirror_writes_to_the_target_first() {
     let (daemon, mut client) = with_target();
     let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
     qemu.io(["-f", "raw", "-c", "write -P 99 0 16M", &uri]).expect_ok();
@@ -103,7 +103,7 @@ fn writes_reach_the_target_of_a_write_blocking_mirror_before_they_are_over() {
 }
 
 #[test]
-fn a_write_blocking_mirror_that_is_cancelled_leaves_the_source_to_its_users() {
+fn cancelled_write_blocking_mirror_frees_its_source() {
     let (daemon, mut client) = with_target();
     let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
     let mirror = json!({"job-id": "m", "device": "q", "target": "t", "sync": "none", "copy-mode": "write-blocking"});
@@ -208,7 +208,7 @@ fn jobs_pause_slow_down_and_are_cancelled() {
 }
 
 #[test]
-fn a_file_is_created_by_a_job_that_waits_to_be_dismissed() {
+fn create_job_waits_to_be_dismissed() {
     let (daemon, mut client) = serving();
     let options = json!({"driver": "file", "filename": daemon.path("new.raw"), "size": 1 << 20});
     client.command("blockdev-create", json!({"job-id": "c", "options": options}));
@@ -356,7 +356,7 @@ fn a_corrupt_image_is_an_event_once() {
 }
 
 #[test]
-fn damage_that_a_read_meets_is_an_event_once_and_not_fatal() {
+fn damage_met_by_a_read_is_one_event() {
     let (daemon, mut client) = serving();
     let path = daemon.path("c.qcow2");
     let qemu = Qemu::system();

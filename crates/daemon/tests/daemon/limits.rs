@@ -50,7 +50,7 @@ fn limits_come_change_and_go() {
 }
 
 #[test]
-fn a_filter_that_limits_put_in_goes_with_them_also_when_it_was_inactive_meanwhile() {
+fn filter_of_limits_goes_with_them() {
     let (daemon, mut client) = serving();
     client.command("block_set_io_throttle", limits("q", json!({"iops": 5000})));
     let filter = throttles(&mut client)[0]["node-name"].clone();

@@ -161,7 +161,7 @@ fn follow(who: &str, client: &mut Client, pid: u32, folder: &Path, case: &str, s
 }
 
 #[test]
-fn the_locks_of_a_file_follow_from_the_users_of_its_nodes() {
+fn file_locks_follow_from_the_users_of_nodes() {
     for number in 0..cases().len() {
         let (case, steps) = cases().swap_remove(number);
         let (theirs, mut client) = Theirs::start();

@@ -221,7 +221,7 @@ fn a_daemon_that_cannot_start_says_why_and_leaves_no_socket() {
 }
 
 #[test]
-fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
+fn monitor_socket_in_use_is_refused_and_stale_replaced() {
     let daemon = Running::start(Vec::new());
     let socket = daemon.path("m.sock");
     let steps = || vec![Step::monitor_at("test", MonitorAddress::Unix(socket.clone()), false)];
@@ -306,7 +306,7 @@ fn ring_buffers_keep_what_was_written_last() {
 }
 
 #[test]
-fn a_monitor_goes_with_its_last_client_where_its_close_action_says_so() {
+fn monitor_obeys_its_close_action() {
     let daemon = Running::start(Vec::new());
     let mut client = daemon.client();
     let path = daemon.path("second.sock");

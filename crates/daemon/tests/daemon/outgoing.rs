@@ -23,7 +23,7 @@ fn shown(client: &mut Client) -> (String, bool) {
 }
 
 #[test]
-fn a_monitor_connects_to_a_client_that_listens_and_again_when_told_to() {
+fn monitor_connects_and_reconnects_to_a_listener() {
     for (more, again) in [("", false), (",server=off", false), (",reconnect-ms=10", true)] {
         let folder = temp_folder();
         let path = folder.path().join("client.sock");
@@ -83,7 +83,7 @@ fn only_the_last_monitor_of_a_device_connects_again() {
 }
 
 #[test]
-fn a_monitor_waits_for_a_client_that_comes_late_where_it_may_connect_again() {
+fn monitor_with_reconnect_waits_for_a_late_client() {
     let folder = temp_folder();
     let path = folder.path().join("client.sock");
     let daemon = Running::start_in(folder, steps(&format!("socket,path={},reconnect-ms=10", path.display())));

@@ -16,7 +16,7 @@ pub struct Running {
     pub folder: tempfile::TempDir,
     pub control: Sender<Message>,
     pub metrics: Vec<String>,
-    thread: JoinHandle<cowshed_block::Result<StopReason>>,
+    thread: JoinHandle<cowshed_types::Result<StopReason>>,
 }
 
 impl Running {
@@ -74,18 +74,18 @@ impl Running {
     }
 
     /// Stops it as a signal does, and waits.
-    pub fn stop(self) -> cowshed_block::Result<StopReason> {
+    pub fn stop(self) -> cowshed_types::Result<StopReason> {
         let _ = self.control.send(Message::Stop(StopReason::Signal(15)));
         self.join()
     }
 
     /// As [`Running::stop`]; the folder stays until it is dropped.
-    pub fn keep_after_stop(self) -> (tempfile::TempDir, cowshed_block::Result<StopReason>) {
+    pub fn keep_after_stop(self) -> (tempfile::TempDir, cowshed_types::Result<StopReason>) {
         let _ = self.control.send(Message::Stop(StopReason::Signal(15)));
         (self.folder, self.thread.join().expect("the daemon doesn't panic"))
     }
 
-    pub fn join(self) -> cowshed_block::Result<StopReason> {
+    pub fn join(self) -> cowshed_types::Result<StopReason> {
         self.thread.join().expect("the daemon doesn't panic")
     }
 }

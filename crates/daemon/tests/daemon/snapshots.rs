@@ -88,7 +88,7 @@ fn an_overlay_that_was_added_takes_over() {
 }
 
 #[test]
-fn a_read_only_overlay_takes_over_from_a_disk_that_nobody_writes_to() {
+fn read_only_overlay_takes_over_an_unwritten_disk() {
     let (daemon, mut client) = serving();
     let over = daemon.path("over.qcow2");
     Qemu::system().create(&over, "qcow2", "", 16 << 20);
@@ -195,7 +195,7 @@ fn open_now(client: &mut super::running::Client, folder: &std::path::Path) -> (V
 }
 
 #[test]
-fn each_night_a_snapshot_is_taken_and_committed_and_nothing_is_left_behind() {
+fn nightly_snapshot_and_commit_leave_nothing_behind() {
     let (daemon, mut client) = serving();
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
     let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));

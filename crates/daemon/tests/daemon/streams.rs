@@ -150,7 +150,7 @@ fn stream_in(client: &mut Client, folder: &std::path::Path) {
 
 /// The guest wrote zeroes while an image in the middle of the chain was the top. They hide whatever backing file comes later.
 #[test]
-fn zeroes_of_a_lower_layer_stay_zeroes_on_another_backing_file_as_in_qemu() {
+fn zeroes_of_a_lower_layer_survive_another_backing_file() {
     let qemu = Qemu::system();
     for options in ["cluster_size=64k", "extended_l2=on", "compat=0.10"] {
         let (theirs, mut their_client) = Theirs::start();

@@ -158,7 +158,7 @@ fn a_second_attempt_to_write_to_an_image_begins_anew() {
 
 /// The clusters of snapshots that can't be read would be taken for free ones.
 #[test]
-fn snapshots_that_can_not_be_read_keep_an_unclean_image_from_writers() {
+fn unreadable_snapshots_keep_writers_from_unclean_images() {
     let daemon = Running::start_in(temp_folder(), Vec::new());
     let path = daemon.path("a");
     unclean(&path);

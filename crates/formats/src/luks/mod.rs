@@ -5,7 +5,6 @@ mod open;
 
 pub(crate) use open::DRIVER;
 
-use cowshed_block::{Error, GuestOffset, HostOffset, Result};
 use cowshed_graph::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use cowshed_graph::node::{
     Driver, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
@@ -13,6 +12,7 @@ use cowshed_graph::node::{
 use cowshed_graph::protocols::resize_file;
 use cowshed_layout::luks::LuksHeader;
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
+use cowshed_types::{Error, GuestOffset, HostOffset, Result};
 use std::future::ready;
 use std::sync::Arc;
 

@@ -2,12 +2,12 @@
 //! Opening a LUKS volume.
 
 use super::LuksDriver;
-use cowshed_block::Error;
 use cowshed_graph::encryption::{Cipher, LuksArea, SectorsOf, Writers};
 use cowshed_graph::node::{ChildRole, Driver};
 use cowshed_graph::open::{Draft, DriverLine, FirstUse, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_storage::Permissions;
+use cowshed_types::Error;
 use std::rc::Rc;
 use std::sync::Arc;
 

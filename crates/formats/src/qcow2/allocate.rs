@@ -2,10 +2,10 @@
 //! Writes that need clusters: at most one read and one write for the data, copy-on-write included.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, ErrorKind, GuestOffset, HostOffset, Result, slip, without};
 use cowshed_qcow2::{Allocation, Fill};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
+use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, Result, slip, without};
 use std::sync::atomic::Ordering;
 
 /// Up to this much is read in one piece around the caller's data, rather than before and behind it.

@@ -10,12 +10,12 @@
 
 use super::Qcow2Driver;
 use crate::DriverOf;
-use cowshed_block::{Error, GuestOffset, HostOffset, Mapping, Result, slip, without};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{Mapped, Node, Place, graph_changes};
 use cowshed_qcow2::ExtentList;
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
+use cowshed_types::{Error, GuestOffset, HostOffset, Mapping, Result, slip, without};
 use futures_util::future::join_all;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_has_a_place_where_its_granules_lie_in_one_piece() {
+    fn contiguous_granules_have_one_place() {
         let map = map(12, 4);
         let known = |offset, len| {
             let known = map.known(offset, len);
@@ -593,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_is_spent_when_it_needs_more_than_it_may_have() {
+    fn chain_map_ends_at_its_memory_limit() {
         let map = map(12, CHUNKS_MAX + 1);
         let is_spent = || map.is_spent.load(Ordering::Relaxed);
         for chunk in 0..CHUNKS_MAX as u64 {

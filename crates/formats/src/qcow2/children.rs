@@ -3,11 +3,11 @@
 //! the header's word.
 
 use crate::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
-use cowshed_block::{Error, Result};
 use cowshed_graph::node::ChildRole;
 use cowshed_graph::open::{BackingReference, Draft, Opener, Role, TreePlace};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::File;
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::rc::Rc;
 

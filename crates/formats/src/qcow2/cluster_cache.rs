@@ -5,7 +5,7 @@
 //! last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may
 //! get another owner (`flush.rs`, `reclaim`). So the store always holds what the mapping means.
 
-use cowshed_block::{HostOffset, without};
+use cowshed_types::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

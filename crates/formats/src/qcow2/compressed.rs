@@ -2,10 +2,10 @@
 //! Writing compressed clusters: compressed side by side on the pool, written as one run per batch.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, GuestOffset, Result};
 use cowshed_qcow2::{CompressedAllocation, CompressedPlace};
 use cowshed_storage::fault::Event;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, GuestOffset, Result};
 use futures_util::future::join_all;
 use std::sync::atomic::Ordering;
 

@@ -3,9 +3,9 @@
 //! the part that the cut took away would read as zeroes without a word.
 
 use super::Qcow2Driver;
-use cowshed_block::{Errno, Error, GuestOffset, HostOffset, Mapping, Result, StoredIn};
 use cowshed_offline::check::{CheckOptions, FindingKind, check};
 use cowshed_qcow2::ExtentList;
+use cowshed_types::{Errno, Error, GuestOffset, HostOffset, Mapping, Result, StoredIn};
 
 const REFUSAL: &str = "can't be opened for writing, which would turn what is lost into zeroes ('convert --salvage' and \
                        'rescue' read out the rest, 'check -r all --lossy' gives up what is lost)";

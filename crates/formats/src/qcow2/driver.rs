@@ -4,7 +4,6 @@
 use super::Qcow2Driver;
 use super::options::runtime_options;
 use crate::DriverOf;
-use cowshed_block::{Compression, Result};
 use cowshed_codec::Codec;
 use cowshed_graph::encryption::LuksArea;
 use cowshed_graph::node::{
@@ -17,6 +16,7 @@ use cowshed_layout::qcow2::{Header, Snapshot};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qcow2::{DirtyBits, Statistics};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Compression, Result};
 use std::sync::Arc;
 
 /// Options that change while the image is in use.

@@ -2,11 +2,11 @@
 //! The cipher of an encrypted image, and its key slots.
 
 use super::{Cipher, OpenContext, Qcow2Driver};
-use cowshed_block::{Error, Result};
 use cowshed_crypto::legacy_aes;
 use cowshed_graph::encryption::{LuksArea, SectorsOf};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::File;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 const METHOD_AES: u32 = 1;

@@ -3,11 +3,11 @@
 //! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
 
 use super::Qcow2Driver;
-use cowshed_block::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn, slip};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{Intent, Mapped, Place, graph_changes};
 use cowshed_qcow2::{Engine, EpochGuard, ExtentList, Planned};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Result, StoredIn, slip};
 use futures_util::future::join_all;
 use std::future::Future;
 

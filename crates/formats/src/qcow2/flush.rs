@@ -2,11 +2,11 @@
 //! Flush, write-back cycles, growth of the refcount table, reclaiming freed clusters, closing.
 
 use super::Qcow2Driver;
-use cowshed_block::{Errno, Error, ErrorKind, Result, slip};
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::{Event, as_metadata};
+use cowshed_types::{Errno, Error, ErrorKind, Result, slip};
 use futures_util::stream::{self, StreamExt};
 use std::sync::atomic::Ordering;
 

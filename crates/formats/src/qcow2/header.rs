@@ -2,10 +2,10 @@
 //! Changes of the header: always a write of fixed fields in its first sector; what reaches beyond is switched to from there.
 
 use super::Qcow2Driver;
-use cowshed_block::{Result, name_of_text};
 use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
+use cowshed_types::{Result, name_of_text};
 use std::sync::PoisonError;
 
 impl Qcow2Driver {

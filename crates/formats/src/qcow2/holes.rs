@@ -3,9 +3,9 @@
 //! images consist of them, and nobody needs to read them.
 
 use super::Qcow2Driver;
-use cowshed_block::Result;
 use cowshed_graph::node::StatusExtent;
 use cowshed_storage::{DataRange, File};
+use cowshed_types::Result;
 
 impl Qcow2Driver {
     /// Splits the data runs at the holes of their file and marks those as zero. Returns at least one run, at most

@@ -5,10 +5,10 @@ use super::Qcow2Driver;
 use super::children::{context, encrypt_key};
 use super::options::runtime_options;
 use super::schema::SCHEMA;
-use cowshed_block::{Error, Result};
 use cowshed_graph::node::ChildRole;
 use cowshed_graph::open::{Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_offline::read_header_as;
+use cowshed_types::{Error, Result};
 use std::rc::Rc;
 use std::sync::Arc;
 

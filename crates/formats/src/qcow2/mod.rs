@@ -44,7 +44,6 @@ pub use cowshed_graph::node::{BitmapChange, BitmapStatus, check_new_bitmap};
 
 use super::OpenContext;
 use arc_swap::ArcSwapOption;
-use cowshed_block::{Errno, Error, ErrorKind, Result, StoredIn};
 use cowshed_codec::Codec;
 use cowshed_graph::encryption::Writers;
 use cowshed_graph::events::Events;
@@ -54,6 +53,7 @@ use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};
 use cowshed_storage::fault::{Event, as_metadata};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Errno, Error, ErrorKind, Result, StoredIn};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};

@@ -8,8 +8,6 @@ use super::shared_metadata::Core;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::Qcow2RuntimeOptions;
 use arc_swap::ArcSwapOption;
-use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_codec::Codec;
 use cowshed_graph::encryption::Writers;
 use cowshed_graph::node::{Link, Node};
@@ -19,6 +17,8 @@ use cowshed_offline::snapshots::SnapshotName;
 use cowshed_offline::{read_header, read_header_as};
 use cowshed_qcow2::{Budget, EngineConfig, OverlapSet, Structure};
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::memory::try_collect;
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
 

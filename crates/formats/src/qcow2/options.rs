@@ -2,8 +2,8 @@
 //! The run-time options as the driver takes them. They have passed the schema, so a key that is there has the type that it says.
 
 use crate::{OverlapChecks, Qcow2RuntimeOptions};
-use cowshed_block::{Error, Result};
 use cowshed_graph::options::BlockdevOptions;
+use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
 
 /// The options. `discard`: the node passes discards on.

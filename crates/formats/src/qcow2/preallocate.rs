@@ -2,10 +2,10 @@
 //! Preallocation: mapping clusters before anybody writes to them.
 
 use super::Qcow2Driver;
-use cowshed_block::{ErrorKind, GuestOffset, HostOffset, Result};
 use cowshed_graph::node::Preallocation;
 use cowshed_qcow2::Allocation;
 use cowshed_storage::IoBuf;
+use cowshed_types::{ErrorKind, GuestOffset, HostOffset, Result};
 use std::sync::atomic::Ordering;
 
 /// Zeroes are written in pieces of this size.

@@ -4,12 +4,12 @@
 use super::extent_io::MapSpan;
 use super::readahead::{DecodeGuard, Next};
 use super::{Cipher, Qcow2Driver};
-use cowshed_block::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_graph::encryption::{SECTOR_BYTES, decrypt};
 use cowshed_graph::node::{Intent, Mapped};
 use cowshed_qcow2::{Engine, Stall};
 use cowshed_storage::fault::Event;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -146,10 +146,10 @@ impl Qcow2Driver {
         (Ok(()), buf)
     }
 
-    pub(super) fn data_place(&self) -> cowshed_block::StoredIn {
+    pub(super) fn data_place(&self) -> cowshed_types::StoredIn {
         match self.data_file {
-            Some(_) => cowshed_block::StoredIn::DataFile,
-            None => cowshed_block::StoredIn::Image,
+            Some(_) => cowshed_types::StoredIn::DataFile,
+            None => cowshed_types::StoredIn::Image,
         }
     }
 

@@ -6,11 +6,11 @@
 
 use super::Qcow2Driver;
 use super::cluster_cache::Inflated;
-use cowshed_block::{Extent, GuestOffset, Mapping, without};
 use cowshed_codec::Codec;
 use cowshed_graph::events::Events;
 use cowshed_qcow2::{Engine, ExtentList, Stall};
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::{Extent, GuestOffset, Mapping, without};
 use futures_util::future::join_all;
 use std::collections::HashSet;
 use std::ops::Range;

@@ -3,8 +3,8 @@
 
 use super::Qcow2Driver;
 use super::allocate::Pending;
-use cowshed_block::{GuestOffset, Result};
 use cowshed_storage::File;
+use cowshed_types::{GuestOffset, Result};
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {

@@ -5,10 +5,10 @@ use super::Qcow2Driver;
 use super::cleaner::clean_each;
 use super::open::{cache_sizes, check_may_write, check_version, overlap_set, slice_bytes, snapshots_to_keep};
 use crate::Qcow2RuntimeOptions;
-use cowshed_block::Result;
 use cowshed_graph::node::{Link, Node};
 use cowshed_qcow2::OverlapSet;
 use cowshed_storage::{Permissions, rt};
+use cowshed_types::Result;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -2,9 +2,9 @@
 //! Space for metadata before a request needs it, so that no cycle fails for want of space.
 
 use super::Qcow2Driver;
-use cowshed_block::{ErrorKind, Result};
 use cowshed_qcow2::Reserve;
 use cowshed_storage::IoBuf;
+use cowshed_types::{ErrorKind, Result};
 use std::sync::atomic::Ordering;
 
 /// Others may try to reserve what this request gives up.

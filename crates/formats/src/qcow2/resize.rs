@@ -2,12 +2,12 @@
 //! Changing the virtual size.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, GuestOffset, Result, slip};
 use cowshed_graph::node::{Preallocation, ZeroFlags};
 use cowshed_graph::protocols::check_can_preallocate;
 use cowshed_qcow2::{L1Growth, Tail, ZeroMode};
 use cowshed_storage::fault::Event;
 use cowshed_storage::rt;
+use cowshed_types::{Error, GuestOffset, Result, slip};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -142,7 +142,7 @@ impl Qcow2Driver {
                 let planned = self.plan(|engine| engine.zero(GuestOffset(at), stop - at, ZeroMode::Unmap)).await;
                 match planned {
                     Ok(done) => at += done,
-                    Err(error) if error.kind() == cowshed_block::ErrorKind::Unsupported && !flags.no_fallback => {
+                    Err(error) if error.kind() == cowshed_types::ErrorKind::Unsupported && !flags.no_fallback => {
                         self.write_zero_data(at, self.cluster_size()).await?;
                         at += self.cluster_size();
                     }

@@ -5,10 +5,10 @@
 //! Only while nobody can write to it: each of those who share holds the lock that keeps writers out.
 
 use super::cluster_cache::Inflated;
-use cowshed_block::{Error, ErrorKind, Result, without};
 use cowshed_graph::events::Events;
 use cowshed_qcow2::{Engine, EngineConfig};
 use cowshed_storage::{File, FileIdentity, Permissions, rt};
+use cowshed_types::{Error, ErrorKind, Result, without};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 

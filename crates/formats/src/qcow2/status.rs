@@ -2,9 +2,9 @@
 //! Block status: what this layer says of a range.
 
 use super::Qcow2Driver;
-use cowshed_block::{Extent, GuestOffset, Mapping, Result, StoredIn};
 use cowshed_graph::node::StatusExtent;
 use cowshed_qcow2::ExtentList;
+use cowshed_types::{Extent, GuestOffset, Mapping, Result, StoredIn};
 use std::cell::OnceCell;
 use std::sync::Arc;
 

@@ -3,10 +3,10 @@
 
 use super::Qcow2Driver;
 use super::extent_io::MapSpan;
-use cowshed_block::{Error, Extent, Mapping, Result};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
+use cowshed_types::{Error, Extent, Mapping, Result};
 
 impl Qcow2Driver {
     /// The guest offset at which the state starts.

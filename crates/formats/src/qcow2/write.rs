@@ -3,12 +3,12 @@
 
 use super::Qcow2Driver;
 use super::extent_io::Partly;
-use cowshed_block::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use cowshed_graph::buffers::join;
 use cowshed_graph::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
 use cowshed_graph::node::{Intent, Mapped};
 use cowshed_qcow2::Engine;
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {

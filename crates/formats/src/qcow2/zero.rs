@@ -2,10 +2,10 @@
 //! Zero writes and discards: whole (sub)clusters by an edit, the edges as data.
 
 use super::Qcow2Driver;
-use cowshed_block::{Error, ErrorKind, GuestOffset, Mapping, Result};
 use cowshed_graph::node::ZeroFlags;
 use cowshed_qcow2::{ExtentList, ZeroMode};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, GuestOffset, Mapping, Result};
 use std::sync::atomic::Ordering;
 
 /// Zeroes that must be written are written in pieces of this size.

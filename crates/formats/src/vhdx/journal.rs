@@ -4,7 +4,6 @@
 //! always has one that is whole.
 
 use crate::blocks::ImageFile;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_crypto::luks::fill_random;
 use cowshed_graph::node::ZeroFlags;
 use cowshed_graph::protocols::zero_file;
@@ -12,6 +11,7 @@ use cowshed_layout::vhdx::{
     Guid, HEADER_OFFSETS, LOG_SECTOR_BYTES, LogWrite, NewLogEntry, Replay, UNIT_BYTES, VhdxHeader,
 };
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::lock::Mutex as Turn;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -10,7 +10,6 @@ use super::sector_map::SectorMap;
 use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -22,6 +21,7 @@ use cowshed_layout::vhdx::{
 };
 use cowshed_offline::check::Repair;
 use cowshed_storage::File;
+use cowshed_types::{Error, ErrorKind, Result};
 use journal::Journal;
 use std::rc::Rc;
 

@@ -3,13 +3,13 @@
 
 use crate::holes::Holes;
 use crate::mapped::Place;
-use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::Node;
 use cowshed_layout::vmdk::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, ExtentKind, Grain, SECTOR_BYTES, SparseHeader,
 };
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::memory::try_collect;
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -8,12 +8,12 @@ mod stream;
 mod write;
 
 use super::mapped::{MappedFormat, MappedWriter, Place, Run, push_run};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::node::{LocalFuture, Node, Work};
 use cowshed_graph::open::DriverLine;
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_layout::vmdk::{Access, Descriptor};
+use cowshed_types::{Error, ErrorKind, Result};
 use extent::Extent;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};

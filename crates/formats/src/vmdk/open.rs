@@ -5,7 +5,6 @@ use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
 use super::{SCHEMA, Vmdk};
 use crate::holes::Holes;
 use crate::mapped::{MappedDriver, MappedFormat};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{ChildRole, Node};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_layout::vmdk::{
@@ -13,6 +12,7 @@ use cowshed_layout::vmdk::{
     SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
 };
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -2,11 +2,11 @@
 //! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the mark of
 //! the end follow when the disk is closed; without them it is no disk that can be read.
 
-use cowshed_block::memory::try_push;
-use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::memory::try_push;
+use cowshed_types::{Compression, Error, Result};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex as Turn;
 use std::collections::BTreeMap;

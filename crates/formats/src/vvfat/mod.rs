@@ -4,12 +4,12 @@
 
 mod tree;
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::{Driver, LocalFuture, StatusExtent, Transfer};
 use cowshed_graph::open::{Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, KeyType, key};
 use cowshed_layout::fat::{Chain, FatDisk, FatKind, LABEL_BYTES, Region};
 use cowshed_storage::{File, IoBuf, Locking, OpenOptions, path_of_text, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;

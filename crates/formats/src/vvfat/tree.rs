@@ -2,12 +2,12 @@
 //! The files and folders in a folder, and where they go on the disk.
 
 use super::Content;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::fat::{
     Chain, DirectoryEntry, DirectoryNames, FIRST_CLUSTER, FatDisk, LABEL_BYTES, MAX_DIRECTORY_BYTES, MAX_FILE_BYTES,
     Name, Times,
 };
 use cowshed_storage::{File, Locking, OpenOptions};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

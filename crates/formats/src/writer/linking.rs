@@ -6,10 +6,10 @@ use super::Writer;
 use crate::blocks::{BlockFormat, ImageFile, Table};
 use crate::units::Units;
 use crate::writer::Usage;
-use cowshed_block::memory::try_push;
-use cowshed_block::{Error, Result};
 use cowshed_graph::node::ZeroFlags;
 use cowshed_graph::protocols::zero_file;
+use cowshed_types::memory::try_push;
+use cowshed_types::{Error, Result};
 
 impl Writer {
     /// Sees to it that the entry of a block has a place: in a new table, where there is none.

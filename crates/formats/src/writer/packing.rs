@@ -6,11 +6,11 @@ use super::{Pending, Reserved, Writer};
 use crate::blocks::{BlockFormat, ImageFile};
 use crate::mapped::Place;
 use crate::units::Units;
-use cowshed_block::memory::try_push;
-use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
 use cowshed_graph::node::Link;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::memory::try_push;
+use cowshed_types::{Compression, Error, Result};
 use futures_util::future::join_all;
 
 /// Packed blocks begin at multiples of so many bytes.

@@ -2,8 +2,8 @@
 //! Space for entries before their blocks are written. A table is a hole of the file as a rule, and a flush that finds no
 //! space for an entry could never succeed again.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_storage::File;
+use cowshed_types::{ErrorKind, Result};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -2,11 +2,11 @@
 //! The place of a LUKS header with its key slots: the start of a file, or clusters of a qcow2 image.
 
 use crate::secret::Secret;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_crypto::SectorCipher;
 use cowshed_crypto::luks::{MasterKey, Volume};
 use cowshed_layout::luks::{HEADER_BYTES, LuksHeader};
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// A key derivation beyond this takes many minutes: a header that asks for more is hostile or damaged.
 const MOST_ITERATIONS: u32 = 1 << 30;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The operations that an encrypted image needs of a cipher.
 
-use cowshed_block::{GuestOffset, HostOffset};
 use cowshed_crypto::{SECTOR_BYTES, SectorCipher};
+use cowshed_types::{GuestOffset, HostOffset};
 
 /// Encrypts and decrypts whole 512-byte sectors in place. The tweak derives from where the bytes stand: LUKS in qcow2
 /// takes the host sector, the legacy AES method and the format `luks` the guest sector. Moving bytes means decrypting and

@@ -5,10 +5,10 @@
 use super::LuksArea;
 use super::area::wrong_passphrase;
 use crate::secret::Secret;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_crypto::luks::{MasterKey, Stage, Volume, iterations_for};
 use cowshed_layout::luks::SLOTS;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
 /// What becomes of the key slots (`amend -o encrypt.state=…`).

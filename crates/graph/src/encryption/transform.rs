@@ -4,8 +4,8 @@
 
 use super::{Cipher, SECTOR_BYTES};
 use crate::buffers::join;
-use cowshed_block::{GuestOffset, HostOffset, Result};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
 use std::ops::Range;
 use std::sync::Arc;

@@ -4,8 +4,8 @@
 use super::Filter;
 use crate::node::Ranges;
 use crate::node::{Below, Node, Preallocation, Transfer, Work, ZeroFlags};
-use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// Clusters that one request of the image takes.

@@ -6,8 +6,8 @@ use crate::node::Ranges;
 use crate::node::{
     Below, Chain, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
 };
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.

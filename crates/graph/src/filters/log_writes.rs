@@ -5,8 +5,8 @@
 use super::Filter;
 use crate::node::Ranges;
 use crate::node::{Below, Preallocation, Transfer, Work, ZeroFlags, done};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::lock::Mutex;
 use std::sync::Arc;
 

@@ -32,8 +32,8 @@ use crate::node::{
     Below, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work,
     ZeroFlags, done, nodes_below,
 };
-use cowshed_block::{Error, Result};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
+use cowshed_types::{Error, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;

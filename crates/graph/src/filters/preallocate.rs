@@ -3,8 +3,8 @@
 
 use super::Filter;
 use crate::node::{Below, Intent, Mapped, Preallocation, Work, done};
-use cowshed_block::Result;
 use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_types::Result;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// No end of its own: the node is as long as the file below.

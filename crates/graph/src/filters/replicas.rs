@@ -6,8 +6,8 @@ use crate::node::{
     ZeroFlags,
 };
 use crate::options::BlockdevOptions;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use futures_util::future::join_all;
 use serde_json::Value;
 use std::future::Future;

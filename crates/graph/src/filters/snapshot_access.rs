@@ -2,8 +2,8 @@
 //! Snapshot access: a node that reads the disk as it was when the copy-before-write filter below it came.
 
 use crate::node::{Driver, Link, LocalFuture, Node, StatusExtent, Transfer, Work};
-use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// The driver. Nothing is written through it; a discard says that a part is no longer needed.

@@ -6,8 +6,8 @@ use super::{Filter, keeps_writers_away};
 use crate::dirty::DirtyMap;
 use crate::node::{Below, Link, LocalFuture, Node, Preallocation, Transfer, Work, ZeroFlags, done};
 use crate::node::{Claim, Ranges};
-use cowshed_block::{Error, Result, slip};
 use cowshed_storage::{IoBuf, Permissions};
+use cowshed_types::{Error, Result, slip};
 use std::sync::{Arc, OnceLock};
 
 /// The filter. The mirror's map says which parts of the target aren't what the source has; a write that reached both

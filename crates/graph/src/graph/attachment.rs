@@ -8,8 +8,8 @@ use super::{Drained, Graph};
 use crate::node::{Edge, Hold, Node};
 use crate::stats::{Accounting, AttachmentStats, IoKind, KINDS, KindStats, Observed};
 use arc_swap::ArcSwap;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::{PermissionSet, Permissions, rt};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -5,7 +5,7 @@ use super::Graph;
 use super::attachment::is_attachment;
 use super::owned::quoted;
 use crate::node::{Chain, Node};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 impl Chain {

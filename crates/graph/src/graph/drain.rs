@@ -4,7 +4,7 @@
 use super::Graph;
 use super::attachment::Attachment;
 use crate::node::{Node, nodes_below};
-use cowshed_block::slip;
+use cowshed_types::slip;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// While it lives, the drained attachments let no request in; those that come wait and go on afterwards.

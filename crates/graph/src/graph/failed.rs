@@ -4,7 +4,7 @@
 use super::Graph;
 use crate::node::Node;
 use crate::stats::IoKind;
-use cowshed_block::Error;
+use cowshed_types::Error;
 use std::sync::Arc;
 
 /// A request that failed for another reason than being impossible.

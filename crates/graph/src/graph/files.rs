@@ -3,8 +3,8 @@
 //! show that (`-U`, `locking=off`, file systems without locks), and names hardly ever do.
 
 use crate::node::{Child, ChildRole, Node};
-use cowshed_block::{Error, Result};
 use cowshed_storage::FileIdentity;
+use cowshed_types::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
 

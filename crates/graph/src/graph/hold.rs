@@ -4,8 +4,8 @@
 use super::attachment::{AttachRequest, Attachment, user_of};
 use super::{Chain, Graph};
 use crate::node::Hold;
-use cowshed_block::Result;
 use cowshed_storage::PermissionSet;
+use cowshed_types::Result;
 use std::sync::Arc;
 
 /// Nodes that a job holds. Dropping it gives them back; [`HeldNodes::release`] is the orderly way.

@@ -3,10 +3,10 @@
 
 use super::Graph;
 use crate::node::{Node, Snapshots};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 impl Graph {

@@ -5,8 +5,8 @@ use super::Graph;
 use crate::encryption::{SlotChange, change_slots};
 use crate::node::Node;
 use crate::secret::Secret;
-use cowshed_block::Result;
 use cowshed_storage::rt;
+use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Graph {

@@ -5,8 +5,8 @@ use super::Graph;
 use crate::filters::WriteBlocking;
 use crate::node::{Below, ChildRole, Children, Edge, Link, MONITOR, Node, NodeParts, NodeSettings};
 use crate::options::BlockdevOptions;
-use cowshed_block::Result;
 use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Graph {

@@ -48,7 +48,7 @@ use crate::nbd_client::ClientTls;
 use crate::node::{Home, Node, Reporter};
 use crate::options::Schemas;
 use crate::secret::Secret;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use owned::Owned;
 use std::any::Any;
 use std::collections::BTreeMap;

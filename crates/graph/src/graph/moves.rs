@@ -9,8 +9,8 @@ use super::transaction::Transaction;
 use super::{Attachment, Graph};
 use crate::node::{ChildLink, ChildRole, Edge, Node, nodes_below};
 use crate::options::BlockdevOptions;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::Permissions;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// A user that moves from one node to another.

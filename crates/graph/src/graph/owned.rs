@@ -4,8 +4,8 @@
 use super::changes::Scope;
 use super::{AttachRequest, Attachment, Graph};
 use crate::node::{MONITOR, Node};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 

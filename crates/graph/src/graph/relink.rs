@@ -6,8 +6,8 @@ use super::Graph;
 use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
 use crate::node::{HeaderName, Node};
-use cowshed_block::Result;
 use cowshed_storage::rt;
+use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Graph {

@@ -10,8 +10,8 @@ use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
 use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes};
 use crate::options::{self, BlockdevOptions};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{CacheMode, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 

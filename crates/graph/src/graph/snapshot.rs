@@ -5,8 +5,8 @@ use super::Graph;
 use super::drain::reaches;
 use super::transaction::Transaction;
 use crate::node::Node;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::sync::Arc;
 
 /// A snapshot that was taken, with the way back. Dropped, it stays.

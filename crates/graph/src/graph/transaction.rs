@@ -6,8 +6,8 @@
 
 use super::{Attachment, Graph};
 use crate::node::{Edge, Link, Node};
-use cowshed_block::{Error, Result};
 use cowshed_storage::{CacheMode, File, Permissions};
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::sync::Arc;
 

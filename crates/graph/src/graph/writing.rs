@@ -5,8 +5,8 @@ use super::Graph;
 use super::files::check_children;
 use super::transaction::Transaction;
 use crate::node::{ChildRole, Edge, LocalFuture, Node};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// Drivers that stay read-only once they are opened so. Each writes to a second node besides, and an image may have named that

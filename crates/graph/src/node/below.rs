@@ -2,8 +2,8 @@
 //! The edge of a node that passes requests on: a filter, or a window.
 
 use super::{Link, Node, Preallocation, ZeroFlags};
-use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// The end of a filter's edge to the node behind it.

@@ -4,10 +4,10 @@
 use super::requests::Left;
 use super::tracking::Transient;
 use super::{BitmapChange, BitmapStatus, ChildRole, Node, check_new_bitmap, default_granularity_bytes};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_crypto::Hash;
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::future::Future;
 use std::sync::Arc;
 
@@ -140,7 +140,7 @@ impl Node {
         let len = bits.bits().div_ceil(64).saturating_mul(8);
         let len = usize::try_from(len).ok().filter(|&len| len <= MAX_DIGESTED_BYTES);
         let len = len.ok_or_else(|| Error::new(ErrorKind::Limit, format!("bitmap '{name}' is too large")))?;
-        let mut bytes = cowshed_block::memory::vec_for(len)?;
+        let mut bytes = cowshed_types::memory::vec_for(len)?;
         bytes.resize(len, 0_u8);
         let mut rest = bytes.as_mut_slice();
         for piece in 0..bits.piece_count() {

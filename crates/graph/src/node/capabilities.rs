@@ -4,12 +4,12 @@
 use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
-use cowshed_block::{Compression, Error, Result};
 use cowshed_codec::Codec;
 use cowshed_layout::qcow2::{Header, Snapshot};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qcow2::Statistics;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Compression, Error, Result};
 use std::sync::Arc;
 
 /// A backing file, whose name the image holds.

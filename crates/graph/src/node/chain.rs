@@ -2,7 +2,7 @@
 //! Chains of images: which layer decides what a range reads as.
 
 use super::{ChildRole, Node};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// The images of a chain from a top down to the one above a base, with the filters between them.

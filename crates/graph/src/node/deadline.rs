@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The moment from which on an image has taken too long.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
 /// When the time that the policy gives an image is over. Under the simulator time is virtual.

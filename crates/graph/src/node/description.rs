@@ -2,8 +2,8 @@
 //! The description of an image by a driver without reference counts, and its check.
 
 use super::{LocalFuture, Node};
-use cowshed_block::Result;
 use cowshed_offline::check::{Counters, Repair};
+use cowshed_types::Result;
 use serde_json::Value;
 
 /// What a format says of itself, for `info` and for the nodes above it.

@@ -8,9 +8,9 @@ use super::{
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
-use cowshed_block::{Error, HostOffset, Result};
 use cowshed_qcow2::{EpochGuard, Statistics};
 use cowshed_storage::{File, IoBuf, Permissions};
+use cowshed_types::{Error, HostOffset, Result};
 use std::any::Any;
 use std::future::{Future, ready};
 use std::ops::Range;

@@ -6,9 +6,9 @@
 
 use super::Node;
 use super::driver::whole_sectors;
-use cowshed_block::{Errno, Error, ErrorKind, Result, slip};
 use cowshed_layout::probe::{FormatName, PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Errno, Error, ErrorKind, Result, slip};
 use futures_util::lock::MutexGuard;
 
 /// The turn of a request, until dropped.

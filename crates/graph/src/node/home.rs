@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The graph as a node sees it: reports to it, and questions.
 
-use cowshed_block::{Errno, Error};
+use cowshed_types::{Errno, Error};
 use std::any::Any;
 
 /// The graph of a node, as the node sees it.

@@ -4,10 +4,10 @@
 use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
 use super::{Corruption, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
 use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
-#[cfg(mutants)]
-use cowshed_block::slip;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, rt};
+#[cfg(mutants)]
+use cowshed_types::slip;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

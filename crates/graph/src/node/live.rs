@@ -3,7 +3,7 @@
 
 use super::{Apply, ChildLink, DetectZeroes, Edge, LockSource, Node};
 use crate::options::BlockdevOptions;
-use cowshed_block::Result;
+use cowshed_types::Result;
 use std::sync::PoisonError;
 
 impl Node {

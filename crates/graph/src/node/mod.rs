@@ -57,9 +57,9 @@ pub use walk::{below_filters, nodes_below};
 use crate::events::Events;
 use crate::options::BlockdevOptions;
 use crate::stats::{NodeCounters, NodeStats};
-use cowshed_block::{Error, Result, slip};
 use cowshed_storage::fault::Faults;
 use cowshed_storage::{File, rt};
+use cowshed_types::{Error, Result, slip};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 

@@ -2,8 +2,8 @@
 //! Permissions on nodes: one edge per user.
 
 use super::ChildRole;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// What one user of a node does with it, and what it lets others do.
 #[derive(Clone, Debug)]

@@ -3,8 +3,8 @@
 
 use super::{DetectZeroes, Node};
 use crate::stats::IoKind;
-use cowshed_block::Result;
 use cowshed_storage::File;
+use cowshed_types::Result;
 
 impl Node {
     /// The files that hold the data of this layer and of those below it as they are: what [`super::StatusExtent::file`]

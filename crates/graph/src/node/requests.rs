@@ -3,8 +3,8 @@
 //! see [`rt::to_completion`]. Requests that a driver makes of another node are part of such a request already ([`super::io`]).
 
 use super::{Backing, Node, Preallocation, ZeroFlags};
-use cowshed_block::Result;
 use cowshed_storage::{File, IoBuf, rt};
+use cowshed_types::Result;
 use std::future::Future;
 use std::ops::Deref;
 use std::rc::Rc;

@@ -3,7 +3,7 @@
 
 use super::{DetectZeroes, LockSource, NodeSettings};
 use crate::options::BlockdevOptions;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// [`NodeSettings`] as a running node has them.

@@ -3,7 +3,7 @@
 
 use super::ChildRole;
 use super::{LocalFuture, Node, StatusExtent, boxed};
-use cowshed_block::Result;
+use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Node {

@@ -2,8 +2,8 @@
 //! A node as the file that an image is stored in: for formats on a filter, on a window of a file, on another image.
 
 use super::{Node, Preallocation, ZeroFlags};
-use cowshed_block::{Errno, Error};
 use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture};
+use cowshed_types::{Errno, Error};
 use futures_util::lock::Mutex;
 use std::fmt;
 use std::sync::Arc;

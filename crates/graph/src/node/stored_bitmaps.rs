@@ -2,8 +2,8 @@
 //! Dirty bitmaps that images keep, whatever their format: what they are, and how they change.
 
 use super::LocalFuture;
-use cowshed_block::{Error, Result};
 use cowshed_qcow2::DirtyBits;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// Dirty bitmaps that the image keeps.

@@ -3,8 +3,8 @@
 
 use super::Node;
 use crate::dirty::DirtyMap;
-use cowshed_block::Result;
 use cowshed_qcow2::DirtyBits;
+use cowshed_types::Result;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

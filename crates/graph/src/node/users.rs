@@ -7,8 +7,8 @@
 
 use super::driver::whole_sectors;
 use super::{ChildRole, Edge, LockSource, Node};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, PermissionSet, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 

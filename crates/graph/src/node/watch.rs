@@ -4,8 +4,8 @@
 
 use super::{Node, ThresholdCrossed};
 use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, RequestOutcome};
-use cowshed_block::Result;
 use cowshed_storage::{EndedOp, FileObserver, FileOp, rt};
+use cowshed_types::Result;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

@@ -5,7 +5,7 @@ use super::{Drivers, OpenRequest};
 use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::BlockdevOptions;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 impl Graph {

@@ -13,11 +13,11 @@ use crate::node::{
 };
 use crate::options::{self, BlockdevOptions};
 use crate::secret::Secret;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::probe::probe_with_tail;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::cell::RefCell;
 use std::path::PathBuf;

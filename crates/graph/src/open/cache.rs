@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Cache modes by QEMU's names.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// What a cache mode means.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

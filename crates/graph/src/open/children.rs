@@ -7,7 +7,7 @@ use super::names::{driver_for, file_options, resolve};
 use crate::node::{ChildRole, Node};
 use crate::options::{BlockdevOptions, first_leaf};
 use crate::secret::Secret;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;

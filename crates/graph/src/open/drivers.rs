@@ -6,8 +6,8 @@ use super::{HostFiles, OpenRequest, build, names};
 use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Schemas};
-use cowshed_block::Result;
 use cowshed_layout::probe::FormatName;
+use cowshed_types::Result;
 use std::any::Any;
 use std::sync::Arc;
 

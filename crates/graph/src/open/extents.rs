@@ -6,8 +6,8 @@
 use super::build::{Draft, Opener, Role, TreePlace};
 use super::names::driver_for;
 use crate::options::BlockdevOptions;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::path_of_text;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::path::{Component, Path, PathBuf};
 
 /// Where a part of a disk is, and as what it is opened.

@@ -2,8 +2,8 @@
 //! Files that an image means by what is in them, looked for in folders that the user names and nowhere else.
 
 use super::build::{Draft, Opener};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{IoBuf, Locking, OpenOptions, path_of_text, text_of_path};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -4,8 +4,8 @@
 use super::build::{Draft, Opened, Opener};
 use crate::node::LocalFuture;
 use crate::options::{DriverKind, DriverSchema};
-use cowshed_block::Result;
 use cowshed_storage::Permissions;
+use cowshed_types::Result;
 use std::rc::Rc;
 
 /// Opens a node of a driver. The options have passed the schema.

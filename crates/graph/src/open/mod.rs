@@ -33,8 +33,8 @@ pub use protocols::{PROTOCOLS, is_read_only_device};
 use crate::graph::Graph;
 use crate::options::BlockdevOptions;
 use crate::secret::Secret;
-use cowshed_block::Result;
 use cowshed_offline::snapshots::SnapshotName;
+use cowshed_types::Result;
 use std::sync::Arc;
 
 /// What becomes of the backing file.

@@ -4,9 +4,9 @@
 use super::policy::{FileKind, Files};
 use super::{Drivers, HostFiles};
 use crate::options::{self, BlockdevOptions, DriverKind};
-use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_storage::path_of_text;
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 
 /// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.

@@ -5,10 +5,10 @@ use super::build::{Draft, Opened, Opener};
 use crate::nbd_client::{Client, ClientTls};
 use crate::options;
 use crate::protocols::{FileDriver, ForeignContext};
-use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_nbd_proto::context::QEMU_ALLOCATION_DEPTH;
 use cowshed_storage::File;
+use cowshed_types::{Error, Result};
 use std::rc::Rc;
 use std::sync::Arc;
 

@@ -3,9 +3,9 @@
 
 use super::build::without_format;
 use super::children::names_rules;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::fmt;
 use std::path::Path;

@@ -9,8 +9,8 @@ use super::policy::FileKind;
 use crate::node::Edge;
 use crate::options::{self, FileOptions, schemas};
 use crate::protocols::FileDriver;
-use cowshed_block::{Errno, Error, ErrorKind, LINE_END, Result};
 use cowshed_storage::{File, OpenOptions, PermissionSet, Permissions, path_of_text};
+use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
 use std::future::ready;
 use std::rc::Rc;
 

@@ -2,9 +2,9 @@
 //! The options of `blkdebug` as rules. Everything here has passed the schema.
 
 use super::BlockdevOptions;
-use cowshed_block::{Errno, Error, Result};
 use cowshed_storage::fault::{Event, FaultAction, FaultRule, Faults, IoType, StateRule};
 use cowshed_storage::path_of_text;
+use cowshed_types::{Errno, Error, Result};
 use serde_json::Value;
 use std::io::Read;
 use std::time::Duration;

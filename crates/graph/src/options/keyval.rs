@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `key=value,key=value`, where `,,` stands for one comma in a value.
 
-use cowshed_block::keyval::next_item;
-use cowshed_block::{Error, Result};
+use cowshed_types::keyval::next_item;
+use cowshed_types::{Error, Result};
 
 /// What a key without `=` means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 
 use super::BlockdevOptions;
 use crate::nbd_client::{ClientOptions, ClientTls};
-use cowshed_block::{Error, Result};
 use cowshed_nbd_proto::uri::Place;
 use cowshed_nbd_proto::{DEFAULT_PORT, NbdUri};
 use cowshed_storage::{SocketAddress, path_of_text};
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::time::Duration;
 

@@ -4,7 +4,7 @@
 use super::schemas::COMMON;
 use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
-use cowshed_block::{Error, LINE_END, Result};
+use cowshed_types::{Error, LINE_END, Result};
 use serde_json::Value;
 use std::any::Any;
 

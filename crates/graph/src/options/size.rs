@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sizes with QEMU's suffixes.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Longest accepted text; more digits than this can't be a size.
 const MAX_TEXT_BYTES: usize = 64;

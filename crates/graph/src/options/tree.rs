@@ -2,8 +2,8 @@
 //! The option tree: what `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add` all turn into.
 
 use super::keyval::{BareKey, parse_list};
-use cowshed_block::keyval::next_item;
-use cowshed_block::{Error, LINE_END, Result, text_of_name};
+use cowshed_types::keyval::next_item;
+use cowshed_types::{Error, LINE_END, Result, text_of_name};
 use serde_json::{Map, Value};
 
 /// Deepest nesting of dotted keys; the JSON parser has a limit of its own (128).

@@ -3,8 +3,8 @@
 //! has the type that the table says.
 
 use super::BlockdevOptions;
-use cowshed_block::{Error, Result};
 use cowshed_storage::{IoEngine, Locking};
+use cowshed_types::{Error, Result};
 use serde_json::Value;
 
 impl BlockdevOptions {

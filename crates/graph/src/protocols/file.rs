@@ -2,8 +2,8 @@
 //! Work on a file as such: zeroes, holes, its length, and where it has data.
 
 use crate::node::{Preallocation, StatusExtent, ZeroFlags};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// Zeroes are written in pieces of this size where the file system has no better way.

@@ -9,9 +9,9 @@ use crate::nbd_client::Client;
 use crate::node::{
     Driver, Intent, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, whole_sectors,
 };
-use cowshed_block::{Errno, Error, Result};
 use cowshed_nbd_proto::flags::{STATE_HOLE, STATE_ZERO};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Errno, Error, Result};
 use file::file_status;
 use std::sync::Arc;
 

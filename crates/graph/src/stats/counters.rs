@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_went_past_a_node_is_counted_once_whether_its_queue_is_there_or_gone() {
+    fn requests_past_a_node_are_counted_once() {
         let node = NodeCounters::default();
         node.count_done(IoKind::Read, 1, 5, 7);
         let (queue, other) = (node.add_passed(), node.add_passed());

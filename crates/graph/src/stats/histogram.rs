@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Latency histograms with bounds of the user's choice.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Most bounds of one histogram.

@@ -13,7 +13,7 @@ pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
 pub(crate) use observed::Observed;
 
-use cowshed_block::{ErrorKind, Result};
+use cowshed_types::{ErrorKind, Result};
 
 /// Kinds of requests that are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

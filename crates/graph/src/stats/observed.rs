@@ -2,7 +2,7 @@
 //! The statistics that a user can ask for beside the counters: intervals and histograms.
 
 use super::{Histogram, HistogramSnapshot, Interval, IntervalStats, IoKind, KINDS};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Most intervals of one export or node.
 const MAX_INTERVALS: usize = 16;

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_on_the_way_has_no_length_and_no_ranges() {
+    fn streamed_answer_has_no_length_and_no_ranges() {
         let request = Request { range: Some("bytes=10-19".into()), ..get() };
         let packed = answer(&request, &About { is_packed: true, ..about(1000) });
         assert_eq!((packed.status, &packed.body[..]), (200, &[AnswerPart::Part(0..1000)][..]));

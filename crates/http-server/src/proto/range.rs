@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_nothing_and_what_is_wrong_does_not_count() {
+    fn missing_ranges_are_empty_and_wrong_ones_ignored() {
         for field in ["bytes=10000-", "bytes=10000-20000", "bytes=-0", "bytes=99999999999999999999999-"] {
             assert_eq!(wanted(field, 10_000), Wanted::Nothing, "{field}");
         }

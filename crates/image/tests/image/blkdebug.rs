@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Faults below a qcow2 image: what fails says so, and what is left behind is a sound image.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::fault::{FaultAction, FaultRule, IoType};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 //! Errors at single steps of the qcow2 format: who asked is told, and what was acknowledged stays. QEMU raises the same
 //! events in the same operations.
 
-use cowshed_block::{Errno, Result};
 use cowshed_image::{Node, OpenRequest, Preallocation, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, Result};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -124,7 +124,7 @@ fn open_with_fault(image: &str, event: &str) -> Arc<Node> {
 }
 
 #[test]
-fn an_error_at_any_step_is_told_and_costs_nothing_that_was_flushed() {
+fn error_at_any_step_costs_no_flushed_data() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = folder.path().join("a.qcow2").to_str().unwrap().to_owned();
     for step in STEPS {

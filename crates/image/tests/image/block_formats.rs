@@ -2,13 +2,13 @@
 //! Images of other formats, damaged in thousands of ways. A read gives data, or one error that names the file. It never
 //! panics, and no image gets memory or time for the asking. A write changes what it is to change, or is refused.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::node::ChildRole;
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_layout::{vhdx, vpc};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::run;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -202,7 +202,7 @@ fn write(path: &Path, format: &str, at: u64, bytes: &[u8]) -> Result<()> {
 const WRITTEN: [&str; 6] = ["vdi", "vpc", "vhdx", "qed", "qcow", "parallels"];
 
 #[test]
-fn a_write_to_a_damaged_image_changes_what_it_names_and_nothing_else() {
+fn write_to_a_damaged_image_changes_nothing_else() {
     for (format, options, metadata) in KINDS.into_iter().filter(|(format, ..)| WRITTEN.contains(format)) {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let whole = std::fs::read(make(folder.path(), format, options)).unwrap();
@@ -239,7 +239,7 @@ fn a_write_to_a_damaged_image_changes_what_it_names_and_nothing_else() {
 }
 
 #[test]
-fn blocks_that_lie_on_each_other_or_on_the_tables_take_no_writes() {
+fn overlapping_blocks_take_no_writes() {
     // Where the entries are, and a second one that is no place for a block.
     let vdi_entry = |at: usize| 512 + at * 4;
     let vpc_entry = |at: usize| 1536 + at * 4;
@@ -344,7 +344,7 @@ fn an_image_in_use_takes_no_second_writer() {
 
 /// Tables that were never written are holes of the file: an opening for writing asks for them, and reads the others.
 #[test]
-fn a_large_disk_with_little_data_is_opened_without_reading_its_tables() {
+fn large_sparse_disk_opens_without_reading_its_tables() {
     let folder = cowshed_testkit::qemu::temp_dir();
     let at = (1 << 39) + 4096;
     for (format, size, most_bytes) in [("vmdk", "16T", 5 << 20), ("qcow", "1T", 1 << 20), ("qed", "16T", 1 << 20)] {

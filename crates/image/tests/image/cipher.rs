@@ -2,11 +2,11 @@
 //! Encryption is carried by the extents: with a dummy cipher whose tweak is the host sector, everything that moves data
 //! must encrypt it again.
 
-use cowshed_block::{GuestOffset, HostOffset};
 use cowshed_create::{qcow2::Qcow2CreateOptions, write_fresh_qcow2};
 use cowshed_image::formats::qcow2::{Cipher, Qcow2Driver};
 use cowshed_image::formats::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
+use cowshed_types::{GuestOffset, HostOffset};
 use std::path::Path;
 use std::sync::Arc;
 

@@ -3,10 +3,10 @@
 //! their tables finds the clusters. The real qemu-img reads clusters that we compress and that the test puts into an
 //! image by hand.
 
-use cowshed_block::{Compression, HostOffset};
 use cowshed_codec::{Codec, ZlibMode};
 use cowshed_layout::bytes::{be64_entries, be64_table};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format};
+use cowshed_types::{Compression, HostOffset};
 use std::path::Path;
 use std::process::Command;
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images that end too early: what has gone is an error that names the place, never zeroes.
 
-use cowshed_block::ErrorKind;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, Repair, check};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::run;
+use cowshed_types::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ fn open_now(path: &Path, writable: bool) -> Arc<Node> {
     rt::block_on(open(request.writable(writable))).unwrap()
 }
 
-fn read(node: &Node, at: u64, len: usize) -> Result<IoBuf, cowshed_block::Error> {
+fn read(node: &Node, at: u64, len: usize) -> Result<IoBuf, cowshed_types::Error> {
     let (result, buf) = rt::block_on(node.read(at, IoBuf::zeroed(len)));
     result.map(|()| buf)
 }
@@ -127,7 +127,7 @@ fn leaked_clusters_past_the_end_do_not_stop_a_writer() {
 }
 
 #[test]
-fn a_snapshot_that_lost_data_keeps_the_image_from_being_written_to() {
+fn snapshot_with_lost_data_keeps_writers_out() {
     // The snapshot's tables take the place of what was discarded, in front of the data that it shares with the disk.
     let (folder, path) = image("cluster_size=64k", "write -P 1 16M 1M");
     let discard = ["-d", "unmap", "-c", "write -P 3 0 8M", "-c", "discard 16M 1M", "a.qcow2"];
@@ -144,7 +144,7 @@ fn a_snapshot_that_lost_data_keeps_the_image_from_being_written_to() {
 }
 
 #[test]
-fn data_files_that_end_too_early_are_errors_for_readers_and_refused_to_writers() {
+fn short_data_files_are_errors_and_take_no_writes() {
     for raw in ["off", "on"] {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let options = format!("data_file={}/a.data,data_file_raw={raw}", folder.path().display());
@@ -209,7 +209,7 @@ fn tables_past_the_end_of_the_file_are_errors() {
 }
 
 #[test]
-fn refcounts_past_the_end_of_the_file_are_not_taken_for_free_clusters() {
+fn refcounts_past_the_end_are_not_free_clusters() {
     // A block counts 512 clusters of 4 KiB, 2 MiB, and lies at the beginning of what it counts: the later ones are cut off.
     let (_folder, path) = cut("cluster_size=4k,refcount_bits=64", 3 << 20);
     let before = std::fs::read(&path).unwrap();

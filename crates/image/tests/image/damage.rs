@@ -2,12 +2,12 @@
 //! Damage that a request meets in an open image: the request fails with EIO, and the image is marked as corrupt where it is
 //! open for writing, as QEMU does.
 
-use cowshed_block::Errno;
 use cowshed_image::graph::{Corruption, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
+use cowshed_types::Errno;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -48,7 +48,7 @@ fn attempt(
     path: &Path,
     how: &str,
     offset: u64,
-) -> (cowshed_block::Result<()>, cowshed_block::Result<()>, Vec<Corruption>) {
+) -> (cowshed_types::Result<()>, cowshed_types::Result<()>, Vec<Corruption>) {
     let graph = Graph::new(&cowshed_image::DRIVERS);
     let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
     let sink = Arc::clone(&told);
@@ -79,7 +79,7 @@ const DAMAGES: [(&str, Damage); 3] = [
 ];
 
 #[test]
-fn damage_that_a_request_meets_marks_the_image_as_corrupt_as_in_qemu() {
+fn damage_met_by_a_request_marks_the_image() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (path, theirs): (PathBuf, PathBuf) = (folder.path().join("ours"), folder.path().join("theirs"));
     for (damage, patch) in DAMAGES {

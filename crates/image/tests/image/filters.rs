@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The fault filter, filters between an image and its file, and the generic settings of a node.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::Graph;
@@ -10,6 +9,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
@@ -24,11 +24,11 @@ fn open_opts(opts: &str) -> Arc<Node> {
     rt::block_on(open(OpenRequest::image_opts(opts).unwrap().writable(true))).unwrap()
 }
 
-fn write(node: &Node, offset: u64, bytes: &[u8]) -> cowshed_block::Result<()> {
+fn write(node: &Node, offset: u64, bytes: &[u8]) -> cowshed_types::Result<()> {
     rt::block_on(node.write(offset, IoBuf::copy_from(bytes))).0
 }
 
-fn read(node: &Node, offset: u64, len: usize) -> cowshed_block::Result<Vec<u8>> {
+fn read(node: &Node, offset: u64, len: usize) -> cowshed_types::Result<Vec<u8>> {
     let (result, buf) = rt::block_on(node.read(offset, IoBuf::zeroed(len)));
     result.map(|()| buf.to_vec())
 }

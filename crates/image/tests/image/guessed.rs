@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A raw disk whose format was guessed stays raw, whatever its guest asks for.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_layout::probe::{PROBE_BYTES, PROBE_TAIL_BYTES, probe_with_tail};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{ErrorKind, Result};
 use futures_util::future::join_all;
 use std::path::Path;
 use std::sync::Arc;

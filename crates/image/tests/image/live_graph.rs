@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The graph changes while requests run: none is lost, none fails, and every byte is where it belongs.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::node::ChildRole;
@@ -9,6 +8,7 @@ use cowshed_image::open::HeaderName;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{ErrorKind, Result};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -301,7 +301,7 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
 }
 
 #[test]
-fn the_caches_change_their_shape_and_the_page_cache_its_use_under_writers() {
+fn caches_change_under_writers() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "16M", "cluster_size=4k");
     let graph = Graph::new(&cowshed_image::DRIVERS);
@@ -434,7 +434,7 @@ fn a_drain_holds_requests_back_and_lets_them_go_on() {
 }
 
 #[test]
-fn what_is_in_use_stays_and_what_does_not_fit_is_refused() {
+fn nodes_in_use_stay_and_misfits_are_refused() {
     let folder = folder();
     let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
     let other = image(folder.path(), "b.qcow2", "4M", "cluster_size=64k");

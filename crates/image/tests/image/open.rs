@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: names, option trees, probing, chains, and what is refused.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_image::graph::Graph;
 use cowshed_image::open::{FileKind, Files, HostFiles, Policy};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use serde_json::json;
 use std::path::Path;
 use std::process::Command;
@@ -69,7 +69,7 @@ fn a_raw_file_is_read_and_written() {
 }
 
 #[test]
-fn requests_past_the_end_and_writes_to_a_read_only_disk_are_refused() {
+fn requests_past_the_end_and_read_only_writes_fail() {
     let folder = folder();
     let name = raw_file(&folder, "disk.raw", &[1; 8192]);
     let node = open_now(OpenRequest::file(&name).format("raw")).unwrap();
@@ -372,7 +372,7 @@ impl Files for WriteProtected {
 }
 
 #[test]
-fn a_file_that_may_not_be_written_is_read_where_that_is_allowed() {
+fn unwritable_file_is_read_where_allowed() {
     let folder = folder();
     let name = raw_file(&folder, "disk.raw", &[5; 4096]);
     let request = |opts: &str| {

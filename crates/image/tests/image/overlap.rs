@@ -2,11 +2,11 @@
 //! Overlap checks: a mapping that points into metadata is never written through; the image is marked as corrupt and stays
 //! otherwise as it was.
 
-use cowshed_block::Errno;
 use cowshed_image::graph::{Corruption, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Errno;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -41,7 +41,7 @@ fn redirect(bytes: &mut [u8], l2: usize, host: u64) {
     bytes[l2 + 8..l2 + 16].copy_from_slice(&(host | 1 << 63).to_be_bytes());
 }
 
-async fn attempt(name: &str, how: &str) -> (cowshed_block::Result<()>, String) {
+async fn attempt(name: &str, how: &str) -> (cowshed_types::Result<()>, String) {
     let node = open(OpenRequest::file(name).writable(true).discard(true)).await.unwrap();
     let result = match how {
         "write" => node.write(65536 + 4096, IoBuf::copy_from(&[9; 4096])).await.0,
@@ -88,7 +88,7 @@ fn writes_never_land_on_metadata() {
 }
 
 #[test]
-fn a_cluster_that_is_metadata_is_not_allocated_whatever_its_refcount_says() {
+fn metadata_is_never_allocated_whatever_its_refcount() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     // The refcount of the L1 table's cluster is lost.
     let path = image(folder.path(), |bytes, _| {
@@ -165,7 +165,7 @@ const CLASSES: [Class; 8] = [
 const TEMPLATES: [&str; 4] = ["none", "constant", "cached", "all"];
 
 /// Opens with the options, changes guest cluster 1, and gives the error and what the graph's observer was told.
-fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_block::Result<()>, Vec<Corruption>) {
+fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_types::Result<()>, Vec<Corruption>) {
     let graph = Graph::new(&cowshed_image::DRIVERS);
     let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();
     let sink = Arc::clone(&told);
@@ -247,7 +247,7 @@ fn bits_are_not_recorded_over_metadata() {
 }
 
 #[test]
-fn every_class_is_checked_where_its_option_or_its_template_says_so() {
+fn overlap_classes_follow_their_options_and_templates() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = image(folder.path(), |_, _| {});
     let name = path.to_str().unwrap();

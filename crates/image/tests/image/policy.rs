@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The limits of a policy for an image: its time, and the files that are opened on its word.
 
-use cowshed_block::ErrorKind;
 use cowshed_image::open::Policy;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::ErrorKind;
 use std::process::Command;
 use std::time::Duration;
 

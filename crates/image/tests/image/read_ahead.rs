@@ -132,7 +132,7 @@ fn readers_here_and_there_read_nothing_ahead() {
 }
 
 #[test]
-fn what_is_written_in_front_of_a_reader_is_what_it_reads() {
+fn readahead_sees_later_writes() {
     const CLUSTER: usize = 65536;
     let folder = folder();
     let (path, mut bytes) = compressed(&folder, "cluster_size=64k");

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers compress, preallocate, blklogwrites, blkverify and quorum: content, power cuts and requests at the same time.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{ErrorKind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The counters of attachments and nodes, on a virtual clock; dirty maps.
 
-use cowshed_block::Errno;
 use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
@@ -9,6 +8,7 @@ use cowshed_image::stats::{Accounting, IoKind};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Errno;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Throttle filters in a graph: rates on a virtual clock, groups over threads, drains, moves; and copy-on-read.
 
-use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
@@ -10,6 +9,7 @@ use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, ErrorKind, Result};
 use std::cell::Cell;
 use std::process::Command;
 use std::rc::Rc;
@@ -192,7 +192,7 @@ fn threads_share_a_group_and_never_exceed_it() {
 }
 
 #[test]
-fn requests_that_go_past_a_filter_are_counted_there_and_obey_every_change() {
+fn requests_past_a_filter_are_counted_and_limited() {
     World::new(Config::new(1)).run(async {
         let graph = Graph::new(&cowshed_image::DRIVERS);
         let group = graph.throttle_groups().create("g", limits(&[("iops-total", 1000)])).unwrap();

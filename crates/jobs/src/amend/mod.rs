@@ -6,11 +6,11 @@
 
 use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
-use cowshed_block::{Error, LINE_END, Result};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use cowshed_offline::amend::{self, Amendment, NewBacking};
+use cowshed_types::{Error, LINE_END, Result};
 use std::sync::Arc;
 
 /// What to change.

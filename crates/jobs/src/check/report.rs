@@ -2,8 +2,8 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
-use cowshed_block::LINE_END;
 use cowshed_offline::check::{CheckReport, Counters, Finding, FindingKind, REBUILT};
+use cowshed_types::LINE_END;
 use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: what was repaired, then what is wrong now. One is made when it is

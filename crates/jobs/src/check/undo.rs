@@ -3,10 +3,10 @@
 
 use super::stored_in;
 use crate::{ImageSpec, JobHandle};
-use cowshed_block::{Error, Result};
 use cowshed_offline::check as offline_check;
 pub use cowshed_offline::check::UndoReport;
 use cowshed_storage::{File, OpenOptions, path_of_text};
+use cowshed_types::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// An empty log is no longer than this, in bytes: nothing was written to the image.

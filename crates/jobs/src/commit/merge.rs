@@ -9,13 +9,13 @@ use super::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
-use cowshed_block::Result;
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, below_filters};
 use cowshed_image::open::{HeaderName, check_header_name};
 use cowshed_image::options::DriverKind;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
+use cowshed_types::Result;
 use futures_util::future::join_all;
 use std::sync::Arc;
 
@@ -209,7 +209,7 @@ fn is_protocol(driver: &str) -> bool {
 enum Stopped {
     Failed(Failure),
     /// Cancelled.
-    Ended(cowshed_block::Error),
+    Ended(cowshed_types::Error),
 }
 
 /// Puts an image on another backing node: first in its header, durably, then in the graph. It must read the same on both.

@@ -6,12 +6,12 @@ pub(crate) mod opened;
 
 use crate::runs::{Runs, copy_runs};
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::below_filters;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::path_of_text;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// What to commit.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The base of a chain in use, opened up for a job that writes into it what the layers above hold.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// The attachment by which the job `id` reads.

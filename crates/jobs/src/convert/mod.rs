@@ -10,7 +10,7 @@ mod turn;
 
 use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};
-use cowshed_block::{Error, Result, without};
+use cowshed_types::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
 pub use target::COMPRESSED_FORMATS;

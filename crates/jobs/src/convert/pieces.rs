@@ -3,7 +3,7 @@
 //! be, and holes left out.
 
 use super::source::{RunKind, SourceRun, Sources};
-use cowshed_block::Result;
+use cowshed_types::Result;
 use std::collections::VecDeque;
 
 /// A piece of the disk: `Data` pieces have at most the chunk size, others any.
@@ -106,7 +106,7 @@ impl<'a> Pieces<'a> {
                 }
             }
             if self.runs.back().is_none_or(|run| run.end <= from) {
-                return Err(cowshed_block::Error::internal("an image says nothing of a range").offset(from));
+                return Err(cowshed_types::Error::internal("an image says nothing of a range").offset(from));
             }
         }
     }

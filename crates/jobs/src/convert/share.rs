@@ -3,9 +3,9 @@
 //! for both.
 
 use super::source::{SourcePlace, Sources};
-use cowshed_block::Result;
 use cowshed_image::Node;
 use cowshed_storage::File;
+use cowshed_types::Result;
 use std::cell::Cell;
 
 /// Less than this is written: sharing many small pieces makes a file of many pieces.

@@ -2,9 +2,9 @@
 //! The images to be copied, seen as one disk.
 
 use crate::{ImageSpec, in_work};
-use cowshed_block::{Error, Result};
 use cowshed_image::{Node, StatusExtent};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What the bytes of a run are.

@@ -4,7 +4,6 @@
 use super::ConvertOptions;
 use super::source::Sources;
 use crate::ImageSpec;
-use cowshed_block::{Error, Result};
 use cowshed_codec::Codec;
 use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_create::{CreateRequest, Created};
@@ -13,6 +12,7 @@ use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 /// The open target and what is known of it.

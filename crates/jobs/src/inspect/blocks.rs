@@ -2,10 +2,10 @@
 //! The demands of an image whose format keeps a disk in blocks: a backing file at most, and only qcow and QED have one.
 
 use super::{Asked, Inspection, strange_name};
-use cowshed_block::Result;
 use cowshed_image::OpenRequest;
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
+use cowshed_types::Result;
 
 /// The formats that are judged here.
 pub(super) const FORMATS: &[&str] = &["vdi", "vpc", "vhdx", "qcow", "qed", "parallels"];

@@ -2,12 +2,12 @@
 //! The demands of a VMDK file: the files of its parts, and its parent.
 
 use super::{Asked, Inspection, strange_name};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::open::Policy;
 use cowshed_layout::vmdk::{
     Descriptor, HEADER_BYTES, SECTOR_BYTES, SparseHeader, check_kind, embedded_descriptor, limits, sectors_to_bytes,
 };
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::path::{Component, Path};
 
 /// Adds what the descriptor and the header say.

@@ -139,7 +139,7 @@ fn the_first_finding_counts_whoever_is_faster() {
 }
 
 #[test]
-fn of_several_places_that_cannot_be_read_the_first_one_is_told() {
+fn compare_reports_the_first_unreadable_place() {
     let bench = Bench::new();
     bench.pattern("one.raw", 24 << 20, 3);
     // One in each of the chunks that different threads have at the same time.

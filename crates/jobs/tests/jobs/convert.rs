@@ -2,10 +2,10 @@
 //! Conversion in every direction, checked and compared by the real qemu-img.
 
 use crate::oracle::{Bench, run};
-use cowshed_block::Error;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_jobs::dd::{self, DdOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
+use cowshed_types::Error;
 use std::os::unix::fs::MetadataExt;
 
 fn spec(bench: &Bench, name: &str) -> ImageSpec {
@@ -191,7 +191,7 @@ fn an_existing_target_is_overwritten_with_zeroes_too() {
 }
 
 #[test]
-fn an_existing_target_that_is_zero_or_an_overlay_gets_only_what_differs() {
+fn convert_writes_only_what_differs() {
     let bench = Bench::new();
     bench.pattern("a.raw", 4 << 20, 32);
     bench.qemu_img(&["create", "-q", "-f", "qcow2", "zero.qcow2", "4M"]);
@@ -290,7 +290,7 @@ fn a_cancelled_conversion_stops_and_progress_ends_at_the_size() {
     let job = JobHandle::new();
     job.cancel();
     let error = run(convert::run(&options(&bench, &["a.raw"], "b.raw", ""), &job)).expect_err("cancelled");
-    assert_eq!(error.kind(), cowshed_block::ErrorKind::Cancelled);
+    assert_eq!(error.kind(), cowshed_types::ErrorKind::Cancelled);
 }
 
 #[test]

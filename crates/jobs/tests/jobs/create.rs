@@ -2,12 +2,12 @@
 //! Creation, against the real qemu-img.
 
 use crate::oracle::{Bench, run};
-use cowshed_block::ErrorKind;
 use cowshed_image::Preallocation;
 use cowshed_jobs::create::{self, CreateRequest};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_simulator::{Config, Features, PageMap, Snapshot, World};
+use cowshed_types::ErrorKind;
 
 fn request(bench: &Bench, name: &str, options: &str, size: Option<u64>) -> CreateRequest {
     CreateRequest {

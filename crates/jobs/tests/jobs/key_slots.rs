@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Key slots: what we change opens in QEMU, what QEMU changes opens here, and what is refused changes nothing.
 
-use cowshed_block::Result;
 use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::open;
 use cowshed_image::secret::Secret;
 use cowshed_jobs::key_slots::{KeySlotOptions, run};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_storage::rt;
+use cowshed_types::Result;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

@@ -165,7 +165,7 @@ fn chains_that_go_round_or_outside_are_refused() {
 }
 
 #[test]
-fn a_gpt_is_read_by_its_checksums_and_else_its_spare_one() {
+fn damaged_gpt_gives_way_to_its_backup() {
     for block in BLOCK_BYTES {
         let disk = gpt_disk(block, &[(100, 199), (0, 0), (2048, 2048)]);
         assert_eq!(disk.find(1).unwrap(), 100 * block..200 * block);

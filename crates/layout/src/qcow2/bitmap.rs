@@ -3,7 +3,7 @@
 
 use super::{BitmapsExtension, limits};
 use crate::bytes::{be16_at, be32_at, be64_at};
-use cowshed_block::{Error, HostOffset, Result};
+use cowshed_types::{Error, HostOffset, Result};
 use std::collections::HashSet;
 
 /// Flag bit 0: the bitmap was not saved correctly.

@@ -3,7 +3,7 @@
 
 use super::features::{INCOMPAT_DATA_FILE, INCOMPAT_EXTL2};
 use super::{Geometry, Header};
-use cowshed_block::{Errno, Error, HostOffset, Result};
+use cowshed_types::{Errno, Error, HostOffset, Result};
 
 /// The unit in which the length of compressed data is counted, in bytes.
 pub const SECTOR_SIZE: u64 = 512;

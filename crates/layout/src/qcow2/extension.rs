@@ -3,7 +3,7 @@
 
 use super::features::{FeatureKind, NAMES};
 use crate::bytes::{be32_at, be64_at};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Numbers of the extension types.
 #[allow(missing_docs)]
@@ -265,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bitmap_journal_that_is_not_ours_is_kept_as_it_is() {
+    fn foreign_bitmap_journal_is_kept() {
         let journal = BitmapJournal { directory_offset: 0x50000, entries: vec![0, 7] };
         let data = journal.encode();
         let parsed = Extension::parse(types::BITMAP_JOURNAL, &data).unwrap();

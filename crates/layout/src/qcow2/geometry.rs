@@ -4,7 +4,7 @@
 use super::features::INCOMPAT_EXTL2;
 use super::validate::{self, limits};
 use super::{Header, SUBCLUSTERS_PER_CLUSTER};
-use cowshed_block::{GuestOffset, HostOffset, Result};
+use cowshed_types::{GuestOffset, HostOffset, Result};
 
 /// Sizes and index arithmetic of one image. Cheap to copy; every method is a few shifts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

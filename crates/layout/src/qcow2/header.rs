@@ -10,7 +10,7 @@ use super::{
     validate,
 };
 use crate::bytes::{array_at, be32_at, be64_at};
-use cowshed_block::{Compression, Error, Result, text_of_name};
+use cowshed_types::{Compression, Error, Result, text_of_name};
 use std::borrow::Cow;
 
 /// The first four bytes of every qcow2 file, as a number.
@@ -312,7 +312,7 @@ impl Header {
     fn does_not_fit(&self, len: usize) -> Error {
         let message =
             format!("header, extensions and backing file name don't fit a cluster of {} bytes", self.cluster_size());
-        Error::new(cowshed_block::ErrorKind::NoSpace, message).field("header").value(format!("{len} bytes"))
+        Error::new(cowshed_types::ErrorKind::NoSpace, message).field("header").value(format!("{len} bytes"))
     }
 
     fn encode_fields(&self) -> Vec<u8> {

@@ -7,7 +7,7 @@
 //! ```
 
 use super::{Header, L1Entry, L2Entry, RefcountTableEntry};
-use cowshed_block::{Error, HostOffset, Result};
+use cowshed_types::{Error, HostOffset, Result};
 use std::ops::Range;
 
 /// log2 of the cluster size: what `qemu-img create` takes.

@@ -3,7 +3,7 @@
 
 use super::{Parsed, limits};
 use crate::bytes::{be16_at, be32_at, be64_at};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Where the field `l1_size` is in an entry, in bytes.
 pub const L1_SIZE_OFFSET: u64 = 8;

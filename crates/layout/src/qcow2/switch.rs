@@ -5,7 +5,7 @@
 //! So what lies beyond is written first, to bytes that the old header doesn't use, and then the first sector.
 
 use super::{Extension, Header, extension_type, offset};
-use cowshed_block::Result;
+use cowshed_types::Result;
 use std::ops::Range;
 
 /// Bytes of which a write is atomic.

@@ -6,7 +6,7 @@ use super::features::{
     INCOMPAT_KNOWN,
 };
 use super::{Extension, FeatureNames, Header, V2_HEADER_LENGTH, V3_HEADER_LENGTH_MIN, offset};
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// What we accept where the format allows more. The values are those that QEMU documents or was seen to enforce, so
 /// that every image that it opens is opened here.

@@ -9,7 +9,7 @@ use super::{
     REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, checksum,
 };
 use crate::fresh::{FreshFile, Piece};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 const SECTOR_BYTES: u32 = 512;
 /// The state of a block that reads as zeroes.

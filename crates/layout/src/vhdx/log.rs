@@ -5,8 +5,8 @@
 use super::{CHECKSUM_AT, Guid, LOG_ENTRY_SIGNATURE, LOG_SECTOR_BYTES, REGION_TABLE_OFFSETS, checksum};
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::wrong;
-use cowshed_block::memory::{try_push, vec_for};
-use cowshed_block::{Error, Result};
+use cowshed_types::memory::{try_push, vec_for};
+use cowshed_types::{Error, Result};
 use std::ops::Range;
 
 /// A longer log with entries in it is refused, in bytes: all of it is looked at in memory.

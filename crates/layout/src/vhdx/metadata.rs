@@ -4,7 +4,7 @@
 use super::{Guid, MAX_ENTRIES, refused, wrong};
 use crate::bytes::{le16_at, le32_at, le64_at};
 use crate::parents::{beside, utf16};
-use cowshed_block::Result;
+use cowshed_types::Result;
 
 /// Length of the table at the start of the region in bytes; the items follow it.
 pub const METADATA_TABLE_BYTES: usize = 64 << 10;
@@ -148,7 +148,7 @@ impl VhdxDisk {
     /// From the first 8 bytes of the items file parameters, disk size and logical sector size.
     pub fn parse(parameters: [u8; 8], size: [u8; 8], sector: [u8; 8]) -> Result<Self> {
         let field =
-            |field, value: u64, message: String| Err(cowshed_block::Error::invalid_image(field, value, message));
+            |field, value: u64, message: String| Err(cowshed_types::Error::invalid_image(field, value, message));
         let block_bytes = le32_at(&parameters, 0).unwrap_or_default();
         let flags = le32_at(&parameters, 4).unwrap_or_default();
         let sector_bytes = le32_at(&sector, 0).unwrap_or_default();

@@ -14,7 +14,7 @@ pub use metadata::{METADATA_TABLE_BYTES, MetadataItem, MetadataTable, VhdxDisk, 
 use crate::bytes::{array_at, le16_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
 use crate::crc32c::crc32c;
-use cowshed_block::Result;
+use cowshed_types::Result;
 use std::fmt;
 
 /// Length of a header in bytes.

@@ -3,7 +3,7 @@
 
 use super::{NO_PARENT, SECTOR_BYTES, stream_end};
 use crate::fresh::{FreshFile, Piece};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::fmt::Write as _;
 
 const GRAIN_SECTORS: u64 = 128;

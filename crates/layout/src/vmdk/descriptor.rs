@@ -2,7 +2,7 @@
 //! The descriptor: a text of `key=value` lines, extent lines and comments ("The Descriptor File").
 
 use super::sectors_to_bytes;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// `parentCID` of a disk without parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;

@@ -2,7 +2,7 @@
 //! VMDK, as VMware's technical note "Virtual Disk Format 5.0" describes it: the text descriptor, the headers of sparse
 //! extents, and the markers of stream-optimised ones. Numbers are little-endian, offsets count sectors.
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 mod create;
 mod descriptor;

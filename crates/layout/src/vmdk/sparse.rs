@@ -4,7 +4,7 @@
 
 use super::{SECTOR_BYTES, sectors_to_bytes};
 use crate::bytes::{le16_at, le32_at, le64_at};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 
 /// Bytes of a header that are looked at.
 pub const HEADER_BYTES: usize = 512;

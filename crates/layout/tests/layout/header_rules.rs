@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Every rule of the header, each broken once: the error names the field, and the header without the change is good.
 
-use cowshed_block::ErrorKind;
 use cowshed_layout::qcow2::features::*;
 use cowshed_layout::qcow2::{
     BitmapsExtension, EncryptionHeader, Extension, FeatureNames, Geometry, Header, offset, peek_cluster_bits,
 };
+use cowshed_types::ErrorKind;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -336,7 +336,7 @@ proptest! {
 
     #[test]
     fn indexes_and_addresses_agree(cluster_bits in 9u32..=21, order in 0u32..=6, extended: bool, guest: u64) {
-        use cowshed_block::GuestOffset;
+        use cowshed_types::GuestOffset;
         let geometry = Geometry::new(cluster_bits, order, extended && cluster_bits >= 14).unwrap();
         let guest = GuestOffset(guest);
         let start = geometry.guest_at(geometry.l1_index(guest), geometry.l2_index(guest)).unwrap();

@@ -3,13 +3,13 @@
 
 use crate::served::foreign::Foreign;
 use crate::served::{Served, run, text, write_pattern};
-use cowshed_block::ErrorKind;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, StatusExtent, ZeroFlags, open};
 use cowshed_nbd::{ClientOptions, list_exports};
 use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::ErrorKind;
 use std::sync::Arc;
 
 const SIZE: u64 = 8 << 20;

@@ -169,7 +169,7 @@ fn drain(wire: &mut Wire) -> u64 {
 }
 
 #[test]
-fn an_old_write_never_lands_on_what_was_written_over_the_next_connection() {
+fn old_write_never_lands_after_a_new_connection() {
     for tcp in [false, true] {
         for ending in [Ending::Reset, Ending::Shutdown, Ending::HalfClosed] {
             let (served, node) = serve(small_budget());
@@ -205,7 +205,7 @@ fn an_old_write_never_lands_on_what_was_written_over_the_next_connection() {
 /// The client's connection ends at a proxy, which keeps its own to the server for a while. What the client left lies there and
 /// in the proxy's buffers; the client writes over another connection meanwhile.
 #[test]
-fn a_proxy_that_lingers_brings_no_old_write_after_a_new_one() {
+fn lingering_proxy_brings_no_old_write_later() {
     for how in [LettingGo::Reset, LettingGo::HalfClosed, LettingGo::Shutdown] {
         let (served, node) = serve(small_budget());
         let (mut old, proxy) = Proxy::between(&served);

@@ -5,13 +5,13 @@ use crate::served;
 
 use crate::served::Served;
 use crate::served::wire::Wire;
-use cowshed_block::ErrorKind;
 use cowshed_image::OpenRequest;
 use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags};
 use cowshed_nbd_proto::option::{self, OptionHeader, code, rep};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
 use cowshed_nbd_server::{Event, Limits, Removal, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use cowshed_types::ErrorKind;
 use std::io::Write;
 use std::net::{SocketAddrV4, TcpStream};
 use std::os::fd::OwnedFd;
@@ -286,7 +286,7 @@ fn a_peer_that_takes_all_places_keeps_no_other_peer_out() {
 }
 
 #[test]
-fn more_silent_connections_than_are_accepted_hold_a_client_up_for_seconds_at_most() {
+fn silent_connections_delay_a_client_by_seconds_only() {
     let served = serve_patiently(2);
     let silent: Vec<_> =
         (0..100).map(|_| std::os::unix::net::UnixStream::connect(&served.socket).expect("a connection")).collect();
@@ -369,7 +369,7 @@ fn connect_from(last_byte: u8, port: u16) -> OwnedFd {
 }
 
 #[test]
-fn connections_of_one_address_that_negotiate_for_ever_keep_no_other_address_out() {
+fn endless_negotiations_keep_no_other_address_out() {
     // Alone, no rule ends the negotiation of any of them.
     let served = serve_patiently(2);
     let address = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
@@ -399,7 +399,7 @@ fn connections_of_one_address_that_negotiate_for_ever_keep_no_other_address_out(
 }
 
 #[test]
-fn a_client_that_waits_for_a_place_loses_no_time_and_gives_its_seat_back_when_it_goes() {
+fn waiting_client_keeps_its_time_and_frees_its_seat() {
     let timeout = Duration::from_millis(300);
     let served = serve(Limits { max_connections: 1, handshake_timeout: timeout, ..Limits::default() });
     let (mut busy, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);

@@ -118,7 +118,7 @@ fn all_connections_together_hold_the_pool_and_their_own_shares() {
 }
 
 #[test]
-fn a_connection_goes_on_with_its_own_share_while_others_hold_the_pool() {
+fn connection_keeps_its_share_of_a_full_pool() {
     let setup = serve(8 * MIB, Duration::from_secs(3600), 1);
     let mut hogs: Vec<Wire> = ["a", "a", "b"].map(|export| setup.enter(export)).into();
     for wire in &mut hogs {
@@ -162,7 +162,7 @@ fn a_disk_that_hangs_leaves_memory_for_the_clients_of_others() {
 }
 
 #[test]
-fn disks_that_hang_for_too_long_leave_memory_to_others_however_many_they_are() {
+fn hanging_disks_leave_memory_to_others() {
     let setup = serve(8 * MIB, Duration::from_millis(200), 1);
     let mut hogs: Vec<Wire> = ["a", "a", "a", "b", "b"].map(|export| setup.enter(export)).into();
     for wire in &mut hogs {
@@ -208,14 +208,14 @@ fn expect_cut(hold: impl FnOnce(&mut Wire)) {
 }
 
 #[test]
-fn a_client_that_does_not_take_its_replies_loses_the_memory_to_those_who_wait() {
+fn client_without_reading_loses_memory_to_others() {
     expect_cut(|wire| {
         wire.request(Command::Read, NONE, 0, 3 * MIB, &[]);
     });
 }
 
 #[test]
-fn a_client_that_does_not_send_its_data_loses_the_memory_to_those_who_wait() {
+fn client_without_sending_loses_memory_to_others() {
     expect_cut(|wire| {
         wire.request(Command::Write, NONE, 0, 3 * MIB, &[0; 1000]);
     });
@@ -291,7 +291,7 @@ fn connections_that_each_hold_a_part_all_come_to_their_end() {
 
 /// The stall limit is far away, so nobody is cut off.
 #[test]
-fn clients_that_take_no_replies_hold_up_neither_other_exports_nor_their_own() {
+fn clients_without_reading_delay_no_export() {
     let setup = serve(8 * MIB, Duration::from_secs(3600), 1);
     let mut hogs: Vec<Wire> = (0..24).map(|n| setup.enter(["a", "b"][n % 2])).collect();
     for wire in &mut hogs {
@@ -370,7 +370,7 @@ fn requests_that_go_in_pieces_are_whole() {
 }
 
 #[test]
-fn a_write_that_waits_for_memory_is_carried_out_when_a_goodbye_is_behind_it() {
+fn write_waiting_for_memory_precedes_a_disconnect() {
     for says_goodbye in [true, false] {
         let (served, greedy, content) = serve_pattern(Duration::from_millis(200));
         let data = vec![0x5a; 3 << 20];

@@ -375,7 +375,7 @@ fn the_data_of_a_refused_write_is_no_request() {
 }
 
 #[test]
-fn zeroes_keep_their_place_where_asked_and_slow_ones_are_refused_where_asked() {
+fn write_zeroes_obeys_no_hole_and_fast_zero() {
     let served = serve();
     let (base, old) = (served.path("base.raw"), served.path("old.qcow2"));
     let content = served::write_pattern(&base, SIZE, 4);
@@ -509,7 +509,7 @@ fn a_stream_of_requests_is_answered_right_with_pauses_and_without() {
 }
 
 #[test]
-fn a_client_is_served_on_the_executor_of_whoever_asks_for_it() {
+fn client_is_served_on_the_callers_executor() {
     let served = Served::start(ServerConfig::default());
     let image = served.path("disk.raw");
     let content = served::write_pattern(&image, 4 << 20, 5);

@@ -95,7 +95,7 @@ fn written(content: &[u8]) -> u64 {
 }
 
 #[test]
-fn what_waits_at_the_entrance_does_not_begin_for_a_client_that_is_gone() {
+fn throttled_request_of_a_gone_client_never_begins() {
     let filter = "driver=throttle,node-name=t,throttle-group=g";
     let fixture = Fixture::start("driver=file,node-name=disk,filename=FILE", Some(filter), 1);
     fixture.leave_writes("t");

@@ -2,12 +2,12 @@
 //! A long request lets the other clients of its thread in.
 
 use crate::served::wire::Wire;
-use cowshed_block::Result;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle};
 use cowshed_nbd_server::{Disk, DiskQueue, DiskRun, Export, Server, ServerConfig};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_types::Result;
 use std::future::Future;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -168,7 +168,7 @@ fn pattern() -> Vec<u8> {
 }
 
 #[test]
-fn a_small_request_is_answered_before_a_long_one_of_another_client_ends() {
+fn small_request_overtakes_a_long_one() {
     let data = pattern();
     for writes in [false, true] {
         for style in [ReplyStyle::Simple, ReplyStyle::Structured] {

@@ -3,12 +3,12 @@
 
 use super::{ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
-use cowshed_block::{Error, ErrorKind, LINE_END, Result};
 use cowshed_nbd_proto::context::BASE_ALLOCATION;
 use cowshed_nbd_proto::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep};
 use cowshed_nbd_proto::{HeaderStyle, Malformed, PORTABLE_PAYLOAD_BYTES, ReplyStyle, greeting};
 use cowshed_storage::{Dispatch, IoBuf, SocketAddress};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 
 /// Replies to one option: more is no honest answer to what this client asks.
 const MAX_REPLIES: usize = 1024;

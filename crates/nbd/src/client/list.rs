@@ -4,10 +4,10 @@
 use super::handshake::{End, Handshake, Style, begin, insists_on_tls};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, code, rep};
 use cowshed_nbd_proto::{HeaderStyle, ReplyStyle};
 use cowshed_storage::{Socket, rt};
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::{Either, select};
 use std::pin::pin;
 

@@ -20,13 +20,13 @@ pub use list::{ListedExport, list_exports};
 
 use crate::tls::ClientTls;
 use connection::{Answer, Connection, Failure};
-use cowshed_block::{Errno, Error, Result, slip};
 use cowshed_nbd_proto::flags::{CommandFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::BlockSizes;
 use cowshed_nbd_proto::reply::StatusRun;
 use cowshed_nbd_proto::uri::Place;
 use cowshed_nbd_proto::{Command, NbdUri};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_types::{Errno, Error, Result, slip};
 use futures_util::lock::Mutex as AsyncMutex;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests that have no reply yet.
 
-use cowshed_block::Errno;
 use cowshed_nbd_proto::Malformed;
 use cowshed_nbd_proto::reply::StatusRun;
 use cowshed_storage::IoBuf;
+use cowshed_types::Errno;
 use slab::Slab;
 use std::task::Waker;
 

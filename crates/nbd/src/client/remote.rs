@@ -2,9 +2,9 @@
 //! An export as what a `File` stands on.
 
 use super::{Client, Reply};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_nbd_proto::flags::{STATE_ZERO, TransmissionFlags};
 use cowshed_storage::{Alignment, DataRange, File, IoBuf, Remote, RemoteFuture, TransferSizes};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::sync::Arc;
 
 impl Client {

@@ -2,8 +2,8 @@
 //! In place of TLS where the feature `tls` is off: types that have no values, and one error.
 
 use super::Plain;
-use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use std::convert::Infallible;
 use std::path::Path;
 

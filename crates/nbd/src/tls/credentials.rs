@@ -2,7 +2,7 @@
 //! TLS credentials, in a folder with the file names that QEMU uses.
 
 use super::sanity::{End, check_own};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, ring};

@@ -31,7 +31,7 @@ pub use credentials::{ClientTls, ServerTls};
 #[cfg(feature = "tls")]
 pub(crate) use session::TlsSession;
 
-use cowshed_block::{Error, ErrorKind};
+use cowshed_types::{Error, ErrorKind};
 
 /// What a decryption found.
 #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "made by TLS alone"))]

@@ -4,7 +4,7 @@
 
 use super::certificate::{Certificate, Oid, Usage};
 use super::credentials::{CA_CERT, certificates, not_parsed};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, UnixTime};

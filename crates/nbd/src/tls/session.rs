@@ -4,8 +4,8 @@
 use super::credentials::{ClientTls, ServerTls, server_name};
 use super::identity::distinguished_name;
 use super::{Plain, failed};
-use cowshed_block::{Error, Result};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, Result};
 use rustls::{CertificateError, ClientConnection, Connection, ServerConnection};
 use std::io::{Read, Write};
 

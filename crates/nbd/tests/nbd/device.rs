@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A server's export on a device that notes what the kernel's driver would be told.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_nbd::device::{Connection, await_up, detach, open, serve};
 use cowshed_storage::{NbdCall, NbdControl};
+use cowshed_types::{Errno, ErrorKind};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -137,7 +137,7 @@ fn a_device_gets_the_export_and_is_left_in_order() {
 }
 
 #[test]
-fn an_export_that_is_not_there_is_named_as_qemu_names_it() {
+fn missing_export_is_named_as_in_qemu() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("s");
     let server = server(&path);
@@ -147,7 +147,7 @@ fn an_export_that_is_not_there_is_named_as_qemu_names_it() {
 }
 
 #[test]
-fn a_device_in_use_is_refused_and_a_half_set_one_is_cleared() {
+fn device_in_use_is_refused_and_a_half_set_cleared() {
     for (fails, errno, sentence) in [
         (NbdCall::SetSocket, Errno::EBUSY, "Failed to set NBD socket"),
         (NbdCall::SetFlags, Errno::EINVAL, "failed to set the flags of the NBD device"),

@@ -62,7 +62,7 @@ fn errors_without_an_end_end_the_connection() {
 
 /// Nothing follows the header: the client doesn't wait for data that the request has no room for.
 #[test]
-fn data_that_the_request_has_no_room_for_are_not_waited_for() {
+fn excess_reply_data_is_not_waited_for() {
     const OFFSET_DATA: u16 = 1;
     read_from(|cookie| chunk(cookie, 0, OFFSET_DATA, 0xffff_fff0, &[]), false);
 }

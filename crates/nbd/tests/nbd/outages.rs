@@ -2,9 +2,9 @@
 //! Requests go on over the next connection, whatever that one offers, or fail; they never do something else.
 
 use crate::fake::{BLOCK_STATUS, Fake, Offer, READ, Seen, TRIM, WRITE, WRITE_ZEROES};
-use cowshed_block::Errno;
 use cowshed_nbd::Client;
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Errno;
 use std::time::Duration;
 
 const KIB: u64 = 1 << 10;
@@ -86,7 +86,7 @@ fn zeroes_are_cut_where_the_server_says_no_limit() {
 }
 
 #[test]
-fn a_server_that_comes_back_with_a_smaller_limit_gets_smaller_requests() {
+fn server_with_a_smaller_limit_gets_smaller_requests() {
     let sizes = |maximum| Some([512, 4096, maximum]);
     let first = Offer { block_sizes: sizes(1 << 20), ..Offer::new(SIZE) }.dying();
     let then = Offer { block_sizes: sizes(64 << 10), ..Offer::new(SIZE) };
@@ -116,7 +116,7 @@ fn a_server_that_comes_back_with_a_smaller_limit_gets_smaller_requests() {
 }
 
 #[test]
-fn a_server_that_comes_back_with_larger_blocks_gets_no_part_of_one() {
+fn server_with_larger_blocks_gets_whole_blocks() {
     let first = Offer { block_sizes: Some([512, 4096, 1 << 20]), ..Offer::new(SIZE) }.dying();
     let then = Offer { block_sizes: Some([4096, 4096, 1 << 20]), ..Offer::new(SIZE) };
     let fake = Fake::start(&[first, then]);
@@ -149,7 +149,7 @@ fn a_server_that_comes_back_without_block_status_is_not_asked() {
 
 /// A length of more than 32 bits must not lose its upper half on the way to a server without extended headers.
 #[test]
-fn a_server_that_comes_back_without_extended_headers_gets_the_whole_range() {
+fn server_without_extended_headers_gets_the_whole_range() {
     const LEN: u64 = 6 << 30;
     let first = Offer { extended: true, ..Offer::new(8 << 30) }.dying();
     let fake = Fake::start(&[first, Offer::new(8 << 30)]);

@@ -14,8 +14,8 @@ mod zeroes;
 
 use crate::ProgressFn;
 use crate::snapshots::Image;
-use cowshed_block::Result;
 use cowshed_storage::File;
+use cowshed_types::Result;
 use rewrite::Rewrite;
 
 /// What to change; `None` leaves a thing as it is.

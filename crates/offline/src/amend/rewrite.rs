@@ -5,9 +5,9 @@ use super::runs::Runs;
 use crate::ProgressFn;
 use crate::snapshots::free::{FreeClusters, StoredCounts, give_back};
 use crate::snapshots::{Image, write_all};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, Header, RefcountTableEntry, limits, refcount, switch_header};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 

@@ -3,11 +3,11 @@
 
 use super::{Amendment, NewBacking};
 use crate::snapshots::Image;
-use cowshed_block::{Error, ErrorKind, Result, name_of_text};
 use cowshed_layout::qcow2::features::{
     AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, AUTOCLEAR_RAW_DATA, COMPAT_LAZY_REFCOUNTS, INCOMPAT_COMPRESSION,
 };
 use cowshed_layout::qcow2::{Extension, Header, V2_HEADER_LENGTH, extension_type, limits};
+use cowshed_types::{Error, ErrorKind, Result, name_of_text};
 
 /// The refcount width of version 2, as log2 of bits.
 const V2_REFCOUNT_ORDER: u32 = 4;

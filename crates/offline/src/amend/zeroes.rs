@@ -7,9 +7,9 @@
 
 use super::rewrite::Rewrite;
 use crate::snapshots::{tree, write_all};
-use cowshed_block::{Error, ErrorKind, HostOffset, Result};
 use cowshed_layout::qcow2::{L1Entry, L2Entry, refcount};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, HostOffset, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// L2 tables in memory at once.

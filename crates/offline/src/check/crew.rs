@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The same work on several threads.
 
-use cowshed_block::{Error, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, Result};
 
 /// Runs `work` once on each of `threads` threads and waits for all; the workers share their tasks among themselves.
 /// With one thread it runs on the caller's, which the simulator needs.

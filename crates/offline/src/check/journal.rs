@@ -23,8 +23,8 @@
 //! image has nothing of a half-written one.
 
 use super::sweep::lock;
-use cowshed_block::{Error, Result};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, Result};
 use libdeflater::Crc;
 use std::sync::Mutex;
 

@@ -2,9 +2,9 @@
 //! The steps of a repair that give up or guess, and only on demand.
 
 use super::session::CheckSession;
-use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{L1Entry, features, offset, snapshot};
 use cowshed_qcow2::check::{EditStep, Finding, FindingKind, INACTIVE, give_up_l1, give_up_l2};
+use cowshed_types::{Error, Result};
 
 impl CheckSession<'_> {
     /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.

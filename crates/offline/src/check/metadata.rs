@@ -3,10 +3,10 @@
 
 use super::session::CheckSession;
 use super::snapshots::SNAPSHOT_RULES_VERSION;
-use cowshed_block::Result;
-use cowshed_block::memory::vec_for;
 use cowshed_layout::qcow2::BitmapTableEntry;
 use cowshed_qcow2::check::{CheckedStructure, Counts, Finding, FindingKind, Ledger};
+use cowshed_types::Result;
+use cowshed_types::memory::vec_for;
 use std::ops::Range;
 
 /// Which structures are counted.

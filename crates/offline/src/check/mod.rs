@@ -20,10 +20,10 @@ mod undo;
 mod undo_log;
 
 use crate::ProgressFn;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_qcow2::check::Ledger;
 pub use cowshed_qcow2::check::{CheckedStructure, Counters, Finding, FindingKind, Outlook, Remedy, Severity};
 use cowshed_storage::{CacheMode, File};
+use cowshed_types::{Error, ErrorKind, Result};
 use journal::Journal;
 pub use repair::REBUILT;
 use session::CheckSession;

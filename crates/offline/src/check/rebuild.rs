@@ -4,10 +4,10 @@
 use super::metadata::Scope;
 use super::relocate::Copy;
 use super::session::CheckSession;
-use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::offset;
 use cowshed_qcow2::check::{Counts, Ledger, RefcountLayout, fill_block, plan_layout};
+use cowshed_types::memory::try_collect;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 
 impl CheckSession<'_> {

@@ -5,10 +5,10 @@
 
 use super::session::CheckSession;
 use super::sweep::OverlapEntry;
-use cowshed_block::memory::{grow_map, try_push, vec_for};
-use cowshed_block::{HostOffset, Result};
 use cowshed_layout::qcow2::L2Entry;
 use cowshed_qcow2::check::{FindingKind, Ledger};
+use cowshed_types::memory::{grow_map, try_push, vec_for};
+use cowshed_types::{HostOffset, Result};
 use std::collections::HashMap;
 
 /// A copy of a cluster, and the entry that is to point to it.

@@ -3,9 +3,9 @@
 //! more, in clusters that nothing refers to.
 
 use super::session::CheckSession;
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{Counts, Ledger};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 
 impl CheckSession<'_> {
     /// `count` clusters that nothing uses, neighbours if wanted.

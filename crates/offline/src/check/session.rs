@@ -4,8 +4,6 @@
 use super::journal::Journal;
 use super::{CheckOptions, Repair};
 use crate::ProgressFn;
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
     limits, offset,
@@ -14,6 +12,8 @@ use cowshed_qcow2::check::{
     CheckedStructure, Finding, FindingKind, INACTIVE, Ledger, ScanContext, TableRef, TableRefs,
 };
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

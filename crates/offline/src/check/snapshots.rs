@@ -3,11 +3,11 @@
 
 use super::relocate::Copy;
 use super::session::{CheckSession, UnreadSnapshot, add_l1_entries};
-use cowshed_block::memory::expect_memory;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::snapshot::{self, Salvaged};
 use cowshed_layout::qcow2::{L1Entry, Snapshot, limits, offset};
 use cowshed_qcow2::check::{CheckedStructure, Finding, FindingKind, Ledger, TableRefs, normal_l1_entry};
+use cowshed_types::memory::expect_memory;
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
 /// missing, not wrong, and what the snapshot owns is known without them.

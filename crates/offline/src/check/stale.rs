@@ -2,10 +2,10 @@
 //! Bitmaps that a program without support for them has made worthless.
 
 use super::session::CheckSession;
-use cowshed_block::Result;
-use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{HeaderStages, extension_type, switch_header};
 use cowshed_qcow2::check::{Ledger, Outlook};
+use cowshed_types::Result;
+use cowshed_types::memory::set_for;
 
 /// Bytes of which a write is atomic.
 const SECTOR_BYTES: usize = 512;

@@ -4,14 +4,14 @@
 use super::crew::fan_out;
 use super::metadata::Scope;
 use super::session::CheckSession;
-use cowshed_block::memory::{try_collect, try_extend, try_push};
-use cowshed_block::{Error, Result, without};
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{
     CopiedSuspect, Counts, Difference, Finding, FindingKind, Ledger, ScanOutput, ScanStats, TableRef, compare_block,
     scan_l2,
 };
 use cowshed_storage::IoBuf;
+use cowshed_types::memory::{try_collect, try_extend, try_push};
+use cowshed_types::{Error, Result, without};
 use futures_util::future::{join, try_join_all};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -6,8 +6,8 @@
 
 use super::journal::{KIND_UNDO, checksum, unit_header};
 use super::undo_log::{PADDING_BYTES_MAX, Record, UndoLog};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 
 /// Bytes compared or copied at a time.

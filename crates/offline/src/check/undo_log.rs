@@ -5,8 +5,8 @@ use super::journal::{
     HEAD_BYTES_MAX, HEADER_BYTES, KIND_CHANGES, KIND_COMPLETE, KIND_UNDO, MAGIC, RECORD_BYTES, UNIT_BYTES, UNIT_MAGIC,
     VERSION, checksum,
 };
-use cowshed_block::{Error, Result};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, Result};
 use libdeflater::Crc;
 
 /// Bytes read at a time.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Looking for free host clusters, from the start of the file on.
 
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::ops::Range;
 

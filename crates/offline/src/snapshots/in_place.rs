@@ -12,10 +12,10 @@ use super::free::{FreeClusters, give_back, read_block};
 use super::plan::{Change, Deltas, Survey};
 use super::publish::{Publication, flagged, no_change, note_freed};
 use super::{Image, tree};
-use cowshed_block::{Errno, Error, HostOffset, Result, slip};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_KNOWN, INCOMPAT_DIRTY};
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Errno, Error, HostOffset, Result, slip};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

@@ -16,11 +16,11 @@ pub(crate) mod tree;
 
 use crate::check;
 use crate::{ProgressFn, read_header};
-use cowshed_block::keyval::next_item;
-use cowshed_block::memory::expect_memory;
-use cowshed_block::{Errno, Error, ErrorKind, LINE_END, Result};
 use cowshed_layout::qcow2::{Geometry, Header, Parsed, RefcountTableEntry, Snapshot, limits, offset, snapshot};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::keyval::next_item;
+use cowshed_types::memory::expect_memory;
+use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
 use free::{FreeClusters, StoredCounts, give_back};
 use plan::Change;
 use publish::Publication;

@@ -5,9 +5,9 @@ use super::Image;
 use super::free::read_block;
 use super::tree;
 use crate::ProgressFn;
-use cowshed_block::memory::{expect_memory, no_memory, vec_for};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, refcount};
+use cowshed_types::memory::{expect_memory, no_memory, vec_for};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 

@@ -5,10 +5,10 @@ use super::free::{FreeClusters, give_back, read_block};
 use super::plan::{Bits, Change, Deltas, Survey, Windows};
 use super::{Image, SnapshotOptions, tree};
 use crate::ProgressFn;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
 use cowshed_layout::qcow2::{L1Entry, L2Entry, RefcountTableEntry, limits, refcount};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::stream::{self, StreamExt};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -235,7 +235,7 @@ impl<'a> Publication<'a> {
                 let is_copy = host != L1Entry(*raw).offset().0;
                 let single = if is_copy { !is_shared } else { survey.single_tables.get(index as u64) };
                 let flag =
-                    if host != 0 && single { L1Entry::new(cowshed_block::HostOffset(host), true).0 } else { host };
+                    if host != 0 && single { L1Entry::new(cowshed_types::HostOffset(host), true).0 } else { host };
                 flag.to_be_bytes()
             })
             .collect();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reading the trees of an image: an L1 table, the L2 tables behind it, and what their entries refer to.
 
-use cowshed_block::memory::try_collect;
-use cowshed_block::{Error, Result};
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, Snapshot};
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::memory::try_collect;
+use cowshed_types::{Error, Result};
 use futures_util::stream::{self, StreamExt};
 
 /// L2 tables read at once.

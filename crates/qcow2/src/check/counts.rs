@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The reference counts of a window of host clusters, two bytes a cluster.
 
-use cowshed_block::memory::{grow_map, vec_for};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::refcount;
+use cowshed_types::memory::{grow_map, vec_for};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};

@@ -2,9 +2,9 @@
 //! A refcount structure made anew, in clusters that nothing refers to.
 
 use super::Counts;
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_layout::qcow2::{Geometry, limits, refcount};
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 

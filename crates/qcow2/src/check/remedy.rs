@@ -2,9 +2,9 @@
 //! The remedy of a repair for a finding, told before it is applied.
 
 use super::{CheckedStructure, Finding, FindingKind, Ledger};
-use cowshed_block::Result;
-use cowshed_block::memory::set_for;
 use cowshed_layout::qcow2::{Header, L1Entry, L2Entry};
+use cowshed_types::Result;
+use cowshed_types::memory::set_for;
 use std::collections::HashSet;
 
 /// What a repair will do about a finding.

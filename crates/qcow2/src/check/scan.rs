@@ -2,9 +2,9 @@
 //! Reading one L2 table: counting what it refers to and finding what is wrong with its entries.
 
 use super::{CheckedStructure, Counts, Finding, FindingKind, INACTIVE, TableRef};
-use cowshed_block::Result;
-use cowshed_block::memory::{no_memory, try_push};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, SubclusterBitmap};
+use cowshed_types::Result;
+use cowshed_types::memory::{no_memory, try_push};
 
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const COPIED: u64 = 1 << 63;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which L2 tables there are, each once, with the number of L1 entries that point to it.
 
-use cowshed_block::memory::no_memory;
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::memory::no_memory;
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// [`TableRef::l1_index`] of a table that only snapshots use.
 pub const INACTIVE: u32 = u32::MAX;

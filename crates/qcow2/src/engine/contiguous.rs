@@ -3,8 +3,8 @@
 
 use crate::engine::{Engine, State};
 use crate::stall::{Planned, Stall};
-use cowshed_block::{Error, ErrorKind};
 use cowshed_layout::qcow2::refcount;
+use cowshed_types::{Error, ErrorKind};
 use std::ops::Range;
 
 /// Refcount blocks in memory beyond those that count a run.

@@ -2,8 +2,8 @@
 //! Damage of the tables that a plan meets: QEMU's sentence about it, and damage that does no harm.
 
 use crate::engine::Engine;
-use cowshed_block::{Error, GuestOffset};
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
+use cowshed_types::{Error, GuestOffset};
 
 /// What a plan that meets a damaged entry is for. QEMU words the two differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

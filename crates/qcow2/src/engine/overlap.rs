@@ -5,8 +5,8 @@
 use crate::engine::{Engine, State};
 use crate::stall::Stall;
 use crate::structures::Structure;
-use cowshed_block::{Errno, Error, HostOffset};
 use cowshed_layout::qcow2::L1Entry;
+use cowshed_types::{Errno, Error, HostOffset};
 use std::collections::HashSet;
 use std::ops::Range;
 

@@ -9,7 +9,7 @@
 use crate::engine::{Engine, State};
 use crate::interleaving;
 use crate::stall::Planned;
-use cowshed_block::{HostOffset, slip};
+use cowshed_types::{HostOffset, slip};
 use std::collections::BTreeMap;
 
 /// One lost reference to a host cluster.

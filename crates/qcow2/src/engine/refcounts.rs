@@ -8,9 +8,9 @@ use crate::engine::tables::Dirt;
 use crate::engine::{Engine, State};
 use crate::stall::{Load, Planned, Stall, TableId};
 use crate::structures::Structure;
-use cowshed_block::memory::vec_for;
-use cowshed_block::{Errno, Error, HostOffset, slip};
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
+use cowshed_types::memory::vec_for;
+use cowshed_types::{Errno, Error, HostOffset, slip};
 use foldhash::{HashMap, HashMapExt};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -344,7 +344,7 @@ impl Engine {
         let end = if !is_zero && found.start < high_cluster { found.end.min(high_cluster) } else { found.end };
         // Bits 9–55 of an entry hold a host offset.
         if end > 1 << (56 - bits) {
-            return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
+            return Err(Error::new(cowshed_types::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
         if let Some(cluster) = (found.start..end).find(|cluster| self.metadata.contains(*cluster)) {
             return Err(self.overlap(state, cluster));
@@ -368,7 +368,7 @@ impl Engine {
         }
         let bits = self.geometry.cluster_bits();
         if cluster >= 1 << (56 - bits) {
-            return Err(Error::new(cowshed_block::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
+            return Err(Error::new(cowshed_types::ErrorKind::Limit, "the image file can't grow past 2^56 bytes").into());
         }
         if self.metadata.contains(cluster) {
             return Err(self.overlap(state, cluster));

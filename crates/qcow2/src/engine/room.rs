@@ -7,7 +7,7 @@
 
 use crate::engine::{Engine, State};
 use crate::stall::{Planned, Reserve, Stall};
-use cowshed_block::{HostOffset, slip};
+use cowshed_types::{HostOffset, slip};
 use foldhash::HashSet;
 use std::collections::BTreeMap;
 

@@ -9,8 +9,8 @@
 
 mod free;
 
-use cowshed_block::Result;
-use cowshed_block::memory::no_memory;
+use cowshed_types::Result;
+use cowshed_types::memory::no_memory;
 use std::alloc::{Layout, alloc, alloc_zeroed, handle_alloc_error};
 use std::any::Any;
 use std::ptr::NonNull;

@@ -3,7 +3,7 @@
 //! The filter refuses everything else: calls of later kernels, and the numbers of other interfaces (x32).
 
 use super::{Enforcement, refused};
-use cowshed_block::Result;
+use cowshed_types::Result;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
 };

@@ -7,7 +7,7 @@ use crate::medium::{Medium, Space};
 use crate::payload::{Bufs, Payload};
 use crate::sys::SysResult;
 use crate::{Alignment, DataRange, File, IoBuf, rt};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::ops::Range;
 use std::sync::Arc;
 

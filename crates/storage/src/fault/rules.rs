@@ -4,7 +4,7 @@
 use super::breakpoints::{Breakpoints, Held};
 use super::metadata::is_metadata;
 use crate::rng::Rng;
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

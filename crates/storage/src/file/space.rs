@@ -5,7 +5,7 @@ use super::File;
 use crate::IoBuf;
 use crate::counters::FileOp;
 use crate::medium::{Medium, Space};
-use cowshed_block::Result;
+use cowshed_types::Result;
 
 impl File {
     /// Gives the space of a range back: a hint. On a local file it reads as zeroes then; behind a protocol, and where a device has

@@ -37,7 +37,7 @@ fn leave_locks(path: &Path) -> (UnixStream, UnixStream) {
     pair
 }
 
-fn open(path: &Path, permissions: Permissions) -> cowshed_block::Result<File> {
+fn open(path: &Path, permissions: Permissions) -> cowshed_types::Result<File> {
     File::open(path, &OpenOptions { write: true, permissions: Some(permissions), ..OpenOptions::default() })
 }
 

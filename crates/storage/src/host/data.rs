@@ -4,7 +4,7 @@
 use super::HostFile;
 use crate::DataRange;
 use crate::sys::{self, SysResult};
-use cowshed_block::without;
+use cowshed_types::without;
 use rustix::fs::SeekFrom;
 use std::os::fd::BorrowedFd;
 

@@ -6,7 +6,7 @@ use crate::ring::{Direction, Ring};
 use crate::rt;
 use crate::sys;
 use crate::{Alignment, IoBuf, IoEngine, OpenOptions};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use std::os::fd::OwnedFd;
 use std::path::Path;

@@ -112,7 +112,7 @@ fn the_first_pages_are_written_without_a_ring() {
 }
 
 #[test]
-fn a_thread_is_alone_while_nothing_of_it_can_run_or_is_in_flight() {
+fn thread_is_alone_while_nothing_runs_or_is_in_flight() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("image");
     std::fs::write(&path, vec![1; 4096]).expect("a file");

@@ -135,7 +135,7 @@ fn what_the_kernel_gives_back_undone_is_asked_for_again() {
 }
 
 #[test]
-fn an_operation_that_is_given_back_for_ever_ends_with_that_error() {
+fn endlessly_returned_operation_ends_with_its_error() {
     let folder = folder();
     let path = folder.path().join("image");
     for (engine, way) in WAYS {
@@ -225,7 +225,7 @@ fn requests_in_bad_weather_end_with_their_data_or_one_error() {
 }
 
 #[test]
-fn a_flush_that_the_ring_has_no_worker_for_is_done_by_a_thread() {
+fn flush_without_a_ring_worker_uses_a_thread() {
     let folder = folder();
     let path = folder.path().join("image");
     std::fs::write(&path, [1; BLOCK]).expect("a file");

@@ -86,7 +86,7 @@ mod tests {
     use crate::rt;
 
     #[test]
-    fn a_task_learns_that_its_client_is_gone_and_others_do_not() {
+    fn only_the_task_of_a_gone_client_is_cancelled() {
         rt::block_on(async {
             let cancel = Cancel::new();
             let seen = Rc::new(Cell::new(false));

@@ -8,7 +8,7 @@
 
 use super::executor::{self, LocalState};
 use super::{Obligation, with_current};
-use cowshed_block::slip;
+use cowshed_types::slip;
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::Pin;

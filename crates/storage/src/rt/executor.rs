@@ -10,7 +10,7 @@ use crate::OpenOptions;
 use crate::ring::Ring;
 use crate::simulated::SimulatedFile;
 use async_task::Runnable;
-use cowshed_block::Result;
+use cowshed_types::Result;
 use slab::Slab;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::VecDeque;

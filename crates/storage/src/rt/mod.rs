@@ -18,7 +18,7 @@ pub use polling::PollLimit;
 pub(crate) use pool::ThreadPool;
 
 use crate::ring::Ring;
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn looks_grow_while_waits_are_short_and_end_with_a_long_one() {
+    fn polling_grows_with_short_waits_and_ends_with_long() {
         let mut polling = Polling::default();
         let mut looks = Vec::new();
         for _ in 0..6 {
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_lowered_counts_at_once_and_none_means_never() {
+    fn lowered_polling_limit_counts_at_once() {
         let polling = grown();
         assert_eq!(polling.look_ns(30_000, 0), Some(30_000));
         assert_eq!(polling.look_ns(0, 0), None);
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_soon_is_found_without_a_sleep_where_there_are_two_cores() {
+    fn polling_finds_soon_completions_on_two_cores() {
         let limit = PollLimit::new(Duration::from_millis(20));
         for needs in [Needs::Nothing, Needs::Cached] {
             match std::thread::available_parallelism().map_or(1, NonZero::get) {

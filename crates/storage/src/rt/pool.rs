@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Threads that block so that an executor's thread doesn't: one pool for CPU work, one for system calls.
 
-use cowshed_block::without;
+use cowshed_types::without;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::future::Future;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where to connect or listen.
 
-use cowshed_block::{Error, ErrorKind, LINE_END, Result};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::fmt;

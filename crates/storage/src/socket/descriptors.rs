@@ -6,7 +6,7 @@ use super::readiness::{self, Interest};
 use crate::attempts::ring_gave_up;
 use crate::sys::{self, SysResult};
 use crate::{IoBuf, rt};
-use cowshed_block::{Errno, Error, Result};
+use cowshed_types::{Errno, Error, Result};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,

@@ -6,7 +6,7 @@ use super::stale::clear_stale;
 use super::{Socket, SocketAddress, describe};
 use crate::attempts::ring_gave_up;
 use crate::{rt, sys};
-use cowshed_block::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};

@@ -28,7 +28,7 @@ use crate::attempts::ring_gave_up;
 use crate::payload::{Bufs, Payload};
 use crate::rt::{self, ThreadPool};
 use crate::sys::{self, SysResult};
-use cowshed_block::{Errno, Error, Result};
+use cowshed_types::{Errno, Error, Result};
 use readiness::Interest;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, SocketAddrAny};

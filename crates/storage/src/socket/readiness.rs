@@ -2,7 +2,7 @@
 //! Waiting for a socket without a ring: one thread with an epoll for the whole process.
 
 use crate::sys::{self, SysResult};
-use cowshed_block::Errno;
+use cowshed_types::Errno;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use slab::Slab;
 use std::future::Future;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Names of Unix sockets that processes left behind which ended without taking them away.
 
-use cowshed_block::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;

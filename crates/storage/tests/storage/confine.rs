@@ -2,10 +2,10 @@
 //! A confined thread does its work and nothing else. Confinement is for a thread and those that it starts, so each test
 //! locks in one of its own.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::confine::{Confined, Confinement, Enforcement};
 use cowshed_storage::rt::block_on;
 use cowshed_storage::{File, IoBuf, IoEngine, OpenOptions};
+use cowshed_types::{Errno, ErrorKind};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +18,7 @@ fn confined<T: Send + 'static>(confinement: Confinement, work: impl FnOnce(Confi
     thread.join().expect("the confined thread")
 }
 
-fn open(path: &Path, write: bool, create: bool) -> cowshed_block::Result<File> {
+fn open(path: &Path, write: bool, create: bool) -> cowshed_types::Result<File> {
     File::open(path, &OpenOptions { write, create, ..OpenOptions::default() })
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `File` on a simulated machine: failures, short transfers, and the order of things under direct I/O.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, Rng, World};
 use cowshed_storage::rt::{sleep, spawn, yield_now};
 use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_types::{Errno, ErrorKind};
 use futures_util::future::{join, join_all};
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +14,7 @@ fn create() -> File {
     File::open(Path::new("image"), &options).expect("open")
 }
 
-async fn write(file: &File, bytes: &[u8], offset: u64) -> cowshed_block::Result<()> {
+async fn write(file: &File, bytes: &[u8], offset: u64) -> cowshed_types::Result<()> {
     file.write_at(IoBuf::copy_from(bytes), offset).await.0
 }
 
@@ -109,7 +109,7 @@ fn a_failure_that_nobody_waited_for_is_remembered() {
 }
 
 #[test]
-fn a_flush_that_is_asked_for_while_one_runs_is_another_one() {
+fn flush_during_a_flush_is_another_one() {
     let world = World::new(Config::new(4));
     world.run(async {
         let file = create();

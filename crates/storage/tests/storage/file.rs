@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Files on a real disk, with each engine, with and without the page cache.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_storage::rt::{block_on, spawn, yield_now};
 use cowshed_storage::{CacheMode, DataRange, EndedOp, File, FileObserver, FileOp, IoBuf, IoEngine, OpenOptions};
+use cowshed_types::{Errno, ErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use std::path::PathBuf;
@@ -434,7 +434,7 @@ fn futures_of_transfers_are_small() {
 }
 
 #[test]
-fn the_use_of_the_page_cache_changes_while_a_file_is_open() {
+fn page_cache_use_changes_on_an_open_file() {
     for engine in [IoEngine::IoUring, IoEngine::Threads] {
         let dir = disk_dir();
         let path = dir.path().join("image");
@@ -466,7 +466,7 @@ fn the_use_of_the_page_cache_changes_while_a_file_is_open() {
 }
 
 #[test]
-fn whole_pages_and_their_parts_are_written_to_the_page_cache_in_any_order() {
+fn pages_and_their_parts_reach_the_page_cache() {
     each_mode(async |file, path| {
         let mut model = vec![0; 1 << 20];
         write(&file, &model, 0).await;

@@ -104,7 +104,7 @@ fn a_dropped_handle_detaches_and_cancel_drops() {
 }
 
 #[test]
-fn tasks_left_over_go_on_in_the_next_call_and_end_with_the_thread() {
+fn tasks_left_over_go_on_in_the_next_call() {
     let signal = Signal::default();
     let dropped = Arc::new(());
     let held = Arc::clone(&dropped);
@@ -233,7 +233,7 @@ fn offloaded_work_comes_back() {
 }
 
 #[test]
-fn work_beside_has_an_executor_of_its_own_where_there_are_two_cores() {
+fn work_beside_has_its_own_executor_on_two_cores() {
     let has_cores = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1);
     block_on(async {
         let mine = std::thread::current().id();

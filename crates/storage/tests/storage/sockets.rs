@@ -254,7 +254,7 @@ fn addresses_and_ports_are_chosen_as_asked() {
 }
 
 #[test]
-fn a_listener_that_takes_no_clients_is_waited_for_within_a_limit() {
+fn connecting_to_a_full_listener_has_a_limit() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();

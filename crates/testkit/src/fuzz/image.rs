@@ -2,9 +2,9 @@
 //! Entry points of what `cowshed-image` parses; see `layout.rs`.
 
 use super::replay::Entry;
-use cowshed_block::Compression;
 use cowshed_codec::{Codec, ZlibMode};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_size};
+use cowshed_types::Compression;
 
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("inflate", inflate), ("deflate", deflate), ("options", options)];

@@ -4,10 +4,10 @@
 use super::chain::Executor;
 use super::ops::Op;
 use crate::qemu::{MapEntry, coalesce};
-use cowshed_block::Result;
 use cowshed_image::node::{Node, ZeroFlags};
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 use futures_util::future::join_all;
 use std::path::Path;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost_nbd_write_is_success",
         about: "the NBD client says that a write was done whose connection was lost before the reply",
-        test: ("nbd", "a_write_that_was_lost_is_an_error_or_is_sent_again"),
+        test: ("nbd", "lost_write_is_an_error_or_sent_again"),
     },
     Mutant {
         name: "fua_left_out_by_the_nbd_client",
@@ -22,7 +22,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "closing_left_out_of_the_intake",
         about: "the NBD server takes requests of a client that is told to go",
-        test: ("nbd", "requests_that_lie_in_buffers_do_not_hold_up_the_removal_of_an_export"),
+        test: ("nbd", "buffered_requests_do_not_delay_removal_of_an_export"),
     },
     Mutant {
         name: "requests_of_a_dead_connection",
@@ -52,7 +52,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "rest_of_a_shortened_trim_left_out",
         about: "the NBD client takes a request for whole that went to a server without extended headers in part",
-        test: ("nbd/outages", "a_server_that_comes_back_without_extended_headers_gets_the_whole_range"),
+        test: ("nbd/outages", "server_without_extended_headers_gets_the_whole_range"),
     },
     Mutant {
         name: "zeroes_beyond_the_servers_maximum",

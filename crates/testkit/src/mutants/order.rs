@@ -7,17 +7,17 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "head_of_a_held_write_unchecked",
         about: "a write that goes to both ends of a mirror makes its first part clean, though the target lacks the part's head",
-        test: ("live_copies", "a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror"),
+        test: ("live_copies", "mirror_copies_the_rest_of_a_part_written"),
     },
     Mutant {
         name: "writes_held_before_the_map_is_whole",
         about: "a mirror sends writes to both ends before its map says which parts the target lacks",
-        test: ("live_copies", "writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it"),
+        test: ("live_copies", "early_writes_leave_their_parts_to_the_mirror"),
     },
     Mutant {
         name: "dirty_range_of_a_backup_rounded_up",
         about: "a backup of what is dirty leaves out the part in which a dirty range begins",
-        test: ("live_copies", "a_backup_of_what_is_dirty_has_all_of_each_dirty_part"),
+        test: ("live_copies", "incremental_backup_has_whole_dirty_parts"),
     },
     Mutant {
         name: "no_flush_at_detach",
@@ -172,11 +172,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "vhdx_log_emptied_before_its_changes_are_durable",
         about: "an opening that carries a VHDX log out empties it before its changes are durable",
-        test: ("crash_formats", "a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk"),
+        test: ("crash_formats", "power_cut_during_log_replay_keeps_the_disk"),
     },
     Mutant {
         name: "qed_name_led_to_before_it_is_durable",
         about: "the header of a QED image leads to another name of its backing file before that is durable",
-        test: ("crash_formats", "a_power_cut_leaves_the_old_name_of_a_backing_file_or_the_new_one"),
+        test: ("crash_formats", "power_cut_leaves_the_old_backing_name_or_the_new"),
     },
 ];

@@ -17,7 +17,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "reuse_under_running_requests",
         about: "a freed cluster is used again while requests planned before still run",
-        test: ("failure_shapes", "a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight"),
+        test: ("failure_shapes", "freed_cluster_waits_for_older_writes"),
     },
     Mutant {
         name: "epoch_not_closed",
@@ -37,7 +37,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "two_last_parts_without_a_hole",
         about: "two who give the last two parts of a cluster back at once each leave its hole to the other",
-        test: ("failure_shapes", "a_cluster_whose_last_two_parts_go_at_once_is_punched_before_it_is_used_again"),
+        test: ("failure_shapes", "cluster_freed_in_two_parts_is_punched_before_reuse"),
     },
     Mutant {
         name: "reads_unpinned",
@@ -47,17 +47,17 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "places_outlive_changes",
         about: "places remembered of a chain are believed though a layer has become writable",
-        test: ("chains", "the_places_of_a_layer_are_forgotten_when_it_may_be_written_to"),
+        test: ("chains", "writable_layer_forgets_its_cached_places"),
     },
     Mutant {
         name: "passed_over_after_changes",
         about: "an image is passed over though it has become writable",
-        test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
+        test: ("chains", "writable_image_is_never_passed_over"),
     },
     Mutant {
         name: "passed_over_in_parts",
         about: "an image is passed over where it has a granule in parts",
-        test: ("chains", "an_image_is_passed_over_only_while_nobody_may_write_to_it"),
+        test: ("chains", "writable_image_is_never_passed_over"),
     },
     Mutant {
         name: "layer_not_loaded",
@@ -67,7 +67,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "writes_in_place_unpinned",
         about: "a write in place gives its pin back before its I/O",
-        test: ("failure_shapes", "a_write_in_place_beside_a_discard_never_lands_in_the_next_owner"),
+        test: ("failure_shapes", "write_beside_a_discard_never_lands_elsewhere"),
     },
     Mutant {
         name: "dropped_requests_let_go",
@@ -82,7 +82,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "shrink_overtakes_writers",
         about: "a shrink does not wait for requests planned before it",
-        test: ("failure_shapes", "a_shrink_waits_for_writers_that_had_the_right_to_write_there"),
+        test: ("failure_shapes", "shrink_waits_for_writers_past_the_new_end"),
     },
     Mutant {
         name: "shared_clusters_written_in_place",
@@ -127,7 +127,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "freed_table_stays_dirty",
         about: "the slices of a freed table stay in the cache, dirty",
-        test: ("failure_shapes", "dirty_slices_of_a_freed_table_are_never_written_over_its_next_owner"),
+        test: ("failure_shapes", "dirty_slices_go_with_their_freed_table"),
     },
     Mutant {
         name: "packed_clusters_not_counted",
@@ -142,7 +142,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "mapping_after_a_failed_copy",
         about: "a failed copy-on-write is mapped all the same",
-        test: ("failure_shapes", "an_error_half_way_through_a_copy_leaves_no_mapping_to_garbage"),
+        test: ("failure_shapes", "failed_copy_leaves_no_mapping_to_garbage"),
     },
     Mutant {
         name: "header_before_the_new_refcount_table",
@@ -217,11 +217,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "inflated_clusters_not_forgotten",
         about: "inflated data is kept when its host cluster gets a new owner",
-        test: ("failure_shapes", "a_decompressed_cluster_is_not_served_after_its_host_cluster_has_a_new_owner"),
+        test: ("failure_shapes", "decompressed_cluster_goes_with_its_host_cluster"),
     },
     Mutant {
         name: "readers_keep_a_compact_slice",
         about: "an edit of a compact slice goes to an array that no reader sees",
-        test: ("failure_shapes", "a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight"),
+        test: ("failure_shapes", "freed_cluster_waits_for_older_writes"),
     },
 ];

@@ -58,7 +58,7 @@ impl Subject<'_> {
         self.qemu.img(arguments).expect_ok();
     }
 
-    fn ours<T>(&self, work: impl AsyncFnOnce(&Node) -> cowshed_block::Result<T>) -> T {
+    fn ours<T>(&self, work: impl AsyncFnOnce(&Node) -> cowshed_types::Result<T>) -> T {
         rt::block_on(async {
             let node = opened(self.path, true).await;
             let result = work(&node).await.unwrap_or_else(|error| panic!("{error}"));

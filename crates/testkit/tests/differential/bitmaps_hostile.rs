@@ -2,7 +2,6 @@
 //! Bitmap directories and tables that lie: writing is refused by one error that names what is wrong, nothing is changed,
 //! reading the disk goes on. And disks that get full, or fail, while bitmaps are changed.
 
-use cowshed_block::{Errno, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
@@ -10,6 +9,7 @@ use cowshed_offline::check::{CheckOptions, Repair, check};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::{Errno, Result};
 use std::path::Path;
 
 const NAME: &str = "image.qcow2";

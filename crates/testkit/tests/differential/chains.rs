@@ -189,7 +189,7 @@ fn a_short_layer_hides_what_the_base_has_behind_its_end() {
 }
 
 #[test]
-fn the_places_of_a_layer_are_forgotten_when_it_may_be_written_to() {
+fn writable_layer_forgets_its_cached_places() {
     const PIECE: usize = 4096;
     const CLUSTER: usize = 65536;
     let (qemu, folder) = (Qemu::system(), temp_dir());
@@ -303,7 +303,7 @@ fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
 
 /// The image above the layers too: known as they are while nobody may write to it, and no longer than that.
 #[test]
-fn an_image_is_passed_over_only_while_nobody_may_write_to_it() {
+fn writable_image_is_never_passed_over() {
     const PIECE: usize = 4096;
     const CLUSTER: usize = 65536;
     let (qemu, folder) = (Qemu::system(), temp_dir());

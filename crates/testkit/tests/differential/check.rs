@@ -608,7 +608,7 @@ fn big_images() {
 
 /// Where clusters in use count as free, a repair of leaks alone leaves every byte as it is, as QEMU does.
 #[test]
-fn a_repair_of_leaks_changes_nothing_where_used_clusters_count_as_free() {
+fn leak_repair_keeps_used_clusters_counted_as_free() {
     let bench = Workbench::new();
     for with_leak in [false, true] {
         let image = bench.base(SPECIMENS[0].name);

@@ -209,13 +209,13 @@ fn damaged(qemu: &Qemu, folder: &Path, case: &Case) -> Vec<u8> {
     std::fs::read(&path).expect("the image just made")
 }
 
-async fn run_check(repair: Repair, lossy: bool) -> cowshed_block::Result<CheckReport> {
+async fn run_check(repair: Repair, lossy: bool) -> cowshed_types::Result<CheckReport> {
     let file = File::open(Path::new(NAME), &OpenOptions { write: repair != Repair::None, ..OpenOptions::default() })?;
     check(&file, &CheckOptions { repair, lossy, ..CheckOptions::default() }, &|_, _| true).await
 }
 
 /// The whole disk; with `lossy`, clusters that aren't in the file are the zeroes that a lossy repair makes of them.
-async fn content(lossy: bool) -> cowshed_block::Result<Vec<u8>> {
+async fn content(lossy: bool) -> cowshed_types::Result<Vec<u8>> {
     const PIECE_BYTES: usize = 512;
     let node = open(OpenRequest::file(NAME).format("qcow2")).await?;
     let mut content = Vec::new();
@@ -270,7 +270,7 @@ fn is_of_unread_snapshot(finding: &Finding) -> bool {
 impl Expected<'_> {
     fn verify(&self, case: &CrashCase<'_>) -> Result<(), String> {
         let world = World::with_files(Config { in_order: true, ..self.config.clone() }, &case.state.files);
-        let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
+        let told = |what: &'static str| move |error: cowshed_types::Error| format!("{what}: {error}");
         let left = world.run(run_check(Repair::None, false)).map_err(told("check"))?;
         let before = dangers(&self.before);
         if let Some(new) = dangers(&left).iter().find(|danger| !before.contains(danger)) {
@@ -353,7 +353,7 @@ fn repair_and_cut(on_a_device: bool, max_distinct: usize) {
     assert!(total.distinct() > 100, "{total}");
 }
 
-async fn write_mended((at, word): &(u64, u64)) -> cowshed_block::Result<()> {
+async fn write_mended((at, word): &(u64, u64)) -> cowshed_types::Result<()> {
     let file = open_for_writing(NAME)?;
     file.write_at(IoBuf::copy_from(&word.to_be_bytes()), *at).await.0
 }
@@ -425,17 +425,17 @@ fn repairs_beside_a_snapshot_that_cannot_be_read_survive_power_cuts() {
     assert!(total.distinct() > 25, "{total}");
 }
 
-fn open_for_writing(name: &str) -> cowshed_block::Result<File> {
+fn open_for_writing(name: &str) -> cowshed_types::Result<File> {
     File::open(Path::new(name), &OpenOptions { write: true, ..OpenOptions::default() })
 }
 
-async fn run_logged_repair(repair: Repair, lossy: bool) -> cowshed_block::Result<CheckReport> {
+async fn run_logged_repair(repair: Repair, lossy: bool) -> cowshed_types::Result<CheckReport> {
     let file = open_for_writing(NAME)?;
     let options = CheckOptions { repair, lossy, undo_log: Some(open_for_writing(LOG)?), ..CheckOptions::default() };
     check(&file, &options, &|_, _| true).await
 }
 
-async fn run_undo() -> cowshed_block::Result<UndoReport> {
+async fn run_undo() -> cowshed_types::Result<UndoReport> {
     undo(&open_for_writing(NAME)?, &open_for_writing(LOG)?).await
 }
 

@@ -9,7 +9,7 @@ use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-fn run(path: &Path, repair: Repair) -> cowshed_block::Result<CheckReport> {
+fn run(path: &Path, repair: Repair) -> cowshed_types::Result<CheckReport> {
     let file = File::open(path, &OpenOptions { write: repair != Repair::None, ..OpenOptions::default() })?;
     let options = CheckOptions { repair, threads: Some(2), ..CheckOptions::default() };
     rt::block_on(check_file(&file, &options, &JobHandle::new()))

@@ -12,7 +12,7 @@ use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::specimens::{SPECIMENS, Workbench};
 use std::path::Path;
 
-fn run(image: &Path, repair: Repair) -> cowshed_block::Result<CheckOutcome> {
+fn run(image: &Path, repair: Repair) -> cowshed_types::Result<CheckOutcome> {
     let image = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
     let options = CheckOptions { image, repair, threads: Some(1), ..CheckOptions::default() };
     Ok(rt::block_on(check::run(&options, &JobHandle::new()))?.expect("qcow2 is checked"))

@@ -3,7 +3,6 @@
 //! snapshot is the same, and nothing is wrong with it but leaked clusters. A second cut hits the amendment that is made
 //! again after the first.
 
-use cowshed_block::Result;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
@@ -15,6 +14,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::path::Path;
 
 const NAME: &str = "image";
@@ -29,7 +29,7 @@ struct Case {
 }
 
 impl Case {
-    fn fail<T>(&self, error: &cowshed_block::Error) -> T {
+    fn fail<T>(&self, error: &cowshed_types::Error) -> T {
         panic!("{} on {}: {error}", self.amend, self.create)
     }
 }
@@ -187,7 +187,7 @@ impl Expected<'_> {
     }
 
     fn judge(&self, world: &World) -> std::result::Result<(), String> {
-        let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
+        let told = |what: &'static str| move |error: cowshed_types::Error| format!("{what}: {error}");
         let (report, header) = world.run(run_check()).map_err(told("check"))?;
         if report.counters.corruptions != 0 || report.counters.check_errors != 0 {
             return Err(format!("{:#?}", report.findings));
@@ -282,7 +282,7 @@ fn an_amendment_on_a_full_disk_changes_nothing() {
             assert_eq!(report.counters.corruptions, 0, "{}: {:#?}", case.amend, report.findings);
             match outcome {
                 Err(error) => {
-                    assert_eq!(error.kind(), cowshed_block::ErrorKind::NoSpace, "{}: {error}", case.amend);
+                    assert_eq!(error.kind(), cowshed_types::ErrorKind::NoSpace, "{}: {error}", case.amend);
                     assert!(report.is_clean(), "{}: {:#?}", case.amend, report.findings);
                     refused += 1;
                 }

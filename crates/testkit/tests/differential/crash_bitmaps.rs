@@ -3,7 +3,6 @@
 //! as after, and nothing is wrong with the image but leaked clusters. And a killed process: what it wrote is dirty,
 //! flushed or not.
 
-use cowshed_block::Result;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
@@ -12,6 +11,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::ops::Range;
 use std::path::Path;
 
@@ -130,7 +130,7 @@ struct Expected<'a> {
 impl Expected<'_> {
     fn verify(&self, case: &CrashCase<'_>) -> std::result::Result<(), String> {
         let world = World::with_files(Config { in_order: true, ..self.config.clone() }, &case.state.files);
-        let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
+        let told = |what: &'static str| move |error: cowshed_types::Error| format!("{what}: {error}");
         let dirty = case.state.files.get(NAME).is_some_and(|file| {
             let mut byte = [0];
             file.read(79, &mut byte);

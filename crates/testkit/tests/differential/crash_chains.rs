@@ -2,7 +2,6 @@
 //! Power cuts while an image is rebased or committed: it reads the same before, after and at every moment between, and
 //! its chain has nothing wrong but leaked clusters.
 
-use cowshed_block::Result;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::commit::{self, CommitOptions};
 use cowshed_jobs::rebase::{self, RebaseOptions};
@@ -12,6 +11,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::path::Path;
 
 const SIZE: u64 = 512 << 10;

@@ -4,7 +4,6 @@
 //! wrong but leaked clusters and the disk is what its clients were promised; once the job is over, its copy is there,
 //! whole. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
@@ -23,6 +22,7 @@ use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
 use cowshed_testkit::scenario::{ImageDisk, Prepared};
+use cowshed_types::{Error, Result};
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -246,17 +246,17 @@ fn all(job: Job) {
 }
 
 #[test]
-fn no_power_cut_during_a_backup_harms_the_disk_or_the_copy() {
+fn power_cut_during_a_backup_harms_nothing() {
     all(Job::Backup);
 }
 
 #[test]
-fn no_power_cut_during_a_mirror_harms_the_disk_or_the_copy() {
+fn power_cut_during_a_mirror_harms_nothing() {
     all(Job::Mirror);
 }
 
 #[test]
-fn no_power_cut_during_a_write_blocking_mirror_harms_the_disk_or_the_copy() {
+fn power_cut_under_a_write_blocking_mirror_harms_nothing() {
     all(Job::WriteBlocking);
 }
 

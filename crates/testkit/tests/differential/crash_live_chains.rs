@@ -2,7 +2,6 @@
 //! Power cuts while the layers of a chain in use are committed or streamed. The disk reads the same before, after and
 //! at every moment between, and its chain has nothing wrong but leaked clusters.
 
-use cowshed_block::Result;
 use cowshed_image::graph::{Graph, below_filters};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
@@ -16,6 +15,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use serde_json::json;
 use std::path::Path;
 use std::rc::Rc;

@@ -2,7 +2,6 @@
 //! Power cuts while an internal snapshot is taken, applied or deleted. The image is as before or as after, every byte
 //! of the disk and of each snapshot included, and nothing is wrong with it but leaked clusters.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, CheckReport, Repair, check};
@@ -11,6 +10,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::{ErrorKind, Result};
 use std::path::Path;
 
 const NAME: &str = "image.qcow2";
@@ -125,7 +125,7 @@ struct Expected<'a> {
 impl Expected<'_> {
     fn verify(&self, case: &CrashCase<'_>) -> std::result::Result<(), String> {
         let world = World::with_files(Config { in_order: true, ..self.config.clone() }, &case.state.files);
-        let told = |what: &'static str| move |error: cowshed_block::Error| format!("{what}: {error}");
+        let told = |what: &'static str| move |error: cowshed_types::Error| format!("{what}: {error}");
         // Counts and flags that change in place do so below the dirty bit.
         let repair = if is_dirty(&case.state.files) { Repair::All } else { Repair::None };
         let left = world.run(run_check(repair)).map_err(told("check"))?;

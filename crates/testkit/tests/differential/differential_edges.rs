@@ -42,7 +42,7 @@ fn resize(size: u64) -> Op {
     Op::Resize { size, preallocation: Preallocation::Off }
 }
 
-fn open_writable(path: &Path) -> cowshed_block::Result<Arc<Node>> {
+fn open_writable(path: &Path) -> cowshed_types::Result<Arc<Node>> {
     rt::block_on(open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)))
 }
 
@@ -380,7 +380,7 @@ const ZEROED: [&[(&str, u64, u64)]; 7] = [
     ],
 ];
 
-async fn zero_by_library(path: &Path, steps: &[(&str, u64, u64)]) -> cowshed_block::Result<()> {
+async fn zero_by_library(path: &Path, steps: &[(&str, u64, u64)]) -> cowshed_types::Result<()> {
     let node = open(OpenRequest::file(path.to_string_lossy()).format("qcow2").writable(true)).await?;
     for (kind, offset, len) in steps {
         let flags = ZeroFlags { may_unmap: kind.ends_with("-u"), no_fallback: false };
@@ -399,7 +399,7 @@ async fn zero_by_library(path: &Path, steps: &[(&str, u64, u64)]) -> cowshed_blo
 
 /// Zeroes that were written stay zeroes whatever backing file an image gets later, or however long it becomes.
 #[test]
-fn zeroes_of_the_guest_survive_a_change_of_the_backing_file_as_in_qemu() {
+fn guest_zeroes_survive_another_backing_file() {
     for qemu in Qemu::all() {
         let folder = temp_dir();
         let path = |name: &str| folder.path().join(name);

@@ -2,7 +2,6 @@
 //! Reading a disk as it was (`snapshot-access` above `copy-before-write`) while guests write to it: on the simulated disk, in
 //! many orders. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
-use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
@@ -13,6 +12,7 @@ use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::scenario::Prepared;
+use cowshed_types::{Errno, ErrorKind, Result};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
@@ -275,7 +275,7 @@ fn saving_that_takes_too_long_fails_the_write() {
 }
 
 #[test]
-fn saving_that_takes_too_long_breaks_the_past_where_that_is_wanted() {
+fn slow_saving_breaks_the_snapshot_where_allowed() {
     world_with_a_disk(2).run(async {
         let (graph, guest, past) = with_slow_target("on-cbw-error=break-snapshot").await.expect("a graph");
         read(&past, SIZE / 2).await.expect("the past is all there");

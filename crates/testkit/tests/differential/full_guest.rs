@@ -3,13 +3,13 @@
 //! of QEMU. A refused write leaves a sound image, and with room again everything goes on. (Power cuts on full disks:
 //! `crash_engine.rs`; verbs: `full_disk.rs`.)
 
-use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, Effect, Event, Fault, Features, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
+use cowshed_types::{Errno, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;

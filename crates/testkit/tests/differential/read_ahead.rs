@@ -3,7 +3,6 @@
 //! disk is so slow that they are under way for certain: nothing hangs, nothing is read afterwards, and what is read then is
 //! what the image holds.
 
-use cowshed_block::Result;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
@@ -11,6 +10,7 @@ use cowshed_image::{Node, Preallocation};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{FileOp, IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -141,7 +141,7 @@ fn a_drain_waits_for_what_is_read_ahead() {
 }
 
 #[test]
-fn an_image_that_was_deleted_is_not_read_and_leaves_nothing_behind() {
+fn deleted_image_leaves_no_readahead_behind() {
     on_a_slow_disk(|world| async move {
         let scene = Scene::begin(&world).await;
         scene

@@ -91,7 +91,7 @@ impl Subject<'_> {
         self.qemu.img([&["snapshot"], arguments, &[path]].concat()).expect_ok();
     }
 
-    fn ours<T>(&mut self, work: impl AsyncFnOnce(&File, &SnapshotOptions) -> cowshed_block::Result<T>) -> T {
+    fn ours<T>(&mut self, work: impl AsyncFnOnce(&File, &SnapshotOptions) -> cowshed_types::Result<T>) -> T {
         // From one pass over everything to many.
         let memory_bytes = [1, 1 << 14, 1 << 28][self.random.below(3) as usize];
         let options = SnapshotOptions { memory_bytes, ..SnapshotOptions::default() };

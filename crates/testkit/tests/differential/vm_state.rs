@@ -2,7 +2,6 @@
 //! The state of a virtual machine behind the disk, written and read by QEMU and by us. Everything else that is done
 //! with the image keeps it. It is written under power cuts, too.
 
-use cowshed_block::Result;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::amend::{self, AmendOptions};
@@ -13,6 +12,7 @@ use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::crash::{CrashPlan, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::path::Path;
 
 const SIZE: u64 = 1 << 20;

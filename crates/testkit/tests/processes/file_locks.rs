@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Image locks against each other and against a running QEMU.
 
-use cowshed_block::ErrorKind;
 use cowshed_storage::{File, Locking, OpenOptions, PermissionSet, Permissions};
+use cowshed_types::ErrorKind;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};

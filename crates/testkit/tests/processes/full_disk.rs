@@ -3,7 +3,6 @@
 //! anything. With room again the same command succeeds. (Writes of a guest, amendments and bitmaps: `crash_engine.rs`,
 //! `crash_amend.rs`, `bitmaps_hostile.rs`.)
 
-use cowshed_block::{Errno, ErrorKind, Result};
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_jobs::bench::{Bench, BenchOptions};
@@ -24,6 +23,7 @@ use cowshed_offline::snapshots::{self, SnapshotName};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::{Errno, ErrorKind, Result};
 use std::path::Path;
 
 const SIZE: u64 = 1 << 20;

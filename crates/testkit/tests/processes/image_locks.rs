@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File locks against a running qemu-io: each of us refuses what the other's writing would spoil.
 
-use cowshed_block::ErrorKind;
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::rt;
+use cowshed_types::ErrorKind;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 
@@ -75,7 +75,7 @@ fn a_writing_qemu_refuses_us() {
 }
 
 #[test]
-fn the_metadata_of_a_qcow2_image_is_not_read_under_a_writer() {
+fn qcow2_metadata_is_not_read_under_a_writer() {
     let (folder, _) = disk();
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
     let args = ["create", "-q", "-f", "qcow2", &path, "1M"];

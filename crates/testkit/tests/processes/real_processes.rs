@@ -2,7 +2,6 @@
 //! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of what
 //! they had been told is held against what QEMU finds.
 
-use cowshed_block::ErrorKind;
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_simulator::PageMap;
@@ -11,6 +10,7 @@ use cowshed_testkit::audit::audit;
 use cowshed_testkit::journal::Follower;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::for_each_seed;
+use cowshed_types::ErrorKind;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -110,7 +110,7 @@ fn what_is_created_unsynced_is_the_same_image_without_a_flush() {
 }
 
 #[test]
-fn a_cut_creation_of_a_small_image_leaves_it_whole_or_not_at_all() {
+fn power_cut_leaves_a_small_new_image_whole_or_absent() {
     let world = World::new(Config::new(7));
     world.run(async {
         let create = OpenOptions { write: true, create: true, ..OpenOptions::default() };

@@ -3,11 +3,11 @@
 //! opened and read, some given to the real `qemu-img`. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 //! For long runs: `cargo run -p cowshed-testkit --example crash`.
 
-use cowshed_block::Errno;
 use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::tally::Tally;
+use cowshed_types::Errno;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -55,7 +55,7 @@ fn no_power_cut_harms_an_image_behind_a_filter() {
 }
 
 #[test]
-fn no_power_cut_harms_an_image_that_takes_over_blocks_of_another_file() {
+fn power_cut_harms_no_image_with_adopted_blocks() {
     let effort = Effort { requests: 30, states: 150, sample_qemu: 75, room_bytes: None };
     let (mut tally, mut count, shared) = (Tally::default(), 0, Arc::new(AtomicU64::new(0)));
     for seed in seeds(16) {

@@ -3,7 +3,6 @@
 //! there afterwards, in each file that holds the disk. The images have no fault but leaked clusters.
 //! `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
-use cowshed_block::{Error, Result};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Preallocation, ZeroFlags};
@@ -17,6 +16,7 @@ use cowshed_testkit::operations::OpGen;
 use cowshed_testkit::random::seeds;
 use cowshed_testkit::runner::{GuestDisk, Outcome, check_disk_after_cut, run_steps};
 use cowshed_testkit::scenario::{ImageDisk, Prepared};
+use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
 const SIZE: u64 = 192 << 10;

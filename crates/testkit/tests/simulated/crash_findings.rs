@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Former findings of the crash test: the smallest requests that showed each, kept so that it stays away.
 
-use cowshed_block::Errno;
 use cowshed_simulator::{Config, Effect, Fault, OpKind};
 use cowshed_testkit::crash::CrashPlan;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::operations::parse_steps;
 use cowshed_testkit::scenario::{Prepared, Trial};
+use cowshed_types::Errno;
 use std::time::Duration;
 
 fn layer(cluster_size: u64, refcount_bits: u64, size: u64, ops: Vec<Op>) -> Layer {

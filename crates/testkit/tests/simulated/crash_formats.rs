@@ -195,7 +195,7 @@ fn formats_without_reference_counts_survive_power_cuts() {
 
 /// Names within the first sector and beyond it, and none.
 #[test]
-fn a_power_cut_leaves_the_old_name_of_a_backing_file_or_the_new_one() {
+fn power_cut_leaves_the_old_backing_name_or_the_new() {
     let (long, longer) = ("d/".repeat(300), "e".repeat(1023));
     let names = [None, Some("a.raw"), Some(&long[..]), Some(&longer[..]), Some("b.raw"), Some(&longer[..]), None];
     let (kind, image) = kinds().into_iter().find(|(kind, _)| kind.format == "qed").expect("it is there");
@@ -232,7 +232,7 @@ fn a_power_cut_leaves_the_old_name_of_a_backing_file_or_the_new_one() {
 
 /// A log that is carried out when an image is opened is there until its changes are.
 #[test]
-fn a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk() {
+fn power_cut_during_log_replay_keeps_the_disk() {
     let (kind, image) = kinds().into_iter().find(|(kind, _)| kind.format == "vhdx").expect("it is there");
     let (mut total, mut with_log) = (CrashReport::default(), 0);
     for seed in 1..=3 {
@@ -274,7 +274,7 @@ fn a_power_cut_while_a_log_is_carried_out_leaves_the_same_disk() {
 
 /// The log has 1 MiB. Its first entry takes 12 KiB here and the others 8 KiB, so that one of them stands at both ends.
 #[test]
-fn a_power_cut_while_a_log_goes_round_its_end_leaves_what_was_flushed() {
+fn power_cut_while_a_log_wraps_keeps_flushed_data() {
     const BEFORE: u64 = 122;
     const LAST: u64 = 133;
     let world = World::new(Config::new(1));

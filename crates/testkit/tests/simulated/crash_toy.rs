@@ -6,13 +6,13 @@
 //! the two slots (a sector of 64 pointers each), and data sectors. A write goes to a free sector; a flush writes the
 //! table to the other slot, and after a barrier over table and data the header, then a second barrier.
 
-use cowshed_block::Result;
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
 use cowshed_testkit::crash::{CrashFailure, CrashPlan, CrashReport, explore};
 use cowshed_testkit::model::Model;
 use cowshed_testkit::operations::OpGen;
 use cowshed_testkit::runner::{GuestDisk, check_disk_after_cut, run_steps};
+use cowshed_types::Result;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -205,7 +205,7 @@ fn run(slip: Slip, seed: u64, plan: &CrashPlan, fault: bool) -> std::result::Res
     let steps = OpGen { max_bytes: 4096, ..OpGen::new(SECTORS as u64 * SECTOR, 2048) }.steps(seed, 40);
     if fault {
         use cowshed_simulator::{Effect, Fault, OpKind};
-        let fault = Fault::new(Effect::Fail(cowshed_block::Errno::EIO)).kind(OpKind::Sync).skip(seed % 5);
+        let fault = Fault::new(Effect::Fail(cowshed_types::Errno::EIO)).kind(OpKind::Sync).skip(seed % 5);
         world.add_fault(fault);
     }
     let model = Model::new(vec![0; SECTORS * SECTOR as usize]);

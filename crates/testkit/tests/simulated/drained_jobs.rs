@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Drains beside jobs that run, and users that come while a drain holds a disk.
 
-use cowshed_block::Result;
 use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::Node;
 use cowshed_image::graph::{AttachRequest, Graph, below_filters};
@@ -13,6 +12,7 @@ use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +77,7 @@ fn a_drain_waits_for_a_piece_of_a_backup_alone() {
         graph.close_all().await?;
         Ok(seen)
     });
-    let (at, later) = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let (at, later) = seen.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(at < SIZE, "the drain waited for the job");
     assert_eq!(at, later, "the job copied under the drain");
 }
@@ -114,7 +114,7 @@ fn a_drain_waits_for_a_piece_of_a_stream_alone() {
         graph.close_all().await?;
         Ok(seen)
     });
-    let (at, later) = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let (at, later) = seen.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(at < SIZE, "the drain waited for the job");
     assert_eq!(at, later, "the job copied under the drain");
 }
@@ -142,6 +142,6 @@ fn a_client_that_comes_during_a_pivot_loses_no_write() {
         graph.close_all().await?;
         Ok(seen.to_vec())
     });
-    let seen = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let seen = seen.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(seen.iter().all(|byte| *byte == 7), "the write is lost");
 }

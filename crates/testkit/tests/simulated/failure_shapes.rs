@@ -2,7 +2,6 @@
 //! The ways in which qcow2 engines have lost data, each brought about on purpose. The test first makes sure that the
 //! dangerous moment has come. Then it cuts the power everywhere around it and holds reads against the model.
 
-use cowshed_block::Errno;
 use cowshed_image::Preallocation;
 use cowshed_simulator::{Change, Config, Effect, Event, Fault, Features, OpKind, PageMap, Trace, World};
 use cowshed_storage::{IoBuf, rt};
@@ -13,6 +12,7 @@ use cowshed_testkit::model::COMPRESSIBLE;
 use cowshed_testkit::operations::{Op as Request, parse_steps};
 use cowshed_testkit::runner::Outcome;
 use cowshed_testkit::scenario::{ImageDisk, Prepared, Trial};
+use cowshed_types::Errno;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -128,7 +128,7 @@ fn metadata_is_never_published_before_its_refcount() {
 }
 
 #[test]
-fn a_freed_cluster_is_not_used_again_while_an_older_write_to_it_is_in_flight() {
+fn freed_cluster_waits_for_older_writes() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let range = host_range(&prepared, 0, 4096);
     let requests = "0 write 0x0 0x1000 1; 1 read 0x8000 0x200; 1 read 0x9000 0x200; 1 discard 0x0 0x1000; 1 flush; \
@@ -160,7 +160,7 @@ fn a_cluster_is_not_allocated_again_before_its_hole_is_punched() {
 }
 
 #[test]
-fn a_cluster_whose_last_two_parts_go_at_once_is_punched_before_it_is_used_again() {
+fn cluster_freed_in_two_parts_is_punched_before_reuse() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
     // Two compressed clusters in one of the host.
@@ -201,7 +201,7 @@ fn two_queues_never_allocate_the_same_cluster() {
 }
 
 #[test]
-fn an_error_half_way_through_a_copy_leaves_no_mapping_to_garbage() {
+fn failed_copy_leaves_no_mapping_to_garbage() {
     let base = image(4096, 64 << 10, 0..64 << 10);
     let prepared = Prepared::new(&Chain { layers: vec![base, image(4096, 64 << 10, 0..0)] });
     let backing = prepared.files.keys().find(|name| **name != prepared.top).expect("a backing file").clone();
@@ -327,7 +327,7 @@ fn a_read_beside_a_discard_never_sees_the_next_owner() {
 }
 
 #[test]
-fn a_write_in_place_beside_a_discard_never_lands_in_the_next_owner() {
+fn write_beside_a_discard_never_lands_elsewhere() {
     nobody_gets_the_place_of_a_slow_request(OpKind::Write, async |disk| {
         disk.0.write(SLOW * 4096, IoBuf::copy_from(&[9; 4096])).await.0.expect("a write");
     });
@@ -345,7 +345,7 @@ fn a_shrink_loses_nothing_before_its_new_end() {
 }
 
 #[test]
-fn a_shrink_waits_for_writers_that_had_the_right_to_write_there() {
+fn shrink_waits_for_writers_past_the_new_end() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 128 << 10, 0..128 << 10)] });
     let range = host_range(&prepared, 31, 4096);
     let trial = Trial { faults: vec![slow(OpKind::Write, range.clone())], ..trial(1, "") };
@@ -393,7 +393,7 @@ fn the_dirty_bit_is_never_cleared_too_early() {
 }
 
 #[test]
-fn dirty_slices_of_a_freed_table_are_never_written_over_its_next_owner() {
+fn dirty_slices_go_with_their_freed_table() {
     // A table of 512 bytes maps 32 KiB; the fourth one is dirty when the shrink frees it.
     let write = |offset, len| Op::Write { offset, len, texture: Texture::Random(offset) };
     let sessions = vec![vec![write(0, 512), write(0x8000, 512), write(96 << 10, 4096)]];
@@ -417,7 +417,7 @@ fn dirty_slices_of_a_freed_table_are_never_written_over_its_next_owner() {
 }
 
 #[test]
-fn a_decompressed_cluster_is_not_served_after_its_host_cluster_has_a_new_owner() {
+fn decompressed_cluster_goes_with_its_host_cluster() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
     let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
     // Small reads: what was inflated for the first is kept for the next.

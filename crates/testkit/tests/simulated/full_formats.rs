@@ -2,10 +2,10 @@
 //! Images of formats without reference counts on a full disk: a write fails, and all else goes on.
 
 use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, vdi_count, wide_vmdk};
-use cowshed_block::ErrorKind;
 use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::random::Random;
+use cowshed_types::ErrorKind;
 use futures_util::future::join_all;
 
 const PAGE_BYTES: u64 = 4096;
@@ -110,7 +110,7 @@ fn a_full_disk_fails_writes_to_new_blocks_and_nothing_else() {
 }
 
 #[test]
-fn a_grain_too_far_away_for_an_entry_fails_its_write_and_no_flush() {
+fn grain_beyond_the_entry_fails_only_its_write() {
     let (kind, image) = wide_vmdk();
     let mut file = PageMap::from_bytes(&image);
     // Room for one more grain: an entry is the number of a sector, in 32 bits.

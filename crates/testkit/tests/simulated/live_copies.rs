@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The promises of mirrors, backups, limits and detaching, in one small case each, on the simulated disk.
 
-use cowshed_block::{Errno, Result};
 use cowshed_image::Node;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::formats::qcow2::BitmapChange;
@@ -13,6 +12,7 @@ use cowshed_jobs::faults::Strict;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::{Errno, Result};
 use serde_json::json;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ async fn content(node: &Arc<Node>) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror() {
+fn mirror_copies_the_rest_of_a_part_written() {
     let same = world().run(async {
         let (graph, source, target, guest) = start().await?;
         let options = MirrorOptions { write_blocking: Some("filter".to_owned()), ..MirrorOptions::default() };
@@ -63,11 +63,11 @@ fn a_write_into_a_part_that_the_target_lacks_leaves_the_rest_of_it_to_the_mirror
         graph.close_all().await?;
         Ok(same)
     });
-    assert!(same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}")), "the target is no copy");
+    assert!(same.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}")), "the target is no copy");
 }
 
 #[test]
-fn a_piece_whose_copy_was_dropped_is_copied_by_the_next_call() {
+fn dropped_copy_of_a_piece_is_repeated() {
     for write_blocking in [None, Some("filter".to_owned())] {
         let world = world();
         let slow = Effect::Delay(Duration::from_millis(100));
@@ -90,13 +90,13 @@ fn a_piece_whose_copy_was_dropped_is_copied_by_the_next_call() {
             graph.close_all().await?;
             Ok(same)
         });
-        assert!(same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}")), "the target is no copy");
+        assert!(same.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}")), "the target is no copy");
     }
 }
 
 /// The job looks at the map of the disk before it knows which parts the target lacks.
 #[test]
-fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
+fn early_writes_leave_their_parts_to_the_mirror() {
     for (sync, target_is_zero) in [(Sync::Full, true), (Sync::Top, false), (Sync::Full, false)] {
         let world = world();
         let slow = |kind, file, millis| {
@@ -122,13 +122,13 @@ fn writes_while_a_mirror_begins_leave_the_rest_of_their_parts_to_it() {
             graph.close_all().await?;
             Ok(same)
         });
-        let same = same.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+        let same = same.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
         assert!(same, "{sync:?}, zero: {target_is_zero}: the target is no copy");
     }
 }
 
 #[test]
-fn a_backup_of_what_is_dirty_has_all_of_each_dirty_part() {
+fn incremental_backup_has_whole_dirty_parts() {
     let copied = world().run(async {
         let graph = Graph::new(&cowshed_image::DRIVERS);
         let source = add(&graph, "driver=raw,node-name=source,file.filename=disk.raw").await?;
@@ -158,7 +158,7 @@ fn a_backup_of_what_is_dirty_has_all_of_each_dirty_part() {
         graph.close_all().await?;
         Ok(copied)
     });
-    let copied = copied.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let copied = copied.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert_eq!(copied, [0, 3, 4]);
 }
 
@@ -198,7 +198,7 @@ fn a_backup_discards_behind_the_readers_of_the_old_state() {
         graph.close_all().await?;
         Ok((seen.to_vec(), left))
     });
-    let (seen, left) = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let (seen, left) = seen.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(seen.iter().all(|byte| *byte == 1), "the reader saw the discard");
     assert!(left.iter().all(|byte| *byte == 0), "nothing was discarded");
 }
@@ -215,7 +215,7 @@ fn a_detach_flushes_and_tells_of_a_flush_that_fails() {
         drop(graph.close_all().await);
         Ok(detached)
     });
-    let detached = detached.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let detached = detached.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert_eq!(detached.map_err(|error| error.errno()), Err(Errno::EIO));
 }
 
@@ -246,6 +246,6 @@ fn a_drain_lets_throttled_requests_go_at_once() {
         graph.close_all().await?;
         Ok(took)
     });
-    let took = took.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let took = took.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(took < Duration::from_secs(1), "{took:?}");
 }

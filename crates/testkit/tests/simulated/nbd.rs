@@ -102,7 +102,7 @@ impl Relay {
 }
 
 #[test]
-fn a_write_that_was_lost_is_an_error_or_is_sent_again() {
+fn lost_write_is_an_error_or_sent_again() {
     let dir = cowshed_testkit::qemu::temp_dir();
     let path = image(&dir, "disk.raw", 1 << 20);
     let served = Served::start(&path, &SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 });
@@ -216,7 +216,7 @@ fn requests_of_a_dead_connection_are_not_begun() {
 }
 
 #[test]
-fn requests_that_lie_in_buffers_do_not_hold_up_the_removal_of_an_export() {
+fn buffered_requests_do_not_delay_removal_of_an_export() {
     let dir = cowshed_testkit::qemu::temp_dir();
     let tcp = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
     let served = Served::start(&image(&dir, "disk.raw", EACH.into()), &tcp);

@@ -22,7 +22,7 @@ fn options(image: &Path, target: &Path) -> RescueOptions {
     }
 }
 
-fn try_rescue(options: &RescueOptions) -> cowshed_block::Result<RescueMap> {
+fn try_rescue(options: &RescueOptions) -> cowshed_types::Result<RescueMap> {
     let image = (!options.image.image_opts).then(|| std::fs::read(&options.image.name).expect("image"));
     let result = rt::block_on(rescue::run(options, &JobHandle::new()));
     if let Some(image) = image {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Targets and bases that fall silent: what ends, what goes on, and what is refused meanwhile.
 
-use cowshed_block::{ErrorKind, Result};
 use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::graph::{AttachRequest, Graph, below_filters};
 use cowshed_image::options::BlockdevOptions;
@@ -13,6 +12,7 @@ use cowshed_jobs::mirror::{Mirror, MirrorOptions};
 use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use cowshed_types::{ErrorKind, Result};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -79,7 +79,7 @@ async fn may_be_resized(graph: &Arc<Graph>, node: &Arc<Node>, size: u64) -> Resu
 
 /// The flush before the drain is dropped when the job is cancelled: the end flushes the base too, once it answers.
 #[test]
-fn a_commit_that_is_cancelled_while_its_base_is_silent_ends_with_the_base() {
+fn cancelled_commit_ends_with_its_silent_base() {
     let world = world();
     let ended = world.clone().run(async move {
         let graph = Graph::new(&cowshed_image::DRIVERS);
@@ -100,14 +100,14 @@ fn a_commit_that_is_cancelled_while_its_base_is_silent_ends_with_the_base() {
         graph.close_all().await?;
         Ok(ended)
     });
-    let ended = ended.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let ended = ended.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     let kind = ended.expect("the job ends once the base answers").map_err(|error| error.kind());
     assert_eq!(kind, Err(ErrorKind::Cancelled));
 }
 
 /// A copy that is under way keeps the filter's closing waiting. The disk takes other users meanwhile.
 #[test]
-fn a_filter_that_goes_while_its_target_is_silent_holds_no_other_change() {
+fn filter_leaves_a_silent_target_without_holding_changes() {
     let world = world();
     let seen = world.clone().run(async move {
         let graph = Graph::new(&cowshed_image::DRIVERS);
@@ -132,7 +132,7 @@ fn a_filter_that_goes_while_its_target_is_silent_holds_no_other_change() {
         graph.close_all().await?;
         Ok(waited)
     });
-    let waited = seen.unwrap_or_else(|error: cowshed_block::Error| panic!("{error}"));
+    let waited = seen.unwrap_or_else(|error: cowshed_types::Error| panic!("{error}"));
     assert!(waited < Duration::from_secs(1), "a new user waited {waited:?} for the filter's target");
 }
 

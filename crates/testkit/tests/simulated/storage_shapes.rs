@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Slips in the layer of files that would lose what a guest wrote, one test each; `src/mutants/files.rs` has the slips.
 
-use cowshed_block::{Errno, ErrorKind};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Replay, World};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, Permissions, rt};
 use cowshed_testkit::qemu::temp_dir;
+use cowshed_types::{Errno, ErrorKind};
 use std::path::Path;
 
 const SECTOR: usize = 512;

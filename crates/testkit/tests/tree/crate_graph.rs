@@ -7,20 +7,20 @@ use std::process::Command;
 
 /// Crate → the crates of the workspace that it may depend on. A new crate is a new line here.
 const ARROWS: &[(&str, &[&str])] = &[
-    ("cowshed-block", &[]),
-    ("cowshed-codec", &["cowshed-block"]),
-    ("cowshed-layout", &["cowshed-block"]),
-    ("cowshed-crypto", &["cowshed-block", "cowshed-layout"]),
-    ("cowshed-offline", &["cowshed-block", "cowshed-layout", "cowshed-qcow2", "cowshed-storage"]),
-    ("cowshed-ova", &["cowshed-block", "cowshed-layout"]),
+    ("cowshed-types", &[]),
+    ("cowshed-codec", &["cowshed-types"]),
+    ("cowshed-layout", &["cowshed-types"]),
+    ("cowshed-crypto", &["cowshed-types", "cowshed-layout"]),
+    ("cowshed-offline", &["cowshed-types", "cowshed-layout", "cowshed-qcow2", "cowshed-storage"]),
+    ("cowshed-ova", &["cowshed-types", "cowshed-layout"]),
     ("cowshed-qmp", &[]),
-    ("cowshed-qcow2", &["cowshed-block", "cowshed-layout"]),
-    ("cowshed-storage", &["cowshed-block"]),
-    ("cowshed-simulator", &["cowshed-block", "cowshed-storage"]),
+    ("cowshed-qcow2", &["cowshed-types", "cowshed-layout"]),
+    ("cowshed-storage", &["cowshed-types"]),
+    ("cowshed-simulator", &["cowshed-types", "cowshed-storage"]),
     (
         "cowshed-graph",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-crypto",
             "cowshed-layout",
@@ -35,7 +35,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "cowshed-formats",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-crypto",
             "cowshed-graph",
@@ -45,11 +45,11 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
         ],
     ),
-    ("cowshed-image", &["cowshed-block", "cowshed-formats", "cowshed-graph"]),
+    ("cowshed-image", &["cowshed-types", "cowshed-formats", "cowshed-graph"]),
     (
         "cowshed-rescue",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-crypto",
             "cowshed-image",
@@ -58,21 +58,21 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-storage",
         ],
     ),
-    ("cowshed-create", &["cowshed-block", "cowshed-crypto", "cowshed-image", "cowshed-layout", "cowshed-storage"]),
-    ("cowshed-nbd-proto", &["cowshed-block"]),
+    ("cowshed-create", &["cowshed-types", "cowshed-crypto", "cowshed-image", "cowshed-layout", "cowshed-storage"]),
+    ("cowshed-nbd-proto", &["cowshed-types"]),
     ("cowshed-fuse-proto", &[]),
-    ("cowshed-fuse", &["cowshed-block", "cowshed-fuse-proto", "cowshed-image", "cowshed-storage"]),
+    ("cowshed-fuse", &["cowshed-types", "cowshed-fuse-proto", "cowshed-image", "cowshed-storage"]),
     ("cowshed-ublk-proto", &[]),
-    ("cowshed-ublk", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-ublk-proto"]),
+    ("cowshed-ublk", &["cowshed-types", "cowshed-image", "cowshed-storage", "cowshed-ublk-proto"]),
     ("cowshed-vhost-user-proto", &[]),
-    ("cowshed-vhost-user", &["cowshed-block", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
-    ("cowshed-nbd", &["cowshed-block", "cowshed-nbd-proto", "cowshed-storage"]),
-    ("cowshed-nbd-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
-    ("cowshed-http-server", &["cowshed-block", "cowshed-image", "cowshed-nbd", "cowshed-storage"]),
+    ("cowshed-vhost-user", &["cowshed-types", "cowshed-image", "cowshed-storage", "cowshed-vhost-user-proto"]),
+    ("cowshed-nbd", &["cowshed-types", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-nbd-server", &["cowshed-types", "cowshed-image", "cowshed-nbd", "cowshed-nbd-proto", "cowshed-storage"]),
+    ("cowshed-http-server", &["cowshed-types", "cowshed-image", "cowshed-nbd", "cowshed-storage"]),
     (
         "cowshed-jobs",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-create",
             "cowshed-layout",
@@ -86,7 +86,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "cowshed",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-create",
             "cowshed-layout",
@@ -105,7 +105,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "cowshed-daemon",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-create",
             "cowshed-fuse",
             "cowshed-http-server",
@@ -124,7 +124,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "cowshed-testkit",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-codec",
             "cowshed-create",
             "cowshed-layout",
@@ -144,7 +144,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "cowshed-bench",
         &[
-            "cowshed-block",
+            "cowshed-types",
             "cowshed-layout",
             "cowshed-qcow2",
             "cowshed-storage",
@@ -158,7 +158,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 
 /// Crates that must build without a runtime, the C library or a way to reach the operating system.
 const PURE: &[&str] = &[
-    "cowshed-block",
+    "cowshed-types",
     "cowshed-fuse-proto",
     "cowshed-layout",
     "cowshed-nbd-proto",
@@ -187,7 +187,7 @@ const RUNTIMES: &[&str] = &[
 ];
 
 /// The one file of [`PURE`] that reads the environment. It is part of a build of `scripts/mutants` or `scripts/without` alone.
-const SWITCHES: &str = "block/src/switches.rs";
+const SWITCHES: &str = "types/src/switches.rs";
 
 /// Standard-library modules that none of [`PURE`] may name.
 const SYSTEM_MODULES: &[&str] =
@@ -292,7 +292,7 @@ fn the_pure_crates_name_no_system_module() {
 
 #[test]
 fn the_switches_of_mutants_are_no_part_of_the_product() {
-    let block = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../block/src/lib.rs");
+    let block = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../types/src/lib.rs");
     let text = std::fs::read_to_string(block).expect("a source file is readable");
     assert!(
         text.contains("#[cfg(any(mutants, ablation))]\n#[doc(hidden)]\npub mod switches;"),

@@ -7,6 +7,8 @@ use std::process::Command;
 const LICENCE_LINE: &str = "// SPDX-License-Identifier: Apache-2.0 OR MIT";
 /// STYLE.md says about 600; beyond this a file must be split.
 const LONGEST_FILE_LINES: usize = 700;
+/// STYLE.md says about eight.
+const LONGEST_TEST_NAME_WORDS: usize = 11;
 /// Modules are named after what they hold.
 const VAGUE_NAMES: &[&str] = &["common", "helper", "helpers", "misc", "util", "utils"];
 
@@ -51,6 +53,20 @@ fn no_source_is_too_long() {
     let found =
         long.filter(|(_, lines)| *lines > LONGEST_FILE_LINES).map(|(name, lines)| format!("{name}: {lines} lines"));
     assert_none(found.collect(), "files must be split");
+}
+
+#[test]
+fn names_of_tests_are_short() {
+    let found = sources().into_iter().flat_map(|(name, text)| {
+        let lines: Vec<&str> = text.lines().map(str::trim_start).collect();
+        let tests = lines.iter().enumerate().filter(|(_, line)| **line == "#[test]");
+        let functions = tests.filter_map(|(index, _)| {
+            lines[index..].iter().find_map(|line| line.strip_prefix("fn ")?.split('(').next())
+        });
+        let long = functions.filter(|test| test.split('_').count() > LONGEST_TEST_NAME_WORDS);
+        long.map(|test| format!("{name}: {test}")).collect::<Vec<_>>()
+    });
+    assert_none(found.collect(), "a test's name is about eight words");
 }
 
 #[test]

@@ -35,7 +35,7 @@ fn every_optimisation_of_the_list_has_its_switch() {
 
 #[test]
 fn the_switches_read_the_variables_of_the_lists() {
-    let text = std::fs::read_to_string(root().join("crates/block/src/switches.rs")).expect("the source is readable");
+    let text = std::fs::read_to_string(root().join("crates/types/src/switches.rs")).expect("the source is readable");
     for variable in [mutants::VARIABLE, means::VARIABLE] {
         assert!(text.contains(&format!("std::env::var(\"{variable}\")")), "nothing reads {variable}");
     }

@@ -4,9 +4,9 @@
 use crate::proto::control::{ANY_DEVICE, INFO_BYTES, features};
 use crate::proto::params::PARAMS_BYTES;
 use crate::proto::{DeviceInfo, Params, Request, State};
-use cowshed_block::Errno;
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{UblkCall, UblkDevice, UblkDriver, UblkQueue, UblkShape, UblkTarget, rt};
+use cowshed_types::Errno;
 use rustix::io::Errno as Number;
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;

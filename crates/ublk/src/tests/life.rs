@@ -6,9 +6,9 @@ use super::served::{DISK_BYTES, RAW, Served};
 use crate::proto::Operation;
 use crate::proto::control::features;
 use crate::{Config, Recover};
-use cowshed_block::ErrorKind;
 use cowshed_image::Preallocation;
 use cowshed_storage::{UblkCall, UblkDriver, UblkTarget, rt};
+use cowshed_types::ErrorKind;
 use rustix::io::Errno as Number;
 use std::sync::atomic::Ordering;
 
@@ -56,7 +56,7 @@ fn numbers_out_of_range_are_refused_before_the_driver_is_asked() {
 }
 
 #[test]
-fn a_number_that_is_taken_and_one_that_is_not_there_are_said() {
+fn taken_and_missing_device_numbers_are_named() {
     let fake = Fake::new(ALL);
     let served = Served::on(RAW, fake.clone(), |_| ());
     assert_eq!(refused(&fake, |config| config.device = Some(0), "a ublk device 0 already"), ErrorKind::Busy);

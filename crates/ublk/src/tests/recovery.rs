@@ -11,7 +11,7 @@ use cowshed_storage::{UblkCall, rt};
 const WRITE: Operation = Operation::Write { is_durable: false };
 
 #[test]
-fn requests_that_a_dead_server_had_are_answered_once_by_the_next_one() {
+fn requests_of_a_dead_server_are_answered_once() {
     for unprivileged in [false, true] {
         let mut served = Served::new(|config| config.unprivileged = unprivileged);
         assert_eq!(served.write(0, vec![1; 4096]), 4096);
@@ -92,7 +92,7 @@ fn a_device_is_taken_over_by_its_own_export_alone() {
 }
 
 #[test]
-fn a_disk_that_became_shorter_meanwhile_is_refused_where_the_kernel_can_not_hear_of_it() {
+fn shorter_disk_is_refused_without_resize_in_the_kernel() {
     for features in [ALL, ALL & !features::UPDATE_SIZE] {
         let mut served = Served::on(RAW, Fake::new(features), |_| ());
         served.die();
@@ -113,7 +113,7 @@ fn a_disk_that_became_shorter_meanwhile_is_refused_where_the_kernel_can_not_hear
 }
 
 #[test]
-fn auto_makes_a_device_where_there_is_none_and_takes_it_over_where_there_is() {
+fn auto_makes_or_takes_over_a_device() {
     let mut served = Served::new(|config| {
         config.device = Some(0);
         config.recover = Recover::Auto;

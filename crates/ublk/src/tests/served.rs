@@ -4,11 +4,11 @@
 use super::fake::{Answer, Fake, Ticket, answer};
 use crate::proto::{Operation, Request};
 use crate::{Config, Recover, Server};
-use cowshed_block::Result;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::{Node, OpenRequest};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Result;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tempfile::TempDir;

@@ -95,7 +95,7 @@ impl Model {
 }
 
 #[test]
-fn a_model_of_bytes_agrees_with_what_programs_read_over_two_queues() {
+fn two_queues_agree_with_a_byte_model() {
     for_each_seed(6, |seed| {
         let mut random = Random::new(seed);
         let features = if random.chance(50) { ALL } else { ALL & !features::UPDATE_SIZE };
@@ -126,7 +126,7 @@ fn errors_of_the_disk_reach_the_request() {
 }
 
 #[test]
-fn each_queue_serves_as_many_requests_at_once_as_it_has_tags() {
+fn each_queue_serves_one_request_per_tag() {
     let served = Served::new(|_| ());
     let drained = rt::block_on(served.attachment.drain());
     let send = |number: u64| {
@@ -216,7 +216,7 @@ fn what_is_no_request_of_the_device_fails_alone() {
 }
 
 #[test]
-fn the_kernel_is_told_of_the_images_grain_and_of_the_first_free_number() {
+fn kernel_learns_the_grain_and_the_first_free_number() {
     let mut served = Served::on(&RAW.replace("raw", "qcow2"), Fake::new(ALL), |_| ());
     assert_eq!((served.fake.params(0).grain_bytes, served.fake.info(0).queues), (65536, 2));
     assert_eq!(served.server.as_ref().unwrap().path(), "/dev/ublkb0");

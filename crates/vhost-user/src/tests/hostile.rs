@@ -13,7 +13,7 @@ fn assert_serves(served: &Served) {
 }
 
 #[test]
-fn requests_that_cannot_be_end_with_an_error_and_the_ring_goes_on() {
+fn impossible_requests_fail_and_the_ring_goes_on() {
     let served = Served::new(|_| ());
     let mut driver = served.driver();
     let table = FrontEnd::place(0);
@@ -154,7 +154,7 @@ fn a_second_front_end_is_sent_away() {
 }
 
 #[test]
-fn requests_of_an_earlier_life_keep_to_the_memory_of_a_ring() {
+fn requests_of_an_earlier_life_keep_to_ring_memory() {
     const BLKDEBUG: &str = "driver=raw,node-name=d,file.driver=blkdebug,file.image.driver=file,file.image.filename=";
     const READ_BYTES: u32 = 4 << 20;
     let served = Served::on(BLKDEBUG, |_| ());

@@ -80,7 +80,7 @@ fn many_requests_of_two_rings_run_at_once() {
 }
 
 #[test]
-fn the_config_space_is_read_in_any_part_and_written_in_one() {
+fn config_space_is_read_and_written_in_parts() {
     let served = Served::new(|config| {
         config.block_bytes = 4096;
         config.queues = 7;

@@ -11,7 +11,6 @@ use crate::invocation::Persona;
 use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
-use cowshed_block::{Errno, Error, ErrorKind};
 use cowshed_create::NO_EXPORT;
 use cowshed_create::schema::options_of;
 use cowshed_image::open::resolve_name;
@@ -20,6 +19,7 @@ use cowshed_jobs::ImageSpec;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_ova::tar::has_ending;
+use cowshed_types::{Errno, Error, ErrorKind};
 use platform::GCP_FORMAT;
 use std::time::Instant;
 

@@ -5,10 +5,10 @@ use super::{ConvertArgs, guard, options};
 use crate::commands::{new_image, ova, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, size::human};
-use cowshed_block::Error;
 use cowshed_jobs::convert::ConvertOptions;
 use cowshed_ova::Package;
 use cowshed_ova::tar::has_ending;
+use cowshed_types::Error;
 use std::path::Path;
 use std::time::Instant;
 

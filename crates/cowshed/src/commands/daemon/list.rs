@@ -2,9 +2,9 @@
 //! `qemu-nbd --list`: the exports of a server, in the words of QEMU's.
 
 use crate::output::{Console, Failure};
-use cowshed_block::Error;
 use cowshed_daemon::client::{ClientOptions, ListedExport, TransmissionFlags, list_exports};
 use cowshed_storage::rt;
+use cowshed_types::Error;
 
 /// Names of the flags, in the order of their bits.
 const FLAGS: &[(TransmissionFlags, &str)] = &[

@@ -18,12 +18,12 @@ use crate::invocation::has_name_of_qemu;
 use crate::output::{Console, Failure, warning};
 use background::Background;
 use clap::Args;
-use cowshed_block::Error;
 use cowshed_daemon::{
     GuardProgram, MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
 };
 use cowshed_image::graph::CORRUPTION;
 use cowshed_image::options::parse_size;
+use cowshed_types::Error;
 use device::{DeviceLink, DeviceState};
 use logging::LogFormat;
 use pid_file::PidFile;

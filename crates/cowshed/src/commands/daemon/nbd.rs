@@ -9,11 +9,11 @@ use crate::invocation::{Persona, has_name_of_qemu};
 use crate::output::{Console, Failure};
 use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use cowshed_block::Error;
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, Setup, Step, check_object, client_credentials};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
+use cowshed_types::Error;
 use serde_json::json;
 
 pub const VERB: Verb = Verb {

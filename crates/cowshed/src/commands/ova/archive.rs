@@ -2,11 +2,11 @@
 //! New files: an archive, and those of one that is unpacked. They have other names until they are whole, and are gone after an
 //! error.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_jobs::JobHandle;
 use cowshed_ova::manifest::{DigestKind, Digests, Line};
 use cowshed_ova::tar::{self, Dialect};
 use cowshed_storage::{OpenOptions, Permissions};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -3,10 +3,10 @@
 
 use super::archive::{beside, claim, copy, publish};
 use super::gzip::Gzip;
-use cowshed_block::{Error, Result};
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_ova::tar;
+use cowshed_types::{Error, Result};
 use rustix::fs::SeekFrom;
 use std::fs::File;
 use std::io::{Read, Seek, Write};

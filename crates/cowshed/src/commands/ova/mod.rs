@@ -12,7 +12,6 @@ use super::{Verb, new_image, untrusted, work};
 use crate::output::{Console, Failure, json, size::human};
 use archive::{Archive, Holes};
 use clap::{ArgMatches, Args, FromArgMatches, Subcommand, ValueEnum};
-use cowshed_block::{Error, Result};
 use cowshed_jobs::JobHandle;
 use cowshed_ova::Package;
 use cowshed_ova::checks::{self, Finding, Weight};
@@ -21,6 +20,7 @@ use cowshed_ova::machine::Importer;
 use cowshed_ova::manifest::DigestKind;
 use cowshed_ova::tar::{has_ending, printable};
 use cowshed_storage::path_of_text;
+use cowshed_types::{Error, Result};
 use serde_json::json;
 use std::fs;
 use std::io;
@@ -320,7 +320,7 @@ fn pack_to(package: &Package, target: &Path, force: bool, job: &JobHandle) -> Re
     let is_second = |name: &str| ["ovf", "mf"].iter().any(|ending| has_ending(name, ending));
     if let Some(member) = files.iter().find(|member| member.name != package.descriptor && is_second(&member.name)) {
         let message = format!("'{}' would be a second descriptor or manifest", printable(&member.name));
-        return Err(Error::new(cowshed_block::ErrorKind::InvalidImage, message));
+        return Err(Error::new(cowshed_types::ErrorKind::InvalidImage, message));
     }
     let mut archive = Archive::create(target)?;
     for (index, member) in files.iter().enumerate() {

@@ -3,11 +3,11 @@
 
 use super::archive::{aside, folder_of};
 use crate::output::{Console, Failure};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_image::open::Policy;
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_ova::tar::printable;
 use cowshed_ova::{Package, PackedDisk, Stamps};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::path::Path;
 use tempfile::NamedTempFile;

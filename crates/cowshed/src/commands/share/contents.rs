@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The contents of a share: the disk as it is, a qcow2 file of it, and the page.
 
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_http_server::{Content, Packing, Reading, Version};
 use cowshed_image::Node;
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_layout::qcow2::sequential::{Sequential, Stretch};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;

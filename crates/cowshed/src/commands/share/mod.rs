@@ -12,7 +12,6 @@ use super::{Verb, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use contents::{Packed, Page, Raw, Shown, data_of};
-use cowshed_block::{Error, Result as BlockResult};
 use cowshed_codec::Codec;
 use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
@@ -20,6 +19,7 @@ use cowshed_jobs::JobHandle;
 use cowshed_layout::qcow2::sequential::Sequential;
 use cowshed_nbd::ServerTls;
 use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
+use cowshed_types::{Error, Result as BlockResult};
 use page::Facts;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_download_is_complete_when_one_client_has_all_of_one_version() {
+    fn download_is_complete_with_all_of_one_version() {
         let downloads = Downloads::default();
         assert_eq!(downloads.add("10.0.0.1:5", 1, 0..50), 50);
         assert_eq!(downloads.add("10.0.0.2:5", 1, 50..100), 50);

@@ -3,13 +3,13 @@
 
 use super::super::Qcow2Driver;
 use super::{Known, StoredBitmap};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_graph::node::BitmapStatus;
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE, parse_directory};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS;
 use cowshed_layout::qcow2::{BitmapEntry, BitmapsExtension, Header, limits};
 use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
+use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -210,7 +210,7 @@ impl Qcow2Driver {
                 if place.is_some_and(|host| host.0 + geometry.cluster_size() > self.file.len()) {
                     let message = "bitmap data lie past the end of the file";
                     let error = Error::invalid_image("bitmap_table_entry", format!("{raw:#018x}"), message);
-                    return Err(self.error(error.with_errno(cowshed_block::Errno::EIO)));
+                    return Err(self.error(error.with_errno(cowshed_types::Errno::EIO)));
                 }
                 table.insert(at / 8 + index as u64, raw);
             }

@@ -3,13 +3,13 @@
 
 use super::super::Qcow2Driver;
 use super::{Known, StoredBitmap};
-use cowshed_block::memory::expect_memory;
-use cowshed_block::{Error, HostOffset, Result, slip};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
 use cowshed_layout::qcow2::{BitmapJournal, BitmapsExtension, Extension, Header, extension_type, limits};
 use cowshed_qcow2::BitsPiece;
 use cowshed_storage::IoBuf;
+use cowshed_types::memory::expect_memory;
+use cowshed_types::{Error, HostOffset, Result, slip};
 use futures_util::stream::{self, StreamExt};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -95,7 +95,7 @@ impl Qcow2Driver {
         let bytes: u64 = maps.iter().map(|map| map.entry.encoded_len() as u64).sum();
         if maps.len() > limits::BITMAPS as usize || bytes > limits::BITMAP_DIRECTORY_BYTES {
             let message = format!("an image has at most {} bitmaps", limits::BITMAPS);
-            return Err(self.error(Error::new(cowshed_block::ErrorKind::Limit, message)));
+            return Err(self.error(Error::new(cowshed_types::ErrorKind::Limit, message)));
         }
         Ok(bytes)
     }

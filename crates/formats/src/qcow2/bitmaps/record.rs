@@ -3,12 +3,12 @@
 
 use super::super::Qcow2Driver;
 use super::StoredBitmap;
-use cowshed_block::{Errno, Error, ErrorKind, HostOffset, Result, slip};
 use cowshed_graph::node::LocalFuture;
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAP_JOURNAL;
 use cowshed_layout::qcow2::{BitmapJournal, Extension, extension_type};
 use cowshed_storage::IoBuf;
+use cowshed_types::{Errno, Error, ErrorKind, HostOffset, Result, slip};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;

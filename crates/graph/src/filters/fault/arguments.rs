@@ -4,7 +4,7 @@
 use super::SCHEMA;
 use super::rules::{FaultRule, RULE};
 use crate::options::{BareKey, BlockdevOptions, check_list, parse_list};
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
 
 /// What decides about chance; it stands beside the keys of any rule, or alone.

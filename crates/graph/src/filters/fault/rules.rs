@@ -3,9 +3,9 @@
 
 use crate::options::schemas::key;
 use crate::options::{Key, KeyType, REQUIRED};
-use cowshed_block::Errno;
 use cowshed_storage::rng::Rng;
 use cowshed_storage::rt;
+use cowshed_types::Errno;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

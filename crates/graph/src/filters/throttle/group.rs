@@ -11,8 +11,8 @@
 use super::limits::Limits;
 use super::meter::Direction;
 use super::schedule::{Entry, MemberId, Schedule, ThrottleWaits, Ticket};
-use cowshed_block::{Error, ErrorKind, Result};
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::future::Future;

@@ -2,7 +2,7 @@
 //! I/O limits by their names: those of options and throttle groups (`iops-total-max`), with the prefixes that they
 //! have there (`throttling.`, `x-`), and those of QMP's `block_set_io_throttle` (`iops_max`).
 
-use cowshed_block::{Error, Result};
+use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
 
 /// Largest rate or burst, in bytes or operations per second.

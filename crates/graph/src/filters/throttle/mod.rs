@@ -21,10 +21,10 @@ use super::Filter;
 use crate::node::{Apply, Below, Intent, LiveOptions, Mapped, Node, Transfer, Work, ZeroFlags, done};
 use crate::options::BlockdevOptions;
 use arc_swap::ArcSwap;
-use cowshed_block::{Error, ErrorKind, Result, slip};
 use cowshed_storage::IoBuf;
 #[cfg(doc)]
 use cowshed_storage::rt;
+use cowshed_types::{Error, ErrorKind, Result, slip};
 use group::Membership;
 use std::cell::Cell;
 use std::sync::Arc;

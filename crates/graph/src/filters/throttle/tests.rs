@@ -32,7 +32,7 @@ fn greedy(limits: Limits, direction: Direction, bytes: u64, seconds: usize) -> V
 }
 
 #[test]
-fn a_burst_of_2000_for_60_seconds_ends_after_3_more_at_100() {
+fn burst_ends_after_its_length() {
     let limits = limits(&[("iops-total", 100), ("iops-total-max", 2000), ("iops-total-max-length", 60)]);
     let counts = greedy(limits, Direction::Read, 4096, 120);
     // The bucket for the burst itself holds a tenth of a second.
@@ -388,7 +388,7 @@ proptest! {
 }
 
 #[test]
-fn credit_is_for_what_counts_as_one_operation_and_until_the_group_changes() {
+fn throttle_credit_ends_when_its_group_changes() {
     let group = Group::new("group", limits(&[("iops-total", 50_000), ("iops-size", 4096)])).unwrap();
     let member = Membership::new(group.clone());
     let credit = Credit::default();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A disk of zeroes whose reads and writes wait for the test, from an offset on.
 
-use cowshed_block::Result;
 use cowshed_image::ZeroFlags;
 use cowshed_nbd_server::{Disk, DiskQueue, DiskRun};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
