@@ -48,7 +48,8 @@ impl Authorization {
         Ok(Authorization::ListFile { path: path.to_owned(), refresh, loaded })
     }
 
-    /// Whether the client with this name may come. A file that has changed and can't be used any more lets nobody in.
+    /// Whether the client with this name may come. A file that has changed and can't be used any more refuses every
+    /// client.
     fn allows(&self, identity: &str) -> QmpResult<bool> {
         match self {
             Authorization::Simple { identity: wanted } => Ok(identity == wanted),
@@ -217,7 +218,7 @@ impl Authorizations {
         };
     }
 
-    /// What asks the object `id`, which need not be there yet: as long as it isn't, nobody may come.
+    /// What asks the object `id`, which need not be there yet: until then every client is refused.
     pub fn authorizer(&self, id: &str) -> Authorizer {
         let (all, id) = (self.clone(), id.to_owned());
         Authorizer(Arc::new(move |identity| {
@@ -297,7 +298,7 @@ mod tests {
         assert!(live.allows("x").unwrap() && fixed.allows("x").unwrap());
         std::fs::write(&path, r#"{"policy": "deny", "rules": []}"#).unwrap();
         assert!(!live.allows("x").unwrap() && fixed.allows("x").unwrap());
-        // One that is broken lets nobody in, until it is right again.
+        // A broken list refuses every client, until it is right again.
         std::fs::write(&path, "{").unwrap();
         assert!(live.allows("x").unwrap_err().description.contains("Unable to parse"));
         std::fs::remove_file(&path).unwrap();

@@ -107,7 +107,7 @@ pub fn run_with(
             Err(error) => Err(error),
         };
         let stopped = shut_down(&daemon, stop_limit).await;
-        // Those who still wait for a command's reply learn that there won't be one.
+        // Clients that still wait for a command's reply learn that there won't be one.
         drop(messages);
         for reply in daemon.farewells.take() {
             reply(commands::nothing());

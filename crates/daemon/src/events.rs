@@ -84,7 +84,7 @@ impl EventBus {
         listeners.push(listener);
     }
 
-    /// Tells everybody. `data` is an object.
+    /// Tells every listener. `data` is an object.
     pub fn emit(&self, name: &'static str, data: Value) {
         let data = match data {
             Value::Object(data) => data,

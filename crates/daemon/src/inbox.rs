@@ -36,7 +36,7 @@ impl<T> Clone for Sender<T> {
 }
 
 impl<T> Sender<T> {
-    /// Puts a message in; it comes back when nobody will ever take it.
+    /// Puts a message in; it comes back when its receiver is gone.
     pub fn send(&self, message: T) -> Result<(), T> {
         let mut shared = lock(&self.0);
         if shared.closed {

@@ -250,8 +250,8 @@ impl Nbd {
         addresses.map(ToString::to_string).collect()
     }
 
-    /// Ends an export: nobody uses it any more when this returns, or its last requests hang. Then it is shutting down, and is
-    /// gone when they end.
+    /// Ends an export: when this returns, it has no users, or its last requests hang. In that case it is shutting down,
+    /// and is gone when they end.
     pub async fn remove(self: &Rc<Self>, id: &str, removal: Removal) -> Result<()> {
         let Some(export) = self.find(id) else {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no export '{id}'")));

@@ -81,7 +81,7 @@ async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
         options.text("driver").is_some_and(|driver| ["raw", "file", "host_device", "host_cdrom"].contains(&driver));
     let Some(name) = file_of(graph, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
-    // The content of an image of no format is nobody's word.
+    // The content of an image of no format makes no claims.
     if inspection.verdict != InspectVerdict::Suspicious || inspection.format == "raw" {
         return Ok(());
     }

@@ -374,7 +374,7 @@ impl Driver for MappedDriver {
                             break;
                         }
                     }
-                    // Neighbouring packed blocks are one run to whoever asks.
+                    // Neighbouring packed blocks are reported as one run.
                     Place::Packed { .. } => match statuses.last_mut() {
                         Some(last) if last.compressed => last.len += run.len,
                         _ => statuses.push(status),

@@ -129,7 +129,7 @@ async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
         return at_end.map(|footer| (footer, end));
     }
     match VpcFooter::parse(&start) {
-        // Nobody puts a copy in front of a fixed disk.
+        // A fixed disk has no copy in front.
         Ok(VpcFooter { kind: VpcKind::Fixed, .. }) => at_end.map(|footer| (footer, end)),
         copy => copy.map(|footer| (footer, start)),
     }

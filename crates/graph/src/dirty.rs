@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which parts of a disk were written since somebody looked: in memory, for jobs that copy a disk in use.
+//! The parts of a disk that were written since a job looked: in memory, for jobs that copy a disk in use.
 //!
 //! A part counts as dirty once a write to it has ended, well or not. A job that clears a part *before* it reads it sees
 //! every change: a write that was under way makes it dirty again.

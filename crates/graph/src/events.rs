@@ -24,7 +24,7 @@ impl Events {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Counts a change and wakes everybody.
+    /// Counts a change and wakes every waiter.
     pub fn notify(&self) {
         let waiting = {
             let mut waiting = self.lock();

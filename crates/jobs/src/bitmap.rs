@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Persistent dirty bitmaps of an image that nobody uses: added, removed, cleared, enabled, disabled, merged.
+//! Persistent dirty bitmaps of an image that isn't in use: added, removed, cleared, enabled, disabled, merged.
 
 use crate::{ImageSpec, JobHandle};
 use cowshed_image::Node;

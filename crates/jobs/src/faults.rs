@@ -96,9 +96,9 @@ pub enum ErrorAction {
     Stop,
 }
 
-/// Who decides.
+/// Decides what a job does about an error.
 pub trait Judge {
-    /// Decides, and tells whoever wants to know.
+    /// Decides on one error, and reports it to its listeners.
     fn judge(&self, failure: &Failure) -> ErrorAction;
 }
 

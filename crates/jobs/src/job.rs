@@ -49,7 +49,7 @@ pub struct JobHandle(Arc<Shared>);
 const NAP: Duration = Duration::from_millis(100);
 
 impl JobHandle {
-    /// A handle that nobody watches.
+    /// A handle without a watcher.
     pub fn new() -> Self {
         Self::default()
     }

@@ -51,8 +51,8 @@ pub async fn run(options: &KeySlotOptions, job: &JobHandle) -> Result<()> {
     result.and(closed)
 }
 
-/// Adds or erases key slots of the image in `node`, which is open for writing and not read by anybody. Durable when it
-/// returns; a power cut in between leaves what opened the image before.
+/// Adds or erases key slots of the image in `node`, which is open for writing and has no readers. Durable when it
+/// returns. After a power cut in between, the old keys still open the image.
 pub async fn amend(node: &Node, image: &ImageSpec, values: &OptionValues, force: bool) -> Result<()> {
     let in_file = |error: Error| if error.file_name().is_none() { error.file(node.filename()) } else { error };
     let (area, prefix) = node.key_slots()?;

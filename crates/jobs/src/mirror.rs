@@ -88,11 +88,11 @@ pub struct Mirror {
     opened: Option<OpenedBase>,
     replaces: Option<Arc<Node>>,
     skipped_bytes: u64,
-    /// Held while a piece is copied, and while it changes who writes to the target. True once it has ended.
+    /// Held while a piece is copied, and while the writer of the target changes. True once it has ended.
     piece: futures_util::lock::Mutex<bool>,
 }
 
-/// Who writes to the target.
+/// The writer of the target.
 #[derive(Clone)]
 enum Writer {
     /// The job.
@@ -206,7 +206,7 @@ impl Ends<'_> {
 }
 
 impl Mirror {
-    /// Starts it: from now on writes to `source` are noticed. The target must be writable, and used by nobody. With
+    /// Starts it: from now on writes to `source` are noticed. The target must be writable, and have no users. With
     /// another size the first step fails.
     pub async fn start(
         graph: &Arc<Graph>,
@@ -479,7 +479,7 @@ impl Mirror {
         }
     }
 
-    /// Copies a range, whoever writes to the target now. `target`: the job's way there, made where it is needed.
+    /// Copies a range, by the present writer of the target. `target`: the job's way there, made where it is needed.
     async fn copy_piece(&self, source: &Queue, target: &mut Option<Queue>, range: &Range<u64>) -> Result<(), Failure> {
         let _piece = self.piece.lock().await;
         let writer = self.writer();
@@ -509,7 +509,7 @@ impl Mirror {
         Ok(())
     }
 
-    /// The source must still be where its users write: else there are writes that nobody noticed.
+    /// The source must still be where its users write: else some writes were not noticed.
     fn check_place(&self) -> Result<()> {
         let mut node = self.reader.node();
         while !Arc::ptr_eq(&node, &self.source) {
@@ -553,9 +553,9 @@ impl Mirror {
         Ok(())
     }
 
-    /// Makes both the same and ends. With `pivot` the target takes the source's place for everybody. On an error the
-    /// source stays where it is. `job` may be cancelled while the target hangs: the source's users go on then, and what the
-    /// target still does keeps it until it answers.
+    /// Makes both the same and ends. With `pivot` the target takes the source's place for all its users. On an error
+    /// the source stays where it is. `job` may be cancelled while the target hangs: the source's users go on then, and
+    /// what the target still does keeps it until it answers.
     pub async fn finish(self: &Rc<Self>, pivot: bool, job: &JobHandle) -> Result<()> {
         self.note_end().await;
         // The last flush finds little to do then, and a target that hangs is met before the source's users have to wait.

@@ -108,7 +108,7 @@ impl ImageSpec {
         }
     }
 
-    /// The same with the choice of who does the I/O of its file.
+    /// The same with a choice of the AIO engine of its file.
     fn tree_with_aio(&self, aio: &str) -> Result<BlockdevOptions> {
         let mut tree = self.tree()?;
         let is_cached = !matches!(self.cache.as_deref(), Some("none" | "directsync"));

@@ -64,7 +64,7 @@ async fn blockdev_set_active(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
     nothing()
 }
 
-/// Nodes become inactive that nobody stands on, then those below them.
+/// Nodes without users become inactive first, then those below them.
 async fn inactivate_all(daemon: &Rc<Daemon>) -> QmpResult<()> {
     if !daemon.graph.attachments().is_empty() {
         return Err(QmpError::generic("Failed to inactivate all nodes: Operation not permitted"));
@@ -81,7 +81,7 @@ async fn inactivate_all(daemon: &Rc<Daemon>) -> QmpResult<()> {
     Ok(())
 }
 
-/// Completes a node on disk and gives its locks back, and those below it that nobody else uses.
+/// Completes a node on disk and gives its locks back, and those below it that have no other users.
 async fn inactivate(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
     let users = node.user_names();
     if users.iter().any(|user| daemon.graph.find(user).is_some()) {

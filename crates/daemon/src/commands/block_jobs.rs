@@ -122,7 +122,7 @@ pub(super) fn mirror_sync(arguments: &Arguments) -> QmpResult<Sync> {
     }
 }
 
-/// Readies a mirror. `closes_target`: a target that nobody uses is closed at its end.
+/// Readies a mirror. `closes_target`: an unused target is closed at its end.
 pub(super) async fn prepare_mirror(
     daemon: &Rc<Daemon>,
     arguments: &Arguments,

@@ -144,7 +144,7 @@ async fn chardev_remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
     nothing()
 }
 
-/// A break is for serial lines; here it reaches nobody, as with QEMU's sockets and buffers.
+/// A break is for serial lines. Here it has no effect, as with QEMU's sockets and buffers.
 async fn send_break(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let id = arguments.text("id");
     match daemon.chardevs.check_new(id) {

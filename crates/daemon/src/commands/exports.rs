@@ -99,7 +99,7 @@ pub(crate) struct Access<'a> {
 }
 
 impl Access<'_> {
-    /// Names without certificates to find them in would let everybody in.
+    /// A check of names without certificates would let every client in.
     fn check(&self, daemon: &Daemon) -> QmpResult<()> {
         let (Some(_), creds) = (self.tls_authz, self.tls_creds) else { return Ok(()) };
         let Some(creds) = creds else {

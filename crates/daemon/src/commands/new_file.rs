@@ -80,7 +80,7 @@ impl NewFile {
     }
 }
 
-/// Creates the image of a request. A file that is there already is replaced when nobody uses it; what a link leads to is left
+/// Creates the image of a request. An existing file is replaced when it has no users; the target of a link is left
 /// alone.
 pub(super) async fn create(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
     check_device_name(&request.filename).map_err(failed)?;
@@ -156,7 +156,7 @@ async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResul
     }
 }
 
-/// A file that is locked against everybody else, and that no node of ours has.
+/// A file that is locked against other processes, and that no node of ours has.
 struct Held {
     node: Arc<Node>,
     user: Arc<Attachment>,

@@ -119,7 +119,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     if daemon.objects.find(id).is_some() {
         return Err(duplicate(id));
     }
-    // Credentials that can't be used are refused here, not when somebody needs them.
+    // Unusable credentials are refused here, not at their first use.
     match &object {
         Object::TlsCreds { dir, is_server: true, verify_peer, sanity_check, .. } => {
             ServerTls::of_object(dir, *verify_peer, *sanity_check).map_err(failed)?;

@@ -44,7 +44,7 @@ fn target(daemon: &Daemon, name: &str) -> QmpResult<Target> {
 }
 
 impl Target {
-    /// The throttle filter that all requests of the target pass, and nobody else's.
+    /// The throttle filter that all requests of the target pass, and no others.
     fn filter(&self, daemon: &Daemon) -> Option<Arc<Node>> {
         match self {
             Target::Export(attachment) => among_filters(attachment.node(), |node| node.user_names().len() == 1),
@@ -190,7 +190,7 @@ async fn leave(daemon: &Rc<Daemon>, filter: &Arc<Node>) -> QmpResult<Value> {
 fn forget_unused(daemon: &Rc<Daemon>, name: &str) {
     let unused = daemon.graph.throttle_groups().find(name).is_some_and(|group| group.members() == 0);
     if unused && daemon.objects.find(name).is_none() {
-        // Fails only when somebody has joined it since.
+        // Fails only when a member has joined it since.
         let _ = daemon.graph.throttle_groups().delete(name);
     }
 }

@@ -365,7 +365,7 @@ impl Job {
                 }
                 false => Poll::Ready(()),
             });
-            // The handle wakes nobody.
+            // The handle wakes no task.
             within(LOOK, woken).await;
         }
         Ok(())

@@ -184,7 +184,7 @@ pub fn serve(
     let _ = writer.join();
 }
 
-/// What a monitor says where nobody can answer: a greeting without capabilities.
+/// The greeting of a monitor on a device without a client: it has no capabilities.
 pub(crate) fn silent_greeting(context: &MonitorContext) -> Vec<u8> {
     encode(&json!({"QMP": {"version": version(), "capabilities": []}}), context.properties.is_pretty())
 }

@@ -67,7 +67,7 @@ pub(super) async fn add_overlay(
         .with("node-name", id)
         .with("backing", below.name())
         .with("file", json!({"driver": "file", "filename": filename}))
-        // Nobody reads it after a crash.
+        // The file isn't read after a crash.
         .with("cache", json!({"no-flush": true}));
     for key in ["discard", "detect-zeroes"] {
         if let Some(value) = options.get(key) {

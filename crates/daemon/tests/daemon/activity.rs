@@ -65,7 +65,7 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
     set(&mut client, "q", false);
     set(&mut client, "q", false);
     assert_eq!(states(&mut client), named(&[("q", false)]));
-    // It is complete on disk, and nobody has a lock on it.
+    // It is complete on disk, and has no locks.
     qemu.expect_clean(&path);
     let reads = ["read -P 1 0 1M", "read -P 2 1M 1M", "write -P 3 512k 64k"].map(str::to_owned);
     qemu.io_commands(&path, "qcow2", &reads).expect_ok();
@@ -87,7 +87,7 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
     let inactive = json!({"type": "nbd", "id": "e", "node-name": "q", "allow-inactive": true});
     assert!(client.refusal("block-export-add", inactive).contains("'q' is inactive"));
     assert!(client.refusal("blockdev-add", node(&path, "q")).contains("Duplicate"));
-    // While somebody else has it, it stays inactive.
+    // While another process has it, it stays inactive.
     let mut other = Command::new(qemu.io_path())
         .args(["-f", "qcow2"])
         .arg(&path)
@@ -95,7 +95,8 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
         .stdout(Stdio::piped())
         .spawn()
         .expect("qemu-io runs");
-    // It asks for a command when it has the image. Nobody else looks at the image meanwhile: that takes a lock of its own.
+    // It asks for a command when it has the image. No other process looks at the image meanwhile: that takes a lock of
+    // its own.
     let mut prompt = [0; 9];
     other.stdout.as_mut().expect("a pipe").read_exact(&mut prompt).expect("it opens the image");
     assert_eq!(&prompt, b"qemu-io> ");
@@ -144,7 +145,7 @@ fn what_an_inactive_node_stands_on_is_inactive_too() {
     set(&mut client, "o", false);
     assert_eq!(states(&mut client), named(&[("n", true), ("o", false), ("q", false)]));
     assert!(client.refusal("blockdev-del", json!({"node-name": "q"})).contains("in use"));
-    // Nobody reads the base meanwhile.
+    // No node reads the base meanwhile.
     qemu.io_commands(&base, "qcow2", &["write -P 3 256k 64k".to_owned()]).expect_ok();
     set(&mut client, "o", true);
     assert_eq!(states(&mut client), named(&[("n", true), ("o", true), ("q", true)]));

@@ -173,7 +173,7 @@ fn who_may_come_changes_while_the_server_runs() {
     let rules = r#"{"rules": [{"match": "CN=*", "format": "glob", "policy": "allow"}]}"#;
     std::fs::write(&list, rules).expect("write");
     assert!(comes("plain") && !comes("full"));
-    // Without its object nobody comes; with another one of that name, who that lets in.
+    // Without its object every client is refused. Another object of that name decides anew.
     client.command("object-del", json!({"id": "a"}));
     assert!(!comes("plain"));
     let rule = json!({"match": "C=GB*", "policy": "allow", "format": "glob"});
@@ -183,7 +183,7 @@ fn who_may_come_changes_while_the_server_runs() {
     assert_eq!(client.command("qom-get", get("policy")), "deny");
     assert_eq!(client.command("qom-get", get("rules")), json!([rule]));
     client.command("nbd-server-stop", json!({}));
-    // Names without certificates would let everybody in.
+    // A check of names without certificates would let every client in.
     let start = |creds: &[(&str, &str)]| {
         let mut arguments = json!({"addr": {"type": "unix", "data": {"path": socket}}, "tls-authz": "a"});
         creds.iter().for_each(|(key, value)| arguments[*key] = json!(value));

@@ -359,7 +359,7 @@ fn fleecing(both: &mut Both) {
         ("blockdev-add", filter(json!({"bitmap": {"node": "o"}}))),
         ("blockdev-add", past("zz")),
         ("blockdev-add", filter(json!({"cbw-timeout": 10, "bitmap": {"node": "o", "name": "dirty"}}))),
-        // Somebody writes past the filter.
+        // A user writes past the filter.
         ("blockdev-add", past("cbw")),
         ("blockdev-reopen", json!({"options": [throttle("cbw")]})),
         ("blockdev-add", past("cbw")),

@@ -226,7 +226,7 @@ fn unused_file_is_replaced_and_one_in_use_not() {
     client.command("drive-backup", backup(&target));
     client.event("BLOCK_JOB_COMPLETED");
     assert!(std::fs::read(&target).expect("a file") == model, "the older file is replaced");
-    // A node that holds no lock uses it too, and a link is nobody's to replace.
+    // A node without locks is a user too, and a link is never replaced.
     let node = json!({"driver": "raw", "node-name": "unlocked",
                       "file": {"driver": "file", "filename": target, "locking": "off"}});
     client.command("blockdev-add", node);

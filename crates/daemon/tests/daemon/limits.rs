@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Limits by command. How exactly they are kept is tested where they are made; here: who has which.
+//! Limits by command. Their exactness is tested where they are made. These tests show which node has which limits.
 
 use super::exports::{serving, uri};
 use super::running::{Client, Running};

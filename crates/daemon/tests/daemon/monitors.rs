@@ -264,7 +264,7 @@ fn monitors_come_and_go_on_character_devices() {
         let known: Vec<_> = listed.as_array().expect("a list").iter().map(|one| &one["frontend-open"]).collect();
         assert_eq!(known, [true, true], "{listed}");
         client.command("object-del", json!({"id": "m2"}));
-        // Who is there stays, for those who come there is nobody.
+        // A connected client stays. A new one finds no monitor.
         second.command("query-version", json!({}));
     }
     client.command("chardev-remove", json!({"id": "c"}));
@@ -401,7 +401,7 @@ fn what_a_monitor_says_is_copied_to_its_log() {
     daemon.stop().expect("stopped in order");
 }
 
-/// As in QEMU: a monitor that nobody reaches is allowed, and greets a ring buffer.
+/// As in QEMU: a monitor that no client reaches is allowed, and greets a ring buffer.
 #[test]
 fn a_monitor_may_be_where_no_client_is() {
     let daemon = Running::start(Vec::new());

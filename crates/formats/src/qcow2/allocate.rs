@@ -36,7 +36,7 @@ impl<'a> Pending<'a> {
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        // After a panic nobody may touch the engine; panicking once more here would end the process.
+        // After a panic the engine must not be touched: a second panic here would end the process.
         if let Some(allocation) = self.allocation.take().filter(|_| !std::thread::panicking()) {
             self.driver.engine.abort(allocation, false);
             self.driver.events.notify();

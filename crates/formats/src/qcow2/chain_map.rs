@@ -2,11 +2,11 @@
 //! A memory of long backing chains: the layer that has a range, and its place in that layer's file. A read goes straight there
 //! instead of through every layer above and its mapping.
 //!
-//! The map covers layers that nobody may write to, from the backing file down to the first that is no read-only qcow2 node. It
-//! covers the image above them too, if nobody may write to it either: then a read doesn't ask its mapping at all. The map is
-//! thrown away when an edge of any graph moves or a node becomes writable. An answer may be short of the truth: a layer above the
-//! right one, which then asks its own backing file. It is never past the truth. A place is good only for a reader that holds a
-//! pin of that layer, and has seen after taking it that nothing has changed ([`Place`]).
+//! The map covers layers without writers, from the backing file down to the first that is no read-only qcow2 node. It
+//! covers the image above them too, if that has no writers either: then a read doesn't ask its mapping at all. The map
+//! is thrown away when an edge of any graph moves or a node becomes writable. An answer may be short of the truth: a
+//! layer above the right one, which then asks its own backing file. It is never past the truth. A place is good only
+//! for a reader that holds a pin of that layer, and has seen after taking it that nothing has changed ([`Place`]).
 
 use super::Qcow2Driver;
 use crate::DriverOf;
@@ -68,7 +68,7 @@ enum Holding {
 /// Whom to ask for a range, as far as a map says it.
 enum Asked {
     /// No layer: zeroes.
-    Nobody,
+    Nowhere,
     /// This layer has it, or knows the one that has; and where it is, if that is known.
     Layer(Arc<Node>, Option<Place>),
     /// Nothing is asked below: the image itself has it there.
@@ -181,7 +181,7 @@ impl ChainMap {
             (UNKNOWN, _) if self.covers_itself && self.is_unseen(offset) => Asked::Unseen,
             (ITSELF, Some(place)) => Asked::Itself(place),
             (UNKNOWN | ITSELF, _) => Asked::Unknown,
-            (NOWHERE, _) => Asked::Nobody,
+            (NOWHERE, _) => Asked::Nowhere,
             (owner, place) => {
                 self.layers[usize::from(owner) - 1].upgrade().map_or(Asked::Unknown, |layer| Asked::Layer(layer, place))
             }
@@ -238,7 +238,7 @@ impl ChainMap {
                     Some(qcow2) if index + 1 < self.layers.len() || qcow2.is_last() => {
                         below.extend(qcow2.note_holdings(inside, owner, &mut window).await?);
                     }
-                    // The last one that counts: it has the rest, or knows who has.
+                    // The last layer of the map: it has the rest, or asks the layers below it.
                     _ => window.note(&inside, owner, None),
                 }
             }
@@ -266,7 +266,7 @@ impl ChainMap {
     async fn next_part(&self, image: &Qcow2Driver, at: u64, end: u64) -> (u64, u8) {
         let granule = at >> self.granule_bits;
         if self.entry(granule) as u8 == UNKNOWN {
-            // An error may lie beside what is asked for: whoever reads the layers meets it if it matters.
+            // An error may lie beside the range. A read of the layers meets it if it matters.
             let _ = self.look_up(image, granule).await;
         }
         let owner = self.owner_below(granule);
@@ -383,8 +383,8 @@ impl Qcow2Driver {
         };
         match map.whom_to_ask(offset, len) {
             Asked::Layer(layer, place) => Mapped::Layer(layer, place),
-            Asked::Nobody => Mapped::Zeroes,
-            // What the image has in parts, or nobody has looked up.
+            Asked::Nowhere => Mapped::Zeroes,
+            // The image has it in parts, or no read has looked it up.
             Asked::Itself(_) | Asked::Unseen | Asked::Unknown => Mapped::Special,
         }
     }
@@ -411,7 +411,7 @@ impl Qcow2Driver {
             Asked::Itself(place) => {
                 Some(self.placed_at(place, len)).filter(|mapped| !matches!(mapped, Mapped::Special))
             }
-            Asked::Nobody => Some(Mapped::Zeroes),
+            Asked::Nowhere => Some(Mapped::Zeroes),
             Asked::Unseen => Some(self.looking_around(offset)),
             Asked::Unknown => None,
         }
@@ -570,8 +570,8 @@ mod tests {
         assert!(matches!(ask(&map, 2, 8192), Asked::Unknown), "in parts");
         assert!(matches!(ask(&map, 3, 4096), Asked::Unknown));
         assert!(matches!(ask(&map, 3, 8192), Asked::Unknown), "two owners");
-        assert!(matches!(ask(&map, 4, 4096), Asked::Nobody));
-        // Whoever knows that the image hasn't got it asks the first layer.
+        assert!(matches!(ask(&map, 4, 4096), Asked::Nowhere));
+        // A reader that knows that the image hasn't got it asks the first layer.
         assert_eq!([1, 3, 4, 5].map(|granule| map.owner_below(granule)), [1, 1, NOWHERE, 1]);
     }
 

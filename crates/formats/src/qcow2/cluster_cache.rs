@@ -198,7 +198,7 @@ impl Inflated {
 
     /// Keeps of this image's clusters only those for which `is_good` holds.
     fn retain(&self, is_good: impl Fn(&Place) -> bool) {
-        // Before the look: who puts one in behind its back changes the count.
+        // Read before the look: a thread that puts one in meanwhile changes the count.
         let seen = self.kept.load(Ordering::SeqCst);
         let mut left = 0;
         for shard in &store().shards {

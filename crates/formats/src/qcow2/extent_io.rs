@@ -50,7 +50,7 @@ impl Qcow2Driver {
             },
             Ok(0) => Mapped::Nothing,
             Ok(_) => Mapped::Special,
-            // Who is told to load a table must do it: everybody else waits for that.
+            // A caller that is told to load a table must do it: all others wait for that.
             Err(stall) => self.settling(stall, seen),
         }
     }

@@ -175,7 +175,7 @@ impl Qcow2Driver {
                 return Ok(());
             }
             self.meet(Event::ClusterFree).await;
-            // Who read them has given its pin back, so nobody puts one in again.
+            // Their readers have given their pins back, so none puts one in again.
             if !slip!("inflated_clusters_not_forgotten") {
                 self.inflated.forget(&reclaim.holes);
             }
@@ -265,7 +265,7 @@ impl Qcow2Driver {
 
     /// Flushes, clears the dirty bit, gives the tail of the file back.
     pub async fn close(&self) -> Result<()> {
-        // The file is nobody's then.
+        // From here on no task uses the file.
         self.ahead.end().await;
         self.membership.leave();
         if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Holes of the file under allocated clusters: they read as zeroes, though the image calls them data. Preallocated
-//! images consist of them, and nobody needs to read them.
+//! images consist of them, and no read of the file is needed.
 
 use super::Qcow2Driver;
 use cowshed_graph::node::StatusExtent;
@@ -52,7 +52,7 @@ impl Known {
             self.data = match file.next_data(host).await? {
                 Some(data) if data.end > host => data,
                 // The last hole goes on to the end of the file, or of the cluster in which it ends. Clusters past that
-                // aren't zeroes: they are lost, as whoever reads them will be told.
+                // aren't zeroes: they are lost, and a read of them fails.
                 _ => DataRange { start: file.len().next_multiple_of(cluster_size), end: u64::MAX },
             };
         }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Internal snapshots of an image that is open for writing.
 //!
-//! The image is made complete on disk, and the snapshot is taken or deleted there as if nobody had it open. Then the mapping
-//! begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or what
-//! [`cowshed_offline::snapshots`] may leave. The graph sees to it that no request runs.
+//! The image is made complete on disk, and the snapshot is taken or deleted there as in a closed image. Then the
+//! mapping begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or
+//! what [`cowshed_offline::snapshots`] may leave. The graph sees to it that no request runs.
 
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};
@@ -61,7 +61,7 @@ impl Qcow2Driver {
         let result = work.await;
         let again = self.begin_anew(options).await;
         if again.is_err() {
-            // Nobody knows what the image is now. Reads go on by the old mapping, whose clusters nobody takes.
+            // The state of the image is unknown now. Reads go on by the old mapping, whose clusters are not reused.
             self.abandoned.store(true, Ordering::Relaxed);
             self.writable.store(true, Ordering::Release);
         }

@@ -34,7 +34,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     opener.policy().check_header(&header).map_err(in_file)?;
     let key = encrypt_key(draft);
     opener.require_key(draft, header.crypt_method != 0, key, "encrypt.key-secret").map_err(in_file)?;
-    // Who asks for the snapshots themselves is told by what reads them.
+    // A request about the snapshots themselves gets the error from their reader.
     let is_asked = opener.check || opener.no_io || opener.no_content;
     let reads_disk = draft.settings.read_only && (draft.is_metadata || !is_asked);
     if let Err(error) = header.check_snapshot_table_within(file.len())

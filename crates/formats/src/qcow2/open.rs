@@ -213,7 +213,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<EngineConfig> {
         l2_slice_bytes,
         refcount_cache_bytes,
         discard_no_unref: options.discard_no_unref,
-        // Who doesn't write has nothing to check, and opens faster.
+        // A reader has nothing to check, and opens faster.
         overlap: if context.writable { overlap_set(options) } else { OverlapSet::NONE },
         other_metadata: other_metadata(header),
         backing_size: context.backing.as_deref().map(Node::size),
@@ -262,7 +262,7 @@ pub(super) fn overlap_set(options: &Qcow2RuntimeOptions) -> OverlapSet {
         .with(Structure::BitmapDirectory, checks.bitmap_directory)
 }
 
-/// As [`snapshot_metadata`]. Nobody writes where it can't be told what belongs to a snapshot.
+/// As [`snapshot_metadata`]. An image is not written where the clusters of its snapshots are unknown.
 pub(super) async fn snapshots_to_keep(
     file: &File,
     header: &Header,

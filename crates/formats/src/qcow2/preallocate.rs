@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Preallocation: mapping clusters before anybody writes to them.
+//! Preallocation: mapping clusters before the first write to them.
 
 use super::Qcow2Driver;
 use cowshed_graph::node::Preallocation;

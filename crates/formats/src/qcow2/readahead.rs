@@ -127,8 +127,8 @@ impl Ahead {
     }
 
     /// Looks for a cluster, and waits for an inflation in progress. `whole`: all of it is wanted, so it isn't kept for
-    /// others. The wait is for one read and one inflation, which the caller would have to do otherwise; who does them
-    /// waits for nobody.
+    /// others. The wait is for one read and one inflation, which the caller would have to do otherwise; an inflation
+    /// itself waits for no other.
     pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
         loop {
             if let Some(cluster) = inflated.get(place.0, place.1, whole) {
@@ -136,11 +136,11 @@ impl Ahead {
             }
             let seen = self.ended.now();
             let turn = match self.busy.load(Ordering::SeqCst) {
-                // Who wants all of it inflates into memory of its own, which is no use to others.
+                // A reader of all of it inflates into memory of its own, which is no use to others.
                 0 if whole => Some(None),
                 _ => self.take(place).map(Some),
             };
-            // Again, after the look at who is at it: it puts the cluster in before it ends.
+            // Again, after the look at the inflation in progress: it puts the cluster in before it ends.
             if let Some(cluster) = inflated.get(place.0, place.1, whole) {
                 return Next::Copy(cluster);
             }
@@ -277,7 +277,7 @@ impl Reader {
         match self.engine.map(guest, len, &mut extents) {
             Ok(_) => {}
             Err(Stall::Load(load)) => {
-                // For whoever needs it.
+                // The next request that needs the table loads it.
                 self.engine.load_failed(&load);
                 self.events.notify();
                 return;
@@ -289,7 +289,7 @@ impl Reader {
         drop(pin);
     }
 
-    /// The clusters that nobody has or inflates, in runs that are read by one operation each.
+    /// The clusters that are neither kept nor inflated now, in runs that are read by one operation each.
     fn runs(&self, extents: &[Extent]) -> Vec<Vec<Inflating>> {
         let mut runs: Vec<Vec<Inflating>> = Vec::new();
         for extent in extents {
@@ -313,7 +313,7 @@ impl Reader {
         let Some(start) = run.first().map(|first| first.place.0) else { return };
         let end = run.iter().map(|inflating| inflating.place.0 + inflating.place.1).max().unwrap_or(start);
         let (result, bytes) = self.file.read_at(IoBuf::scratch((end - start) as usize), start).await;
-        // Who asks for these clusters meets the error again.
+        // A read of these clusters meets the error again.
         if result.is_err() {
             return;
         }

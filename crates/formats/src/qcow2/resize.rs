@@ -55,13 +55,13 @@ impl Qcow2Driver {
         if preallocation != Preallocation::Off
             && let Err(error) = self.preallocate_new_range(old, size, preallocation).await
         {
-            // What was mapped so far would take space that nobody sees.
+            // The mappings made so far would take space that no file shows.
             if let Err(more) = self.unmap_behind(old).await {
                 tracing::warn!("space behind the end of the disk stays allocated: {more}");
             }
             return Err(error);
         }
-        // Also where it isn't raw: who looks at the file expects the disk's length.
+        // Also where it isn't raw: other programs expect the disk's length of the file.
         if let Some(data_file) = &self.data_file
             && data_file.len() < size
         {

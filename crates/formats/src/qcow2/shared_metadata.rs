@@ -2,7 +2,8 @@
 //! An image that is open for reading several times in one process, as the base of many overlays is, has its mapping in memory
 //! once.
 //!
-//! Only while nobody can write to it: each of those who share holds the lock that keeps writers out.
+//! The mapping is shared only while the image has no writers: each node that shares it holds the lock that keeps
+//! writers out.
 
 use super::cluster_cache::Inflated;
 use cowshed_graph::events::Events;
@@ -103,7 +104,7 @@ impl Core {
         })
     }
 
-    /// The core of an image in `file`: one that is there already, where nobody writes.
+    /// The core of an image in `file`: an existing one, where the image has no writers.
     pub(super) fn of(file: &File, config: EngineConfig, l1: &[u64], is_read_only: bool) -> Result<Core> {
         let is_quiet = !without!("mapping_of_a_base_once")
             && is_read_only

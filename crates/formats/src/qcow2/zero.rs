@@ -41,7 +41,7 @@ impl Qcow2Driver {
             return self.zero_edge(offset, end, flags).await;
         }
         if flags.no_fallback {
-            // Who asked for all or nothing must not find a part of it done.
+            // A caller that asks for all or nothing must not find a part of it done.
             self.zero_edge(stop, end, flags).await?;
         }
         self.zero_edge(offset, start, flags).await?;

@@ -38,7 +38,7 @@ pub(crate) struct SavingOptions {
     pub bits: Option<Arc<DirtyBits>>,
 }
 
-/// The filter. A write to a part that isn't pending, and that nobody reads as it was, passes at once.
+/// The filter. A write to a part that isn't pending, and that no reader needs as it was, passes at once.
 pub struct CopyBeforeWrite {
     saver: Arc<Saver>,
     breaks_writes: bool,
@@ -173,7 +173,7 @@ impl CopyBeforeWrite {
 
     /// Saves what a request is about to change.
     async fn save(&self, offset: u64, len: u64) -> Result<()> {
-        // Once the copy is spoiled nobody trusts it.
+        // A spoiled copy is not trusted any more.
         if len == 0 {
             return Ok(());
         }

@@ -194,7 +194,7 @@ impl Saver {
     /// Discards what the target has on the disk, once its readers have left.
     async fn discard(&self, source: &Node, offset: u64, len: u64) {
         self.readers_left(offset, len).await;
-        // Given up meanwhile: those who read the target may still be there.
+        // Given up meanwhile: the target may still have readers.
         if self.broken().is_some() {
             return;
         }
@@ -264,7 +264,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits for the readers of a range on the disk. It is saved, so later ones read the target. Those who read through the
+    /// Waits for the readers of a range on the disk. It is saved, so later ones read the target. Readers through the
     /// target are waited for until it is given up.
     pub(super) async fn readers_left(&self, offset: u64, len: u64) {
         if !slip!("readers_of_the_past_overtaken") {

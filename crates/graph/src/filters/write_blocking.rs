@@ -22,7 +22,7 @@ pub struct WriteBlocking {
     copies: Arc<Copies>,
 }
 
-/// A range that nobody else writes or copies, until it is dropped.
+/// A range that no other task writes or copies, until it is dropped.
 pub struct Claimed(#[allow(dead_code)] Claim);
 
 /// The parts that a write touches, claimed, and which of them it leaves clean when it has reached the target.

@@ -171,10 +171,10 @@ impl Attachment {
         Drained::of(self).await
     }
 
-    /// Waits for the requests in flight, flushes and gives the node back. A node that nobody else uses and that
-    /// wasn't added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
-    /// changes nothing; later, the node is given back all the same, which may wait for a change of the graph. A second call
-    /// returns what the first did.
+    /// Waits for the requests in flight, flushes and gives the node back. A node that has no other users and wasn't
+    /// added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
+    /// changes nothing; later, the node is given back all the same, which may wait for a change of the graph. A second
+    /// call returns what the first did.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
         self.end(true).await
     }

@@ -46,7 +46,7 @@ impl Graph {
         overlay.lend_backing(writes)
     }
 
-    /// Closes a node that nobody uses any more and nobody added by name.
+    /// Closes a node that has no users any more and wasn't added by name.
     pub async fn close_unused(self: &Arc<Self>, node: &Arc<Node>) -> Result<()> {
         let _one_change = self.changing([node]).await;
         if node.is_unused() { node.close().await } else { Ok(()) }

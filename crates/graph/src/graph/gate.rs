@@ -62,7 +62,7 @@ impl Gate {
         lane
     }
 
-    /// Takes out a lane whose queue is gone; `fold` gets it while nobody else can see it in neither place.
+    /// Takes out a lane whose queue is gone; `fold` gets it under the lock, so no reader misses it in both places.
     pub(super) fn remove_lane(&self, lane: &Arc<Lane>, fold: impl FnOnce(&Lane)) {
         let mut lanes = self.lanes();
         lanes.retain(|known| !Arc::ptr_eq(known, lane));

@@ -25,15 +25,15 @@ impl HeldNodes {
 }
 
 impl Graph {
-    /// Holds the layers of `chain` below its top, which a commit makes read as something else: nobody else may read them. `id` is
-    /// the job's, `own` its attachments.
+    /// Holds the layers of `chain` below its top, which a commit makes read as something else: no other user may read
+    /// them. `id` is the job's, `own` its attachments.
     pub async fn hold_private(self: &Arc<Self>, id: &str, chain: &Chain, own: &[&str]) -> Result<HeldNodes> {
         let shared = PermissionSet::WRITE | PermissionSet::WRITE_UNCHANGED | PermissionSet::RESIZE;
         self.hold(("commit", id), chain, shared, own).await
     }
 
-    /// Holds the layers of `chain` below its top, which a stream takes over: nobody may write there. As the lowest of them then
-    /// keeps writers from the base, nobody writes there either.
+    /// Holds the layers of `chain` below its top, which a stream takes over: they get no writers. As the lowest of them
+    /// then keeps writers from the base, that has none either.
     pub async fn hold_unchanged(self: &Arc<Self>, id: &str, chain: &Chain) -> Result<HeldNodes> {
         let shared = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE_UNCHANGED;
         self.hold(("stream", id), chain, shared, &[]).await

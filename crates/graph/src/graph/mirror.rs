@@ -10,8 +10,8 @@ use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Graph {
-    /// Puts a filter of this name between a node and its users. Once it is activated, what they write goes to `target` too,
-    /// which nobody else may write. [`Graph::remove_filter`] takes it out.
+    /// Puts a filter of this name between a node and its users. Once it is activated, their writes go to `target` too,
+    /// which may have no other writers. [`Graph::remove_filter`] takes it out.
     pub async fn insert_write_blocking(
         self: &Arc<Self>,
         source: &Arc<Node>,

@@ -141,7 +141,7 @@ impl Graph {
         }
     }
 
-    /// As [`Graph::set_backing`], drained already. Returns the old backing node when nobody uses it any more.
+    /// As [`Graph::set_backing`], drained already. Returns the old backing node when it has no users any more.
     pub(super) fn set_backing_drained(
         &self,
         node: &Arc<Node>,

@@ -27,8 +27,8 @@ impl Graph {
         self.owned().nodes.insert(node.name().to_owned(), Arc::clone(node));
     }
 
-    /// Closes a node that was added by name. Refused while somebody uses it. A disk that never answers keeps the closing waiting,
-    /// and no other change.
+    /// Closes a node that was added by name. Refused while it has users. A disk that never answers keeps the closing
+    /// waiting, and no other change.
     pub async fn delete(self: &Arc<Self>, name: &str) -> Result<()> {
         self.take_out(name).await?.close().await
     }
@@ -39,7 +39,7 @@ impl Graph {
         self.take_unused(name)
     }
 
-    /// The node of this name, which the graph no longer holds: the caller closes it. Refused while somebody uses it.
+    /// The node of this name, which the graph no longer holds: the caller closes it. Refused while it has users.
     pub(super) fn take_unused(&self, name: &str) -> Result<Arc<Node>> {
         let node = match self.owned().nodes.get(name) {
             Some(node) => Arc::clone(node),

@@ -189,12 +189,13 @@ impl QueueState {
     #[inline]
     fn span_since(&self, start_ns: u64) -> Span {
         let end_ns = rt::round_now_ns();
-        // A request that began by the clock itself may end by that of its round, when nobody asks any more.
+        // A request that began by the clock itself may end by that of its round, when the latency isn't watched any
+        // more.
         Span { start_ns, took_ns: end_ns.saturating_sub(start_ns), end_ns }
     }
 
-    /// When a request begins: by the clock itself where somebody wants to know how long each takes, else by that of the
-    /// executor's round, which is there already.
+    /// The start of a request: by the clock itself where latencies are watched, else by that of the executor's round,
+    /// which is there already.
     #[inline]
     fn start_ns(&self) -> u64 {
         if self.lane.is_plain() { rt::round_now_ns() } else { self.end_ns() }
@@ -299,7 +300,7 @@ macro_rules! carry_out_with {
 impl Queue {
     pub(super) fn of(attachment: &Arc<Attachment>) -> Queue {
         let lane = attachment.gate().add_lane();
-        // It is in the list by now: whoever changes this from now on finds it there.
+        // It is in the list by now: a later change of this finds it there.
         lane.set_plain(attachment.counts_plainly());
         let attachment = Arc::clone(attachment);
         let seen = RefCell::new((attachment.generation(), Rc::new(CachedRoute::new(attachment.node()))));
@@ -448,7 +449,7 @@ impl Queue {
         }
         while let Some(filter) = node.filter(|node| node.is_filter()) {
             if let Some(throttle) = filter.throttle() {
-                // Those who are charged do their work themselves, and have no client.
+                // A charged attachment does its work itself, and has no client.
                 let _ = throttle.admit(direction, len).await;
             }
             node = filter.child(ChildRole::File);

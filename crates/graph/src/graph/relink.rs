@@ -51,7 +51,7 @@ impl Graph {
         .await
     }
 
-    /// See [`Graph::relink`]. Returns the old backing node when nobody uses it any more.
+    /// See [`Graph::relink`]. Returns the old backing node when it has no users any more.
     async fn relink_drained(
         &self,
         image: &Arc<Node>,

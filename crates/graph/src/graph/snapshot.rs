@@ -16,12 +16,12 @@ pub struct SnapshotTaken {
 }
 
 impl Graph {
-    /// Puts `overlay` on top of `node` for everybody who uses `node`, which becomes its read-only backing file.
+    /// Puts `overlay` on top of `node` for all users of `node`, which becomes its read-only backing file.
     ///
     /// Everything written before is in `node` and durable, everything written after is in the overlay; requests that
-    /// come meanwhile wait, and none fails. The overlay must be an image without a backing node (`backing: null`)
-    /// that nobody uses; its header isn't changed. On an error everything is as before. A future that is dropped while it waits
-    /// for requests changes nothing; later, the snapshot is taken all the same.
+    /// come meanwhile wait, and none fails. The overlay must be an image without users and without a backing node
+    /// (`backing: null`); its header isn't changed. On an error everything is as before. A future that is dropped while
+    /// it waits for requests changes nothing; later, the snapshot is taken all the same.
     pub async fn take_snapshot(self: &Arc<Self>, node: &Arc<Node>, overlay: &Arc<Node>) -> Result<SnapshotTaken> {
         let one_change = self.changing([node, overlay]).await;
         check_overlay(node, overlay)?;
@@ -55,11 +55,11 @@ impl Graph {
 
     /// See [`Graph::take_snapshot`]. No request runs.
     async fn put_on_top(&self, node: &Arc<Node>, overlay: &Arc<Node>, change: &mut Transaction) -> Result<()> {
-        // What can fail for reasons outside of this process comes first, and changes nothing that anybody sees.
+        // The steps that can fail for reasons outside of this process come first, and change nothing that a user sees.
         if !slip!("live_snapshot_over_an_unfinished_image") {
             node.complete().await?;
         }
-        // The users leave first, so that nobody writes to the node when it becomes a backing file.
+        // The users leave first, so that the node has no writers when it becomes a backing file.
         self.move_users(node, overlay, change)?;
         self.make_read_only(node, change).await?;
         self.set_backing_drained(overlay, Some(node), change).map(drop)

@@ -56,7 +56,7 @@ impl Transaction {
         Ok(())
     }
 
-    /// Takes the permissions of a user on a node back. True when nobody uses the node any more.
+    /// Takes the permissions of a user on a node back. True when the node has no users any more.
     pub(super) fn release(&mut self, node: &Arc<Node>, user: &str) -> bool {
         self.undo.extend(node.edge_of(user).map(|edge| Undo::Released(Arc::clone(node), edge)));
         node.release(user)

@@ -29,9 +29,9 @@ pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
 }
 
 impl Graph {
-    /// Makes a node read-only or writable, with the files that store it. Refused while somebody writes to it, or where
-    /// its file may not be written. A future that is dropped while it waits for requests changes nothing; later, the change is
-    /// made all the same.
+    /// Makes a node read-only or writable, with the files that store it. Refused while it has a writer, or where its
+    /// file may not be written. A future that is dropped while it waits for requests changes nothing; later, the change
+    /// is made all the same.
     pub async fn set_read_only(self: &Arc<Self>, node: &Arc<Node>, read_only: bool) -> Result<()> {
         let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;

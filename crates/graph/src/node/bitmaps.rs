@@ -42,7 +42,7 @@ pub struct SavedBitmap {
     was: Option<(NodeBitmap, Arc<DirtyBits>)>,
 }
 
-/// A use of a bitmap: nobody may change it meanwhile. It ends when this is dropped.
+/// A use of a bitmap: no other may change it meanwhile. It ends when this is dropped.
 #[derive(Debug)]
 pub struct BitmapUse {
     node: Arc<Node>,

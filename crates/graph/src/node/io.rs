@@ -38,8 +38,8 @@ impl Node {
         self.counters.fold(gone);
     }
 
-    /// The time: by the clock itself where somebody wants to know how long each request takes, else by that of the
-    /// executor's round, which is there already.
+    /// The time: by the clock itself where latencies are watched, else by that of the executor's round, which is there
+    /// already.
     #[inline]
     pub(super) fn clock_ns(&self) -> u64 {
         if self.is_watched() { rt::now_ns() } else { rt::round_now_ns() }
@@ -48,7 +48,7 @@ impl Node {
     /// Counts a request of this node for `len` bytes at `offset` that began at `start_ns`.
     #[inline]
     pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        // One look at the flag, and nothing else where nobody asked.
+        // One look at the flag, and nothing else where no watch is set.
         if self.is_watched() {
             return self.count_watched(kind, offset, len, start_ns, result);
         }

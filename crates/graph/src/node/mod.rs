@@ -198,13 +198,13 @@ pub struct Node {
     warnings: Vec<String>,
     deadline: Option<Deadline>,
     closed: AtomicBool,
-    /// Its last user has left: it is closed next, and nobody else may use it.
+    /// Its last user has left: it is closed next, and gets no new users.
     leaving: AtomicBool,
     /// The image was found to be corrupt by a request, and that was told.
     told_corrupt: Arc<AtomicBool>,
     /// Others may write to the backing node whatever the users of this node share.
     lends_backing: AtomicBool,
-    /// Those who read it, once each write below it is to wait for them.
+    /// Its readers, once each write below it is to wait for them.
     readers: OnceLock<Arc<Readers>>,
     /// See [`guess`].
     ends: futures_util::lock::Mutex<()>,
@@ -400,7 +400,7 @@ impl Node {
         self.driver.filtered().is_some()
     }
 
-    /// Requests that reached this node so far; of a protocol node, the operations on its file, whoever asked for them.
+    /// Requests that reached this node so far; of a protocol node, all operations on its file.
     pub fn statistics(&self) -> NodeStats {
         let mut stats = self.counters.snapshot();
         if let Some(file) = self.driver.protocol_file() {
@@ -459,7 +459,7 @@ impl Node {
         if rt::is_deep() { self.this.upgrade() } else { None }
     }
 
-    /// From now on nobody may begin to use the node, which is closed next. What runs there may take long to end.
+    /// From now on the node, which is closed next, gets no new users. Its running requests may take long to end.
     pub(crate) fn leave(&self) {
         self.leaving.store(true, Ordering::Release);
     }

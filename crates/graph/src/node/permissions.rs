@@ -38,7 +38,7 @@ const ROOT_ROLE: &str = "root";
 const HELD_ROLE: &str = "intermediate node";
 
 impl Edge {
-    /// The edge of a user that reads, or reads, writes and resizes. Nobody else may write or resize meanwhile, unless
+    /// The edge of a user that reads, or reads, writes and resizes. No other user may write or resize meanwhile, unless
     /// `share_all`.
     pub(crate) fn of(user: &str, writable: bool, share_all: bool) -> Edge {
         let permissions = if writable { Permissions::WRITE } else { Permissions::READ };

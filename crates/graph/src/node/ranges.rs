@@ -32,7 +32,7 @@ impl Ranges {
         self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nobody has a part of the range (bytes), and takes it.
+    /// Waits until no part of the range (bytes) is taken, and takes it.
     pub(crate) async fn claim(self: &Arc<Self>, start: u64, len: u64) -> Claim {
         let end = start.saturating_add(len.max(1));
         loop {

@@ -188,8 +188,8 @@ impl Node {
     }
 
     /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance
-    /// to learn that something didn't reach the disk. Children that nobody else uses are closed too. A second call
-    /// does nothing. Once polled, it is carried out even when the future is dropped.
+    /// to learn that something didn't reach the disk. Children without other users are closed too. A second call does
+    /// nothing. Once polled, it is carried out even when the future is dropped.
     pub fn close(&self) -> impl Future<Output = Result<()>> + use<> {
         let node = self.shared();
         rt::to_completion(async move { node.run_close().await })

@@ -59,7 +59,7 @@ impl Node {
         self.users().iter().map(|edge| edge.user.clone()).filter(|user| user != MONITOR && user != RESIZING).collect()
     }
 
-    /// True when nobody uses the node, and nobody added it by name.
+    /// True when the node has no users, and wasn't added by name.
     pub(crate) fn is_unused(&self) -> bool {
         self.users().is_empty()
     }
@@ -302,7 +302,7 @@ impl Node {
         Ok(())
     }
 
-    /// Takes back what [`Node::attach`] gave to `user`. True when nobody uses the node any more.
+    /// Takes back what [`Node::attach`] gave to `user`. True when the node has no users any more.
     pub(crate) fn release(&self, user: &str) -> bool {
         let unused = {
             let mut users = self.users();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Watches that a user sets on a node beside its counters: the first write past a threshold, latencies over intervals,
-//! histograms. A node that nobody asks about looks at one flag for each request.
+//! histograms. A node without watches looks at one flag for each request.
 
 use super::{Node, ThresholdCrossed};
 use crate::stats::{HistogramSnapshot, IntervalStats, IoKind, KINDS, Observed, RequestOutcome};

@@ -271,7 +271,7 @@ async fn kept_bits(opener: &Opener, draft: &Draft, size: u64) -> Result<Option<A
 }
 
 async fn snapshot_access(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    // It reads whatever becomes of the disk; who writes to that is no matter.
+    // It reads the disk as it was, so writers below don't matter.
     draft.place.share_writes = true;
     let spec = spec(draft, "file");
     let child = opener.child(draft, ChildRole::File, spec, draft.place.storage("file", false)).await?;

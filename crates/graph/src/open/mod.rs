@@ -235,7 +235,7 @@ impl OpenRequest {
         self
     }
 
-    /// As [`OpenRequest::sharing_raw`], but nobody may change the size of a raw image: clients of an export rely on it.
+    /// As [`OpenRequest::sharing_raw`], but the size of a raw image may not change: clients of an export rely on it.
     #[must_use]
     pub fn sharing_raw_of_one_size(mut self) -> Self {
         self.keeps_size = true;

@@ -95,7 +95,7 @@ impl Driver for FileDriver {
     fn close(&self, read_only: bool) -> Work<'_> {
         Box::pin(async move {
             let synced = if read_only { Ok(()) } else { self.file.sync().await };
-            // Whoever still holds the node keeps the file open, but not its locks.
+            // A remaining reference to the node keeps the file open, but not its locks.
             synced.and(self.file.unlock())
         })
     }

@@ -135,7 +135,7 @@ async fn change(node: &Node, amendment: &Amendment, job: &JobHandle) -> Result<(
     amended.map_err(|error| in_work(error, sentence))
 }
 
-/// Shrinks as well as grows: who names a size means it.
+/// Shrinks as well as grows: a named size is meant.
 async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
     let node = image.open(image.request()?.force_share(false).writable(true).for_resize()).await?;
     let sentence = match node.mapped_bytes().is_some_and(|reach| size > reach) {
@@ -220,7 +220,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
             data_file: values.get("data_file").map(str::to_owned),
             data_file_raw: switch("data_file_raw"),
         },
-        // 0 is what QEMU takes for "not given"; nobody gives up a whole disk so.
+        // QEMU takes 0 for "not given"; no user gives up a whole disk so.
         size: values.number("size").filter(|size| *size != 0),
         key_slots: known.iter().any(|option| option.name.starts_with("encrypt.") && values.is_given(option.name)),
         values,

@@ -53,7 +53,7 @@ impl NewLog {
     /// Takes the file away again when a check failed before it changed anything.
     pub fn discard_if_empty(&self) {
         if self.file.len() <= EMPTY_LOG_BYTES {
-            // The check's own error is the one to tell; a log without changes harms nobody.
+            // The check's own error is the one to tell; a log without changes does no harm.
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -109,7 +109,7 @@ async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandl
         base.resize(top.size(), Preallocation::Off).await?;
     }
     job.set_len(top.size());
-    // Also what nobody holds there: behind the end of a layer that is shorter, whatever the base has is not to be seen.
+    // Also ranges that no layer holds: behind the end of a shorter layer the base must not show through.
     let above_base = |run: &cowshed_image::StatusExtent| run.depth < depth;
     copy_runs(Runs::new(top, above_base, base), top, base, job).await
 }

@@ -12,7 +12,7 @@ pub(crate) fn reader_of(id: &str) -> String {
     format!("{id}-source")
 }
 
-/// What a job wants of a disk in use: it reads, and nobody changes the size meanwhile.
+/// The permissions of a job on a disk in use: it reads, and no other user changes the size meanwhile.
 pub(crate) fn reading_one_size() -> Permissions {
     Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL & !PermissionSet::RESIZE }
 }

@@ -163,7 +163,7 @@ fn an_overlay_takes_size_and_name_of_its_backing_file() {
     assert_eq!(run(create::run(&overlay, &JobHandle::new())).expect("an overlay").size(), 5 << 20);
     let info = bench.qemu_img(&["info", "sub/top.qcow2"]);
     assert!(info.contains("backing file: base.qcow2 (actual path: sub/base.qcow2)"), "{info}");
-    // Unchecked, nothing needs to exist, but somebody must say the size.
+    // Unchecked, nothing needs to exist, but the size must be given.
     let unchecked = CreateRequest {
         backing_file: Some("nowhere.raw".to_owned()),
         backing_format: Some("raw".to_owned()),

@@ -138,7 +138,7 @@ impl Qcow2Driver {
         self.error(Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{name}' not found")))
     }
 
-    /// Refuses a bitmap that nobody may believe.
+    /// Refuses a bitmap that can't be trusted.
     pub(super) fn check_usable(&self, map: &StoredBitmap) -> Result<()> {
         let name = map.name();
         if map.is_inconsistent() {

@@ -45,7 +45,7 @@ struct Known {
 /// A bitmap as it is in the file.
 #[derive(Clone)]
 struct StoredBitmap {
-    /// Its entry of the directory; in use only when nobody may believe it.
+    /// Its entry of the directory; in use only when it can't be trusted.
     entry: BitmapEntry,
     /// The entries of its table that aren't 0, once read.
     table: Option<BTreeMap<u64, u64>>,

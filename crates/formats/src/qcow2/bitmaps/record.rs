@@ -66,7 +66,7 @@ impl Qcow2Driver {
             return Ok(());
         }
         let mut ranges = std::mem::take(&mut self.bitmaps.known().waiting);
-        // Who took it before may have failed.
+        // A request that took it before may have failed.
         ranges.push(own);
         let recording: Vec<usize> = {
             let known = self.bitmaps.known();
@@ -190,8 +190,8 @@ impl Qcow2Driver {
         self.file.write_at(bytes, host + step.changed.start as u64).await.0
     }
 
-    /// Says on disk that the recording bitmaps change from now on: first the journal, which lets nobody but us believe
-    /// them, then the marks for all others. The caller holds the lock for changes.
+    /// Says on disk that the recording bitmaps change from now on: first the journal, after which only this process
+    /// trusts them, then the marks for other programs. The caller holds the lock for changes.
     pub(super) async fn mark_in_use(&self) -> Result<()> {
         let (directory, entries) = {
             let known = self.bitmaps.known();

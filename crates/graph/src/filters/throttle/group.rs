@@ -101,7 +101,7 @@ enum Turn {
 }
 
 impl State {
-    /// From now on everybody asks again.
+    /// From now on every member asks again.
     fn revoke(&mut self) {
         for below_bytes in self.lent.drain(..) {
             below_bytes.store(0, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The order of members that share limits. It is pure: time is passed in.
 //!
-//! Each member has a queue for reads and one for writes. Members with waiting requests take turns, one request each, and
-//! so do reads and writes. A member without requests is skipped, so nobody waits for it.
+//! Each member has a queue for reads and one for writes. Members with waiting requests take turns, one request each,
+//! and so do reads and writes. A member without requests is skipped, so no other waits for it.
 
 use super::limits::Limits;
 use super::meter::{Direction, Meter};
@@ -153,8 +153,8 @@ impl Schedule {
         may
     }
 
-    /// Pours in ahead for further requests of a member as large as the one that has just gone; returns for how many. None
-    /// while anybody waits, and none for a member that is free.
+    /// Pours in ahead for further requests of a member as large as the one that has just gone; returns for how many.
+    /// None while a request waits, and none for a member that is free.
     pub fn lend(&mut self, member: MemberId, direction: Direction, bytes: u64) -> u32 {
         if self.queued != [0, 0] || self.is_free(member) { 0 } else { self.meter.lend(direction, bytes) }
     }
