@@ -299,7 +299,7 @@ fn side_by_side(settings: &Settings, program: Program, direct: bool) -> Result<V
     Ok(rows)
 }
 
-/// Images that are served and that nobody uses.
+/// Images that are served without clients.
 const IDLE_IMAGES: usize = 200;
 
 /// Memory of a daemon that serves many images.

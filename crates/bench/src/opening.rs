@@ -63,7 +63,7 @@ pub fn cold(settings: &Settings) -> Result<Vec<Row>, String> {
             recipe(program)
         };
         let pairs = alternate(settings.rounds, &|| fresh(&settings.cowshed), &|| fresh(&settings.qemu))?;
-        // In runs of their own: who is watched is slow.
+        // In runs of their own: a traced program is slow.
         let count = |program: &Path| fresh(program).and_then(|command| reads(settings, &command, &images));
         let reads = match has_strace() {
             true => Ok((count(&settings.cowshed)?, count(&settings.qemu)?)),

@@ -174,7 +174,7 @@ pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
     let served = |name: &str, depth: u64, writable: bool| {
         let mut image = chain(settings, depth)?;
         if writable {
-            // Who reads the image keeps writers out.
+            // A reader of the image keeps writers out.
             let copy = image.with_file_name("writable.qcow2");
             std::fs::copy(&image, &copy).map_err(|e| format!("{}: {e}", copy.display()))?;
             image = copy;
@@ -321,7 +321,7 @@ impl Drop for Copies {
     }
 }
 
-/// Who serves.
+/// The server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Ours,

@@ -19,7 +19,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// A finished row. It is shown at once: who stops a long run keeps what there is.
+    /// A finished row. It is shown at once: a long run that is stopped keeps its rows.
     pub fn new(name: impl Into<String>, target: &'static str, result: Outcome) -> Row {
         let row = Row { name: name.into(), target, result };
         eprintln!("| {} | {} | {} |", row.name, line(&row.result), row.target);

@@ -286,7 +286,7 @@ impl CreatePlan {
         self.make(Durability::Synced, Some(stop)).await
     }
 
-    /// As [`CreatePlan::run`], into a file that is open for writing and that nobody else uses; what it held is gone.
+    /// As [`CreatePlan::run`], into a file that is open for writing and has no other users; its old content is gone.
     pub async fn run_on(&self, file: &File) -> Result<()> {
         self.run_on_with(file, None).await
     }

@@ -198,8 +198,8 @@ fn parent_of(number: i32) -> Option<i32> {
     status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
-/// Writes what processes have changed in mappings of the file. The unmounting tells of no error, and those who want to know of one
-/// sync by themselves.
+/// Writes what processes have changed in mappings of the file. The unmounting reports no error. Programs that need one
+/// call `fsync`.
 fn sync(path: &Path) {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {

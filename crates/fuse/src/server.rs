@@ -42,7 +42,7 @@ pub struct ServerConfig {
     pub guard: Option<GuardProgram>,
 }
 
-/// Told once, when the file system was unmounted by someone else than its server.
+/// Called once, when another process than the server has unmounted the file system.
 pub type OnUnmount = Box<dyn FnOnce() + Send>;
 
 /// What the owner and the threads share.

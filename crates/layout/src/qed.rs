@@ -40,7 +40,7 @@ pub struct QedHeader {
     pub backing_name: Option<(u64, u32)>,
     /// The backing file is raw, whatever it looks like.
     pub backing_is_raw: bool,
-    /// Whoever wrote last didn't finish.
+    /// The last writer didn't finish.
     pub needs_check: bool,
 }
 

@@ -27,7 +27,7 @@ const VERSION: u32 = 0x0001_0000;
 const MAX_BLOCK_BYTES: u32 = 1 << 30;
 /// A geometry of so many cylinders, heads and sectors means that the disk is too large to have one.
 const LARGEST_GEOMETRY: (u16, u8, u8) = (65535, 16, 255);
-/// Those who made disks whose size is the one of the geometry: Virtual PC, and QEMU by default.
+/// Creators of disks whose size is that of the geometry: Virtual PC, and QEMU by default.
 const SIZED_BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
 const UNALLOCATED: u32 = 0xffff_ffff;
 /// The largest disk of a new image, in sectors: 2040 GiB.

@@ -8,7 +8,7 @@ use crate::flags::{ClientFlags, HandshakeFlags, TransmissionFlags};
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// `IHAVEOPT`.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// The second magic of the oldstyle negotiation, which nobody should speak any more.
+/// The second magic of the oldstyle negotiation, which is obsolete.
 pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 
 /// Bytes of the server's greeting.

@@ -268,7 +268,8 @@ pub struct Status<'a> {
 }
 
 impl Status<'_> {
-    /// The runs, in order from the request's offset; a length of 0 is possible here and an error for who uses it.
+    /// The runs, in order from the request's offset; a length of 0 is possible here, and its user must take it for an
+    /// error.
     pub fn runs(&self) -> impl Iterator<Item = StatusRun> + '_ {
         let wide = self.wide;
         self.runs.chunks_exact(if wide { 16 } else { 8 }).filter_map(move |run| {

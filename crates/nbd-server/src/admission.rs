@@ -6,8 +6,8 @@
 //! and in negotiation their places, when all are taken. Seats and places go to the peer that has fewest of them, and a peer with
 //! several in negotiation gives one up for a peer with fewer.
 //!
-//! Clients of an export keep their places, however idle they are. So that a peer with many of them doesn't keep everybody else
-//! out, a peer with few connections may have one of some spare places when all others are taken.
+//! Clients of an export keep their places, however idle they are. So that a peer with many of them doesn't keep the
+//! others out, a peer with few connections may have one of some spare places when all others are taken.
 
 use crate::Disk;
 use crate::config::Limits;
@@ -565,7 +565,7 @@ mod tests {
         let cut = || [&lone, &first, &second, &young].map(|admission| admission.cut.load(Ordering::Acquire));
         assert_eq!(admissions.make_room(Room::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
         assert_eq!(cut(), [false; 4], "none of them has a seat");
-        // Nobody is silent long enough yet.
+        // No client is silent long enough yet.
         assert_eq!(at(900), Duration::from_millis(100));
         assert_eq!(cut(), [false; 4]);
         assert_eq!(at(1400), CUT_PAUSE);

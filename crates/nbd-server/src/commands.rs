@@ -118,7 +118,7 @@ impl<D: Disk> Session<D> {
         self.refuse(request, NbdErrno::from_errno(error.errno()), what);
     }
 
-    /// A reply that is an error. The text is for the client's user, who is a stranger: nothing of ours stands in it.
+    /// A reply that is an error. The text is for the client's user, an untrusted party: it shows nothing of the server.
     pub(crate) fn refuse(&self, request: &Request, errno: NbdErrno, why: &'static str) {
         match self.terms.replies {
             ReplyStyle::Simple => self.outbox.push([ReplyPart::Head(reply::simple(request.cookie, errno.0))]),

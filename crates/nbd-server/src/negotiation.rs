@@ -26,7 +26,7 @@ use std::time::Duration;
 const MAX_OPTION_BYTES: u32 = 32 << 10;
 /// Options with more data than that cost the connection.
 const MAX_SKIPPED_BYTES: u32 = 1 << 20;
-/// More options than anybody needs: a flood.
+/// More options than a client needs: a flood.
 const MAX_OPTIONS: u32 = 4096;
 /// Names of exports in a line of the log.
 const NAMES_SHOWN: usize = 16;
@@ -312,7 +312,7 @@ impl<D: Disk> Negotiation<'_, D> {
             return self.refuse(option, rep::ERR_INVALID, "TLS was started already").await;
         }
         if !self.receiver.is_empty() {
-            // Whoever sits in between could have put it there; it must not count as said under TLS.
+            // An attacker in between could have put it there; it must not count as said under TLS.
             return Err(refused("the client went on without waiting for TLS"));
         }
         self.reply(option, OptionReply::Ack).await?;

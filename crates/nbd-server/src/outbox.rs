@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Replies on their way out: whoever has one and finds nobody sending sends for all.
+//! Replies on their way out. A task that queues one while no other sends becomes the sender of all.
 
 use crate::budget::Permit;
 use crate::life::Life;
@@ -20,7 +20,7 @@ const MAX_BUFFERS: usize = 256;
 const MAX_BYTES: usize = 1 << 20;
 /// Room for the headers of one system call.
 const HEAD_BYTES: usize = 4096;
-/// Replies that wait; who has one more waits with it.
+/// The most replies that wait; the task of a further one waits with it.
 const MAX_WAITING: usize = 1024;
 
 /// A part of a reply. The parts of one chunk stand next to one another in the queue.
@@ -36,7 +36,7 @@ pub(crate) enum ReplyPart {
 pub(crate) struct Outbox {
     queue: RefCell<VecDeque<ReplyPart>>,
     is_sending: Cell<bool>,
-    /// Who waits for room in the queue.
+    /// The tasks that wait for room in the queue.
     waiting: RefCell<Vec<Waker>>,
     error: RefCell<Option<Error>>,
     /// Kept for the next call.
@@ -65,8 +65,8 @@ impl Outbox {
         pieces.into_iter().for_each(|piece| queue.push_back(piece));
     }
 
-    /// Sends what is queued, or leaves that to who sends already. `crowded`: other replies are about to come, so a moment's
-    /// wait saves system calls; the one of many clients' requests goes along with theirs.
+    /// Sends the queued replies, or leaves that to the present sender. `crowded`: other replies are about to come, so a
+    /// moment's wait saves system calls; the one of many clients' requests goes along with theirs.
     pub(crate) async fn send(&self, stream: &Stream, life: &Life, account: &Account, crowded: bool) {
         if self.is_sending.replace(true) {
             self.wait_for_room().await;

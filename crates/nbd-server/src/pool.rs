@@ -240,7 +240,7 @@ impl Pool {
         }
     }
 
-    /// Takes `bytes` if they are free and nobody waits.
+    /// Takes `bytes` if they are free and no account waits.
     pub(crate) fn try_take(&self, account: &Account, bytes: u64) -> bool {
         let mut state = lock(&self.state);
         let takes = state.waiting.is_empty() && self.fits(&state, account, bytes);
@@ -408,7 +408,7 @@ impl Pool {
     }
 }
 
-/// A place among those who wait, given up when dropped.
+/// A place in the queue of waiters, given up when dropped.
 struct Place<'a> {
     pool: &'a Pool,
     account: &'a Arc<Account>,
@@ -487,7 +487,7 @@ mod tests {
             assert_eq!(poll!(&mut more_of_b), Poll::Ready(true));
             pool.give(&c, 10);
             assert!(poll!(&mut more_of_a).is_pending() && poll!(&mut more_of_c).is_pending());
-            // Both hold 25 now: the first of those who wait.
+            // Both hold 25 now: the first in the queue is served.
             pool.give(&c, 10);
             assert!(poll!(&mut more_of_c).is_pending());
             assert_eq!(poll!(&mut more_of_a), Poll::Ready(true));

@@ -29,7 +29,7 @@ pub(crate) enum QueueMessage<D: Disk> {
     Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<QueueMessage<D>>>>, next: Arc<AtomicUsize> },
     /// Serve a client.
     Serve { socket: Socket, slot: Option<Slot<D>> },
-    /// Accept nobody any more and end when the last client is gone.
+    /// Accept no more clients, and end when the last one is gone.
     Stop,
 }
 

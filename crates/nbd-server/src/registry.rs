@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The exports, and who uses them.
+//! The exports, and their clients.
 
 use crate::admission::{Admissions, Connections};
 use crate::config::{Event, ServerConfig};

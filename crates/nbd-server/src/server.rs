@@ -26,7 +26,7 @@ pub struct Server<D: Disk> {
 }
 
 impl<D: Disk> Server<D> {
-    /// Starts the threads. Nobody is served before [`Server::listen`] or [`Server::serve`].
+    /// Starts the threads. No client is served before [`Server::listen`] or [`Server::serve`].
     pub fn new(config: ServerConfig) -> Result<Server<D>> {
         config.check()?;
         let registry = Arc::new(Registry::new(config));
@@ -84,7 +84,7 @@ impl<D: Disk> Server<D> {
         self.registry.add(export)
     }
 
-    /// Removes an export; when this returns nobody uses its disk any more. With [`Removal::Safe`] an export that is in use
+    /// Removes an export; when this returns, its disk has no users. With [`Removal::Safe`] an export that is in use
     /// stays, with an error of kind `Busy`. Call it inside of [`rt::block_on`].
     pub async fn remove_export(&self, name: &str, removal: Removal) -> Result<()> {
         self.registry.remove(name, removal).await.map(drop)
@@ -110,8 +110,8 @@ impl<D: Disk> Server<D> {
         self.registry.connections.wait(|all| (all.all() == 0).then_some(())).await;
     }
 
-    /// Stops listening, answers what is in flight (for at most `grace`), disconnects everybody, flushes every disk that could
-    /// be written to, and ends the threads. The first error of a flush. Call it inside of [`rt::block_on`].
+    /// Stops listening, answers what is in flight (for at most `grace`), disconnects all clients, flushes every disk
+    /// that could be written to, and ends the threads. The first error of a flush. Call it inside of [`rt::block_on`].
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.registry.begin_stop();
         let queues = std::mem::take(&mut *lock(&self.queues));

@@ -152,7 +152,7 @@ pub fn await_up(path: &str, device: &dyn NbdControl, device_bytes: u64, is_over:
 ///
 /// QEMU leaves the page cache out, and loses what programs have written and not synced.
 pub fn detach(device: &Arc<dyn NbdControl>, limit: Duration) -> Result<()> {
-    // A device without a connection has no length, and nobody to write to.
+    // A device without a connection has no length, and no server to write to.
     let result = if device.size_bytes().is_ok_and(|bytes| bytes > 0) { sync_within(device, limit) } else { Ok(()) };
     for call in [NbdCall::ClearQueue, NbdCall::Disconnect, NbdCall::ClearSocket] {
         // A device without a connection refuses these.

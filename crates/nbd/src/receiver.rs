@@ -44,7 +44,7 @@ fn ended() -> Error {
 }
 
 impl Receiver {
-    /// Received bytes that nobody has looked at.
+    /// True when all received bytes are used up.
     pub fn is_empty(&self) -> bool {
         self.start == self.end
     }

@@ -133,9 +133,9 @@ impl Stream {
         self.handshake(TlsSession::of_client(credentials, name)?).await
     }
 
-    /// Who the peer's certificate is for: its distinguished name as [RFC 4514](https://www.rfc-editor.org/rfc/rfc4514) writes
-    /// it, but in the certificate's order, as QEMU compares it. `None` without TLS, without a certificate, or where it can't be
-    /// parsed.
+    /// The subject of the peer's certificate: its distinguished name as [RFC
+    /// 4514](https://www.rfc-editor.org/rfc/rfc4514) writes it, but in the certificate's order, as QEMU compares it.
+    /// `None` without TLS, without a certificate, or where it can't be parsed.
     pub fn peer_identity(&self) -> Option<String> {
         self.lock()?.peer_identity()
     }

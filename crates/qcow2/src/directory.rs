@@ -49,7 +49,7 @@ impl Directory {
         Ok(directory)
     }
 
-    /// Begins anew with this L1 table and no slice. Only the owner calls this, while nobody looks.
+    /// Begins anew with this L1 table and no slice. Only the owner calls this, while there are no readers.
     pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) -> Result<()> {
         self.chunks.store(Arc::new(Vec::new()));
         self.slices_per_table.store(slices_per_table, Ordering::Release);

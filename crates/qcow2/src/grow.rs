@@ -26,7 +26,7 @@ pub struct RefcountGrowth {
 }
 
 impl Engine {
-    /// Clusters of the refcount table: compare before and after waiting, to see whether somebody else grew it.
+    /// Clusters of the refcount table: compare before and after waiting, to see whether another request grew it.
     pub fn refcount_table_clusters(&self) -> u64 {
         self.own().refcounts.table_clusters
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Epochs of running requests: who may still use a mapping that has just been taken away.
+//! Epochs of running requests, which may still use a mapping that has just been taken away.
 //!
 //! A request pins the current epoch before it looks at the mapping and unpins when its I/O has completed. Taking a
 //! mapping away tags its host range with the current epoch, and then starts a new one. The range may be used for

@@ -3,7 +3,7 @@
 //!
 //! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics). The owner makes the version
 //! odd, edits, and makes it even again; a reader that saw the version change reads again. Where it is regular enough it
-//! is kept in a compact form instead, which nobody edits: the owner puts an array in its place first.
+//! is kept in a compact form instead, which is never edited: the owner puts an array in its place first.
 
 use crate::compact::{Compact, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -129,7 +129,7 @@ impl Slice {
         }
     }
 
-    /// Edits words of an array as one change for readers. Only the owner, who holds its lock, calls this.
+    /// Edits words of an array as one change for readers. Only the owner, which holds the lock, calls this.
     pub(crate) fn edit(&self, edits: impl IntoIterator<Item = (usize, u64)>) {
         let Form::Words(words) = &self.form else { unreachable!("a compact slice is made an array before an edit") };
         let version = self.version.load(Ordering::Relaxed);

@@ -17,8 +17,8 @@ pub enum TableId {
 
 /// A table that must be read from the image file before the plan can be made.
 ///
-/// The holder reads `len` bytes at `host` and calls [`crate::Engine::loaded`], or [`crate::Engine::load_failed`]; until then
-/// everybody else who needs the table waits.
+/// The holder reads `len` bytes at `host` and calls [`crate::Engine::loaded`], or [`crate::Engine::load_failed`]; until
+/// then all others that need the table wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
     /// What it is.
@@ -31,8 +31,8 @@ pub struct Load {
 
 /// Space in the image file that must be reserved before the plan can be made.
 ///
-/// The holder reserves it and calls [`crate::Engine::reserved`], or [`crate::Engine::reserve_failed`]; until then everybody else who needs
-/// it waits.
+/// The holder reserves it and calls [`crate::Engine::reserved`], or [`crate::Engine::reserve_failed`]; until then all
+/// others that need it wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reserve {
     /// Where it is in the image file.

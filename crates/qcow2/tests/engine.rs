@@ -157,7 +157,7 @@ impl Disk {
                     break;
                 }
                 for (host, len) in reclaim.holes.clone() {
-                    // Not zeroes: whoever gets the space must not rely on it.
+                    // Not zeroes: a new user of the space must not rely on them.
                     self.write_host(host.0, &vec![0xee; len as usize]);
                 }
                 self.plan(|engine| engine.reclaimed(&mut reclaim));
@@ -500,7 +500,7 @@ fn aborted_write_keeps_old_data_and_frees_clusters() {
     assert_eq!(disk.read(8192, 4096), vec![0; 4096]);
     disk.flush();
     disk.check();
-    // The space is found again, and nobody takes it for zero.
+    // The space is found again, and isn't taken for zero.
     let again = disk.plan(|engine| engine.begin_allocate(GuestOffset(0), 100, false));
     assert_eq!(again.host, HostOffset(host.0));
     assert!(!again.host_is_zero);
@@ -613,8 +613,8 @@ fn cleaning_drops_what_was_not_used_since_the_last_time() {
     disk.check();
 }
 
-/// Two who reclaim at once each take one reference of a cluster: who takes the last one sees to the hole, and to what is
-/// remembered of it.
+/// Two calls that reclaim at once each take one reference of a cluster: the one that takes the last sees to the hole,
+/// and to the memory of it.
 #[test]
 fn cluster_reclaimed_twice_is_one_hole() {
     for first_lowers_first in [true, false] {

@@ -9,7 +9,7 @@ use crate::types::{Alternative, Member, ObjectType, Type};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Most words of an enumeration that an error lists: a longer list helps nobody.
+/// Most words of an enumeration that an error lists: a longer list is no help.
 const MOST_WORDS: usize = 12;
 
 /// How far a value may be from its type.
@@ -113,13 +113,12 @@ impl Schema {
         self.commands.contains_key(name)
     }
 
-    /// Has the error say why, when somebody gives the enumeration `name` this value, which isn't in it: for what others
-    /// have.
+    /// Gives the error a reason for a value that the enumeration `name` lacks and other programs have.
     pub fn refuse(&mut self, name: &str, value: &str, reason: impl Into<String>) {
         self.refusals.insert((name.to_owned(), value.to_owned()), reason.into());
     }
 
-    /// The whole error where somebody gives the enumeration `name` this value, which isn't in it.
+    /// The whole error for a value that the enumeration `name` lacks.
     pub fn refuse_as(&mut self, name: &str, value: &str, message: impl Into<String>) {
         self.messages.insert((name.to_owned(), value.to_owned()), message.into());
     }

@@ -127,7 +127,7 @@ fn subclusters(
                 data(shape, offset, range.start)
             }
             Subcluster::Invalid => {
-                // The data are there; whether they count nobody knows.
+                // The data are there; whether they count is unknown.
                 doubt = Some(Doubt::SubclusterBitmap);
                 data(shape, offset, range.start)
             }

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// What was asked for. It owns its memory until it ends, also when nobody waits any more.
+/// What was asked for. It owns its memory until it ends, also without a waiter.
 pub(super) enum Request {
     Read { offset: u64, buf: IoBuf },
     Write { change: Change, bufs: Vec<IoBuf> },

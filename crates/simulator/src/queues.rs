@@ -98,7 +98,7 @@ impl Turns {
         }
     }
 
-    /// Gives the turn to somebody and waits until it comes back (not with `Ended`).
+    /// Gives the turn to a queue and waits until it comes back (not with `Ended`).
     fn pass(&self, me: usize, standing: Standing) {
         let mut state = self.lock();
         state.queues[me] = standing;
@@ -109,7 +109,7 @@ impl Turns {
         if state.queues.iter().all(|queue| *queue == Standing::Ended) {
             return;
         }
-        // Somebody who found nothing to do may have been woken by another queue since.
+        // A queue that found nothing to do may have been woken by another one since.
         let looks_at_idle = state.rng.chance(1, 3);
         let may_run = |queue: &Standing| *queue == Standing::Ready || (looks_at_idle && *queue == Standing::Idle);
         let ready: Vec<usize> = (0..state.queues.len()).filter(|index| may_run(&state.queues[*index])).collect();
@@ -130,7 +130,7 @@ impl Turns {
         }
     }
 
-    /// With nobody left who could run, lets the machine finish something, and everybody look again.
+    /// When no queue can run, lets the machine finish an operation, and every queue look again.
     fn go_on<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         if state.queues.contains(&Standing::Ready) || !state.queues.contains(&Standing::Idle) {
             return state;

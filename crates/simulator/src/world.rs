@@ -75,7 +75,7 @@ impl Config {
 pub enum Step {
     /// It ended an operation or let a timer ring.
     Progress,
-    /// Nothing is under way and nobody sleeps.
+    /// No operation is under way and no task sleeps.
     Idle,
 }
 
@@ -402,7 +402,7 @@ impl State {
             }
         }
         if ready.is_empty() {
-            // Everybody waits for time to pass: it passes at once.
+            // Every task waits for time to pass: it passes at once.
             self.clock_ns = earliest_ns?.max(now_ns);
             return Some(self.ring());
         }

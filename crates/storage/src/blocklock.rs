@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Locks on ranges of blocks, for direct I/O.
 //!
-//! A write smaller than the block of the medium reads the block, changes a part and writes it back. In between nobody
-//! else may write any part of that block, or their bytes would be lost; so each write of a direct file takes its blocks
-//! first: `Shared` when it covers them whole, `Exclusive` when it reads before it writes. Whole-block writes to
-//! one block may overlap (their order is the caller's business), anything else waits, in order of arrival.
+//! A write smaller than the block of the medium reads the block, changes a part and writes it back. In between no other
+//! write may touch that block, or its bytes would be lost; so each write of a direct file takes its blocks first:
+//! `Shared` when it covers them whole, `Exclusive` when it reads before it writes. Whole-block writes to one block may
+//! overlap (their order is the caller's business), anything else waits, in order of arrival.
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -130,7 +130,7 @@ pub struct EndedOp {
     pub end_ns: u64,
 }
 
-/// Who looks at each operation of a file, on the operation's thread: must be quick.
+/// Sees each operation of a file, on the operation's thread: must be quick.
 pub trait FileObserver: Send + Sync {
     /// An operation has ended.
     fn ended(&self, ended: &EndedOp);
@@ -154,8 +154,8 @@ pub(crate) struct FileCounters {
 }
 
 impl FileCounters {
-    /// When an operation begins that will be counted: by the clock itself where somebody looks at each operation, else by
-    /// that of the executor's round.
+    /// The start of an operation that will be counted: by the clock itself where the file has an observer, else by that
+    /// of the executor's round.
     #[inline]
     pub(crate) fn start_ns(&self) -> u64 {
         if self.is_observed.load(Ordering::Relaxed) { crate::rt::now_ns() } else { crate::rt::round_now_ns() }
@@ -164,7 +164,7 @@ impl FileCounters {
     /// Counts an operation that began at `start_ns`, as [`FileCounters::start_ns`] gave it.
     #[inline]
     pub(crate) fn count(&self, op: FileOp, offset: u64, len: u64, start_ns: u64, done: bool) {
-        // One look at the flag, and nothing else where nobody asked.
+        // One look at the flag, and nothing else without an observer.
         if self.is_observed.load(Ordering::Relaxed) {
             return self.count_observed(op, offset, len, start_ns, done);
         }
@@ -204,7 +204,7 @@ impl FileCounters {
         }
     }
 
-    /// Has each operation shown to `observer` from now on, instead of to the one before; `None`: to nobody.
+    /// Has each operation shown to `observer` from now on, instead of to the one before; `None`: to none.
     pub(crate) fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
         self.is_observed.store(observer.is_some(), Ordering::Relaxed);
         *self.observer.write().unwrap_or_else(PoisonError::into_inner) = observer;

@@ -124,7 +124,7 @@ impl Inner {
         let stop = offset + payload.len() as u64;
         let (result, payload) = self.write_aligned(payload, offset).await;
         if stop > final_len {
-            // Everything behind is locked, so nobody else has made the file longer.
+            // Everything behind is locked, so no other write has made the file longer.
             self.len.store(final_len, Ordering::Release);
         }
         (result, payload)

@@ -61,7 +61,7 @@ impl EventCounter {
 
     /// Takes the count, where there is one.
     pub fn take(&self) {
-        // An error is for those who wait.
+        // An error is reported to the waiters.
         let _: std::result::Result<usize, Errno> = self.read_now(&mut [0; 8]);
     }
 

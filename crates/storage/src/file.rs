@@ -197,7 +197,7 @@ impl File {
         self.0.counters.snapshot()
     }
 
-    /// Has each operation of the file shown to `observer` from now on, in place of the one before; `None`: to nobody.
+    /// Has each operation of the file shown to `observer` from now on, in place of the one before; `None`: to none.
     pub fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
         self.0.counters.observe(observer);
     }
@@ -253,8 +253,8 @@ impl File {
         }
     }
 
-    /// Refuses a file that this process uses by another descriptor, too, whatever the locks say: for who is about to
-    /// replace what it holds.
+    /// Refuses a file that this process uses by another descriptor, too, whatever the locks say: for a caller that is
+    /// about to replace the content.
     pub fn check_single_use(&self) -> Result<()> {
         match &self.0.medium {
             Medium::Host(host) => host.check_single_use().map_err(|error| error.file(self.name())),
@@ -392,7 +392,7 @@ impl File {
                     return result;
                 }
                 Turn::Lead => {
-                    // Its own task: the result must be noted even when nobody waits for it any more.
+                    // Its own task: the result must be noted even without a waiter.
                     let flush = FlushInFlight { file: self.clone(), ended: false }.run();
                     if let Err(flush) = rt::spawn_critical(flush) {
                         flush.await;
@@ -414,7 +414,7 @@ impl File {
             return;
         }
         let start = StartInFlight(self.clone()).run();
-        // Without an executor nobody could wait for it, and dropping it is to end it.
+        // Without an executor no task could wait for it, and dropping it is to end it.
         let _ = rt::spawn_critical(start);
     }
 
@@ -561,8 +561,8 @@ impl File {
             .map_err(|errno| Error::os(errno, "could not read the file's attributes").file(self.name()))
     }
 
-    /// Takes the image locks for `permissions` and gives those back that are not needed any more. On an error
-    /// (`Busy`: it says which permission somebody else's contradict) everything is as before.
+    /// Takes the image locks for `permissions` and gives those back that are not needed any more. On an error (`Busy`:
+    /// it names the permission that other locks contradict) everything is as before.
     pub fn lock(&self, permissions: Permissions) -> Result<()> {
         let Medium::Host(host) = &self.0.medium else { return Ok(()) };
         let mut locks = self.0.image_locks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -621,7 +621,7 @@ impl File {
     }
 }
 
-/// A flush that runs. Dropped before its end (its executor was dropped), nobody knows what it did.
+/// A flush that runs. Dropped before its end (its executor was dropped), its result is unknown.
 struct FlushInFlight {
     file: File,
     ended: bool,

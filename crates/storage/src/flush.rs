@@ -2,7 +2,7 @@
 //! Flushes of one file, one at a time, and the memory of the first one that failed.
 //!
 //! Linux reports a failed write-back to one `fsync` and calls the next one a success, so two in flight could tell
-//! different stories. Here one runs at a time; who asks meanwhile shares the next one; and after a failure all get
+//! different stories. Here one runs at a time. Requests that come meanwhile share the next one. After a failure all get
 //! its error.
 
 use cowshed_types::{Error, Result, slip};
@@ -26,7 +26,7 @@ pub(crate) struct FlushGate {
     poison: OnceLock<Error>,
 }
 
-/// What somebody who wants a flush does next.
+/// The next step of a task that wants a flush.
 #[derive(Debug)]
 pub(crate) enum Turn {
     /// A flush that started after the request has ended.

@@ -54,8 +54,8 @@ pub(crate) struct HostFile {
 
 /// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
 const NOW_BYTES: usize = 256 << 10;
-/// A longer transfer to or from the page cache goes in pieces, in bytes. The kernel copies on the ring's thread, which serves
-/// nobody else meanwhile.
+/// A longer transfer to or from the page cache goes in pieces, in bytes. The kernel copies on the ring's thread, which
+/// serves no other request meanwhile.
 const WHOLE_BYTES: usize = 2 << 20;
 /// The length of such a piece, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
@@ -73,7 +73,7 @@ const BULK_BYTES: usize = 64 << 10;
 /// So long after a write in bulk others are taken to follow.
 const BULK_NS: u64 = 100_000_000;
 
-/// Who carries out the next operation.
+/// Carries out the next operation.
 enum Worker {
     Ring(Rc<Ring>),
     Pool,
@@ -348,7 +348,7 @@ impl HostFile {
         Some(result)
     }
 
-    /// Somebody writes in bulk, who reads and looks for zeroes meanwhile: another core writes then.
+    /// A job writes in bulk, and reads and looks for zeroes meanwhile: another core writes then.
     pub(crate) fn note_bulk_write(&self) {
         self.bulk_until_ns.store(now_ns() + BULK_NS, Ordering::Relaxed);
     }
@@ -469,7 +469,8 @@ impl HostFile {
         }
     }
 
-    /// As [`HostFile::start_writeback`], for who goes on only then: mostly little is dirty, and the call is short.
+    /// As [`HostFile::start_writeback`], for a caller that waits for the call: mostly little is dirty, and the call is
+    /// short.
     pub(crate) async fn start_writeback_first(&self) -> SysResult<()> {
         self.short_call(|fd| sys::start_writeback(fd)).await
     }

@@ -3,9 +3,9 @@
 //! behind a protocol or a node.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
-//! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even if
-//! nobody waits any more. (The simulated medium gives it back with its future.) Everything that makes a file pleasant
-//! to use is built on this, so that the simulator tests it.
+//! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even
+//! without a waiter. (The simulated medium gives it back with its future.) Everything that makes a file pleasant to use
+//! is built on this, so that the simulator tests it.
 
 use crate::blocklock::BlockGuard;
 use crate::fault::FaultyFile;
@@ -190,8 +190,8 @@ impl Medium {
     pub(crate) async fn can_share_from(&self, source: &Medium, source_len: u64) -> bool {
         match (self, source) {
             (Medium::Host(host), Medium::Host(source)) => {
-                // A place behind the end, and within a block: nothing is there to be shared. Who has no way to share says so
-                // first.
+                // A place behind the end, and within a block: nothing is there to be shared. A file system that can't
+                // share says so first.
                 let place = source_len.next_multiple_of(1 << 20) + 1;
                 let can = host.share_one_byte(source, place).await == Err(Errno::EINVAL);
                 if can {

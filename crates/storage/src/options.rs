@@ -14,8 +14,8 @@ pub struct CacheMode {
     pub no_flush: bool,
 }
 
-/// Who carries out the operations. `COWSHED_IO_ENGINE=io_uring|threads|auto` in the environment overrides it for all
-/// files.
+/// The engine that carries out the operations. `COWSHED_IO_ENGINE=io_uring|threads|auto` in the environment overrides
+/// it for all files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoEngine {
     /// io_uring where the kernel allows it, else threads.

@@ -161,7 +161,7 @@ impl RemoteFile {
         match space {
             // Length and space are the other side's business.
             Space::Allocate => Err(Errno::ENOTSUP),
-            // Edges within a block are written by who asked, with the rest of their block.
+            // The caller writes edges within a block, with the rest of their block.
             _ if !offset.is_multiple_of(self.block_bytes()) || !len.is_multiple_of(self.block_bytes()) => {
                 Err(Errno::ENOTSUP)
             }

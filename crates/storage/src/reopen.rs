@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 impl File {
     /// Opens the file for writing too and takes the image locks for `permissions`. No operation may run on it. On an
-    /// error (the file may not be written, or somebody else's locks contradict) everything is as before.
+    /// error (the file may not be written, or other locks contradict) everything is as before.
     pub fn make_writable(&self, permissions: Permissions) -> Result<()> {
         let inner = self.inner();
         match &inner.medium {

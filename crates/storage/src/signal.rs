@@ -12,7 +12,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A value and those who wait for it to become something.
+/// A value, and the tasks that wait for a change of it.
 #[derive(Debug, Default)]
 pub struct Watched<T> {
     inner: Mutex<Inner<T>>,
@@ -27,12 +27,12 @@ struct Inner<T> {
 }
 
 impl<T> Watched<T> {
-    /// A value that nobody waits for yet.
+    /// A value without waiters yet.
     pub fn new(value: T) -> Self {
         Watched { inner: Mutex::new(Inner { value, waiting: Vec::new(), next_number: 0 }) }
     }
 
-    /// Changes the value and wakes all who wait.
+    /// Changes the value and wakes all waiters.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let mut inner = lock(&self.inner);
         let result = change(&mut inner.value);

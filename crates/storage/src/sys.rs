@@ -108,7 +108,8 @@ pub(crate) fn transfer(
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
         // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
-        // into it through a shared borrow is sound: the caller owns the payload and nobody looks at the bytes meanwhile.
+        // into it through a shared borrow is sound: the caller owns the payload, and no code looks at the bytes
+        // meanwhile.
         let done = unsafe {
             match direction {
                 Direction::Read => libc::preadv(fd, vectors.as_ptr(), count, offset),
@@ -168,8 +169,8 @@ pub(crate) fn receive(socket: impl AsFd, payload: &Payload, skip: usize) -> SysR
     let Some(buf) = payload.bufs.slice().first() else { return Ok(0) };
     let (start, len) = (buf.as_raw().wrapping_add(skip), buf.len() - skip);
     retry(|| {
-        // SAFETY: `skip` is within the buffer, which the payload owns alone and which is borrowed until the call is over;
-        // nobody looks at the bytes meanwhile.
+        // SAFETY: `skip` is within the buffer, which the payload owns alone and which is borrowed until the call is
+        // over; no code looks at the bytes meanwhile.
         let done = unsafe { libc::recv(fd, start.cast(), len, libc::MSG_DONTWAIT) };
         usize::try_from(done).map_err(|_| last_errno())
     })
@@ -200,7 +201,7 @@ pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
 pub(crate) fn copy_descriptor(descriptor: i32) -> SysResult<OwnedFd> {
     // SAFETY: a call on numbers.
     match unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) } {
-        // SAFETY: the call above has just made it, for nobody else.
+        // SAFETY: the call above has just made it, and it has no other owner.
         copy @ 0.. => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
         _ => Err(last_errno()),
     }
@@ -347,7 +348,7 @@ pub(crate) fn set_lock(file: impl AsFd, lock: ByteLock, start: u64, len: u64) ->
     })
 }
 
-/// True when somebody else's lock keeps us from taking a write lock on `len` bytes at `start`.
+/// True when another lock keeps us from taking a write lock on `len` bytes at `start`.
 pub(crate) fn is_locked_by_others(file: impl AsFd, start: u64, len: u64) -> SysResult<bool> {
     let mut lock = flock(libc::F_WRLCK, start, len)?;
     retry(|| {

@@ -30,7 +30,7 @@ const MAX_BUFFER_BYTES: usize = u16::MAX as usize;
 pub enum UblkCall {
     /// Makes a device. What the server wants of it goes in, what was agreed on comes out.
     AddDevice = 0x04,
-    /// Removes a device; returns when nobody has its char device open any more.
+    /// Removes a device; returns when its char device isn't open any more.
     DeleteDevice = 0x05,
     /// Makes the block device, once all requests are fetched. The value is the server's process.
     StartDevice = 0x06,

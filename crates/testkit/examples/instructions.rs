@@ -143,7 +143,7 @@ impl rt::Simulation for OneThread {
         Box::pin(std::future::ready(()))
     }
 
-    /// Not 0, which stands for a clock that nobody has looked at: a request looks at it once.
+    /// Not 0, which stands for an unread clock: a request looks at it once.
     fn now(&self) -> Duration {
         Duration::from_nanos(1)
     }

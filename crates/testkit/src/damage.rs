@@ -10,7 +10,7 @@ use std::path::Path;
 /// Bit 63 of L1 and L2 entries.
 pub const COPIED: u64 = 1 << 63;
 
-/// A qcow2 image whose bytes are changed behind everybody's back. The image must be whole when it is opened.
+/// A qcow2 image whose bytes are changed without the engine. The image must be whole when it is opened.
 pub struct Victim {
     /// The file.
     pub file: File,

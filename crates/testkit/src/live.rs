@@ -32,7 +32,7 @@ struct Taken {
     ended: usize,
 }
 
-/// The images that stand on each other, as one who follows the guest would know them.
+/// The images that stand on each other, as an observer of the guest would know them.
 #[derive(Clone, Debug, Default)]
 struct History {
     bottom: String,

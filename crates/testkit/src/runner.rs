@@ -56,7 +56,7 @@ impl Outcome {
 
 struct Shared<D> {
     disk: D,
-    /// `None`: a real machine, whose power nobody cuts.
+    /// `None`: a real machine, without power cuts.
     world: Option<World>,
     state: Mutex<Outcome>,
     /// Reads and writes of one sector at the same time may mix inside of the sector.
@@ -154,8 +154,8 @@ fn spread(steps: &[Step], queues: usize) -> Vec<Vec<Step>> {
     dealt
 }
 
-/// A shrink runs alone: what it cuts off while something is under way there, nobody could say. `bytes`: the size of
-/// the disk at the start.
+/// A shrink runs alone: its effect on requests under way behind the new end would be unknown. `bytes`: the size of the
+/// disk at the start.
 fn phases(steps: &[Step], mut bytes: u64) -> Vec<&[Step]> {
     let mut phases = Vec::new();
     let mut start = 0;

@@ -391,9 +391,8 @@ impl Prepared {
 
     /// Runs the trial on its machine, without a cut.
     ///
-    /// # Errors
-    /// What went wrong: a failed request where none may fail, a read of what nobody wrote, metadata written twice at once,
-    /// leaks after closing.
+    /// # Errors What went wrong: a failed request where none may fail, a read of data that were never written, metadata
+    /// written twice at once, leaks after closing.
     pub fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
         let failed = |error: Error| format!("the run itself: {error}");
@@ -498,7 +497,7 @@ impl Prepared {
         }
     }
 
-    /// No metadata may be written twice at once: which of the two wins, nobody knows.
+    /// No metadata may be written twice at once: the order of the two is unknown.
     fn check_overlaps(&self, world: &World) -> std::result::Result<(), String> {
         let trace = world.trace();
         let mut replay = Replay::new(&trace);
@@ -638,7 +637,7 @@ impl Prepared {
     /// # Errors
     /// What went wrong, and how to see it again.
     pub fn crash_or_shrink(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
-        // 0 for those who only want to know that it fails.
+        // 0 where only the failure itself counts.
         let most_tries = std::env::var("COWSHED_SHRINK_TRIES").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
         self.crash(trial).map_err(|first| {
             let mut last = first.clone();

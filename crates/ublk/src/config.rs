@@ -37,7 +37,7 @@ pub struct Config {
     pub device: Option<u32>,
     /// Whether a device that waits for a server is taken over.
     pub recover: Recover,
-    /// The device belongs to the user of this process, who needs no other right.
+    /// The device belongs to the user of this process, without other rights.
     pub unprivileged: bool,
     /// How long the threads look for requests before they sleep.
     pub poll_limit: PollLimit,

@@ -93,7 +93,7 @@ pub(crate) struct Device<D: UblkDriver> {
 struct Calls<'a, D> {
     driver: &'a D,
     device: u32,
-    /// Commands begin with the path of the char device, for the driver to look who may.
+    /// Commands begin with the path of the char device, whose owner the driver checks.
     with_path: bool,
 }
 

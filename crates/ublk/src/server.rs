@@ -10,7 +10,7 @@ use cowshed_types::{Error, Result};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-/// Told once, when the device was taken away by someone else than its server.
+/// Called once, when another process than the server has removed the device.
 pub type OnEnd = Box<dyn FnOnce() + Send>;
 
 /// What the owner wants.

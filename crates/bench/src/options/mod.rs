@@ -58,8 +58,8 @@ fn is_wanted(settings: &Settings, name: &str) -> bool {
     settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()))
 }
 
-/// Runs both values on each side, `rounds` times; who begins changes from round to round. `once` gets the side, and whether the
-/// option is on.
+/// Runs both values on each side, `rounds` times; the first side changes from round to round. `once` gets the side, and
+/// whether the option is on.
 fn in_turns(
     settings: &Settings,
     has_theirs: bool,

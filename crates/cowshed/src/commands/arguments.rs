@@ -223,7 +223,7 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
             None => kind,
         };
         let kind = kind.to_owned();
-        // The options of a type that there isn't are nobody's business.
+        // The options of an unknown type are not looked at.
         let has_meaning = is_known(&kind) || NOT_OF_IMAGES.contains(&kind.as_str());
         let pairs = if has_meaning { parse_list(rest, BareKey::Refused)? } else { Vec::new() };
         let map = pairs.into_iter().map(|(key, value)| (key, value.into())).collect();
@@ -235,7 +235,7 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
     }
 }
 
-/// The types that are known here. Nothing of an image asks who is authorized, but scripts define such objects.
+/// The types that are known here. No image asks for authorization, but scripts define such objects.
 const KNOWN: [&str; 6] = ["secret", "tls-creds-x509", "throttle-group", "authz-simple", "authz-list", "authz-listfile"];
 /// Types that only daemons have.
 const NOT_OF_IMAGES: [&str; 2] = ["iothread", "monitor-qmp"];

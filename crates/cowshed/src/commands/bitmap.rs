@@ -77,7 +77,7 @@ struct BitmapArgs {
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = BitmapArgs::from_arg_matches(matches)?;
     let actions = actions(matches);
-    // Only who takes all of them away needs to name none.
+    // Only the removal of all bitmaps needs no name.
     check(&args, &actions)?;
     let granularity = args.granularity.as_deref().map(|text| sizes::size_between("granularity", text, 0, sizes::MOST));
     let granularity = granularity.transpose()?;

@@ -12,8 +12,8 @@ pub fn root(persona: Persona) -> Command {
     root_with(persona, |_| true)
 }
 
-/// The command line of a persona for who is going to use the verb `word`: of all others only the names are there, for
-/// making the arguments of all is time that a short command notices.
+/// The command line of a persona with the arguments of the verb `word`. Other verbs have only their names: a short
+/// command notices the time that all arguments take.
 pub fn root_for(persona: Persona, word: &str) -> Command {
     root_with(persona, |verb| verb.name == word)
 }

@@ -82,7 +82,7 @@ fn reason(error: Error) -> Error {
     }
 }
 
-/// A job that takes less needs nobody who waits for signals: making the thread would take longer than they could wait.
+/// A job that takes less needs no thread that waits for signals: its start would take longer than they could wait.
 const SHORT: Duration = Duration::from_millis(20);
 
 /// What a signal leaves behind.
@@ -219,7 +219,7 @@ impl Foreground {
     }
 }
 
-/// Runs a job that nobody needs to watch or stop.
+/// Runs a job without progress or a stop by signals.
 pub fn run_quietly<T, F: Future<Output = Result<T, Error>>>(work: impl FnOnce(JobHandle) -> F) -> Result<T, Error> {
     let handle = JobHandle::new();
     watch_time(&handle)?;

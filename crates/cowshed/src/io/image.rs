@@ -131,7 +131,7 @@ pub(super) async fn sigraise(shell: &mut Shell, arguments: Arguments) -> Done {
     let signal = i32::try_from(signal).map_err(|_| CommandFailed::output(format!("signal out of range: {text}")))?;
     shell.print_later();
     shell.console.flush();
-    // As with raise(3) a number that is no signal is nobody's failure.
+    // As with raise(3), a number that is no signal is no failure.
     let _ = signal_hook::low_level::raise(signal);
     Ok(())
 }

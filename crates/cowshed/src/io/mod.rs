@@ -43,7 +43,7 @@ pub struct Shell {
     console: Console,
     manner: Manner,
     session: Option<Session>,
-    /// What requests in the background have said and nobody has printed yet.
+    /// The output of requests in the background that isn't printed yet.
     said_later: Rc<RefCell<String>>,
     pending: Vec<rt::JoinHandle<()>>,
     /// Tags of requests that are known to be held up.

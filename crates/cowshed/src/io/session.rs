@@ -232,7 +232,7 @@ async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
     let file = BlockdevOptions::new().with("driver", "file").with("filename", path);
     let tree =
         BlockdevOptions::new().with("driver", "qcow2").with("file", Value::from(file)).with("backing", base.name());
-    // Nobody will see it after a crash.
+    // The file isn't read after a crash.
     let cache = Some(spec.cache.clone().unwrap_or_else(|| "unsafe".to_owned()));
     let spec = OpenSpec { cache, force_share: false, ..spec.clone() };
     let tree = if spec.copy_on_read { keeping_what_is_read(tree) } else { tree };

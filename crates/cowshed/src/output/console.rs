@@ -49,7 +49,7 @@ impl Console {
         self.error_text(&format!("{name}: {message}\n"));
     }
 
-    /// Prints to standard error, after what was printed before. There is nobody to tell when that fails.
+    /// Prints to standard error, after what was printed before. A failure of that has nowhere to go.
     pub fn error_text(&mut self, text: &str) {
         self.flush();
         let _ = io::stderr().lock().write_all(&name_of_text(&lines_of(text)));

@@ -177,7 +177,7 @@ pub fn reason_behind(start: &str, error: &Error) -> Option<String> {
     Some(frame + &named.unwrap_or_else(|| rest.to_owned()))
 }
 
-/// A lock that somebody else has, in qemu-img's words.
+/// A lock of another process, in qemu-img's words.
 fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
     let (lock, _) = message.strip_prefix("failed to get ").and_then(|lock| lock.split_once(": "))?;
     let is_locked = error.kind() == ErrorKind::Busy;

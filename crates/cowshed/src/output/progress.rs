@@ -147,7 +147,7 @@ fn print_percent(hundredths: u64) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
-/// Says once how far it is, on standard error. There is nobody to tell when that fails.
+/// Says once how far it is, on standard error. A failure of that has nowhere to go.
 pub fn report_percent(done: u64, total: u64) {
     let hundredths = hundredths(done, total);
     let text = format!("    ({}.{:02}/100%)\n", hundredths / 100, hundredths % 100);

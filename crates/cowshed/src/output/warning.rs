@@ -16,7 +16,7 @@ const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
 /// Of a folder as a disk. QEMU leaves nothing out: scripts must see it under each name.
 const LEFT_OUT: &str = " entries are left out, ";
 
-/// A warning of QEMU's that helps nobody else.
+/// A warning of QEMU's that is shown under QEMU's names only.
 const SHORT_FORM: &str = "short-form boolean option ";
 
 static PERSONA: OnceLock<Persona> = OnceLock::new();
@@ -33,7 +33,7 @@ pub fn persona() -> Persona {
     PERSONA.get().copied().unwrap_or(Persona::Cowshed)
 }
 
-/// Prints one warning. There is nobody to tell when that fails.
+/// Prints one warning. A failure of that has nowhere to go.
 pub fn print(text: &str) {
     if let Some(text) = worded(persona(), &in_lines(text)) {
         let _ = std::io::stderr().lock().write_all(&name_of_text(&text));

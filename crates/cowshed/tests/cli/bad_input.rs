@@ -149,7 +149,7 @@ fn what_opens_no_key_slot_is_refused_by_every_verb() {
     oracle.verdict();
 }
 
-/// Runs the tools as somebody who may not write where the modes say so, which root may.
+/// Runs the tools as a user that the modes of files bind; they don't bind root.
 fn bound_by_modes(oracle: &Oracle, tool: &Path, folder: &Path, line: &str) -> (Option<i32>, String) {
     let is_root = rustix::process::geteuid().is_root();
     let mut command = match is_root {

@@ -41,7 +41,7 @@ fn images() -> Oracle {
     oracle
 }
 
-/// Bitmaps of an image become in use, and nobody knows what is in them: a writer was killed.
+/// Bitmaps of an image become in use, with unknown content: a writer was killed.
 pub fn make_inconsistent(image: &Path) {
     let killed = Command::new("qemu-io").args(["-c", "write 0 4k", "-c", "sigraise 9"]).arg(image).output();
     assert!(!killed.expect("qemu-io runs").status.success());
@@ -197,7 +197,7 @@ fn all_bitmaps_are_removed_at_once() {
         let output = ours.output().expect("our tool runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).trim().to_owned())
     };
-    // Also those that are in use and that nobody may believe.
+    // Also those that are in use and can't be trusted.
     for image in ["a.qcow2", "broken.qcow2"] {
         assert_eq!(run(&format!("--remove-all {image}")), (Some(0), String::new()), "{image}");
         assert_eq!(bitmaps(folder, image), Value::Array(Vec::new()), "{image}");

@@ -338,7 +338,7 @@ fn a_fixed_vhd_is_its_footer_whatever_its_guest_wrote() {
 #[test]
 fn an_unclosed_image_is_told() {
     let oracle = Oracle::new();
-    // QED: "needs check" is for who writes.
+    // QED: "needs check" concerns writers.
     oracle.make("create -q -f qed image.qed 4M");
     io(&oracle, "qed", "image.qed", &["write -P 5 1M 128k".to_owned()]);
     let path = oracle.work().join("image.qed");

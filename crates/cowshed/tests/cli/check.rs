@@ -90,7 +90,7 @@ fn a_repair_is_taken_back() {
     assert_eq!(code(&undone), 0, "{}", complaint(&undone));
     assert!(bytes(&bench.path("a.qcow2")) == before);
     assert_eq!(code(&bench.run("check a.qcow2")), 2);
-    // Nobody's log is overwritten.
+    // An existing log is never overwritten.
     let again = bench.run("check -r all --undo-log a.undo a.qcow2");
     assert!(code(&again) == 1 && complaint(&again).contains("could not create the undo log"), "{}", complaint(&again));
     assert!(bytes(&bench.path("a.qcow2")) == before);
@@ -108,7 +108,7 @@ fn an_undo_that_does_not_fit_is_refused() {
         assert!(code(&output) == 1 && complaint(&output).contains(why), "{why}: {}", complaint(&output));
         assert!(bytes(&bench.path("a.qcow2")) == image, "{why}: the image was written");
     };
-    // Somebody wrote where the repair had written.
+    // Another program wrote where the repair had written.
     let mut changed = repaired.clone();
     changed[L1_REFCOUNT_OFFSET + 3] = 1;
     std::fs::write(bench.path("a.qcow2"), &changed).expect("image");

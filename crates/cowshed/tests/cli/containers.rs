@@ -113,7 +113,7 @@ fn a_fixed_vhd_is_known_by_its_footer() {
     }
 }
 
-/// What is a file system or a packed file, and no disk image of anybody's, is raw, as QEMU has it.
+/// File systems and packed files that are no disk image are raw, as QEMU has it.
 #[test]
 fn other_files_are_raw() {
     let oracle = Oracle::new();

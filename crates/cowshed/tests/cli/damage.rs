@@ -178,7 +178,7 @@ fn our_own_name_says_which_image_is_marked() {
     assert!(warning.contains("made: ") && warning.contains("not cluster-aligned"), "{text}");
 }
 
-/// What lies behind the new end may point into a cluster of somebody else's.
+/// An entry behind the new end may point into a cluster of another entry.
 #[test]
 fn shrinking_frees_no_cluster_for_an_entry_that_points_into_it() {
     let folder = temp_dir();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images made to do harm, one for each class of the known holes of disk-image tools, and what `--untrusted` and
-//! `inspect` make of them. Each attack is first shown to work on who trusts the image: else the test would prove nothing.
+//! `inspect` make of them. Each attack is first shown to work where the image is trusted: else the test would prove
+//! nothing.
 
 use cowshed::{Disk, ErrorKind, OpenRequest, Policy};
 use cowshed_layout::qcow2::Extension;
@@ -155,7 +156,7 @@ fn data_file_disclosure() {
         bench.expect_refused(&format!("map --untrusted{allow} evil"), "json:");
         bench.expect_refused(&format!("convert --untrusted{allow} -O raw evil out"), "json:");
     }
-    // The name is that of a file, as in QEMU, whoever trusts the image.
+    // The name is that of a file, as in QEMU, with trust in the image or without.
     for options in ["", " --untrusted --allow data-file,json"] {
         bench.expect_refused(&format!("convert -O raw{options} evil out"), "No such file or directory");
     }
@@ -335,7 +336,7 @@ fn data_files_by_options() {
     }
 }
 
-/// Tables that the format allows and that nobody needs, as in CVE-2014-0144, and larger ones.
+/// Useless tables that the format allows, as in CVE-2014-0144, and larger ones.
 #[test]
 fn oversize_tables() {
     for (field, offset, value) in
@@ -364,13 +365,13 @@ fn oversize_tables() {
     bench.make("create -q -f qcow2 -o cluster_size=2M evil 100T");
     bench.expect_ok("info evil");
     bench.expect_refused("info --untrusted evil", "size");
-    // Past what the format allows nobody opens it, trusting or not.
+    // Past the limits of the format it is never opened, trusted or not.
     bench.victim("evil").file.write_all_at(&[0xff; 4], 36).unwrap();
     bench.expect_refused("info evil", "l1_size");
     assert_eq!(bench.inspect("evil").0, Some(2));
 }
 
-/// Numbers of the header at and past the edge, the class of CVE-2014-0143 to -0147: one clear line, whoever asks.
+/// Numbers of the header at and past the edge, the class of CVE-2014-0143 to -0147: one clear line from each verb.
 #[test]
 fn impossible_headers() {
     const HEADER: [(&str, u64, usize); 12] = [

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images that somebody else has open for writing: who may look, and who is refused.
+//! Images that another process has open for writing: some verbs read them, the others are refused.
 
 use crate::oracle::Oracle;
 use cowshed_testkit::held;
@@ -120,7 +120,7 @@ fn a_served_image_is_locked_as_by_qemu_nbd() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Who reads and who serves the same raw image beside us gets in, as beside qemu-nbd.
+/// Readers and servers of the same raw image get in beside us, as beside qemu-nbd.
 #[test]
 fn a_served_raw_image_has_readers_and_servers_beside_it() {
     let oracle = Oracle::new();
@@ -305,7 +305,8 @@ fn refusal(tools: &Tools, line: &str, format: &str, folder: &Path) -> Option<Str
     said.to_lowercase().contains("failed to get").then_some(said)
 }
 
-/// What runs beside what, with QEMU's tools and with ours: the locks of each holder, and who gets in beside it.
+/// What runs beside what, with QEMU's tools and with ours: the locks of each holder, and the programs that run beside
+/// it.
 #[test]
 fn the_same_runs_beside_the_same_as_with_qemus_tools() {
     let oracle = Oracle::new();

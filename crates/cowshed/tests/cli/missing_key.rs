@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Encrypted images without their key: whoever wants what is in them is refused when they are opened, before a target is
-//! made, emptied or written to.
+//! Encrypted images without their key: a verb that needs their content is refused when they are opened, before a target
+//! is made, emptied or written to.
 
 use crate::oracle::{Oracle, Said, words};
 use std::collections::BTreeMap;
@@ -145,7 +145,7 @@ fn ours(oracle: &Oracle, arguments: &[&str]) -> Said {
     Said { code: run.status.code(), out: text(run.stdout), err: text(run.stderr) }
 }
 
-/// What asks for no content works without a key: more than QEMU does, and to nobody's harm.
+/// What asks for no content works without a key: more than QEMU does, and harmless.
 #[test]
 fn what_stands_where_is_told_without_a_key() {
     let oracle = Oracle::new();

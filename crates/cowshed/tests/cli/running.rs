@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Long work: it shows progress, stops when asked to, and doesn't depend on anyone reading its output.
+//! Long work: it shows progress, stops when asked to, and doesn't depend on a reader of its output.
 
 use crate::oracle::Oracle;
 use std::io::{BufRead, BufReader, Read};

@@ -350,7 +350,7 @@ fn slow_requests_make_room_for_others() {
             stream
         })
         .collect();
-    // Less than the time that a request has when nobody waits.
+    // Less than the time that a request has when no other waits.
     download(&oracle, &["-I", "--max-time", "8", &share.url]);
     drop(slow);
 }

@@ -138,7 +138,7 @@ fn images_that_end_too_early() {
     let said = cowshed(&oracle, "img compare over.qcow2 cut.qcow2");
     let text = "qemu-img: Error while reading offset 0 of over.qcow2: Input/output error\n";
     assert_eq!((said.code, said.err.as_str()), (Some(4), text));
-    // Without the table nobody knows what is allocated.
+    // Without the table the allocation is unknown.
     file.set_len(4 * 65536 + 512).expect("cut");
     let lost = &["cut.qcow2", "a table lies past the end of the file (262656 bytes)"];
     expect_refusal(&oracle, "compare -q cut.qcow2 over.qcow2", 3, lost);

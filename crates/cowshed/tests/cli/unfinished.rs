@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A new image that could not be made is gone again: half of one on a full disk helps nobody, and a sparse one looks
-//! like a raw image. A file that was there before is as qemu-img leaves it.
+//! A new image that could not be made is removed. Half of one on a full disk is of no use, and a sparse one looks like
+//! a raw image. A file that was there before is as qemu-img leaves it.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;

@@ -125,7 +125,7 @@ fn own_lock_is_reported_as_qemu() {
         let real = oracle.real(&oracle.work(), &words(line));
         assert_eq!(real.err.trim_end(), format!("qemu-img: {expected}"), "{line}");
     }
-    // Somebody else is.
+    // Another process uses the image.
     let mut holder = std::process::Command::new(oracle.qemu.io_path())
         .args(["-f", "qcow2", "a.qcow2"])
         .stdin(std::process::Stdio::piped())

@@ -402,7 +402,7 @@ fn unmounting_waits_for_the_image_and_its_users() {
     std::fs::create_dir(at("folder")).expect("a folder");
     let said = run(COWSHED, &["mount", text(&at("m")), text(&at("folder"))], &[1]);
     assert!(said.starts_with(&format!("cowshed: {}", text(&at("folder")))), "{said}");
-    // Who asks for it unmounts a file in use.
+    // A file in use is unmounted on explicit request.
     std::fs::write(at("d"), [5; 4096]).expect("an image");
     let pid = at("pid");
     tool(COWSHED, &["mount", "-w", "-f", "raw", "--pidfile", text(&pid), text(&at("d")), text(&at("m"))]);

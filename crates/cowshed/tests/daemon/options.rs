@@ -166,7 +166,7 @@ fn the_log_says_what_its_filter_lets_through() {
     let folder = temp_dir();
     Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 8 << 20);
     let uri = format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock")));
-    // By default who connects is told, and no command; a filter decides both.
+    // By default the log has the clients and no commands; a filter decides both.
     for (filter, clients, commands) in
         [(None, true, false), (Some("error"), false, false), (Some("cowshed_daemon=debug"), false, true)]
     {

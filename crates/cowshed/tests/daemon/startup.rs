@@ -55,7 +55,7 @@ fn sockets_that_a_service_manager_passes_are_used() {
         let mut command = activated(arguments, vec![on_path.into(), on_port.into()]);
         let log = fs::File::create(folder.path().join("log")).expect("a log");
         let mut daemon = Killed(command.current_dir(folder.path()).stderr(log).spawn().expect("bash runs"));
-        // Whoever connects before the daemon is there waits: that is what activation is for.
+        // A client that connects before the daemon is there waits: that is the purpose of activation.
         reads_sevens(&format!("nbd+unix:///?socket={}", text(&path)));
         reads_sevens(&format!("nbd://127.0.0.1:{port}"));
         tool("kill", &["-TERM", &daemon.0.id().to_string()]);

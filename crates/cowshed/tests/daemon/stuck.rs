@@ -462,7 +462,7 @@ fn cancelled_job_lets_the_source_go(name: &str, arguments: Value) {
     Qemu::system().io(more).expect_ok();
     let refused = monitor.refusal("blockdev-del", &json!({"node-name": "remote"}));
     assert!(refused.contains("in use"), "{refused}");
-    // A command that drains the disk does not wait for the target, and holds nobody.
+    // A command that drains the disk does not wait for the target, and holds no other.
     let bitmap = json!({"type": "block-dirty-bitmap-add", "data": {"node": "disk", "name": "b"}});
     monitor.command("transaction", json!({"actions": [bitmap]}));
     Qemu::system().io(["-f", "raw", "-c", "read -P 9 4M 64k", "-c", "write -P 9 6M 64k", &uri]).expect_ok();

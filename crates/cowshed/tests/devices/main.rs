@@ -476,7 +476,7 @@ fn a_daemon_lives_through_a_full_disk() {
         qemu.io(["-f", "raw"].into_iter().chain(commands).chain([uri.as_str()])).stdout
     };
     assert!(!io(&["write -P 1 0 2M", "flush"]).contains("failed"));
-    // What is left of the disk goes to somebody else.
+    // Another file takes the rest of the disk.
     let fill = format!("! dd if=/dev/zero of={filler} bs=64k 2>/dev/null && sync");
     run("sh", &["-c", &fill]);
     let said = io(&["write -P 2 8M 4M"]);

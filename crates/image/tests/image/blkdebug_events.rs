@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Errors at single steps of the qcow2 format: who asked is told, and what was acknowledged stays. QEMU raises the same
+//! Errors at single steps of the qcow2 format: the request fails, and acknowledged data stay. QEMU raises the same
 //! events in the same operations.
 
 use cowshed_image::{Node, OpenRequest, Preallocation, open};

@@ -68,7 +68,7 @@ fn small_reads_count_for_the_layer_that_has_them() {
     let mid = node.backing().unwrap();
     let base = mid.backing().unwrap();
     let reads = |node: &Node| node.statistics().kind(IoKind::Read).operations;
-    // Who has what is learnt by the first reads; the others go straight there.
+    // The first reads learn the layer of each range; later ones go straight there.
     for _ in 0..2 {
         let before = [&node, &mid, &base].map(|node| reads(node));
         for (index, piece) in expected.chunks(PIECE).enumerate() {
@@ -447,7 +447,7 @@ fn overlays_of_one_base_have_its_mapping_in_memory_once() {
     tops.into_iter().for_each(|top| rt::block_on(top.close()).unwrap());
     rt::block_on(graph.set_read_only(&alone, false)).unwrap();
     rt::block_on(alone.write(0, IoBuf::copy_from(&[1; 512]))).0.unwrap();
-    // Whoever opens it from now on doesn't get the mapping that is written to.
+    // A later opening doesn't share the mapping that is written to.
     let other = rt::block_on(graph.add(base("other", ",read-only=on,file.locking=off")));
     if let Ok(other) = other {
         assert!(read_all(&other).len() == 8 << 20);

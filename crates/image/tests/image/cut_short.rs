@@ -47,7 +47,7 @@ fn data_past_the_end_of_the_file_is_an_error() {
     let (_folder, path) = cut("cluster_size=64k", KEPT);
     let node = open_now(&path, false);
     assert!(read(&node, 0, 4 * 65536 + 1000).unwrap().iter().all(|byte| *byte == 3));
-    // The file may end within a cluster: nobody has to write its rest.
+    // The file may end within a cluster: its rest need not be written.
     assert!(read(&node, 4 * 65536 + 1000, 64536).unwrap().iter().all(|byte| *byte == 0));
     for (at, len) in [(5 * 65536, 65536), (5 * 65536 + 8192, 512), (65536, 5 * 65536), (7 << 20, 4096), (0, 64 << 20)] {
         let error = read(&node, at, len).expect_err("data that isn't there");

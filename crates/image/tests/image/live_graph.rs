@@ -392,7 +392,7 @@ fn a_reopen_of_several_nodes_changes_all_or_none() {
     let graph = Graph::new(&cowshed_image::DRIVERS);
     let a = add(&graph, &format!("driver=qcow2,node-name=a,file.filename={one},read-only=on")).unwrap();
     let b = add(&graph, &format!("driver=qcow2,node-name=b,file.filename={two},read-only=on")).unwrap();
-    // Somebody else reads the second one and shares with readers only.
+    // Another node reads the second one and shares with readers only.
     let other = rt::block_on(cowshed_image::open(cowshed_image::OpenRequest::file(&two))).unwrap();
     let error =
         reopen(&graph, &[changed(&a, "read-only=off,l2-cache-size=2M"), changed(&b, "read-only=off")]).unwrap_err();

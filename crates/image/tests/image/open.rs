@@ -241,7 +241,7 @@ fn a_guessed_raw_disk_keeps_its_ends_raw() {
     assert!(error.to_string().contains("vpc"), "{error}");
     assert!(write(&node, 65536 - 4096, &[[0; 3584].as_slice(), &footer].concat()).is_err());
     rt::block_on(node.close()).unwrap();
-    // Who says raw may write anything.
+    // With an explicit format raw, any content may be written.
     let node = open_now(OpenRequest::file(&name).format("raw").writable(true)).unwrap();
     assert!(node.warnings().is_empty());
     write(&node, 0, b"QFI\xfb\0\0\0\x03").unwrap();
@@ -355,7 +355,7 @@ fn a_writer_and_another_user_of_one_node_conflict() {
     rt::block_on(node.close()).unwrap();
 }
 
-/// Files of a medium that nobody may write to.
+/// Files of a read-only medium.
 struct WriteProtected;
 
 impl Files for WriteProtected {

@@ -179,7 +179,7 @@ fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_types::Re
             _ => node.write(65536, IoBuf::copy_from(&[9; 512])).await.0,
         };
         if result.is_err() {
-            // Told once, however often somebody tries.
+            // Reported once, however many requests fail.
             node.write(65536, IoBuf::copy_from(&[9; 512])).await.0.unwrap_err();
         }
         drop(node);

@@ -49,7 +49,7 @@ fn load(attachment: &Arc<Attachment>, depth: usize, until: Duration) -> Rc<Cell<
                 if rt::now() < until {
                     done.set(done.get() + 1);
                 }
-                // Virtual time goes on only while everybody waits.
+                // Virtual time goes on only while all tasks wait.
                 rt::sleep(Duration::from_micros(500)).await;
             }
         }));

@@ -3,8 +3,8 @@
 //!
 //! A mark that is known never reads as raw, also where the format can't be opened: the container's bytes are no disk.
 //!
-//! A guess is made only on the word of the user who named the file, never on the word of another image. A guest can
-//! write any header into a raw disk.
+//! A guess is made only for a file that the user names, never for one that another image names. A guest can write any
+//! header into a raw disk.
 
 use crate::bytes::be32_at;
 
@@ -113,8 +113,8 @@ pub fn probe(head: &[u8]) -> FormatName {
     }
 }
 
-/// qcow and qcow2 share the magic; the version tells them apart. One that nobody knows yet is qcow2 all the same: the
-/// driver refuses it by its version, which is better than taking its metadata for a disk.
+/// qcow and qcow2 share the magic; the version tells them apart. An unknown version is qcow2 all the same: the driver
+/// refuses it by its version, which is better than taking its metadata for a disk.
 fn probe_qcow(head: &[u8]) -> Option<FormatName> {
     if be32_at(head, 0)? != crate::qcow2::MAGIC {
         return None;

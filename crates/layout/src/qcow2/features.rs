@@ -24,8 +24,8 @@ pub const COMPAT_KNOWN: u64 = COMPAT_LAZY_REFCOUNTS;
 pub const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 /// Autoclear, bit 1: the external data file is a standalone raw image.
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
-/// Autoclear, bit 62, ours: the bitmap journal counts, nobody else has written to the image since. The specification reserves
-/// bits 2 to 63; whoever doesn't know one clears it before writing, which is what it is for.
+/// Autoclear, bit 62, ours: the bitmap journal counts: no other program has written to the image since. The
+/// specification reserves bits 2 to 63; a program that doesn't know one clears it before writing, which is the purpose.
 pub const AUTOCLEAR_BITMAP_JOURNAL: u64 = 1 << 62;
 /// All autoclear bits that this crate knows.
 pub const AUTOCLEAR_KNOWN: u64 = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA | AUTOCLEAR_BITMAP_JOURNAL;

@@ -83,9 +83,9 @@ pub struct Header {
     pub snapshots_offset: u64,
     /// Mask of `features::INCOMPAT_*`; 0 in version 2.
     pub incompatible_features: u64,
-    /// Mask of `features::COMPAT_*` and of bits that nobody knows yet; 0 in version 2.
+    /// Mask of `features::COMPAT_*` and of unknown bits; 0 in version 2.
     pub compatible_features: u64,
-    /// Mask of `features::AUTOCLEAR_*` and of bits that nobody knows yet; 0 in version 2.
+    /// Mask of `features::AUTOCLEAR_*` and of unknown bits; 0 in version 2.
     pub autoclear_features: u64,
     /// log2 of the refcount width in bits, 0–6; 4 in version 2.
     pub refcount_order: u32,

@@ -46,8 +46,8 @@ pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages
     Ok(vec![vec![(0, bytes)]])
 }
 
-/// What reaches beyond the first sector is nearly always the feature name table, which nobody needs: the header is switched
-/// to one without it, and then to one that has it behind everything else.
+/// What reaches beyond the first sector is nearly always the feature name table, which is optional: the header is
+/// switched to one without it, and then to one that has it behind everything else.
 fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
     let mut last = new.clone();
     last.extensions.sort_by_key(|extension| match extension.kind() {

@@ -169,7 +169,7 @@ impl Keys {
         };
         let value = value.trim();
         let value = value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(value);
-        // Two answers to one question: which one counts is anybody's guess.
+        // Two answers to one question: neither can be trusted.
         if slot.as_deref().is_some_and(|known| known != value) {
             let message = format!("the VMDK descriptor gives '{}' twice", key.trim());
             return Err(Error::invalid_image("descriptor", value, message));

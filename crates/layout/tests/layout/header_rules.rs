@@ -123,7 +123,7 @@ fn feature_bits() {
     refused(&bits(INCOMPAT_COMPRESSION, 0, 0), "compression_type", "without a compression type");
     refused(&bits(0, 0, AUTOCLEAR_BITMAPS), "autoclear_features", "without the bitmaps extension");
     refused(&bits(0, 0, AUTOCLEAR_RAW_DATA), "autoclear_features", "without an external data file");
-    // What nobody knows yet but may be ignored is kept.
+    // Unknown bits that may be ignored are kept.
     let header = Header::parse(&bits(INCOMPAT_DIRTY | INCOMPAT_CORRUPT, 1 << 40 | 1, 1 << 50)).unwrap();
     assert!(header.is_dirty() && header.is_corrupt() && header.has_lazy_refcounts());
     assert_eq!((header.compatible_features, header.autoclear_features), (1 << 40 | 1, 1 << 50));

@@ -262,7 +262,7 @@ fn a_map_shows_the_metadata_context_that_is_asked_for() {
                 let first = node.block_status(100, 700, 1).await.expect("status");
                 assert_eq!((first[0].start, first[0].len, first.len()), (100, 700, 1), "{options}");
                 node.close().await.expect("close");
-                // Who wants the content isn't led to believe that what has changed isn't there.
+                // A reader of the content must not take the changed parts for absent.
                 let node = open(request()).await.expect("open");
                 let runs = node.block_status_chain(0, SIZE, 100).await.expect("status");
                 let is_said = context == "base:allocation";
@@ -304,7 +304,7 @@ fn a_lost_server_is_waited_for() {
         assert!(reading.await == content[1 << 20..2 << 20], "the request outlived the server");
         write(&node, 0, b"on the second server").await;
         assert!(read(&node, 0, 20).await == b"on the second server");
-        // Who doesn't want to wait is told at once.
+        // A client that doesn't wait gets the error at once.
         let impatient = open(options(0)).await.expect("open");
         drop(server);
         let error = impatient.read(0, IoBuf::zeroed(512)).await.0.expect_err("no server");

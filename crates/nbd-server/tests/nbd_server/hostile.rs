@@ -130,7 +130,7 @@ fn broken_requests_cost_the_connection_and_nothing_else() {
     wire.send(&[0xff; 28]);
     wire.expect_end();
     expect_event(&served, |event| is_loss(event, "magic"));
-    // More data than anybody may send, announced only.
+    // More data than the limit allows, announced only.
     let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
     wire.request(Command::Write, NONE, 0, u32::MAX.into(), &[]);
     wire.expect_end();
@@ -258,7 +258,7 @@ fn silent_connections_keep_no_place_from_others() {
     served.stop();
 }
 
-/// A guest may rest for days, so nobody who uses an export has to go.
+/// A guest may rest for days, so no client of an export is disconnected.
 #[test]
 fn a_peer_that_takes_all_places_keeps_no_other_peer_out() {
     let limits = Limits { max_connections: 6, spare_connections: 2, ..Limits::default() };

@@ -289,7 +289,7 @@ fn connections_that_each_hold_a_part_all_come_to_their_end() {
     setup.stop();
 }
 
-/// The stall limit is far away, so nobody is cut off.
+/// The stall limit is far away, so no client is cut off.
 #[test]
 fn clients_without_reading_delay_no_export() {
     let setup = serve(8 * MIB, Duration::from_secs(3600), 1);

@@ -65,7 +65,7 @@ impl Place {
         std::fs::copy(self.path("initial.raw"), self.path("disk.raw")).expect("a copy");
     }
 
-    /// The disk holds this; `whose`: who did that.
+    /// The disk holds this; `whose`: the program that wrote it.
     fn expect(&self, content: &[u8], whose: &str) {
         let found = std::fs::read(self.path("disk.raw")).expect("the disk");
         let wrong = || found.iter().zip(content).position(|(found, expected)| found != expected);

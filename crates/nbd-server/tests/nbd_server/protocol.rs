@@ -111,7 +111,7 @@ fn extended_headers_take_precedence() {
     assert!(flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
     let (_, flags) = Wire::enter(&served.socket, ReplyStyle::Extended, "disk", &[]);
     assert!(!flags.contains(TransmissionFlags::BLOCK_STATUS_PAYLOAD));
-    // Who only asks may choose contexts yet, as QEMU's server has it.
+    // A client that only asked may still choose contexts, as with QEMU's server.
     let mut wire = Wire::connect(&served.socket);
     wire.expect_ack(code::EXTENDED_HEADERS);
     let replies = wire.option(code::INFO, &info("disk", false));
@@ -364,7 +364,7 @@ fn the_data_of_a_refused_write_is_no_request() {
                 assert!(after.errno == 0 && after.data == before, "{context}");
             }
         }
-        // More than anybody may send ends the connection.
+        // More data than the limit allows ends the connection.
         for flags in [NONE, CommandFlags::PAYLOAD_LEN] {
             let (mut wire, _) = Wire::enter(&served.socket, style, "disk", &[]);
             wire.request(Command::Write, flags, 0, (32 << 20) + 1, &[]);

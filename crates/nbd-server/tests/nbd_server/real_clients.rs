@@ -190,6 +190,6 @@ fn who_comes_before_the_exports_waits_for_them() {
     drop(early);
     run("nbdinfo", &[&served.uri("")]);
     served.stop();
-    // One that never let anybody in stops as well.
+    // A server that never had a client stops as well.
     Served::start_prepared(ServerConfig::default(), Server::hold).stop();
 }

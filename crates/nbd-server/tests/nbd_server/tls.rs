@@ -187,7 +187,7 @@ fn nothing_said_before_tls_counts() {
     for option in [code::LIST, code::GO, code::STRUCTURED_REPLY, code::SET_META_CONTEXT] {
         assert_eq!(wire.outcome(option, &[]), rep::ERR_TLS_REQD);
     }
-    // An option that travels with the one that starts TLS may be somebody else's.
+    // An option that travels with the one that starts TLS may be an attacker's.
     let mut both = option::encode(code::STARTTLS, &[]);
     both.extend(option::encode(code::LIST, &[]));
     wire.send(&both);

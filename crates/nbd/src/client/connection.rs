@@ -27,9 +27,9 @@ const SMALL_PAYLOAD_BYTES: u64 = 32 << 10;
 pub(crate) struct Connection {
     stream: Stream,
     agreed: Agreed,
-    /// Held by who sends.
+    /// Held by the sending task.
     sending: AsyncMutex<()>,
-    /// Held by who receives, for all.
+    /// Held by the task that receives for all.
     receiving: AsyncMutex<Receiver>,
     table: Mutex<Table>,
 }
@@ -121,7 +121,7 @@ impl Connection {
         lock(&self.table).lost
     }
 
-    /// Gives the connection up: nobody waits for a reply any more.
+    /// Gives the connection up: no request waits for a reply any more.
     fn lose(&self, error: &Error) {
         let (wakers, is_news) = {
             let mut table = lock(&self.table);
@@ -193,7 +193,7 @@ impl Connection {
         if has_data { bufs.pop() } else { None }
     }
 
-    /// Waits for the reply to a request: by receiving, or for who does.
+    /// Waits for the reply to a request: by receiving, or for the task that receives.
     async fn wait(&self, key: usize) -> Pending {
         loop {
             let turn = {
@@ -384,7 +384,7 @@ impl Drop for Connection {
     }
 }
 
-/// Takes a request that nobody waits for out of the table.
+/// Takes a request without a waiter out of the table.
 struct Ticket<'a> {
     connection: &'a Connection,
     key: Option<usize>,

@@ -127,7 +127,7 @@ pub struct Client {
     name: String,
     facts: ExportFacts,
     state: Mutex<State>,
-    /// Held by who connects again.
+    /// Held by the task that connects again.
     connecting: AsyncMutex<()>,
 }
 
@@ -262,8 +262,7 @@ impl Client {
         self.in_pieces(Command::WriteZeroes, flags, offset, length).await
     }
 
-    /// Gives a range back; what it holds afterwards is anybody's guess. Without an effect where the server has no such
-    /// command.
+    /// Gives a range back; its content is undefined afterwards. Without an effect where the server has no such command.
     pub async fn trim(&self, offset: u64, length: u64) -> Reply<()> {
         if !self.facts.flags.contains(TransmissionFlags::SEND_TRIM) {
             return Ok(());

@@ -44,7 +44,7 @@ pub(crate) enum Progress {
     Done,
     /// The connection was lost first.
     Lost,
-    /// Nobody waits any more.
+    /// The request has no waiter any more.
     Abandoned,
 }
 
@@ -148,7 +148,7 @@ impl Table {
         Ok(waker)
     }
 
-    /// Nobody waits for this request any more; its memory stays until the reply has come.
+    /// The request has no waiter any more. Its memory stays until the reply has come.
     pub(crate) fn abandon(&mut self, key: usize) {
         match self.slots.get_mut(key) {
             Some(pending) if pending.state == Progress::Waiting && !self.lost => pending.state = Progress::Abandoned,
@@ -157,7 +157,7 @@ impl Table {
         }
     }
 
-    /// No reply will come any more; who has to know it.
+    /// No reply will come any more. Returns the wakers of the waiting requests.
     pub(crate) fn lose_all(&mut self) -> Vec<Waker> {
         self.lost = true;
         self.slots.retain(|_, pending| pending.state != Progress::Abandoned);

@@ -25,8 +25,8 @@ pub struct ServerTls {
     pub(crate) config: Arc<ServerConfig>,
 }
 
-/// Credentials of a client: `ca-cert.pem` to verify the server with, and `client-cert.pem` and `client-key.pem` where the
-/// server wants to know who comes.
+/// Credentials of a client: `ca-cert.pem` to verify the server with, and `client-cert.pem` and `client-key.pem` where
+/// the server verifies its clients.
 #[derive(Clone)]
 pub struct ClientTls {
     pub(crate) config: Arc<ClientConfig>,
@@ -172,7 +172,7 @@ fn roots(dir: &Path) -> Result<RootCertStore> {
     Ok(roots)
 }
 
-/// The lists of revoked certificates. One that can't be read would let everybody in who is on it.
+/// The lists of revoked certificates. An unreadable list would let every certificate in that is on it.
 fn revoked(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     let path = dir.join(CA_CRL);
     if !path.exists() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of an image's format options while nobody has the image open: version, refcount width, lazy refcounts, names of
+//! Changes of an image's format options while the image is closed: version, refcount width, lazy refcounts, names of
 //! other files.
 //!
 //! Changes that need more than the header are built beside the old metadata, in free clusters. They are refcount blocks

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// L2 tables in memory at once.
 const TABLES_AT_ONCE: usize = 64;
 
-/// An L2 table and who refers to it.
+/// An L2 table and its references.
 #[derive(Clone, Copy, Debug)]
 struct Table {
     host: u64,

@@ -21,8 +21,8 @@ impl CheckSession<'_> {
         Ok(changed | self.edit_snapshot_l1s(edit).await?)
     }
 
-    /// Bitmaps can't say what of the disk is given up, so they go first, durably: who copies by them would miss it.
-    /// Says so when it was done.
+    /// Bitmaps can't show which parts of the disk are given up, so they go first, durably: a backup by them would miss
+    /// those parts. Returns a note when it was done.
     pub(super) async fn distrust_bitmaps(&mut self) -> Result<Option<String>> {
         if self.bitmaps.is_empty() || self.stale_bitmaps || !self.gives_up_parts_of_the_disk().await? {
             return Ok(None);
@@ -34,7 +34,7 @@ impl CheckSession<'_> {
         Ok(Some(format!("dirty bitmaps were removed ({count}): they don't know what was given up")))
     }
 
-    /// From now on nobody believes the bitmaps, durably.
+    /// From now on no program trusts the bitmaps, durably.
     async fn end_bitmaps(&mut self) -> Result<()> {
         let gone = features::AUTOCLEAR_BITMAPS | features::AUTOCLEAR_BITMAP_JOURNAL;
         let left = self.header.autoclear_features & !gone;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Checks and repairs qcow2 images: the reading and writing around `cowshed_qcow2::check`.
 //!
-//! It works on the bare file, while nobody has the image open; the caller holds the locks. Nothing of the engine is
-//! used, so a bug there can't hide itself here.
+//! It works on the bare file of a closed image; the caller holds the locks. Nothing of the engine is used, so a bug
+//! there can't hide itself here.
 
 mod crew;
 mod journal;
@@ -118,9 +118,9 @@ pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -
     result
 }
 
-/// Before a repair of a file with direct I/O that ends within a sector, or may come to: a direct write to the last sector
-/// makes the file longer for a moment; a power cut then would bring into being what an entry says to be behind the end,
-/// and nobody counts it.
+/// Before a repair of a file with direct I/O that ends within a sector, or may come to: a direct write to the last
+/// sector makes the file longer for a moment; a power cut then would bring into being the cluster of an entry past the
+/// end, which the check doesn't count.
 fn leave_odd_ends_to_the_cache(session: &CheckSession<'_>) {
     let (file, sector) = (session.file, session.file.alignment().offset);
     let may_be_odd = !file.len().is_multiple_of(sector) || session.geometry.cluster_size() < sector;

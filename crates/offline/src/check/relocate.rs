@@ -47,7 +47,7 @@ impl CheckSession<'_> {
         if clusters.is_empty() || self.context.data_file || self.header.crypt_method != 0 {
             return Ok(HashMap::new());
         }
-        // A few: whoever has more of them needs wider refcounts.
+        // A few: an image with more of them needs wider refcounts.
         let mut room = self.options.findings_max;
         let stride = if self.geometry.extended_l2() { 16 } else { 8 };
         for table in self.tables.iter().filter(|table| table.weight != 0 && !self.is_claimed_twice(table.offset)) {

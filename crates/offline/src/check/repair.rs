@@ -152,7 +152,7 @@ impl CheckSession<'_> {
             self.note_unread_snapshots(notes);
             notes.push("nothing was freed: what can't be read may use what looks leaked".to_owned());
             if self.options.repair == Repair::All {
-                // By the stored count: whoever wrote elsewhere instead would free the cluster.
+                // By the stored count: a writer that went elsewhere instead would free the cluster.
                 changed |= self.edit_entries(EditStep::Grant).await?;
             }
             return Ok(changed);

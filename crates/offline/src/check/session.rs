@@ -138,7 +138,7 @@ impl<'a> CheckSession<'a> {
         Ok(session)
     }
 
-    /// Features that may own clusters which nobody here can count.
+    /// Features that may own clusters which the check can't count.
     fn note_unknown_features(&mut self) {
         let unknown = self.header.autoclear_features & !features::AUTOCLEAR_KNOWN;
         if unknown != 0 {
@@ -180,8 +180,8 @@ impl<'a> CheckSession<'a> {
         self.write_buf(offset, IoBuf::copy_from(bytes)).await
     }
 
-    /// Writes a buffer. With an undo log it waits until [`CheckSession::settle`], and the image is the old one until then
-    /// for everybody but [`CheckSession::read`].
+    /// Writes a buffer. With an undo log it waits until [`CheckSession::settle`], and only [`CheckSession::read`] sees
+    /// the change until then.
     pub async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
         let Some(journal) = self.journal else { return self.write_now(offset, buf).await };
         if journal.overlaps(offset, buf.len()) {
@@ -329,7 +329,7 @@ impl<'a> CheckSession<'a> {
     async fn load_bitmaps(&mut self, ledger: &mut Ledger) -> Result<()> {
         let Some(extension) = self.header.bitmaps().cloned() else { return Ok(()) };
         // "If the bitmaps extension is present but this bit is unset, the bitmaps extension data must be considered
-        // inconsistent": nobody uses it, so what it owns is leaked.
+        // inconsistent": no program uses it, so its clusters are leaked.
         self.stale_bitmaps = self.header.autoclear_features & features::AUTOCLEAR_BITMAPS == 0;
         if self.stale_bitmaps {
             return Ok(());
@@ -385,7 +385,7 @@ impl<'a> CheckSession<'a> {
         }
         ledger.add(Finding::at(FindingKind::Unreadable { structure, offset, reason }, offset, None));
         if is_given_up {
-            // Whatever it named is nobody's then.
+            // Then the clusters that it named have no owner.
             ledger.hidden_references = hidden;
         }
     }

@@ -60,7 +60,7 @@ impl CheckSession<'_> {
                 continue;
             };
             if self.gives_up_owners() {
-                // What only it named is nobody's then.
+                // Then the clusters that it alone named have no owner.
                 ledger.hidden_references = hidden;
                 self.lost_snapshots = true;
                 if self.is_near_the_end(&unread) {

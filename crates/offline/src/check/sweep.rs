@@ -57,8 +57,8 @@ impl CheckSession<'_> {
         (0..end.div_ceil(window)).map(|index| index * window..((index + 1) * window).min(end)).collect()
     }
 
-    /// What the lists of tables and the buffers of the threads leave, but at least a quarter: with less, an image would be
-    /// read more often than anybody waits for.
+    /// What the lists of tables and the buffers of the threads leave, but at least a quarter: with less, an image would
+    /// be read too often.
     fn memory_for_counts(&self) -> u64 {
         let lists = self.tables.len() * size_of::<TableRef>() + (self.l1.len() + self.refcount_table.len()) * 8;
         let taken = (lists as u64).saturating_add(THREAD_BYTES * self.threads() as u64);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Internal snapshots: taken, applied and deleted while nobody has the image open, or whoever has it stands still
+//! Internal snapshots: taken, applied and deleted while the image is closed, or its open node is drained
 //! (`formats/qcow2/internal.rs`).
 //!
 //! Each operation builds the image's new metadata beside the old: L2 tables whose COPIED flags change, L1 tables, the

@@ -92,7 +92,7 @@ impl Bits {
 pub(super) struct Survey {
     /// Refcount blocks, by index, in which a count changes.
     pub blocks: BTreeSet<u64>,
-    /// Entries of the active L2 tables, numbered over the whole disk, whose host cluster nobody else refers to.
+    /// Entries of the active L2 tables, numbered over the whole disk, whose host cluster has no other reference.
     pub single_entries: Bits,
     /// Entries of the active L1 table, the same.
     pub single_tables: Bits,

@@ -40,7 +40,7 @@ impl Mark {
 }
 
 /// References to the host clusters `first()..end()`. Shared by all threads of a check: the cells are atomic, and each
-/// is independent of the others, so relaxed order is enough (the threads are joined before anybody reads a sum).
+/// is independent of the others, so relaxed order is enough (the threads are joined before a sum is read).
 #[derive(Debug)]
 pub struct Counts {
     first: u64,

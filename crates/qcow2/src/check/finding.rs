@@ -55,7 +55,7 @@ impl CheckedStructure {
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Severity {
-    /// Data may be wrong, or become wrong when somebody writes.
+    /// Data may be wrong, or become wrong by a write.
     Corruption,
     /// Space is lost, nothing else.
     Leak,
@@ -207,7 +207,7 @@ impl Finding {
         }
     }
 
-    /// True when clusters that nobody can name may hang below the damage: freeing anything would be a guess.
+    /// True when unknown clusters may hang below the damage: freeing anything would be a guess.
     pub const fn hides_references(&self) -> bool {
         match self.kind {
             FindingKind::UnalignedL2 { .. } | FindingKind::Unaligned { .. } | FindingKind::Unreadable { .. } => true,

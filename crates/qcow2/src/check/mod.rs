@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checking a qcow2 image: counting every reference and comparing with the stored refcounts. Pure: whoever calls
-//! reads the tables and hands their bytes over.
+//! Checking a qcow2 image: counting every reference and comparing with the stored refcounts. Pure: the caller reads the
+//! tables and hands their bytes over.
 //!
 //! The order of a check: [`Counts::note_stored`] for every refcount block, [`Counts::mark_metadata`] for every
 //! structure, [`scan_l2`] for every L2 table, [`compare_block`] for every refcount block again. All but the first

@@ -74,7 +74,7 @@ fn too_large(value: u64) -> Error {
 
 /// Fills the block with index `block_index` with the references of the window and one for each cluster of `fresh`. A
 /// count that doesn't fit the width becomes the largest that does; the next check reports it. `old` is the block
-/// before: its counts are the least, for images with references that nobody can see. Without it `hidden` are: so many more
+/// before: its counts are the least, for images with hidden references. Without it `hidden` are: so many more
 /// references than those counted to each of the clusters before the second number.
 pub fn fill_block(
     counts: &Counts,

@@ -9,7 +9,7 @@ use crate::engine::{Engine, State};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// What the process-wide budget allows unless somebody says otherwise, in bytes.
+/// The process-wide budget by default, in bytes.
 const DEFAULT_BYTES: u64 = 256 << 20;
 /// Slices that the hand looks at in one image before it goes on to the next.
 const STEPS_PER_TURN: usize = 64;
@@ -162,7 +162,7 @@ impl Engine {
         }
     }
 
-    /// Walks the hand, unless somebody is at the image: what wasn't used since it last came by goes.
+    /// Walks the hand, unless another thread owns the image: slices that weren't used since it last came by go.
     fn sweep_if_idle(&self, steps: usize) -> Walk {
         let Some(mut state) = self.try_own() else { return Walk::default() };
         let freed = self.walk_clock(&mut state, steps, true) + state.refcounts.drop_idle();

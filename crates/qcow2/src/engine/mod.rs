@@ -85,7 +85,7 @@ pub(crate) struct State {
     pub(crate) freed_in_cycle: u64,
     /// References that were taken to be reclaimed and are still counted, by host cluster.
     pub(crate) reclaiming: BTreeMap<u64, u64>,
-    /// Tables being read by somebody.
+    /// Tables that requests are reading.
     pub(crate) loading: HashSet<TableId>,
     /// Number of the epoch that collects edits now; counts up from 1.
     pub(crate) open_cycle: u64,
@@ -186,7 +186,7 @@ impl Engine {
         self.state.lock().unwrap_or_else(|_| panic!("{PANICKED}"))
     }
 
-    /// Becomes the owner if nobody is.
+    /// Becomes the owner if there is none.
     pub(crate) fn try_own(&self) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock().ok()
     }
@@ -252,7 +252,7 @@ impl Engine {
         self.own().loading.remove(&load.table);
     }
 
-    /// Asks for a table, or for patience when somebody else does already.
+    /// Asks for a table, or for patience when another request has asked already.
     pub(crate) fn stall_for(state: &mut State, load: Load) -> Stall {
         if state.loading.insert(load.table) { Stall::Load(load) } else { Stall::Wait }
     }

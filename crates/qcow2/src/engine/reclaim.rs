@@ -86,8 +86,8 @@ impl Engine {
                 }
             };
             reclaim.counts.push((cluster, by));
-            // Somebody else may be about to lower the same count: who takes the last reference sees to the hole, and
-            // the count falls to zero only when that is done.
+            // Another call may be about to lower the same count: the one that takes the last reference sees to the
+            // hole, and the count falls to zero only when that is done.
             let taken = state.reclaiming.entry(cluster).or_default();
             *taken = if slip!("two_last_parts_without_a_hole") { by } else { *taken + by };
             if count == *taken || slip!("hole_in_a_shared_cluster") {

@@ -39,7 +39,7 @@ pub(crate) struct FreeRun {
 
 /// See the module's text.
 pub(crate) struct Refcounts {
-    /// `None` until somebody needs it.
+    /// `None` until it is needed.
     pub(crate) table: Option<Vec<u64>>,
     pub(crate) table_offset: u64,
     pub(crate) table_clusters: u64,
@@ -138,7 +138,7 @@ impl Refcounts {
         self.blocks.len() as u64 * self.cluster_size
     }
 
-    /// Drops clean blocks that nobody used since the last call. Returns how many. Not in the middle of a change.
+    /// Drops clean blocks without a use since the last call. Returns how many. Not in the middle of a change.
     pub(crate) fn drop_idle(&mut self) -> usize {
         let (before, since) = (self.blocks.len(), self.swept_tick);
         self.blocks.retain(|_, block| block.dirt != Dirt::Clean || block.used > since);
@@ -373,7 +373,7 @@ impl Engine {
         if self.metadata.contains(cluster) {
             return Err(self.overlap(state, cluster));
         }
-        // Nothing counts the clusters of this region: nobody gets one of them.
+        // Nothing counts the clusters of this region: none of them is allocated.
         self.require_block_room(state, index, cluster, true)?;
         self.put_refcount_block(state, index, cluster);
         state.refcounts.set(self.geometry, cluster, 1);

@@ -24,7 +24,7 @@ struct Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: whoever made the block got it from the global allocator with this layout and gave it away.
+        // SAFETY: the block comes from the global allocator with this layout, and its maker gave it away.
         unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }
@@ -39,7 +39,7 @@ thread_local! {
     static KEPT: RefCell<Kept> = const { RefCell::new(Kept { blocks: Vec::new(), bytes: 0 }) };
 }
 
-/// Takes a kept block of that layout. All bytes that its first user had are initialised; what they are nobody knows.
+/// Takes a kept block of that layout. All bytes that its first user had are initialised, with unspecified values.
 pub(super) fn take(layout: Layout) -> Option<NonNull<u8>> {
     let taken = KEPT.try_with(|kept| {
         let mut kept = kept.try_borrow_mut().ok()?;

@@ -36,7 +36,7 @@ enum Owner {
     Heap { start: NonNull<u8>, layout: Layout },
     /// No bytes at all.
     Empty,
-    /// Somebody else's memory, valid as long as the value lives.
+    /// Foreign memory, valid as long as the value lives.
     Foreign(#[allow(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>),
 }
 
@@ -85,7 +85,7 @@ fn out_of_memory(len: usize) -> ! {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     Zero,
-    /// Initialised, but to what nobody knows.
+    /// Initialised, with unspecified values.
     Any,
     Uninitialised,
 }
@@ -149,19 +149,18 @@ impl IoBuf {
         buf
     }
 
-    /// Memory of somebody else: guest memory, a mapping, a registered buffer. `owner` is dropped when no part of the
-    /// buffer is left.
+    /// Foreign memory: guest memory, a mapping, a registered buffer. `owner` is dropped when no part of the buffer is
+    /// left.
     ///
-    /// # Safety
-    /// The `len` bytes at `start` must be initialised, readable and writable, and used by nobody else, until `owner` is
-    /// dropped.
+    /// # Safety The `len` bytes at `start` must be initialised, readable and writable, and have no other user, until
+    /// `owner` is dropped.
     pub unsafe fn from_foreign(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
         let region = Region { owner: Owner::Foreign(owner) };
         IoBuf { start, len, region: Arc::new(region) }
     }
 
-    /// With [`Contents::Uninitialised`] the caller must initialise every byte before anybody sees the buffer. `None`: the
-    /// allocator has no such memory.
+    /// With [`Contents::Uninitialised`] the caller must initialise every byte before other code sees the buffer.
+    /// `None`: the allocator has no such memory.
     fn allocate(len: usize, contents: Contents) -> Option<Self> {
         let layout = block_layout(len)?;
         if len == 0 {
@@ -270,7 +269,7 @@ impl std::ops::Deref for IoBuf {
     type Target = [u8];
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: the bytes are initialised, alive as long as `region`, and nobody else refers to them.
+        // SAFETY: the bytes are initialised, alive as long as `region`, and have no other reference.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Operations that are held up at an event until somebody lets them go on.
+//! Operations that are held up at an event until a command resumes them.
 
 use super::rules::Event;
 use crate::rt;

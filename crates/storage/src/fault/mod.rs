@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Faults on demand: a file in front of another that fails, delays, tears, loses and corrupts by rules.
 //!
-//! For users who test their guests and programs against a failing disk, and for our own tests with real files. The
-//! simulator has faults of its own, which know about caches and power cuts.
+//! It serves tests of guests and programs against a failing disk, and our own tests with real files. The simulator has
+//! faults of its own, which know about caches and power cuts.
 
 mod breakpoints;
 mod medium;

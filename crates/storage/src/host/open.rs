@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Opening a file of the host: its descriptor, who does its I/O, and what direct I/O asks of it.
+//! Opening a file of the host: its descriptor, its I/O engine, and the alignment that direct I/O needs.
 
 use crate::payload::Payload;
 use crate::ring::{Direction, Ring};

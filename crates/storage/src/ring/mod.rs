@@ -51,7 +51,7 @@ pub(crate) struct Ring {
     /// Kept so that sending needs no allocation.
     #[allow(clippy::vec_box, reason = "a message must not move while the kernel has it")]
     messages: RefCell<Vec<Box<SocketMessage>>>,
-    /// Operations in flight that nobody waits for.
+    /// Operations in flight without a waiter.
     orphans: Cell<usize>,
     /// Operations in flight that a disk completes, not a peer.
     on_disk: Cell<usize>,
@@ -262,7 +262,7 @@ impl Ring {
         self.reap();
     }
 
-    /// Hands results to their operations and wakes who waits for them.
+    /// Hands results to their operations and wakes their tasks.
     fn reap(&self) {
         let mut wakers = self.wakers.take();
         let mut finished: Vec<Held> = Vec::new();
@@ -278,7 +278,7 @@ impl Ring {
                 }
             }
         }
-        // Outside of the borrows: dropping what an operation held may run anybody's code.
+        // Outside of the borrows: dropping what an operation held may run any code.
         drop(finished);
         wakers.drain(..).for_each(Waker::wake);
         self.wakers.replace(wakers);
@@ -318,7 +318,7 @@ impl Ring {
         }
     }
 
-    /// True while operations run that nobody waits for any more.
+    /// True while operations run that have no waiter any more.
     pub(crate) fn has_orphans(&self) -> bool {
         self.orphans.get() > 0
     }

@@ -34,7 +34,7 @@ const FEW_OPERATIONS: usize = 8;
 /// The world outside of the executor, when it isn't the operating system: a simulation.
 pub trait Simulation {
     /// Called when no task can run. Completes one pending operation, or moves the clock to the next timer, and wakes
-    /// who waits for it. Panics, saying what is pending, when nothing is left that could ever wake a task.
+    /// the tasks that wait for it. Panics, saying what is pending, when nothing is left that could ever wake a task.
     fn advance(&self);
     /// Ready after `duration` of virtual time.
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
@@ -68,7 +68,7 @@ struct Shared {
 #[derive(Default)]
 struct Remote {
     tasks: VecDeque<Runnable>,
-    /// The executor is gone: nobody will ever run what is added.
+    /// The executor is gone: added tasks never run.
     closed: bool,
 }
 
@@ -158,7 +158,7 @@ pub(crate) struct LocalState {
 }
 
 thread_local! {
-    /// The time that this round of the thread's executor goes by, once somebody has asked for it; else 0. Not in the
+    /// The time that this round of the thread's executor goes by, once a task has asked for it; else 0. Not in the
     /// executor's state, because a look here costs next to nothing, and it is taken twice in each request.
     pub(super) static ROUND_NS: Cell<u64> = const { Cell::new(0) };
     /// Requests that this thread took since its executor last waited, see [`super::note_request`].
@@ -352,8 +352,8 @@ impl LocalState {
         }
     }
 
-    /// True when this thread waits for nothing else and no other task of it can run, so that whoever blocks it keeps nobody
-    /// waiting but himself. Never without a ring: what other threads do for this one isn't seen.
+    /// True when this thread waits for nothing else and no other task of it can run, so that a task that blocks it
+    /// keeps no other waiting. Never without a ring: what other threads do for this one isn't seen.
     pub(crate) fn is_alone(&self) -> bool {
         let is_idle = match &self.outside {
             // Not made yet: nothing was asked for.

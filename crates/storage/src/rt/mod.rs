@@ -180,8 +180,8 @@ pub fn now() -> Duration {
     }
 }
 
-/// As [`now`], in nanoseconds: never 0 outside of the simulator. Out of the way of requests, which look at the clock only
-/// where somebody asked for that.
+/// As [`now`], in nanoseconds: never 0 outside of the simulator. Out of the way of requests, which look at the clock
+/// only where latencies are watched.
 #[cold]
 pub fn now_ns() -> u64 {
     u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
@@ -253,8 +253,8 @@ pub async fn yield_now() {
     .await;
 }
 
-/// Runs a task to its end even when nobody waits for it: [`block_on`] doesn't return before. For what other threads
-/// wait for. Outside of `block_on` the future is given back.
+/// Runs a task to its end even without a waiter: [`block_on`] doesn't return before. For what other threads wait for.
+/// Outside of `block_on` the future is given back.
 pub fn spawn_critical<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
     with_current(|local| {
         let Some(local) = local else { return Err(future) };

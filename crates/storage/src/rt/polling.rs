@@ -8,7 +8,7 @@
 //! - where nothing comes within four times the limit (an idle client, a slow disk): the time goes back to 0, and grows from
 //!   there. Not within the limit itself: looking makes the next wait shorter, also by the client's core not going to sleep;
 //! - where looking doesn't pay although something comes soon: it rests, longer each time;
-//! - where somebody else wants the core: it rests, likewise;
+//! - where another thread wants the core: it rests, likewise;
 //! - where a disk is to answer: that takes longer than being woken;
 //! - after a request that waited for a disk: the wake that could be saved is the smaller part of what such a request takes;
 //! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
@@ -69,7 +69,7 @@ const GOOD_LOOKS: u32 = 64;
 const REST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=1_000_000_000;
 /// With more requests than these since the last wait there is enough to do.
 pub(super) const FEW_REQUESTS: u32 = 4;
-/// Two looks that lie further apart: somebody else had the core between them.
+/// Two looks that lie further apart: another thread had the core between them.
 pub(super) const LOST_CORE: Duration = Duration::from_micros(50);
 
 /// How a wait ended.
@@ -79,7 +79,7 @@ pub(super) enum Wait {
     Found,
     /// The thread slept; from the beginning of the look to the end of the sleep it took so long.
     Slept(u64),
-    /// Somebody else had the core while it looked.
+    /// Another thread had the core while it looked.
     LostCore,
 }
 
@@ -154,7 +154,7 @@ impl Polling {
     }
 }
 
-/// The cores that may be used for looking: one is always left for those who are waited for.
+/// The cores that may be used for looking: one is always left for the peers that are waited for.
 pub(super) struct Cores {
     taken: AtomicUsize,
     most: usize,
@@ -310,7 +310,7 @@ mod tests {
         Nothing,
         /// A file in the page cache.
         Cached,
-        /// What takes as long as a disk: a pipe that somebody writes to after a while.
+        /// What takes as long as a disk: a pipe that gets a byte after a while.
         Disk,
     }
 

@@ -125,7 +125,7 @@ struct Slot<T> {
     waker: Option<Waker>,
 }
 
-/// The result of [`ThreadPool::run`]; a panic of the work continues in whoever awaits it.
+/// The result of [`ThreadPool::run`]; a panic of the work continues in the awaiting task.
 pub(crate) struct Outcome<T> {
     slot: Arc<Mutex<Slot<T>>>,
 }

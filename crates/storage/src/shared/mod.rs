@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Memory that another process shares with this one, and changes at any time: a guest's.
 //!
-//! No reference to its bytes exists, because a reference promises that nobody else changes them. They are copied by accesses that the
-//! compiler neither repeats nor invents. The other process may shorten the file behind a mapping; `lost` turns what is missing
-//! into zeroes.
+//! No reference to its bytes exists, because a reference promises that its bytes don't change. They are copied by
+//! accesses that the compiler neither repeats nor invents. The other process may shorten the file behind a mapping;
+//! `lost` turns what is missing into zeroes.
 
 mod lost;
 
@@ -107,7 +107,7 @@ impl SharedMemory {
         Ok(SharedMemory { mapping, start, len: len as usize })
     }
 
-    /// New memory of zeroes, and the file that stands for it. Nobody can shorten the file.
+    /// New memory of zeroes, and the file that stands for it. The file can't be shortened.
     pub fn create(name: &str, len: u64) -> Result<(SharedMemory, OwnedFd)> {
         let failed = |error| Error::os(sys::errno(error), "could not make shared memory");
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;

@@ -134,7 +134,7 @@ impl Listener {
                 bound.map_err(|error| unbound(&error, &address.to_string()))?.into()
             };
             if let Some(keep_alive) = &options.keep_alive {
-                // Those who connect get it from here.
+                // Accepted connections inherit it.
                 keep_alive.set(&fd).map_err(|(errno, what)| failed(errno, what))?;
             }
             listeners.push(Self::from_descriptor(fd)?);
@@ -143,7 +143,7 @@ impl Listener {
     }
 
     /// Listens on an address. A host name may have several addresses, hence several listeners; an empty host is every
-    /// address, IPv4 and IPv6. A Unix socket that nobody listens on any more is replaced. May wait for a name server.
+    /// address, IPv4 and IPv6. A Unix socket without a listener is replaced. May wait for a name server.
     pub fn bind(address: &SocketAddress) -> Result<Vec<Listener>> {
         match address {
             SocketAddress::Unix(path) => Ok(vec![Self::bind_unix(path)?]),
@@ -201,7 +201,7 @@ impl Listener {
         if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
             return Err(Error::invalid_argument("the descriptor is not a listening socket"));
         }
-        // Accepting is tried when somebody seems to be there, who may have gone again.
+        // Accepting is tried when a client seems to be there, and that may have gone again.
         rustix::io::ioctl_fionbio(&fd, true)
             .map_err(|error| Error::os(sys::errno(error), "could not set up a listening socket"))?;
         let local = rustix::net::getsockname(&fd)

@@ -76,7 +76,7 @@ impl Socket {
         Socket { fd: Arc::new(fd) }
     }
 
-    /// A socket that somebody else has connected: one end of a pair, or one that a service manager passed.
+    /// A socket that is connected already: one end of a pair, or one that a service manager passed.
     pub fn from_descriptor(fd: OwnedFd) -> Socket {
         Socket::new(fd)
     }

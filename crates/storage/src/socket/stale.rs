@@ -13,8 +13,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The kernel may go on to answer for a process that was killed until it has taken its rings down.
 const DYING: Duration = Duration::from_secs(10);
 
-/// Makes the name of a Unix socket free that nobody listens on any more; waits for a process that is about to be gone.
-/// `Busy` when somebody listens, or where the file is no socket. May block for some seconds.
+/// Removes the name of a Unix socket without a listener; waits for a process that is about to be gone. `Busy` when the
+/// socket has a listener, or where the file is no socket. May block for some seconds.
 pub fn clear_stale(path: &Path) -> Result<()> {
     let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
     let busy = |message: &str| Err(Error::new(ErrorKind::Busy, message).file(path.display().to_string()));
@@ -54,7 +54,7 @@ fn is_of_a_dying_process(stream: &UnixStream) -> bool {
     is_dying(&format!("/proc/{}", credentials.pid.as_raw_nonzero()))
 }
 
-/// Gone, a zombie, or about to get the signal that nobody survives. In doubt it lives.
+/// Gone, a zombie, or about to get the signal that no process survives. In doubt it lives.
 fn is_dying(process: &str) -> bool {
     let status = match std::fs::read_to_string(format!("{process}/status")) {
         Ok(status) => status,

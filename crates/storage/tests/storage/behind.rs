@@ -92,7 +92,7 @@ fn after_a_flush_nothing_keeps_the_file_open() {
         let path = dir.path().join("image");
         block_on(async {
             for round in 0..5 {
-                // Creating takes the locks that nobody else may have: what the last round left would be in the way.
+                // Creating takes exclusive locks: those of the last round would be in the way.
                 let file = File::open(&path, &options(engine)).unwrap_or_else(|error| panic!("round {round}: {error}"));
                 file.lock(Permissions::CREATE).expect("the locks");
                 write_new(&file, true).await;

@@ -190,7 +190,7 @@ fn ways_out_are_closed() {
             ("socketpair of datagrams", libc::SYS_socketpair, [1, 2, 0, limits, 0, 0]),
             ("sendto an address", libc::SYS_sendto, [1, byte, 1, 0, byte, 2]),
             ("sendmsg", libc::SYS_sendmsg, [1, byte, 0, 0, 0, 0]),
-            // Numbers of another interface of the same machine, and such as nobody has.
+            // Numbers of another interface of the same machine, and one that no interface has.
             ("x32 getpid", X32 | libc::SYS_getpid, [0; 6]),
             ("x32 read", X32 | libc::SYS_read, [0; 6]),
             ("x32 execve", X32 | 520, [text, 0, 0, 0, 0, 0]),

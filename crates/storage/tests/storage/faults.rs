@@ -169,7 +169,7 @@ fn errors_name_the_file_and_the_offset() {
     assert_eq!(error.to_string(), "nowhere: could not open: No such file or directory");
 }
 
-/// Writers that never overlap, of ranges that never fit the blocks, beside somebody who shrinks and grows what is behind.
+/// Writers that never overlap, of ranges that never fit the blocks, beside a task that shrinks and grows the end.
 async fn crowd(seed: u64) {
     const SLOTS: usize = 24;
     let file = create();

@@ -19,7 +19,7 @@ const SIGXFSZ: i32 = 25;
 
 fn print(line: &str) {
     let mut out = std::io::stdout().lock();
-    // Nobody reads any more: the test is over.
+    // The pipe has no reader any more: the test is over.
     if out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush()).is_err() {
         std::process::exit(3);
     }
@@ -66,7 +66,7 @@ fn main() {
             number += 1;
             step.op.set_stamp(number);
         }
-        // The reads of one round are held against what that round wrote; the rest is for who follows the journal.
+        // The reads of one round are compared with the writes of that round. The reader of the journal checks the rest.
         let before = rt::block_on(whole(&disk));
         let model = Model::new(before);
         let (outcome, back) = run_steps_on_threads(disk, model, &steps, 4, Some(journal));

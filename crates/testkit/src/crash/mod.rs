@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The crash enumerator: cuts the power of a simulated run everywhere and has somebody look at each disk that is left.
+//! The crash enumerator: cuts the power of a simulated run everywhere, and has the caller look at each disk that is
+//! left.
 //!
 //! A cut can fall between any two entries of the log. After a barrier, and where the guest was promised something, all
 //! kinds of subsets of the changes since are tried. Where a change begins, subsets with it in whole and in part are

@@ -276,7 +276,7 @@ impl Commander<'_> {
         }
     }
 
-    /// Completes a job that is ready, and waits for its end, while nobody may end the life.
+    /// Completes a job that is ready, and waits for its end. No other thread may end the life meanwhile.
     fn complete(&mut self, id: &str, command: &str, pivots: Option<&Path>) -> Result<Option<JobEnd>, String> {
         let disk = self.disk;
         let mut place = lock(&disk.top);

@@ -460,7 +460,7 @@ fn wait_for_locks(image: &Path) -> Result<(), String> {
     }
 }
 
-/// The most memory that a process has had, in KiB; 0 where nobody can say.
+/// The most memory that a process has had, in KiB; 0 where it is unknown.
 fn memory_kib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -202,7 +202,8 @@ fn a_full_or_failing_disk_leaves_the_bitmaps_as_they_were() {
     assert!(failed > 12, "only {failed} runs failed");
 }
 
-/// A program without bitmaps clears both bits and leaves the extensions: nobody uses the bitmaps any more, a repair frees them.
+/// A program without bitmaps clears both bits and leaves the extensions: the bitmaps have no user any more, and a
+/// repair frees them.
 #[test]
 fn what_another_program_made_stale_is_freed_by_a_repair() {
     let machine = world(&image());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commit and rebase over random chains: what an image reads never changes, whoever looks; the real QEMU is the judge. And what
-//! is remembered of a chain: by layers that are written to later, and by a whole chain that nobody writes to.
+//! Commit and rebase over random chains: what an image reads never changes, for us and for QEMU. The memory of a chain
+//! is also tested: with layers that are written to later, and with a whole chain without writers.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::Graph;
@@ -301,7 +301,7 @@ fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
     });
 }
 
-/// The image above the layers too: known as they are while nobody may write to it, and no longer than that.
+/// The image above the layers too: known as they are while it has no writer, and no longer.
 #[test]
 fn writable_image_is_never_passed_over() {
     const PIECE: usize = 4096;
@@ -335,7 +335,7 @@ fn writable_image_is_never_passed_over() {
     verify(&model, "first");
     let looked_up = hits();
     verify(&model, "known");
-    // Only the last granule is asked for: that it isn't whole nobody remembers.
+    // Only the last granule is looked up again: a part of a granule isn't remembered.
     assert!(hits() - looked_up <= (CLUSTER / PIECE) as u64, "{} look-ups", hits() - looked_up);
     let operations = top.statistics().kind(IoKind::Read).operations;
     verify(&model, "counted");

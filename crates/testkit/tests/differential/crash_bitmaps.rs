@@ -226,7 +226,7 @@ fn a_killed_process_loses_no_bit() {
         let (_, found) = again.run(bitmaps()).expect("readable bitmaps");
         let fine = &found[0].1;
         assert_eq!(*fine, [0..96 << 10, 300 << 10..308 << 10, 500 << 10..504 << 10, 700 << 10..701 << 10]);
-        // Once taken up and closed, they are whole for everybody.
+        // Once taken up and closed, they are whole for every program.
         std::fs::write(&path, again.contents(NAME).expect("the image").to_vec()).expect("written");
         let info = qemu.info(&path, "qcow2");
         assert_eq!(info["format-specific"]["data"]["bitmaps"][0]["flags"], serde_json::json!(["auto"]), "{info}");

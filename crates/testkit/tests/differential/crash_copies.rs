@@ -131,7 +131,7 @@ async fn fleece(world: &World, prepared: &Prepared, steps: &[Step]) -> Result<Ru
     user.detach().await?;
     drop(filter);
     graph.close_all().await?;
-    // There is no copy that anybody was promised.
+    // No copy was promised.
     Ok(Run { outcome, finished: usize::MAX, expected: Vec::new() })
 }
 

@@ -130,7 +130,7 @@ fn an_image_that_we_left_dirty_is_repaired_by_qemu() {
             node.flush().await
         })
         .expect("write and flush succeed");
-        // As after a crash: never closed. The copy is what the disk holds (and nobody locks it).
+        // As after a crash: never closed. The copy is the content of the disk, without locks.
         let copy = fixture.folder.path().join("copy.qcow2");
         std::fs::copy(&path, &copy).expect("the image can be copied");
         let header = std::fs::read(&copy).expect("the copy is readable");

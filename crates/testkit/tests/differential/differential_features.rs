@@ -252,8 +252,8 @@ impl<'a> Subject<'a> {
             let image = self.image_opts();
             let done = self.qemu.io(["--image-opts", "-c", command.as_str(), image.as_str()]);
             if done.code != 0 || done.stdout.contains("failed") {
-                // It doesn't compress what has a cluster already. Bitmaps have the range all the same, here as there: who
-                // copies what changed copies rather too much.
+                // It doesn't compress what has a cluster already. Bitmaps have the range all the same, here as there: a
+                // backup may copy too much.
                 assert!(format!("{}{}", done.stdout, done.stderr).contains("Input/output error"), "{done:?}");
                 return self.mark(start, cluster);
             }
@@ -268,8 +268,8 @@ impl<'a> Subject<'a> {
         self.mark(start, cluster);
     }
 
-    /// Into the backing file, or away from it. Snapshots stand on it too, and what a bitmap makes of it is nobody's
-    /// promise: not with those.
+    /// Into the backing file, or away from it. Snapshots stand on it too, and no program promises the state of bitmaps
+    /// then: not with those.
     fn move_content(&mut self) {
         if self.features.backing.is_none() || !self.taken.is_empty() || !self.bitmaps.is_empty() {
             return self.write();
@@ -314,7 +314,7 @@ impl<'a> Subject<'a> {
                 act(self, "-c", SnapshotAction::Create(name.clone()), &name);
                 self.taken.push((name, self.current.clone()));
             }
-            // What a snapshot would do to bitmaps nobody can tell: both refuse.
+            // The effect of a snapshot on bitmaps is undefined: both refuse.
             3 if count > 0 && self.bitmaps.is_empty() => {
                 let (name, bytes) = self.taken[self.random.below(count) as usize].clone();
                 act(self, "-a", SnapshotAction::Apply(name.clone()), &name);

@@ -104,7 +104,7 @@ async fn read_at_random(past: Arc<Attachment>, before: Rc<Vec<u8>>, known: Rc<Re
         match result {
             Ok(()) => {
                 assert!(!absent, "what was never kept can't be read: {range:?}");
-                // What somebody else gives up during the read is his affair.
+                // Ranges that are given up during the read don't count.
                 if !Known::any(&known.borrow().given_up, &range) {
                     assert!(*buf == before[start as usize..range.end as usize], "not as it was: {range:?}");
                 }
@@ -344,7 +344,7 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
     });
 }
 
-/// A target that stands on the disk reads there what it lacks: a write waits for who has begun to.
+/// A target that stands on the disk reads missing ranges there: a write waits for readers that have begun.
 #[test]
 fn a_write_waits_for_a_slow_reader_through_an_overlay() {
     let (_, files) = scene(0);

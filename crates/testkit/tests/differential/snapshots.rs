@@ -200,7 +200,7 @@ fn told(snapshot: &Snapshot) -> Snapshot {
     Snapshot { l1_table_offset: 0, l1_size: 0, ..snapshot.clone() }
 }
 
-/// Gives the first snapshot of an image a past: dates, clocks, a state, and extra data that nobody here knows.
+/// Gives the first snapshot of an image a past: dates, clocks, a state, and unknown extra data.
 fn age(path: &Path, is_v2: bool) -> Snapshot {
     let mut bytes = std::fs::read(path).expect("the image");
     let header = Header::parse(&bytes).expect("a header");

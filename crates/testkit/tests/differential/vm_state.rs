@@ -54,7 +54,7 @@ fn qemu_and_we_read_each_others_state_and_keep_it() {
         rt::block_on(write_state(name, 8)).unwrap();
         theirs(8);
         qemu.expect_clean(&path);
-        // Whoever changes the image otherwise keeps it.
+        // Other changes of the image keep it.
         let snapshot = async |what: &str| {
             let file = File::open(&path, &OpenOptions { write: true, ..OpenOptions::default() }).unwrap();
             let defaults = SnapshotOptions::default();

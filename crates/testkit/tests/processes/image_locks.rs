@@ -144,7 +144,7 @@ fn our_locks_are_those_of_qemu() {
                 locked_bytes(holder.0.id(), path)
             };
             assert!(!theirs.is_empty(), "qemu-io holds no lock");
-            // Also where the probe opens the file before anybody knows the format.
+            // Also where the probe opens the file before the format is known.
             for request in [OpenRequest::file(path).format(format), OpenRequest::file(path)] {
                 let node = rt::block_on(open(request.sharing_raw().writable(writable))).unwrap();
                 assert_eq!(locked_bytes(std::process::id(), path), theirs, "{format}, writable: {writable}");

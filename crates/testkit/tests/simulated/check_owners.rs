@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Repairs of images in which more than the guest's data owns clusters: internal snapshots, bitmaps, LUKS headers, data
-//! files. All refcounts are wrong at first, so whoever is forgotten loses its clusters.
+//! files. All refcounts are wrong at first, so a forgotten owner loses its clusters.
 
 use cowshed_jobs::check::CheckOutcome;
 use cowshed_jobs::check::{self, CheckOptions, Repair, report};
@@ -133,7 +133,7 @@ fn repairs_keep_encrypted_images_readable() {
     }
 }
 
-/// Bitmaps tell what was written; what a repair gives up nobody wrote. So they go, and only then.
+/// Bitmaps record writes, and parts that a repair gives up were not written. So bitmaps go, and only then.
 #[test]
 fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
     let bench = Workbench::new();
@@ -307,7 +307,7 @@ fn a_snapshot_that_cannot_be_read_bars_no_other_repair() {
         let spec = || ImageSpec::file(copy.to_str().expect("text path")).format("qcow2");
         let victim = Victim::open(&copy);
         damage(&victim);
-        // A right too many, one too few, a count too low, and a cluster that nobody uses.
+        // A right too many, one too few, a count too low, and an unused cluster.
         victim.flip(victim.l2_entry(0), COPIED);
         victim.flip(victim.l2_entry(4), COPIED);
         victim.set_refcount(victim.host_cluster(4), 0);
@@ -376,7 +376,7 @@ fn a_snapshot_behind_a_bad_sector_bars_no_other_repair() {
     assert!(bench.content(&image) == before, "the disk changed");
 }
 
-/// Where the snapshot table is lost, who asks for snapshots is told so, and who asks for more than that gets it.
+/// Where the snapshot table is lost, a list of the snapshots fails, and other information is there.
 #[test]
 fn lost_snapshot_tables_hide_the_snapshots_alone() {
     let bench = Workbench::new();
@@ -393,7 +393,7 @@ fn lost_snapshot_tables_hide_the_snapshots_alone() {
             assert!(text.contains(word), "no {word} in {text}");
         }
     }
-    // Nobody writes to it, nor when it becomes writable while it is open.
+    // It is not written to, nor when it becomes writable while it is open.
     let before = std::fs::read(&image).expect("the image");
     let over = bench.path("over");
     let text = over.to_str().expect("text path");

@@ -21,7 +21,7 @@ fn a_failing_case_prints_its_seed_and_shrinks_to_what_matters() {
         let (count, text) = printed.and_then(|rest| rest.split_once(" requests: ")).expect("the shrunk requests");
         let steps = parse_steps(text).expect("what is printed can be read");
         assert_eq!(count.parse(), Ok(steps.len()));
-        // Whoever loses something must have written something, and have been told that it is safe.
+        // Lost data need a write, and a flush that promised its safety.
         assert!((1..=4).contains(&steps.len()), "seed {seed}: {text}");
         assert!(steps.iter().any(|step| !matches!(step.op, Op::Flush | Op::Read { .. })), "seed {seed}: {text}");
         scene.run_steps(&effort, lies(), steps.clone()).expect_err("the replay shows nothing");

@@ -380,7 +380,7 @@ impl Case {
         let ended = world.run(self.drop_and_go_on(prepared, &world, &top, &mut allowed));
         let read = if self.kind == Kind::Snapshot && world.contents(&top).is_some() { &top } else { &prepared.top };
         world.run(async {
-            // Over a new image, which nobody can have used if the snapshot was not taken, lies what the old one holds.
+            // The new image can't have been used if the snapshot was not taken: it shows the content of the old one.
             let disk = ImageDisk::open(read, false, false).await.expect("it opens again").0;
             let (result, bytes) = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await;
             result.expect("a read");

@@ -199,7 +199,7 @@ fn damaged_headers_are_helped_out() {
     }
 }
 
-/// What would be in a backing file isn't called zeroes as long as nobody has said which file that is, or that there is none.
+/// Ranges of an unknown backing file aren't called zeroes, until the user names the file, or says that there is none.
 #[test]
 fn what_a_damaged_header_leaves_to_a_backing_file_is_lost() {
     let bench = Workbench::new();
@@ -227,7 +227,7 @@ fn what_a_damaged_header_leaves_to_a_backing_file_is_lost() {
     }
 }
 
-/// 4,000,000,000 clusters of which nobody has anything aren't looked at one by one.
+/// 4,000,000,000 unallocated clusters aren't looked at one by one.
 #[test]
 fn a_huge_disk_with_little_in_it_is_done_soon() {
     const HUGE: u64 = 1 << 46;

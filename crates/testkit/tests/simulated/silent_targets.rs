@@ -57,7 +57,7 @@ async fn chain(graph: &Arc<Graph>) -> Result<[Arc<Node>; 3]> {
     Ok([top, middle, base])
 }
 
-/// What a user asks for who changes the size.
+/// The request of a user that changes the size.
 fn resizing() -> AttachRequest {
     let permissions = Permissions { used: PermissionSet::RESIZE, shared: PermissionSet::ALL };
     AttachRequest::job("resize", permissions)
@@ -136,7 +136,8 @@ fn filter_leaves_a_silent_target_without_holding_changes() {
     assert!(waited < Duration::from_secs(1), "a new user waited {waited:?} for the filter's target");
 }
 
-/// A size that changes under a copy makes it another disk than the source: cut and grown again it reads zeroes that nobody wrote.
+/// A size that changes under a copy makes it another disk than the source: cut and grown again it reads zeroes that
+/// were never written.
 #[test]
 fn a_disk_keeps_its_size_while_a_job_copies_it() {
     let world = world();

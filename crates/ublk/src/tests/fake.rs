@@ -218,7 +218,7 @@ impl Fake {
         self.device(number).unwrap().change(Dev::lose_server);
     }
 
-    /// Waits until nobody has the char device open.
+    /// Waits until the char device isn't open any more.
     pub fn wait_closed(&self, number: u32) {
         let dev = self.device(number).unwrap();
         rt::block_on(dev.wait(|dev| (!dev.is_open && dev.queues_open == 0).then_some(())));

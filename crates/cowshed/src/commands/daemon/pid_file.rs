@@ -64,7 +64,7 @@ impl PidFile {
             if known.try_lock().is_err() {
                 return Err("another process has locked it".to_owned());
             }
-            // While this one is locked nobody else puts another one in its place.
+            // While this one is locked no other process puts another one in its place.
             if is_at(&known, path) {
                 std::fs::rename(&temporary.0, path).map_err(failed)?;
                 return Ok(PidFile { path: path.to_owned(), file });

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// A server of somebody else on a Unix socket.
+/// A foreign server on a Unix socket.
 pub struct Foreign {
     child: Child,
     pub socket: PathBuf,
