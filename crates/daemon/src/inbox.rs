@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn messages_of_other_threads_arrive_in_order() {
         let (sender, inbox) = inbox();
-        let thread = std::thread::spawn(move || (0..100).for_each(|n| sender.send(n).expect("somebody listens")));
+        let thread = std::thread::spawn(move || (0..100).for_each(|n| sender.send(n).expect("the receiver is there")));
         let received: Vec<i32> = rt::block_on(async {
             let mut received = Vec::new();
             while received.len() < 100 {

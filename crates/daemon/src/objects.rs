@@ -21,7 +21,7 @@ pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
     (
         "tls-creds-anon",
-        "the TLS library has no anonymous key exchange, which anybody in between could read; use tls-creds-x509",
+        "the TLS library has no anonymous key exchange, which an attacker in between could read; use tls-creds-x509",
     ),
     ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
     ("secret_keyring", "secrets come from a text or a file; use secret"),

@@ -29,7 +29,7 @@ const SCHEMA: DriverSchema = DriverSchema {
         Key {
             name: "force_size_calc",
             value: KeyType::Text,
-            default: "by who made the image",
+            default: "by the creator of the image",
             help: "take the size from the geometry (chs) or from its own field (current_size)",
         },
         Key {

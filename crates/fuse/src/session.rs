@@ -347,7 +347,7 @@ mod tests {
         let reader = std::thread::spawn(move || std::fs::read(&path));
         ended.recv_timeout(Duration::from_secs(20)).expect("the owner is told");
         rt::block_on(server.stop());
-        assert!(reader.join().unwrap().is_err(), "nobody answers it");
+        assert!(reader.join().unwrap().is_err(), "no answer comes");
         assert_eq!(read(&point).unwrap(), b"", "the mount is gone");
         rt::block_on(attachment.detach()).unwrap();
     }

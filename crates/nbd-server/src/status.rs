@@ -43,7 +43,7 @@ impl<D: Disk> Session<D> {
         let mut layout: Option<Vec<DiskRun>> = None;
         for (index, &number) in contexts.iter().enumerate() {
             let context = self.terms.contexts.get(number as usize);
-            let context = context.ok_or_else(|| Error::internal("a context that nobody chose"))?;
+            let context = context.ok_or_else(|| Error::internal("a context that the client did not choose"))?;
             let runs = if let Context::Bitmap(bitmap) = context {
                 disk.dirty_status(bitmap, offset, length, max_runs).await?.iter().map(dirty).collect()
             } else {

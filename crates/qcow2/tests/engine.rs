@@ -120,7 +120,7 @@ impl Disk {
                 Err(Stall::Retry) => {}
                 Err(Stall::WriteBack) => self.cycle(),
                 Err(Stall::GrowRefcounts) => self.grow_refcounts(),
-                Err(Stall::Wait) => panic!("a single request waits for nobody"),
+                Err(Stall::Wait) => panic!("a single request waits for no other"),
                 Err(Stall::Full) => panic!("the file can grow"),
                 Err(Stall::Error(error) | Stall::Corrupt(error, _)) => panic!("{error}"),
             }

@@ -309,7 +309,7 @@ impl World {
                 Slot::Waiting(pending) => {
                     format!("#{op} {}: {:?}\n", state.files[pending.file].name, pending.request)
                 }
-                Slot::Done(_) => format!("#{op} ended, nobody came for it\n"),
+                Slot::Done(_) => format!("#{op} ended, without a waiter\n"),
             };
             text.push_str(&line);
         }

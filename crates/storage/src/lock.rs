@@ -454,7 +454,7 @@ mod tests {
     fn giving_locks_back_needs_no_leave() {
         let file = Contested { file: Failing::new(libc::EIO, false), by_another: Cell::new(false) };
         let mut state = LockState::new(Locking::Auto);
-        state.change(&file, Permissions::WRITE).expect("nobody else is there");
+        state.change(&file, Permissions::WRITE).expect("no other lock is there");
         file.by_another.set(true);
         state.change(&file, Permissions::READ).expect("less than before");
         assert_eq!(file.file.locked.borrow().len(), 3);

@@ -22,7 +22,7 @@ pub const MEANS: &[Means] = &[
     Means { name: "places_of_granules", about: "a read asks the mapping of the layer that has it" },
     Means {
         name: "image_passed_over",
-        about: "a read asks the mapping of the image itself first, though nobody may write to it",
+        about: "a read asks the mapping of the image itself first, though it has no writers",
     },
     Means { name: "mapping_of_a_base_once", about: "each overlay has its base's mapping in memory for itself" },
     Means { name: "inflated_kept", about: "each small read inflates its cluster again" },

@@ -355,7 +355,7 @@ impl Model {
             () if self.holds(None, at, part) => "what it held at the start".to_owned(),
             () => match here.iter().find(|version| self.holds(Some(version.content), at, part)) {
                 Some(version) => format!("the replaced {:x?}", version.content),
-                None => format!("{head:02x?}… that nobody wrote there"),
+                None => format!("{head:02x?}… that was never written there"),
             },
         };
         let allowed: Vec<String> = allowed

@@ -16,7 +16,7 @@ pub const VERB: Verb = Verb {
     about: "Add, remove, clear, enable, disable and merge dirty bitmaps",
     operands: "FILE [BITMAP]",
     details: "A dirty bitmap of a qcow2 image says which parts of the disk were written since it was cleared: what an \
-              incremental backup has to copy. While it is enabled, whoever writes to the image records it there. Several \
+              incremental backup has to copy. While it is enabled, each write to the image is recorded in it. Several \
               actions are done in the order in which they stand; what was done before one that fails stays done. A \
               power cut leaves the bitmaps as they were before an action or as they are afterwards.",
     examples: "  cowshed bitmap --add disk.qcow2 since-monday

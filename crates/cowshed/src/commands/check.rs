@@ -21,7 +21,7 @@ pub const VERB: Verb = Verb {
     about: "Check an image for damage, and repair it",
     operands: "FILE",
     details: "Counts every reference in the image and compares with what the image says of itself. Leaked clusters \
-              waste space and harm nothing; errors can cost data. Repair while nobody uses the image, and keep a copy \
+              waste space and harm nothing; errors can cost data. Repair while the image has no users, and keep a copy \
               where the data matters, or an undo log: it holds what the repair overwrites, and --undo puts it back. A \
               dry run says of each finding what the repair would do, and writes nothing; with --output=json as \
               'findings'. No repair loses data that can be read; what can't be is left as it is (try 'cowshed \

@@ -213,7 +213,7 @@ pub const COMMANDS: &[ShellCommand] = &[
  -n  the same as -t none
  -U  share the image with others that write to it; needs -r
  -k  the same as -i native
- -i  who does the I/O: threads, native, io_uring
+ -i  the engine of the I/O: threads, native, io_uring
  -t  cache mode
  -d  discards: ignore (off) or unmap (on)
  -o  options of the driver: key=value,key=value

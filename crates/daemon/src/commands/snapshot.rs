@@ -276,7 +276,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
                 if one.opened
                     && let Err(error) = daemon.graph.disown(&one.overlay).await
                 {
-                    tracing::warn!(%error, overlay = one.overlay.name(), "could not close an overlay that nobody uses");
+                    tracing::warn!(%error, overlay = one.overlay.name(), "could not close an unused overlay");
                 }
             }
             Done::Backup(started) => backups.push(started.work()),

@@ -212,7 +212,7 @@ impl OpenRequest {
     }
 
     /// The caller asks where the data stands (`map`), which snapshots there are, how large the disk is, not what is in it:
-    /// encrypted images of the chain then open without their keys. Everyone else must give them: an encrypted image
+    /// encrypted images of the chain then open without their keys. All other callers must give them: an encrypted image
     /// without its key is refused when it is opened, before anything depends on it.
     #[must_use]
     pub fn without_content(mut self) -> Self {

@@ -118,12 +118,12 @@ pub(crate) const QUORUM: DriverSchema = DriverSchema {
 
 const FILE_KEYS: &[Key] = &[
     key("filename", KeyType::Text, REQUIRED, "path of the file"),
-    key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "who does the I/O"),
+    key("aio", KeyType::Choice(&["threads", "native", "io_uring"]), "io_uring where it works", "the engine of the I/O"),
     key("aio-max-batch", KeyType::Number(0, u64::MAX), "0", "accepted: operations are handed over as they come"),
-    key("drop-cache", KeyType::Bool, "on", "accepted: whoever opens an image again reads it again"),
+    key("drop-cache", KeyType::Bool, "on", "accepted: an image that is opened again is read again"),
     key("locking", KeyType::Choice(&["auto", "on", "off"]), "auto", "lock the file against other users"),
     key("pr-manager", KeyType::Text, "none", "refused: there are no objects for persistent reservations"),
-    key("x-check-cache-dropped", KeyType::Bool, "off", "accepted: whoever opens an image again reads it again"),
+    key("x-check-cache-dropped", KeyType::Bool, "off", "accepted: an image that is opened again is read again"),
 ];
 
 const NBD_KEYS: &[Key] = &[

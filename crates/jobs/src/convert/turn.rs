@@ -71,7 +71,7 @@ mod tests {
             })
             .collect();
         let all = async { while tasks.next().await.is_some() {} };
-        futures_util::FutureExt::now_or_never(all).expect("nobody waits for anything else");
+        futures_util::FutureExt::now_or_never(all).expect("no task waits for anything else");
         drop(tasks);
         assert_eq!(*started.borrow(), [0, 1, 2, 3]);
     }

@@ -215,7 +215,7 @@ fn tls_may_be_offered_without_being_required() {
     let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
     assert_eq!(wire.ask(Command::Read, CommandFlags::default(), 0, 512).errno, 0);
     let uri = format!("nbds+unix:///?socket={}&tls-verify-peer=0", served.socket.display());
-    let node = rt::block_on(open(OpenRequest::file(uri).format("raw"))).expect("encrypted, to anybody");
+    let node = rt::block_on(open(OpenRequest::file(uri).format("raw"))).expect("encrypted, to every client");
     assert_eq!(node.size(), SIZE);
     rt::block_on(node.close()).expect("close");
     served.stop();

@@ -53,7 +53,7 @@ impl Pending {
     pub(crate) fn cover(&mut self, offset: u64, length: u64) -> Result<(), Malformed> {
         let end = offset.checked_add(length).ok_or(Malformed("a part of a reply has no end"))?;
         if !self.reads || offset < self.offset || end > self.offset + self.length {
-            return Err(Malformed("a reply has data that nobody asked for"));
+            return Err(Malformed("a reply has data that no request asked for"));
         }
         if self.covered.iter().any(|&(from, to)| offset < to && from < end) {
             return Err(Malformed("parts of a reply overlap"));
@@ -80,7 +80,7 @@ impl Pending {
     pub(crate) fn expect_data(&self, length: u64) -> Result<(), Malformed> {
         match self.reads && length <= self.length {
             true => Ok(()),
-            false => Err(Malformed("a reply has data that nobody asked for")),
+            false => Err(Malformed("a reply has data that no request asked for")),
         }
     }
 

@@ -41,12 +41,12 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "readers_of_the_past_overtaken",
-        about: "a write doesn't wait for those who read its place as it was",
+        about: "a write doesn't wait for the readers of its place as it was",
         test: ("fleecing", "readers_of_the_past_see_it_whatever_guests_write"),
     },
     Mutant {
         name: "readers_through_an_overlay_overtaken",
-        about: "a write doesn't wait for those who read the disk below the target",
+        about: "a write doesn't wait for the readers of the disk below the target",
         test: ("fleecing", "a_write_waits_for_a_slow_reader_through_an_overlay"),
     },
     Mutant {

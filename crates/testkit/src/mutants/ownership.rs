@@ -36,7 +36,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "two_last_parts_without_a_hole",
-        about: "two who give the last two parts of a cluster back at once each leave its hole to the other",
+        about: "two threads that give back the last two parts of a cluster each leave its hole to the other",
         test: ("failure_shapes", "cluster_freed_in_two_parts_is_punched_before_reuse"),
     },
     Mutant {

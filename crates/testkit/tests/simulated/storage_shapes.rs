@@ -87,7 +87,7 @@ fn a_file_that_becomes_writable_keeps_its_locks() {
     let path = folder.path().join("image");
     std::fs::write(&path, [0; 4096]).expect("a file");
     let reader = File::open(&path, &OpenOptions::default()).expect("a file");
-    reader.lock(Permissions::READ).expect("nobody else is there");
+    reader.lock(Permissions::READ).expect("no other lock is there");
     rt::block_on(async { reader.make_writable(Permissions::WRITE) }).expect("it may be written");
     let second = File::open(&path, &OpenOptions { write: true, ..OpenOptions::default() }).expect("a file");
     for permissions in [Permissions::READ, Permissions::WRITE] {

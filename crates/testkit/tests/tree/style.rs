@@ -9,6 +9,10 @@ const LICENCE_LINE: &str = "// SPDX-License-Identifier: Apache-2.0 OR MIT";
 const LONGEST_FILE_LINES: usize = 700;
 /// STYLE.md says about eight.
 const LONGEST_TEST_NAME_WORDS: usize = 11;
+/// Words in whose place a comment names the thing that acts.
+const PERSONS: [&str; 8] = ["who", "whoever", "somebody", "someone", "nobody", "anybody", "anyone", "everybody"];
+/// The user of this name.
+const USER_NOBODY: &str = "`nobody`";
 /// Modules are named after what they hold.
 const VAGUE_NAMES: &[&str] = &["common", "helper", "helpers", "misc", "util", "utils"];
 
@@ -82,6 +86,26 @@ fn unsafe_code_is_in_storage_only() {
         lines.map(|line| format!("{name}:{line}")).collect::<Vec<_>>()
     });
     assert_none(found.collect(), "this word belongs in crates/storage");
+}
+
+#[test]
+fn a_thing_is_the_subject_of_comments() {
+    let has_person = |line: &str| {
+        // An address of a program isn't a comment.
+        let Some((_, comment)) = line.split_once("//").filter(|(before, _)| !before.ends_with(':')) else {
+            return false;
+        };
+        let mut words = comment.split_whitespace().filter(|word| !word.contains(USER_NOBODY));
+        words.any(|word| {
+            let mut parts = word.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '-');
+            parts.any(|part| PERSONS.iter().any(|person| part.eq_ignore_ascii_case(person)))
+        })
+    };
+    let found = sources().into_iter().flat_map(|(name, text)| {
+        let lines = text.lines().enumerate().filter(|(_, line)| has_person(line)).map(|(index, _)| index + 1);
+        lines.map(|line| format!("{name}:{line}")).collect::<Vec<_>>()
+    });
+    assert_none(found.collect(), "name the thing that acts: a client, a reader, another process");
 }
 
 #[test]

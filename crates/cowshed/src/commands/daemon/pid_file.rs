@@ -166,7 +166,7 @@ mod tests {
         std::fs::remove_file(&path).expect("a link");
 
         std::fs::write(&path, "1234567\nof a process that is gone").expect("a file");
-        let ours = PidFile::write(&path).expect("nobody has locked it");
+        let ours = PidFile::write(&path).expect("no process has locked it");
         assert_eq!(read(&path), format!("{}\n", std::process::id()));
         let error = PidFile::write(&path).err().expect("it is locked").message;
         assert!(error.contains("another process has locked it"), "{error}");

@@ -61,7 +61,7 @@ pub const DIFFERENCES: &[Difference] = &[
     Difference {
         names: &["create"],
         kinds: &["served", "shown", "source"],
-        why: "the conflict is about reading first; nobody reads a file in which an image is being made",
+        why: "the conflict is about reading first; no verb reads a file in which an image is being made",
     },
     Difference {
         names: &["create"],

@@ -107,7 +107,10 @@ fn nobody_borrows_past_those_who_wait() {
     assert!(schedule.try_enter(one, Direction::Write, 512, 0));
     assert!(!schedule.try_enter(two, Direction::Write, 512, 0));
     assert!(matches!(schedule.enter(two, Direction::Write, 512, 0), Entry::Wait(_)));
-    assert!(!schedule.try_enter(one, Direction::Read, 512, 0), "while one waits, everybody asks in the ordinary way");
+    assert!(
+        !schedule.try_enter(one, Direction::Read, 512, 0),
+        "while one waits, every member asks in the ordinary way"
+    );
     assert_eq!(schedule.lend(one, Direction::Read, 512), 0);
     schedule.begin_free(one, 0);
     assert!(schedule.try_enter(one, Direction::Read, 512, 0));
@@ -171,7 +174,7 @@ fn compete(schedule: &mut Schedule, directions: &[Direction], seconds: u64, star
             ready.push_back(member);
         }
         if ready.is_empty() {
-            now = due.expect("somebody waits").max(now);
+            now = due.expect("a request waits").max(now);
             if now > start + seconds * SECOND {
                 break;
             }
