@@ -37,4 +37,5 @@ mod running;
 mod snapshots;
 mod statistics;
 mod streams;
+mod unchanged_data;
 mod unclean;

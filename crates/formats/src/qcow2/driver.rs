@@ -64,6 +64,10 @@ impl Driver for Qcow2Driver {
         Box::pin(Qcow2Driver::write(self, offset, buf))
     }
 
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.write_alone(offset, buf))
+    }
+
     fn write_unmapped(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(self.write_newly(offset, buf))
     }
@@ -78,6 +82,10 @@ impl Driver for Qcow2Driver {
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         Box::pin(Qcow2Driver::write_zeroes(self, offset, len, flags))
+    }
+
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(self.zero_range(offset, len, flags))
     }
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {

@@ -52,7 +52,7 @@ impl Qcow2Driver {
     }
 
     /// As [`Self::write_range`], and no other write changes meanwhile what this one must leave as it is.
-    async fn write_alone(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+    pub(super) async fn write_alone(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let _writing = self.enter(offset, buf.len() as u64).await;
         self.write_range(offset, buf).await
     }

@@ -21,10 +21,16 @@ impl Qcow2Driver {
         if len == 0 {
             return Ok(());
         }
-        let _writing = self.enter(offset, len).await;
         if self.is_recording() {
             self.record(offset, len).await?;
         }
+        self.zero_range(offset, len, flags).await
+    }
+
+    /// As [`Self::write_zeroes`], and no bitmap records it. The range isn't empty.
+    pub(super) async fn zero_range(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.check_writable()?;
+        let _writing = self.enter(offset, len).await;
         if self.is_data_file_raw() {
             return match self.is_encrypted() {
                 // Zeroes of the file's are none of the disk's.

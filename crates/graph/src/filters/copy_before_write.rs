@@ -258,6 +258,11 @@ impl Filter for CopyBeforeWrite {
         })
     }
 
+    /// The disk as it was stays readable where it is.
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(self.below().write_unchanged(offset, buf))
+    }
+
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Box::pin(async move {
             for (offset, buf) in &clusters {
@@ -272,6 +277,10 @@ impl Filter for CopyBeforeWrite {
             self.save(offset, len).await?;
             self.below().write_zeroes(offset, len, flags).await
         })
+    }
+
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(self.below().write_zeroes_unchanged(offset, len, flags))
     }
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {

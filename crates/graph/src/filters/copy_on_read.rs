@@ -5,6 +5,7 @@ use super::{CopyFailure, Filter};
 use crate::node::Ranges;
 use crate::node::{
     Below, Chain, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    below_filters,
 };
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -34,7 +35,7 @@ impl CopyOnRead {
     /// Copies what a range has in lower layers.
     async fn fill(&self, offset: u64, len: u64) -> Result<()> {
         let child = self.below.node()?;
-        if child.is_read_only() || child.backing().is_none() {
+        if child.is_read_only() || below_filters(&child).backing().is_none() {
             return Ok(());
         }
         let end = offset.saturating_add(len);
@@ -145,6 +146,13 @@ impl Filter for CopyOnRead {
         })
     }
 
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, buf.len() as u64).await;
+            self.below.write_unchanged(offset, buf).await
+        })
+    }
+
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Box::pin(async move {
             let mut clusters = clusters;
@@ -162,6 +170,13 @@ impl Filter for CopyOnRead {
         Box::pin(async move {
             let _claim = self.ranges.claim(offset, len).await;
             self.below.write_zeroes(offset, len, flags).await
+        })
+    }
+
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            let _claim = self.ranges.claim(offset, len).await;
+            self.below.write_zeroes_unchanged(offset, len, flags).await
         })
     }
 
@@ -223,8 +238,8 @@ async fn copy_claimed(child: &Arc<Node>, deepest: u32, offset: u64, len: u64) ->
             let (result, buf) = child.read_boxed(run.start, IoBuf::zeroed(bytes)).await;
             result?;
             let written = match crate::node::is_zero(&buf) {
-                true => child.write_zeroes_boxed(run.start, run.len, ZeroFlags::default()).await,
-                false => child.write_boxed(run.start, buf).await.0,
+                true => child.write_zeroes_unchanged_boxed(run.start, run.len, ZeroFlags::default()).await,
+                false => child.write_unchanged_boxed(run.start, buf).await.0,
             };
             // A full disk doesn't make reading fail.
             match written {
@@ -247,14 +262,14 @@ async fn take_over_claimed(chain: &Chain, offset: u64, len: u64) -> Result<(), C
         let written = match holder.layer {
             None | Some(0) => Ok(()),
             Some(_) if holder.zero && !chain.records_zeroes() => Ok(()),
-            Some(_) if holder.zero => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
+            Some(_) if holder.zero => top.write_zeroes_unchanged_boxed(at, holder.len, ZeroFlags::default()).await,
             Some(_) => {
                 let bytes = usize::try_from(holder.len).unwrap_or(usize::MAX);
                 let (result, buf) = top.read_boxed(at, IoBuf::zeroed(bytes)).await;
                 result.map_err(CopyFailure::reading)?;
                 match crate::node::is_zero(&buf) {
-                    true => top.write_zeroes_boxed(at, holder.len, ZeroFlags::default()).await,
-                    false => top.write_boxed(at, buf).await.0,
+                    true => top.write_zeroes_unchanged_boxed(at, holder.len, ZeroFlags::default()).await,
+                    false => top.write_unchanged_boxed(at, buf).await.0,
                 }
             }
         };

@@ -88,6 +88,11 @@ pub(crate) trait Filter: Any + Send + Sync {
         Box::pin(self.below().write(offset, buf))
     }
 
+    /// As [`Driver::write_unchanged`]: a filter that doesn't say otherwise treats it as any other write.
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Filter::write(self, offset, buf)
+    }
+
     /// As [`Driver::write_compressed`].
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Box::pin(self.below().write_compressed(clusters))
@@ -96,6 +101,11 @@ pub(crate) trait Filter: Any + Send + Sync {
     /// As [`Driver::write_zeroes`].
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         Box::pin(self.below().write_zeroes(offset, len, flags))
+    }
+
+    /// As [`Driver::write_zeroes_unchanged`]: see [`Filter::write_unchanged`].
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Filter::write_zeroes(self, offset, len, flags)
     }
 
     /// As [`Driver::discard`].
@@ -189,6 +199,10 @@ impl<F: Filter> Driver for F {
         Filter::write(self, offset, buf)
     }
 
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Filter::write_unchanged(self, offset, buf)
+    }
+
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Filter::write_compressed(self, clusters)
     }
@@ -199,6 +213,10 @@ impl<F: Filter> Driver for F {
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         Filter::write_zeroes(self, offset, len, flags)
+    }
+
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Filter::write_zeroes_unchanged(self, offset, len, flags)
     }
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {

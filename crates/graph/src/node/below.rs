@@ -42,6 +42,19 @@ impl Below {
         }
     }
 
+    /// See [`Node::write_unchanged_boxed`].
+    pub(crate) async fn write_unchanged(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        match &*self.0.load() {
+            Some(child) => child.write_unchanged_boxed(offset, buf).await,
+            None => (Err(Error::internal("a filter without a child")), buf),
+        }
+    }
+
+    /// See [`Node::write_zeroes_unchanged_boxed`].
+    pub(crate) async fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.node()?.write_zeroes_unchanged_boxed(offset, len, flags).await
+    }
+
     pub(crate) async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
         self.node()?.write_compressed_boxed(clusters).await
     }

@@ -126,6 +126,11 @@ pub trait Driver: Any + Send + Sync {
         Box::pin(ready((Err(self.refusal()), buf)))
     }
 
+    /// As [`Driver::write`] of what the range reads as already: no dirty bitmap counts it.
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        self.write(offset, buf)
+    }
+
     /// As [`Driver::write`], after [`Mapped::Nothing`].
     fn write_unmapped(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         self.write(offset, buf)
@@ -144,6 +149,11 @@ pub trait Driver: Any + Send + Sync {
     /// Makes a range read as zeroes.
     fn write_zeroes(&self, _offset: u64, _len: u64, _flags: ZeroFlags) -> Work<'_> {
         done(Err(self.refusal()))
+    }
+
+    /// As [`Driver::write_zeroes`] of what reads as zeroes already: no dirty bitmap counts it.
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        self.write_zeroes(offset, len, flags)
     }
 
     /// Gives a range back: a hint.

@@ -315,6 +315,53 @@ impl Node {
         boxed!(self, |node| node.run_write(offset, buf))
     }
 
+    /// As [`Node::write_boxed`] of what the range reads as already: it only moves into this image, and dirty bitmaps don't
+    /// count it.
+    pub(crate) fn write_unchanged_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        boxed!(self, |node| node.run_write_unchanged(offset, buf))
+    }
+
+    async fn run_write_unchanged(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
+        let (len, start_ns) = (buf.len() as u64, self.clock_ns());
+        if let Err(error) = self.check_write(offset, len) {
+            self.count_invalid(IoKind::Write);
+            return (Err(error), buf);
+        }
+        let detect = self.settings.detect_zeroes();
+        if detect != DetectZeroes::Off && is_zero(&buf) {
+            let flags = ZeroFlags { may_unmap: detect == DetectZeroes::Unmap, no_fallback: false };
+            return (self.write_zeroes_unchanged_boxed(offset, len, flags).await, buf);
+        }
+        let (result, buf) = self.driver.write_unchanged(offset, buf).await;
+        self.count(IoKind::Write, offset, len, start_ns, &result);
+        if let Err(error) = result {
+            return (Err(error), buf);
+        }
+        self.counters.note_written(offset + len);
+        (self.flush_if_writethrough().await, buf)
+    }
+
+    /// As [`Node::write_zeroes_boxed`] of what reads as zeroes already: see [`Node::write_unchanged_boxed`].
+    pub(crate) fn write_zeroes_unchanged_boxed(
+        &self,
+        offset: u64,
+        len: u64,
+        flags: ZeroFlags,
+    ) -> LocalFuture<'_, Result<()>> {
+        boxed!(self, |node| node.run_write_zeroes_unchanged(offset, len, flags))
+    }
+
+    async fn run_write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+        self.check_write(offset, len)?;
+        let start_ns = self.clock_ns();
+        let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
+        let result = self.driver.write_zeroes_unchanged(offset, len, flags).await;
+        self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
+        result?;
+        self.counters.note_written(offset + len);
+        self.flush_if_writethrough().await
+    }
+
     /// See [`Node::write_zeroes`].
     pub(crate) async fn run_write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.check_write(offset, len)?;

@@ -5,6 +5,8 @@
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
+use cowshed_image::graph::{AttachRequest, Graph};
+use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_offline::check::{CheckOptions, CheckReport, check};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
@@ -197,6 +199,74 @@ fn change_and_cut(on_a_device: bool, max_distinct: usize) {
     }
     println!("bitmaps: {total}");
     assert!(total.distinct() > 500, "{total}");
+}
+
+/// The image reads as `BASE` where it has nothing.
+const BASE: &str = "base.raw";
+
+/// Reads all of the disk through a filter that copies what it reads into the image.
+async fn copy_on_read() -> Result<()> {
+    let graph = Graph::new(&cowshed_image::DRIVERS);
+    let options = format!("driver=copy-on-read,node-name=disk,file.driver=qcow2,file.file.filename={NAME}");
+    let node = graph.add(BlockdevOptions::from_keyval(&options)?).await?;
+    let user = graph.attach(&node, AttachRequest::export("guest", true)).await?;
+    for at in (0..SIZE).step_by(256 << 10) {
+        user.queue().read(at, IoBuf::zeroed(256 << 10)).await.0?;
+        user.queue().flush().await?;
+    }
+    user.detach().await?;
+    drop(node);
+    graph.close_all().await
+}
+
+async fn content() -> Result<Vec<u8>> {
+    let node = open(OpenRequest::file(NAME).format("qcow2")).await?;
+    let (read, buf) = node.read(0, IoBuf::zeroed(SIZE as usize)).await;
+    read?;
+    node.close().await?;
+    Ok(buf.to_vec())
+}
+
+/// What is copied into the image changes neither what the disk reads as nor a bitmap, wherever the power goes.
+#[test]
+fn copies_of_reads_leave_bitmaps_through_power_cuts() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let base: Vec<u8> = (0..SIZE as usize).map(|at| (at / 4096 % 251) as u8).collect();
+    std::fs::write(folder.path().join(BASE), &base).expect("a base");
+    let mut total = CrashReport::default();
+    for (number, options) in OPTIONS.iter().enumerate() {
+        let image = prepare(&qemu, folder.path(), &format!("{options},backing_file={BASE},backing_fmt=raw"));
+        let files = Snapshot::from([
+            (NAME.to_owned(), PageMap::from_bytes(&image)),
+            (BASE.to_owned(), PageMap::from_bytes(&base)),
+        ]);
+        let config = Config::new(number as u64);
+        let at_rest = World::with_files(config.clone(), &files);
+        let (before, disk) = at_rest.run(async { (bitmaps().await, content().await) });
+        let (before, disk) = (before.expect("readable bitmaps"), disk.expect("a readable disk"));
+        let world = World::with_files(config.clone(), &files);
+        world.run(copy_on_read()).unwrap_or_else(|error| panic!("{options}: {error}"));
+        assert_ne!(world.contents(NAME).expect("the image").to_vec(), image, "nothing was copied");
+        let (qemu, folder) = (&qemu, folder.path());
+        let after = before.clone();
+        let expected = Expected { qemu, folder, config: config.clone(), before, after };
+        let plan = CrashPlan { max_distinct: 100, ..CrashPlan::new(number as u64) };
+        let verify = |case: &CrashCase<'_>| {
+            expected.verify(case)?;
+            let world = World::with_files(Config { in_order: true, ..config.clone() }, &case.state.files);
+            match world.run(content()) {
+                Ok(found) if found == disk => Ok(()),
+                Ok(_) => Err("the disk reads differently".to_owned()),
+                Err(error) => Err(format!("read after the cut: {error}")),
+            }
+        };
+        match explore(&world.trace(), &plan, verify) {
+            Ok(report) => total.add(&report),
+            Err(failure) => panic!("{options}: {failure}"),
+        }
+    }
+    println!("copies of reads: {total}");
+    assert!(total.distinct() > 100, "{total}");
 }
 
 /// The process ends without a close or a flush; the machine goes on, so all that it wrote is in the file.

@@ -177,6 +177,15 @@ impl Filter for Throttle {
         })
     }
 
+    fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            if let Err(error) = self.admit(Direction::Write, buf.len() as u64).await {
+                return (Err(error), buf);
+            }
+            self.below.write_unchanged(offset, buf).await
+        })
+    }
+
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         Box::pin(async move {
             for (_, buf) in &clusters {
@@ -190,6 +199,13 @@ impl Filter for Throttle {
         Box::pin(async move {
             self.admit(Direction::Write, len).await?;
             self.below.write_zeroes(offset, len, flags).await
+        })
+    }
+
+    fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
+        Box::pin(async move {
+            self.admit(Direction::Write, len).await?;
+            self.below.write_zeroes_unchanged(offset, len, flags).await
         })
     }
 
