@@ -8,8 +8,8 @@ use crate::faults::{Failure, Judge, settle};
 use crate::mirror::Sync;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
-use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart};
-use cowshed_image::node::BitmapUse;
+use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart, nodes_below};
+use cowshed_image::node::{BitmapUse, ChildRole};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{DirtyBits, Node};
 use cowshed_storage::{PermissionSet, Permissions, rt};
@@ -112,6 +112,9 @@ impl Backup {
             let message = format!("what is copied can't be discarded: node '{}' is read-only", source.name());
             return Err(Error::new(ErrorKind::ReadOnly, message));
         }
+        if request.discard_source {
+            check_no_past(graph, source)?;
+        }
         // What is written from the moment of the start on is told apart from what was written before.
         let drained = graph.drain(&[source]).await;
         let bitmap = match &request.bitmap {
@@ -147,6 +150,11 @@ impl Backup {
 
     fn saver(&self) -> Result<&CopyBeforeWrite> {
         self.filter.copy_before_write().ok_or_else(|| Error::internal("not the filter of a backup"))
+    }
+
+    /// The disk.
+    pub fn source(&self) -> &Arc<Node> {
+        &self.request.source
     }
 
     /// The nodes that it works on: others must leave them as they are.
@@ -302,7 +310,25 @@ impl Backup {
             left.mark(range.start, range.end - range.start);
             at = range.end;
         }
-        bitmap.held.node().set_bitmap_bits(bitmap.held.name(), &Arc::new(left)).await
+        self.graph.set_bitmap_bits(bitmap.held.node(), bitmap.held.name(), &Arc::new(left)).await
+    }
+}
+
+/// Refuses to discard on a disk that another copy above reads as it was: the filter stands below that copy's, which would not see the
+/// discards.
+fn check_no_past(graph: &Graph, source: &Arc<Node>) -> Result<()> {
+    let saves = |node: &Arc<Node>| {
+        let disk = node.copy_before_write().and_then(|_| node.child(ChildRole::File));
+        disk.is_some_and(|disk| nodes_below(&disk).iter().any(|below| Arc::ptr_eq(below, source)))
+    };
+    let nodes = graph.snapshot();
+    match nodes.nodes().find(saves) {
+        Some(filter) => {
+            let message =
+                format!("what is copied can't be discarded: '{}' keeps the past of '{}'", filter.name(), source.name());
+            Err(Error::new(ErrorKind::Busy, message))
+        }
+        None => Ok(()),
     }
 }
 

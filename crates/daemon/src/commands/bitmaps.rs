@@ -5,6 +5,7 @@ use super::names;
 use super::snapshot::{Action, carry_out};
 use super::{Arguments, Group, change};
 use crate::state::Daemon;
+use cowshed_image::graph::Graph;
 use cowshed_image::node::BitmapChange;
 use cowshed_image::node::{NodeBitmap, SavedBitmap};
 use cowshed_image::{DirtyBits, Node};
@@ -136,7 +137,7 @@ fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> 
         let message = format!("Can't store persistent bitmaps to {name}: Operation not supported");
         return Err(QmpError::generic(message));
     }
-    if persistent && found.node().is_read_only() {
+    if persistent && !found.node().bitmaps_may_change() {
         let message = format!("Cannot add a persistent bitmap to read-only or inactive node '{name}'");
         return Err(QmpError::generic(message));
     }
@@ -212,6 +213,46 @@ pub(super) fn of_export(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Vec
     given.map(one).collect()
 }
 
+/// The bitmaps that actions of a transaction have removed. As in QEMU their names stay taken until its end.
+#[derive(Default)]
+pub(super) struct Removed(Vec<(Arc<Node>, String)>);
+
+impl Removed {
+    fn has(&self, node: &Arc<Node>, name: &str) -> bool {
+        self.0.iter().any(|(known, removed)| Arc::ptr_eq(known, node) && removed == name)
+    }
+
+    /// Refuses a use of a bitmap that is removed.
+    pub fn check_use(&self, node: &Arc<Node>, name: &str) -> QmpResult<()> {
+        match self.has(node, name) {
+            false => Ok(()),
+            true => Err(QmpError::generic(format!(
+                "Bitmap '{name}' is currently in use by another operation and cannot be used"
+            ))),
+        }
+    }
+
+    /// Refuses an action on a bitmap that is removed, and notes one that removes.
+    pub fn pass(&mut self, action: &BitmapAction) -> QmpResult<()> {
+        let BitmapAction { node, name, what } = action;
+        match what {
+            What::Change { change: BitmapChange::Add { .. }, .. } if self.has(node, name) => {
+                return Err(QmpError::generic(format!("Bitmap already exists: {name}")));
+            }
+            What::Change { change: BitmapChange::Remove(_), .. } => {
+                self.check_use(node, name)?;
+                self.0.push((Arc::clone(node), name.clone()));
+            }
+            What::Change { .. } => self.check_use(node, name)?,
+            What::Merge(sources) => {
+                self.check_use(node, name)?;
+                sources.iter().try_for_each(|(node, name)| self.check_use(node, name))?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl BitmapAction {
     pub fn node(&self) -> &Arc<Node> {
         &self.node
@@ -227,7 +268,7 @@ impl BitmapAction {
     }
 
     /// Carries it out, or leaves everything as it was. No request runs.
-    pub async fn run(self) -> QmpResult<BitmapChanged> {
+    pub async fn run(self, graph: &Arc<Graph>) -> QmpResult<BitmapChanged> {
         if matches!(&self.what, What::Change { change: BitmapChange::Remove(_), .. }) {
             let bitmaps = self.node.bitmaps().await.map_err(worded)?;
             if !bitmaps.iter().any(|bitmap| bitmap.name == self.name) {
@@ -237,7 +278,7 @@ impl BitmapAction {
         let saved = self.node.save_bitmap(&self.name).await.map_err(worded)?;
         match self.what {
             What::Change { change, persistent } => {
-                self.node.change_bitmap(&change, persistent).await.map_err(worded)?;
+                graph.change_bitmap(&self.node, &change, persistent).await.map_err(worded)?;
             }
             What::Merge(sources) => {
                 self.node.check_bitmap(&self.name).await.map_err(worded)?;
@@ -257,7 +298,7 @@ impl BitmapAction {
                 }
                 if let Some(source) = all {
                     let change = BitmapChange::Merge { target: self.name, source };
-                    self.node.change_bitmap(&change, false).await.map_err(worded)?;
+                    graph.change_bitmap(&self.node, &change, false).await.map_err(worded)?;
                 }
             }
         }
@@ -267,8 +308,8 @@ impl BitmapAction {
 
 impl BitmapChanged {
     /// As if it had not been done. No request runs.
-    pub async fn take_back(self) {
-        if let Err(error) = self.node.restore_bitmap(&self.saved).await {
+    pub async fn take_back(self, graph: &Arc<Graph>) {
+        if let Err(error) = graph.restore_bitmap(&self.node, &self.saved).await {
             tracing::error!(%error, node = self.node.name(), "could not take a change of a bitmap back");
         }
     }

@@ -85,7 +85,7 @@ impl Common {
 
     pub fn spec(self, kind: &'static str, nodes: Vec<Arc<Node>>, on_error: (OnError, OnError)) -> JobSpec {
         let Common { id, speed, auto_finalize, auto_dismiss } = self;
-        JobSpec { id, kind, auto_finalize, auto_dismiss, speed, nodes, on_error }
+        JobSpec { id, kind, auto_finalize, auto_dismiss, speed, nodes, readable: Vec::new(), on_error }
     }
 }
 
@@ -249,9 +249,7 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         return Err(QmpError::generic(message));
     }
     let chain = Chain::between(&top, Some(&base)).map_err(failed)?;
-    for node in chain.nodes() {
-        daemon.jobs.check_free(&node)?;
-    }
+    check_chain_free(&daemon, &chain)?;
     let common = Common::of(&daemon, &arguments)?;
     let policy = on_error(&arguments, "on-error");
     let above_top = layers.iter().position(|layer| Arc::ptr_eq(layer, &top)).and_then(|at| at.checked_sub(1));
@@ -265,29 +263,41 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));
         return MirrorPrepared { mirror, spec, filter }.start(&daemon, None);
     };
-    daemon.jobs.check_free(&overlay)?;
+    daemon.jobs.check_free_but_for_backups(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let filter = named_filter(&daemon, &arguments, "commit_top", &top)
         .inspect_err(|_| Common::was_there(&daemon, &common.id))?;
+    // As in QEMU the job holds the disk that was named, and not the layer above the top.
+    let lent = if Arc::ptr_eq(&overlay, &device) { Vec::new() } else { vec![Arc::clone(&overlay)] };
     let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
     let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
-    let job = daemon.jobs.add(common.spec("commit", merge.nodes(), (policy, policy)), &daemon.events)?;
+    let mut nodes = merge.nodes();
+    nodes.push(device);
+    let job = daemon.jobs.add(common.spec("commit", nodes, (policy, policy)).lending(lent), &daemon.events)?;
     job.set_filter(filter);
     daemon.jobs.start(Rc::clone(&job), run_merge(job, merge));
     nothing()
 }
 
+/// Refuses a chain of which a job uses a node. Backups may read its top: their filters stand above it, so that what becomes of the
+/// layers below doesn't reach them. The filters come first, as QEMU meets them.
+fn check_chain_free(daemon: &Daemon, chain: &Chain) -> QmpResult<()> {
+    let nodes = chain.nodes();
+    nodes.iter().filter(|node| node.is_filter()).try_for_each(|filter| daemon.jobs.check_free(filter))?;
+    let (top, below) = nodes.split_first().ok_or_else(|| QmpError::generic("a chain without layers"))?;
+    daemon.jobs.check_free_but_for_backups(top)?;
+    below.iter().try_for_each(|node| daemon.jobs.check_free(node))
+}
+
 async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let node = names::device(&daemon, arguments.text("device"))?.image();
+    let node = names::for_job(&daemon, arguments.text("device"))?;
     let layers = Chain::between(&node, None).map_err(failed)?.layers().to_vec();
     let base = stream_base(&daemon, &arguments, &layers)?;
     if base.is_none() && arguments.maybe_text("backing-file").is_some() {
         return Err(QmpError::generic("backing file specified, but streaming the entire chain"));
     }
-    for node in Chain::between(&node, base.as_ref()).map_err(failed)?.nodes() {
-        daemon.jobs.check_free(&node)?;
-    }
+    check_chain_free(&daemon, &Chain::between(&node, base.as_ref()).map_err(failed)?)?;
     let filter_name = filter_name(&daemon, &arguments);
     let free = daemon.graph.hold_name(&filter_name).map(drop);
     free.map_err(|error| failed(error.context("Could not create node")))?;
@@ -295,9 +305,11 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
+    let base: Vec<Arc<Node>> = request.base.iter().cloned().collect();
     let stream = StreamJob::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
     let policy = on_error(&arguments, "on-error");
-    let job = daemon.jobs.add(common.spec("stream", stream.nodes(), (policy, policy)), &daemon.events)?;
+    let spec = common.spec("stream", stream.nodes(), (policy, policy)).lending(base);
+    let job = daemon.jobs.add(spec, &daemon.events)?;
     daemon.jobs.start(Rc::clone(&job), run_stream(job, stream));
     nothing()
 }
@@ -355,7 +367,7 @@ pub(super) struct BackupStarted {
 }
 
 pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpResult<BackupPlan> {
-    let source = names::device(daemon, arguments.text("device"))?.image();
+    let source = names::for_job(daemon, arguments.text("device"))?;
     let target = target_named(daemon, arguments.text("target"))?;
     let sync = match arguments.text("sync") {
         "full" => Sync::Full,
@@ -457,15 +469,26 @@ impl BackupPlan {
         &self.request.source
     }
 
+    /// The name of the bitmap that it uses.
+    pub(super) fn bitmap(&self) -> Option<&str> {
+        self.request.bitmap.as_ref().map(|bitmap| bitmap.name.as_str())
+    }
+
     pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
-        daemon.jobs.check_free(&self.request.source)?;
+        // As in QEMU before a look at jobs.
+        if Arc::ptr_eq(&self.request.source, &self.request.target) {
+            return Err(QmpError::generic("Source and target cannot be the same"));
+        }
+        daemon.jobs.check_readable(&self.request.source)?;
         daemon.jobs.check_disk_free(&self.request.target)?;
-        let is_idle = self.request.sync == Sync::None;
+        let (is_idle, empties_source) = (self.request.sync == Sync::None, self.request.discard_source);
         let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await.map_err(failed)?;
-        let nodes = backup.nodes();
-        match daemon.jobs.add(self.common.spec("backup", nodes, self.policies), &daemon.events) {
+        let (nodes, source) = (backup.nodes(), vec![Arc::clone(backup.source())]);
+        let spec = self.common.spec("backup", nodes, self.policies).lending(source);
+        match daemon.jobs.add(spec, &daemon.events) {
             Ok(job) => {
                 job.set_idle(is_idle);
+                job.set_empties_source(empties_source);
                 Ok(BackupStarted { job, backup })
             }
             Err(error) => {

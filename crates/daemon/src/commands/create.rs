@@ -106,6 +106,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         auto_dismiss: false,
         speed: 0,
         nodes: Vec::new(),
+        readable: Vec::new(),
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;

@@ -148,8 +148,8 @@ pub(super) struct DriveStarted {
 }
 
 pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult<DrivePlan> {
-    let source = names::device(daemon, arguments.text("device"))?.image();
-    daemon.jobs.check_free(&source)?;
+    let source = names::for_job(daemon, arguments.text("device"))?;
+    daemon.jobs.check_readable(&source)?;
     let target = Target::open(daemon, &source, &arguments).await?;
     match plan_backup(daemon, &with_node(arguments, &target)).await {
         Ok(backup) => Ok(DrivePlan { backup, target }),
@@ -163,6 +163,10 @@ pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult
 impl DrivePlan {
     pub(super) fn source(&self) -> &Arc<Node> {
         self.backup.source()
+    }
+
+    pub(super) fn backup(&self) -> &BackupPlan {
+        &self.backup
     }
 
     pub(super) async fn discard(self, daemon: &Rc<Daemon>) {

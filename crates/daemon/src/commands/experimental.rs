@@ -65,6 +65,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
         auto_dismiss: false,
         speed: 0,
         nodes: Vec::new(),
+        readable: Vec::new(),
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;

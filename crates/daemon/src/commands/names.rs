@@ -65,6 +65,17 @@ pub(super) fn root(daemon: &Daemon, name: &str) -> QmpResult<Named> {
     Ok(found)
 }
 
+/// The image that a job is to work on. A filter that a job has put in names it for no other job.
+pub(super) fn for_job(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
+    let found = device(daemon, name)?;
+    if let Named::Node(node) = &found
+        && node.is_filter()
+    {
+        daemon.jobs.check_free(node)?;
+    }
+    Ok(found.image())
+}
+
 /// The node with this name, for arguments that can't name an export.
 pub(super) fn node(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
     lookup(daemon, None, Some(name)).map(|found| found.node())

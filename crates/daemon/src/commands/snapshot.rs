@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Live snapshots, one or several at the same moment.
 
-use super::bitmaps::{self, BitmapAction, BitmapChanged};
+use super::bitmaps::{self, BitmapAction, BitmapChanged, Removed};
 use super::block_jobs::{BackupPlan, BackupStarted, plan_backup};
 use super::drives::{self, DrivePlan, DriveStarted};
 use super::internal::{self, InternalPlan, InternalTaken};
@@ -156,10 +156,14 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
 async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError) -> QmpError {
     let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
-    let (mut done, mut has_failed) = (Vec::new(), false);
+    let (mut done, mut has_failed, mut removed) = (Vec::new(), false, Removed::default());
     for action in actions {
+        if !has_failed && let Err(earlier) = action.pass(&mut removed) {
+            (error, has_failed) = (earlier, true);
+        }
         match action {
-            Action::Bitmap(change) if !has_failed && !change.is_stored().await => match change.run().await {
+            Action::Bitmap(change) if !has_failed && !change.is_stored().await => match change.run(&daemon.graph).await
+            {
                 Ok(changed) => done.push(Done::Bitmap(changed)),
                 Err(earlier) => (error, has_failed) = (earlier, true),
             },
@@ -182,6 +186,17 @@ impl Action {
             Action::Drive(plan) => Arc::clone(plan.source()),
             Action::Bitmap(action) => Arc::clone(action.node()),
         }
+    }
+
+    /// Refuses it where it is about a bitmap that an action before it has removed.
+    fn pass(&self, removed: &mut Removed) -> QmpResult<()> {
+        let backup = match self {
+            Action::Bitmap(action) => return removed.pass(action),
+            Action::Backup(plan) => &**plan,
+            Action::Drive(plan) => plan.backup(),
+            Action::Snapshot(_) | Action::Internal(_) => return Ok(()),
+        };
+        backup.bitmap().map_or(Ok(()), |name| removed.check_use(backup.source(), name))
     }
 
     async fn discard(self, daemon: &Rc<Daemon>) {
@@ -211,7 +226,7 @@ impl Action {
             Action::Internal(plan) => plan.run(daemon).await.map(Done::Internal),
             Action::Backup(plan) => plan.start(daemon).await.map(|started| Done::Backup(Box::new(started))),
             Action::Drive(plan) => plan.start(daemon).await.map(|started| Done::Drive(Box::new(started))),
-            Action::Bitmap(action) => action.run().await.map(Done::Bitmap),
+            Action::Bitmap(action) => action.run(&daemon.graph).await.map(Done::Bitmap),
         }
     }
 }
@@ -230,7 +245,7 @@ impl Done {
             }
             Done::Backup(started) => started.take_back(daemon).await,
             Done::Drive(started) => started.take_back(daemon).await,
-            Done::Bitmap(changed) => changed.take_back().await,
+            Done::Bitmap(changed) => changed.take_back(&daemon.graph).await,
         }
     }
 }
@@ -247,9 +262,16 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
     let mut done = Vec::new();
     let mut rest = actions.into_iter();
-    let mut failure = None;
+    let (mut failure, mut removed) = (None, Removed::default());
     for action in rest.by_ref() {
-        match action.run(daemon).await {
+        let ran = match action.pass(&mut removed) {
+            Ok(()) => action.run(daemon).await,
+            Err(error) => {
+                action.discard(daemon).await;
+                Err(error)
+            }
+        };
+        match ran {
             Ok(one) => done.push(one),
             Err(error) => {
                 failure = Some(error);

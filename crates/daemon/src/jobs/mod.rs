@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Background jobs with QEMU's states. They are tasks on the control thread.
 
+mod access;
 mod filter;
 mod group;
 mod work;
@@ -13,7 +14,7 @@ use crate::events::EventBus;
 use crate::failure::failed;
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
-use cowshed_image::node::{ChildRole, LocalFuture};
+use cowshed_image::node::LocalFuture;
 use cowshed_jobs::DIFFERENT_SIZES;
 use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
@@ -91,6 +92,8 @@ pub(crate) struct Job {
     pub speed: Cell<u64>,
     /// Nodes that others must leave as they are.
     nodes: RefCell<Vec<Arc<Node>>>,
+    /// Those of them that a backup may read all the same.
+    readable: Vec<Arc<Node>>,
     /// What becomes of errors of the source, and of the target.
     on_error: (OnError, OnError),
     /// A `BlockDeviceIoStatus`.
@@ -100,6 +103,8 @@ pub(crate) struct Job {
     finalize: Cell<bool>,
     /// It has nothing to do by itself.
     is_idle: Cell<bool>,
+    /// It takes away from its source what it has copied.
+    empties_source: Cell<bool>,
     /// Its target has had all of the disk once.
     was_ready: Cell<bool>,
     error: RefCell<Option<String>>,
@@ -439,8 +444,17 @@ pub(crate) struct JobSpec {
     pub auto_dismiss: bool,
     pub speed: u64,
     pub nodes: Vec<Arc<Node>>,
+    /// Those of them that a backup may read all the same.
+    pub readable: Vec<Arc<Node>>,
     /// What becomes of errors of the source, and of the target.
     pub on_error: (OnError, OnError),
+}
+
+impl JobSpec {
+    /// A backup may read these nodes of it.
+    pub fn lending(self, readable: Vec<Arc<Node>>) -> JobSpec {
+        JobSpec { readable, ..self }
+    }
 }
 
 fn cancel(job: &Job) {
@@ -485,49 +499,6 @@ impl Jobs {
         found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotActive, format!("Block job '{id}' not found")))
     }
 
-    /// True while backups read the node and no other job works on it.
-    pub fn back_up(&self, node: &Arc<Node>) -> bool {
-        let list = self.list.borrow();
-        let mut users = list
-            .iter()
-            .filter(|job| !matches!(job.status(), Status::Concluded | Status::Null))
-            .filter(|job| job.nodes.borrow().iter().any(|used| Arc::ptr_eq(used, node)))
-            .peekable();
-        let reads = |job: &Rc<Job>| {
-            job.kind == "backup" && job.nodes.borrow().first().is_some_and(|source| Arc::ptr_eq(source, node))
-        };
-        users.peek().is_some() && users.all(reads)
-    }
-
-    /// Refused while a job works on the node.
-    pub fn check_free(&self, node: &Arc<Node>) -> QmpResult<()> {
-        self.check_free_as(node, node.name())
-    }
-
-    /// The refusal names the node so.
-    fn check_free_as(&self, node: &Arc<Node>, name: &str) -> QmpResult<()> {
-        let uses = |job: &&Rc<Job>| {
-            !matches!(job.status(), Status::Concluded | Status::Null)
-                && job.nodes.borrow().iter().any(|used| Arc::ptr_eq(used, node))
-        };
-        match self.list.borrow().iter().find(uses) {
-            Some(job) => Err(QmpError::generic(format!(
-                "Node '{name}' is busy: block device is in use by block job: {}",
-                job.kind
-            ))),
-            None => Ok(()),
-        }
-    }
-
-    /// As [`Jobs::check_free`], of the node and of all that it passes on to as a filter.
-    pub fn check_disk_free(&self, node: &Arc<Node>) -> QmpResult<()> {
-        let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
-        for part in std::iter::successors(Some(Arc::clone(node)), below) {
-            self.check_free_as(&part, node.name())?;
-        }
-        Ok(())
-    }
-
     /// Adds a job; its id must be free.
     pub fn add(&self, spec: JobSpec, events: &EventBus) -> QmpResult<Rc<Job>> {
         if self.find(&spec.id).is_ok() {
@@ -543,12 +514,14 @@ impl Jobs {
             auto_dismiss: spec.auto_dismiss,
             speed: Cell::new(spec.speed),
             nodes: RefCell::new(spec.nodes),
+            readable: spec.readable,
             on_error: spec.on_error,
             io_status: Cell::new("ok"),
             status: Cell::new(Status::Created),
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
             is_idle: Cell::new(false),
+            empties_source: Cell::new(false),
             was_ready: Cell::new(false),
             error: RefCell::default(),
             lacking: RefCell::default(),

@@ -34,6 +34,7 @@ mod pull_backup;
 mod python;
 mod quorum;
 mod running;
+mod several_backups;
 mod snapshots;
 mod statistics;
 mod streams;

@@ -16,7 +16,8 @@ impl Chain {
         let top = self.layers().first();
         for node in nodes.iter().filter(|node| top.is_none_or(|top| !Arc::ptr_eq(top, node))) {
             let name = node.name();
-            let known = |user: &String| nodes.iter().any(|known| known.name() == user);
+            let known =
+                |user: &String| self.left_out().contains(user) || nodes.iter().any(|known| known.name() == user);
             let others = node.user_names().into_iter().filter(|user| !known(user));
             let (exports, others): (Vec<_>, Vec<_>) = others.partition(|user| is_attachment(user));
             if !others.is_empty() {

@@ -47,6 +47,7 @@ impl Graph {
         own: &[&str],
     ) -> Result<HeldNodes> {
         let parents = chain.nodes().into_iter().map(|node| node.name().to_owned());
+        let parents = parents.chain(chain.left_out().iter().cloned());
         let spared: Vec<String> = parents.chain(own.iter().map(|name| user_of(name))).collect();
         let mut held = HeldNodes::default();
         for node in &chain.between_ends() {

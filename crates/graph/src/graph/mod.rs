@@ -5,6 +5,7 @@
 //! while the attachments above them are drained: a request sees the graph before or after a change, never in between.
 
 mod attachment;
+mod bitmaps;
 mod chain;
 mod changes;
 mod corruption;

@@ -61,7 +61,11 @@ impl Graph {
         }
         // The users leave first, so that the node has no writers when it becomes a backing file.
         self.move_users(node, overlay, change)?;
+        let was_read_only = node.is_read_only();
         self.make_read_only(node, change).await?;
+        if !was_read_only {
+            node.put_below_snapshot();
+        }
         self.set_backing_drained(overlay, Some(node), change).map(drop)
     }
 }

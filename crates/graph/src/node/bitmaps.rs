@@ -83,7 +83,7 @@ impl Node {
                 all.push(NodeBitmap {
                     busy: self.is_bitmap_busy(&name),
                     dirty_bytes: dirty.saturating_mul(granularity_bytes),
-                    recording: enabled && !inconsistent && !self.is_read_only(),
+                    recording: enabled && !inconsistent && self.bitmaps_may_change(),
                     persistent: true,
                     name,
                     granularity_bytes,
@@ -102,6 +102,11 @@ impl Node {
             name: bitmap.name,
         }));
         Ok(all)
+    }
+
+    /// True where the bitmaps that the image stores may be changed.
+    pub fn bitmaps_may_change(&self) -> bool {
+        !self.is_read_only() || self.is_below_snapshot()
     }
 
     fn is_bitmap_busy(&self, name: &str) -> bool {

@@ -11,6 +11,8 @@ pub struct Chain {
     layers: Vec<Arc<Node>>,
     filters: Vec<Arc<Node>>,
     base: Option<Arc<Node>>,
+    /// Names of filters that are no part of it.
+    left_out: Vec<String>,
 }
 
 /// What decides how the first bytes of a range read.
@@ -31,13 +33,13 @@ impl Chain {
         let mut next = Some(Arc::clone(top));
         while let Some(node) = next {
             if base.is_some_and(|base| Arc::ptr_eq(base, &node)) && !layers.is_empty() {
-                return Ok(Chain { layers, filters, base: base.cloned() });
+                return Ok(Chain { layers, filters, base: base.cloned(), left_out: Vec::new() });
             }
             next = if node.is_filter() { node.child(ChildRole::File) } else { node.backing() };
             if node.is_filter() { filters.push(node) } else { layers.push(node) }
         }
         match base {
-            None => Ok(Chain { layers, filters, base: None }),
+            None => Ok(Chain { layers, filters, base: None, left_out: Vec::new() }),
             Some(base) => {
                 let message = format!("'{}' is not in the backing chain of '{}'", base.name(), top.name());
                 Err(Error::invalid_argument(message))
@@ -63,6 +65,18 @@ impl Chain {
     /// All nodes of it: layers, filters and the base.
     pub fn nodes(&self) -> Vec<Arc<Node>> {
         self.layers.iter().chain(&self.filters).chain(&self.base).cloned().collect()
+    }
+
+    /// Without these filters. They may stand on what is between its ends all the same.
+    pub fn leaving_out(mut self, filters: &[Arc<Node>]) -> Chain {
+        self.filters.retain(|filter| !filters.iter().any(|gone| Arc::ptr_eq(gone, filter)));
+        self.left_out.extend(filters.iter().map(|filter| filter.name().to_owned()));
+        self
+    }
+
+    /// See [`Chain::leaving_out`].
+    pub(crate) fn left_out(&self) -> &[String] {
+        &self.left_out
     }
 
     /// The layers below the top, upper ones first, then the filters between; without the base.

@@ -31,6 +31,16 @@ impl Node {
         Ok(())
     }
 
+    /// True while it is read-only because a snapshot stands on it, and for no option.
+    pub(crate) fn is_below_snapshot(&self) -> bool {
+        self.is_read_only() && self.settings.is_below_snapshot()
+    }
+
+    /// From now on it is read-only for no other reason, until it is reopened.
+    pub(crate) fn put_below_snapshot(&self) {
+        self.settings.set_below_snapshot(true);
+    }
+
     /// Other options from now on; what can fail has been done.
     pub(crate) fn apply(
         &self,
@@ -39,6 +49,7 @@ impl Node {
         detect_zeroes: DetectZeroes,
         apply: Option<Apply>,
     ) {
+        self.settings.set_below_snapshot(false);
         self.settings.set_discards(discard);
         self.settings.set_detect_zeroes(detect_zeroes);
         if let Some(apply) = apply {

@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 #[derive(Debug)]
 pub(crate) struct LiveSettings {
     read_only: AtomicBool,
+    /// It took writes until a snapshot made it read-only. This stays while jobs have it take writes again.
+    below_snapshot: AtomicBool,
     discard: AtomicBool,
     detect_zeroes: AtomicU8,
     writethrough: bool,
@@ -22,6 +24,7 @@ impl LiveSettings {
     pub(crate) fn new(settings: NodeSettings) -> LiveSettings {
         let live = LiveSettings {
             read_only: AtomicBool::new(settings.read_only),
+            below_snapshot: AtomicBool::new(false),
             discard: AtomicBool::new(settings.discard),
             detect_zeroes: AtomicU8::new(0),
             writethrough: settings.writethrough,
@@ -41,6 +44,14 @@ impl LiveSettings {
     pub(crate) fn set_read_only(&self, read_only: bool) {
         self.read_only.store(read_only, Ordering::Release);
         super::edge::note_graph_change();
+    }
+
+    pub(crate) fn is_below_snapshot(&self) -> bool {
+        self.below_snapshot.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_below_snapshot(&self, below: bool) {
+        self.below_snapshot.store(below, Ordering::Release);
     }
 
     #[inline]

@@ -11,6 +11,7 @@ use crate::faults::{Failure, Judge, settle};
 use crate::zeroes::is_zero;
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, below_filters};
+use cowshed_image::node::ChildRole;
 use cowshed_image::open::{HeaderName, check_header_name};
 use cowshed_image::options::DriverKind;
 use cowshed_image::{Node, ZeroFlags};
@@ -58,7 +59,7 @@ impl Merge {
     pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
         let chain = Chain::between(&request.top, Some(&request.base))?;
         check_name(&request.overlay, &request.base, request.backing_file.as_deref())?;
-        let held = Chain::between(&request.overlay, Some(&request.base))?;
+        let held = Chain::between(&request.overlay, Some(&request.base))?.leaving_out(&readers_of(&request));
         held.check_private(id)?;
         let reader = AttachRequest::job(reader_of(id), Permissions::READ);
         let reader = graph.attach(&request.top, reader).await?;
@@ -172,6 +173,13 @@ impl Merge {
         let detached = self.reader.detach().await.and(self.sized.detach().await);
         closed.and(detached).and(self.opened.let_go().await)
     }
+}
+
+/// The filters by which backups read the top. What they read stays the same, so they and their users stay.
+fn readers_of(request: &MergeRequest) -> Vec<Arc<Node>> {
+    let above_top = std::iter::successors(request.overlay.backing(), |node| node.child(ChildRole::File));
+    let filters = above_top.take_while(|node| !Arc::ptr_eq(node, &request.top));
+    filters.filter(|node| node.copy_before_write().is_some()).collect()
 }
 
 /// Copies one piece of data.
