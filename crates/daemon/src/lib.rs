@@ -41,8 +41,8 @@ pub use message::{Message, StopReason};
 pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;
 pub use options::{
-    Chardevs, Drive, Step, chardev_help, check_object, client_credentials, is_object_of_machines, object_help,
-    refused_object, tls_credentials,
+    Chardevs, Drive, Step, chardev_help, check_object, check_server_credentials, client_credentials,
+    is_object_of_machines, object_help, refused_object, tls_credentials,
 };
 pub use warnings::{OPENING, print_warnings};
 

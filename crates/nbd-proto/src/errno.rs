@@ -20,16 +20,21 @@ impl NbdErrno {
 }
 
 impl NbdErrno {
-    /// What a server says for an error of its system. `ENOTSUP` and `EOVERFLOW` have special meanings on the wire, so
-    /// an error of the system never becomes one of them.
+    /// What a server says for an error of its system: QEMU's choice. What the protocol has no number for is `EINVAL`, and so is
+    /// `EACCES`.
     pub fn from_errno(errno: Errno) -> NbdErrno {
+        const ESHUTDOWN: i32 = 108;
+        const EOVERFLOW: i32 = 75;
         const EDQUOT: i32 = 122;
         match errno {
-            Errno::EPERM | Errno::EACCES | Errno::EROFS => NbdErrno::EPERM,
+            Errno::EPERM | Errno::EROFS => NbdErrno::EPERM,
+            Errno::EIO => NbdErrno::EIO,
             Errno::ENOMEM => NbdErrno::ENOMEM,
             Errno::ENOSPC | Errno::EFBIG | Errno(EDQUOT) => NbdErrno::ENOSPC,
-            Errno::EINVAL | Errno::ENOTSUP | Errno::ENOSYS => NbdErrno::EINVAL,
-            _ => NbdErrno::EIO,
+            Errno(EOVERFLOW) => NbdErrno::EOVERFLOW,
+            Errno::ENOTSUP => NbdErrno::ENOTSUP,
+            Errno(ESHUTDOWN) => NbdErrno::ESHUTDOWN,
+            _ => NbdErrno::EINVAL,
         }
     }
 
@@ -58,8 +63,13 @@ mod tests {
     fn only_numbers_of_the_protocol_travel() {
         for number in 1..200 {
             let sent = NbdErrno::from_errno(Errno(number));
-            assert!([1, 5, 12, 22, 28].contains(&sent.0), "{number} becomes {}", sent.0);
+            assert!([1, 5, 12, 22, 28, 75, 95, 108].contains(&sent.0), "{number} becomes {}", sent.0);
             assert_eq!(sent.to_errno().0 as u32, sent.0);
+        }
+        // As QEMU 11 sends them.
+        for (number, sent) in [(2, 22), (11, 22), (13, 22), (27, 28), (30, 1), (74, 22), (95, 95), (110, 22), (117, 22)]
+        {
+            assert_eq!(NbdErrno::from_errno(Errno(number)).0, sent, "{number}");
         }
         assert_eq!(NbdErrno::from_errno(Errno(122)), NbdErrno::ENOSPC);
         assert_eq!(NbdErrno(4711).to_errno(), Errno::EINVAL);

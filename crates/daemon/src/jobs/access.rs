@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What commands may do with the nodes of running jobs.
+//! The nodes of running jobs, and the commands that may use them all the same.
 
 use super::{Job, Jobs, Status};
 use cowshed_image::Node;

@@ -74,6 +74,8 @@ enum What {
         /// See [`Step::answering_to_ids`].
         by_ids: bool,
     },
+    /// Nothing: what it asks for is known to be wrong.
+    Refused(Error),
 }
 
 /// What stands behind an option: JSON, or `key=value` with dotted keys. A first word without `=` is the value of
@@ -160,6 +162,25 @@ pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
 
 /// The credentials of a client that the object `id` stands for, of those that these options define.
 pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
+    match credentials(objects, id)? {
+        TlsCredentials::Client(credentials) => Ok(credentials),
+        TlsCredentials::Server => Err(no_credentials("Expected TLS credentials for a client endpoint")),
+    }
+}
+
+/// Refuses what is no id of credentials of a server among the objects of a command line.
+pub fn check_server_credentials(objects: &[String], id: &str) -> Result<()> {
+    match credentials(objects, id)? {
+        TlsCredentials::Server => Ok(()),
+        TlsCredentials::Client(_) => Err(no_credentials("Expected TLS credentials for a server endpoint")),
+    }
+}
+
+fn no_credentials(reason: &str) -> Error {
+    Error::invalid_argument(format!("Failed to get TLS creds: {reason}"))
+}
+
+fn credentials(objects: &[String], id: &str) -> Result<TlsCredentials> {
     let mut found = None;
     for text in objects {
         Step::object(text)?;
@@ -174,12 +195,10 @@ pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
             found = Some(credentials);
         }
     }
-    let wrong = |reason: String| Err(Error::invalid_argument(format!("Failed to get TLS creds: {reason}")));
     match found {
-        Some(Some(TlsCredentials::Client(credentials))) => Ok(credentials),
-        Some(Some(TlsCredentials::Server)) => wrong("Expected TLS credentials for a client endpoint".to_owned()),
-        Some(None) => wrong(format!("Object with id '{id}' is not TLS credentials")),
-        None => wrong(format!("No TLS credentials with id '{id}'")),
+        Some(Some(credentials)) => Ok(credentials),
+        Some(None) => Err(no_credentials(&format!("Object with id '{id}' is not TLS credentials"))),
+        None => Err(no_credentials(&format!("No TLS credentials with id '{id}'"))),
     }
 }
 
@@ -315,6 +334,11 @@ impl Step {
         Step { option: option.to_owned(), what: What::Drive(Box::new(drive)) }
     }
 
+    /// An option that is wrong by itself, and fails in its turn.
+    pub fn refused(option: &str, error: Error) -> Step {
+        Step { option: option.to_owned(), what: What::Refused(error) }
+    }
+
     /// What a drive says of the export with its id: limits, and what is counted. After the export.
     pub fn controls(option: &str, drive: &Drive) -> Step {
         Step { option: option.to_owned(), what: What::Controls(drive.id.clone(), Box::new(drive.controls())) }
@@ -353,6 +377,7 @@ impl Step {
                 return commands::set_budget(bytes).map_err(|error| error.file(self.option));
             }
             What::Drive(drive) => return drive.add(daemon).await,
+            What::Refused(error) => return Err(error.file(self.option)),
             What::Serve { address, tls, authz, max_connections, handshake_seconds, by_ids } => {
                 let access = commands::Access { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
                 commands::start_nbd(

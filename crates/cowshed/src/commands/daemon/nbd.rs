@@ -10,11 +10,12 @@ use crate::output::{Console, Failure};
 use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
-use cowshed_daemon::{Drive, Setup, Step, check_object, client_credentials};
+use cowshed_daemon::{Drive, Setup, Step, check_object, check_server_credentials, client_credentials};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
 use cowshed_types::Error;
 use serde_json::json;
+use std::cell::RefCell;
 
 pub const VERB: Verb = Verb {
     name: "qemu-nbd",
@@ -41,6 +42,8 @@ const DEFAULT_PORT: u16 = 10809;
 const SERVER: &str = "the NBD server";
 /// What errors of the export are about.
 const EXPORT: &str = "the export";
+/// What errors of options are about that come behind those of the server.
+const LATE: &str = "the options of the image";
 
 /// The name of the one node.
 const NODE: &str = "disk";
@@ -513,6 +516,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     let [file] = args.file.as_slice() else { return Err(Failure::usage(WRONG_COUNT)) };
     if args.disconnect {
+        // Without use, and looked for as in QEMU.
+        args.tls_creds.as_ref().map_or(Ok(()), |id| check_server_credentials(&args.objects, id))?;
         return device::disconnect(file, console);
     }
     let image = file.clone();
@@ -521,7 +526,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     for object in &args.objects {
         steps.push(Step::object(object)?);
     }
-    let drive = Step::drive(file, args.drive(file)?);
+    // Also what is wrong with the image's options is said behind what is wrong with the server.
+    let (drive, late) = match args.drive(file) {
+        Ok(drive) => (Step::drive(file, drive), None),
+        Err(failure) => (Step::refused(LATE, Error::invalid_argument(failure.message.clone())), Some(failure)),
+    };
     steps.push(Step::serve(
         args.address(link.as_ref())?,
         (args.tls_creds.clone(), args.tls_authz.clone()),
@@ -534,6 +543,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
                         "description": args.description, "allocation-depth": args.allocation_depth,
                         "bitmaps": args.bitmap});
     steps.push(Step::call(EXPORT, "block-export-add", "BlockExportOptions", export));
+    let late = RefCell::new(late);
     let running = Running {
         setup: Setup {
             steps,
@@ -554,7 +564,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         log: LogFormat::Text,
         // As QEMU's: of clients it names those that are refused.
         log_level: if args.verbose { "warn,refused=info" } else { "warn" },
-        worded: Box::new(move |error| unstarted(&image, error)),
+        worded: Box::new(move |error| match error.file_name() {
+            Some(LATE) => late.take().unwrap_or_else(|| Failure::from(error.clone())),
+            _ => unstarted(&image, error),
+        }),
     };
     running.run(|_| ())
 }
