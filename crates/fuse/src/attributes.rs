@@ -101,7 +101,8 @@ impl FileAttributes {
 
     /// Changes all but the size, as far as the file system keeps to it.
     ///
-    /// # Errors `EROFS` for the right to write a disk that is read-only. `EPERM` for rights of others, and other
+    /// # Errors
+    /// `EROFS` for the right to write a disk that is read-only. `EPERM` for rights of others, and other
     /// owners, where the kernel lets no other user in.
     pub fn change(&self, changes: &Changes) -> Result<(), Errno> {
         let errno = |errno: rustix::io::Errno| Errno(errno.raw_os_error());

@@ -391,7 +391,8 @@ impl Prepared {
 
     /// Runs the trial on its machine, without a cut.
     ///
-    /// # Errors What went wrong: a failed request where none may fail, a read of data that were never written, metadata
+    /// # Errors
+    /// What went wrong: a failed request where none may fail, a read of data that were never written, metadata
     /// written twice at once, leaks after closing.
     pub fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());

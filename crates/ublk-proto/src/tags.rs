@@ -65,7 +65,8 @@ impl Tags {
 
     /// A wait for a request has ended with this result.
     ///
-    /// # Errors Where no request was awaited.
+    /// # Errors
+    /// Where no request was awaited.
     pub fn arrive(&mut self, tag: u16, result: i32) -> Result<Arrival, Malformed> {
         let turn = self.take(tag, Turn::Driver, "a request of a tag that the driver doesn't have")?;
         match result {

@@ -221,6 +221,9 @@ pub fn explain(
             Err(of_getopt(format!("option '{long}' doesn't allow an argument")))
         }
         ErrorKind::TooManyValues => Err(Failure::usage(format!("the option '{}' takes no argument", argument()))),
+        ErrorKind::MissingRequiredArgument => {
+            Err(Failure::usage(format!("the following required arguments were not provided: {}", argument())))
+        }
         _ => {
             let text = error.render().to_string();
             let line = text.lines().next().unwrap_or_default();

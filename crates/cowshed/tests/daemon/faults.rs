@@ -256,6 +256,22 @@ fn mount_and_serve_make_disks_that_fail() {
 }
 
 #[test]
+fn umount_names_the_way_out_of_a_failing_disk() {
+    let folder = temp_dir();
+    let at = |name: &str| text(&folder.path().join(name)).to_owned();
+    std::fs::write(at("d.raw"), vec![3; 1 << 20]).expect("an image");
+    File::create(at("m")).expect("a mount point");
+    run(COWSHED, &["mount", "-w", "-f", "raw", "--fault", "op=flush", &at("d.raw"), &at("m")], &[0]);
+    let said = run(COWSHED, &["umount", &at("m")], &[1]);
+    assert!(said.contains("could not sync it: Input/output error; --lazy unmounts it all the same"), "{said}");
+    run(COWSHED, &["umount", "--lazy", &at("m")], &[0]);
+    let said = run(COWSHED, &["umount", &at("m")], &[1]);
+    assert!(said.contains("is not mounted"), "{said}");
+    let said = run(COWSHED, &["mount", "--growable", &at("d.raw"), &at("m")], &[1]);
+    assert!(said.contains("required arguments were not provided: --writable"), "{said}");
+}
+
+#[test]
 fn rules_are_armed_changed_and_read_back() {
     let folder = temp_dir();
     let folder = folder.path();

@@ -6,6 +6,7 @@ use super::{Arguments, failed, nothing};
 use crate::nbd::{Exported, ListenPlace};
 use crate::servers::ExportServer;
 use crate::state::Daemon;
+use cowshed_http_server::proto::answer::percent_encoded;
 use cowshed_http_server::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
@@ -76,6 +77,7 @@ fn is_of_this_machine(host: &str) -> bool {
 }
 
 fn uri(scheme: &str, address: &SocketAddress, path: &str) -> String {
+    let path = percent_encoded(path, b"/._-~");
     match address {
         SocketAddress::Tcp { host, port } if host.contains(':') => format!("{scheme}://[{host}]:{port}{path}"),
         SocketAddress::Tcp { host, port } => format!("{scheme}://{host}:{port}{path}"),

@@ -191,17 +191,24 @@ fn content_range(part: &Range<u64>, len: u64) -> String {
     format!("bytes {}-{}/{len}", part.start, part.end - 1)
 }
 
+/// A text in an address or a field (RFC 3986, section 2.1): each byte but ASCII letters, digits and `plain` as `%XX`.
+pub fn percent_encoded(text: &str, plain: &[u8]) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        match byte.is_ascii_alphanumeric() || plain.contains(&byte) {
+            true => encoded.push(char::from(byte)),
+            // Writing to a string can't fail.
+            false => drop(write!(encoded, "%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
 /// The field `Content-Disposition` (RFC 6266) for a file of this name.
 fn disposition(name: &str) -> String {
     let plain: String =
         name.chars().map(|c| if c.is_ascii_alphanumeric() || "._- ".contains(c) { c } else { '_' }).collect();
-    let mut encoded = String::new();
-    for byte in name.bytes() {
-        match byte.is_ascii_alphanumeric() || b"._-".contains(&byte) {
-            true => encoded.push(char::from(byte)),
-            false => drop(write!(encoded, "%{byte:02X}")),
-        }
-    }
+    let encoded = percent_encoded(name, b"._-");
     format!("attachment; filename=\"{plain}\"; filename*=UTF-8''{encoded}")
 }
 

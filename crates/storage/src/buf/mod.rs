@@ -152,7 +152,8 @@ impl IoBuf {
     /// Foreign memory: guest memory, a mapping, a registered buffer. `owner` is dropped when no part of the buffer is
     /// left.
     ///
-    /// # Safety The `len` bytes at `start` must be initialised, readable and writable, and have no other user, until
+    /// # Safety
+    /// The `len` bytes at `start` must be initialised, readable and writable, and have no other user, until
     /// `owner` is dropped.
     pub unsafe fn from_foreign(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
         let region = Region { owner: Owner::Foreign(owner) };

@@ -32,6 +32,10 @@ const PATH_BYTES: usize = 108;
 impl SocketAddress {
     /// The address of a Unix socket as the system has it.
     pub(super) fn unix(path: &str) -> Result<UnixAddr> {
+        // The system would choose an abstract name, which any user of this machine can connect to, and which no caller learns.
+        if path.is_empty() {
+            return Err(Error::invalid_argument("the path of a Unix socket is empty"));
+        }
         let made = match path.strip_prefix('\0') {
             Some(name) => UnixAddr::from_abstract_name(name),
             None => UnixAddr::from_pathname(path),

@@ -139,6 +139,19 @@ fn a_stale_socket_is_replaced_and_a_living_one_is_not() {
 }
 
 #[test]
+fn an_empty_path_is_no_address() {
+    rt::block_on(async {
+        let empty = SocketAddress::Unix(String::new());
+        for error in [
+            Listener::bind(&empty).expect_err("no path to listen on"),
+            Socket::connect(&empty, TIMEOUT).await.expect_err("no path to connect to"),
+        ] {
+            assert!(error.to_string().contains("the path of a Unix socket is empty"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn errors_name_the_address() {
     rt::block_on(async {
         let missing = SocketAddress::Unix("/nonexistent/socket".to_owned());

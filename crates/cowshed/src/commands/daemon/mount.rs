@@ -9,7 +9,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_daemon::{Drive, MonitorAddress, Setup, Step};
 use cowshed_storage::{FileIdentity, path_of_text};
-use cowshed_types::Error;
+use cowshed_types::{Error, ErrorKind};
 use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
@@ -235,7 +235,13 @@ fn unmount(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         None => return Err(Failure::new(format!("{file}: is not mounted"))),
     }
     let server = cowshed_fuse::MountServer::of_mount(&path).filter(|_| !args.lazy);
-    cowshed_fuse::unmount_in_order(&path, args.lazy).map_err(|error| error.file(file))?;
+    cowshed_fuse::unmount_in_order(&path, args.lazy).map_err(|error| {
+        let hint = match error.kind() {
+            ErrorKind::Busy => "--lazy unmounts it while programs have it open",
+            _ => "--lazy unmounts it all the same, and loses writes that are not synced",
+        };
+        Failure::new(format!("{}; {hint}", error.file(file)))
+    })?;
     match server.filter(|server| !server.has_ended_within(CLOSING_LIMIT)) {
         Some(server) => {
             let number = server.number();

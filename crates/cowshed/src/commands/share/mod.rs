@@ -13,6 +13,7 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use contents::{Packed, Page, Raw, Shown, data_of};
 use cowshed_codec::Codec;
+use cowshed_http_server::proto::answer::percent_encoded;
 use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_jobs::JobHandle;
@@ -432,14 +433,7 @@ fn host_name() -> String {
 }
 
 fn url(scheme: &str, host: String, port: u16, path: &str) -> String {
-    let mut url = format!("{scheme}://{host}:{port}");
-    for byte in path.bytes() {
-        match byte.is_ascii_alphanumeric() || b"/._-~".contains(&byte) {
-            true => url.push(char::from(byte)),
-            false => url.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    url
+    format!("{scheme}://{host}:{port}{}", percent_encoded(path, b"/._-~"))
 }
 
 #[cfg(test)]

@@ -91,6 +91,8 @@ mod tests {
             (&["op=read,seed=1", "seed=2"], "'seed' is given twice"),
             (&["a.json", "b.json"], "one file only"),
             (&["op=read,action=stuck"], "no effect: 'action': 'stuck' is not for reads"),
+            (&["op=read,action=misdirect,distance=0"], "no effect: 'distance': 0 is the place of the request"),
+            (&["op=read,action=delay"], "no effect: 'action': 'delay' needs 'delay-ms' or 'jitter-ms'"),
         ] {
             let error = options(texts).unwrap_err().to_string();
             assert!(error.contains(words), "{texts:?}: {error}");

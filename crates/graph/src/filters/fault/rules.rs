@@ -247,7 +247,7 @@ impl FaultRule {
 
     /// Why the rule can never do anything; `None` where it can.
     pub fn no_effect(&self) -> Option<&'static str> {
-        use FaultAction::{Corrupt, Lose, Misdirect, Stuck};
+        use FaultAction::{Corrupt, Delay, Lose, Misdirect, Stuck};
         let reads = matches!(self.op, FaultOp::Read | FaultOp::Any);
         let changes_place = matches!(self.op, FaultOp::Flush | FaultOp::Resize);
         match self.action {
@@ -258,6 +258,10 @@ impl FaultRule {
             _ if self.end.is_some_and(|end| end <= self.start) => Some("'end-ms' is not behind 'start-ms'"),
             _ if self.delay.max(self.jitter) > Duration::from_millis(MAX_MS) => {
                 Some("'delay-ms' and 'jitter-ms' are a day (86400000) at most")
+            }
+            Misdirect if self.distance == 0 => Some("'distance': 0 is the place of the request"),
+            Delay if self.delay.is_zero() && self.jitter.is_zero() => {
+                Some("'action': 'delay' needs 'delay-ms' or 'jitter-ms'")
             }
             Corrupt if !reads => Some("'action': 'corrupt' is for reads"),
             Lose if self.op == FaultOp::Read => Some("'action': 'lose' is not for reads"),
