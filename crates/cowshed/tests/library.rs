@@ -2,23 +2,18 @@
 //! The library face, as a program uses it.
 
 use cowshed::{Disk, ErrorKind, IoBuf, OpenRequest, Queue, ZeroFlags};
+use cowshed_testkit::programs::tool;
 use futures_util::future::{Either, select};
 use std::pin::pin;
-use std::process::Command;
 use std::task::Poll;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-fn qemu_img(args: &[&str]) {
-    let output = Command::new("qemu-img").args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
 fn image(folder: &tempfile::TempDir, size: &str) -> String {
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
-    qemu_img(&["create", "-q", "-f", "qcow2", &path, size]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &path, size]);
     path
 }
 
@@ -53,7 +48,7 @@ fn blocking_calls_read_write_and_map() {
     assert!(blocking.map(0, 4 << 20).unwrap().iter().all(|run| run.zero && !run.data));
     assert_eq!(blocking.read(4 << 20, &mut [0]).unwrap_err().kind(), ErrorKind::InvalidArgument);
     disk.close().unwrap();
-    qemu_img(&["check", "-q", &path]);
+    tool("qemu-img", &["check", "-q", &path]);
 }
 
 #[test]
@@ -97,7 +92,7 @@ fn many_threads_share_a_disk() {
         assert!(piece.iter().all(|&byte| byte == number as u8), "piece {number}");
     }
     disk.close().unwrap();
-    qemu_img(&["check", "-q", &path]);
+    tool("qemu-img", &["check", "-q", &path]);
 }
 
 #[test]
@@ -166,7 +161,7 @@ fn requests_that_a_select_drops_harm_nothing() {
             assert!(bytes.chunks(512).all(known), "cache={cache}: place {place}");
         }
         disk.close().unwrap();
-        qemu_img(&["check", "-q", &path]);
+        tool("qemu-img", &["check", "-q", &path]);
     }
 }
 
@@ -182,6 +177,6 @@ fn a_close_waits_for_what_was_dropped() {
             drop(select(pin!(turns((round % 5) as u32)), write).await);
             disk.clone().close_async().await.unwrap();
         });
-        qemu_img(&["check", "-q", &path]);
+        tool("qemu-img", &["check", "-q", &path]);
     }
 }

@@ -31,3 +31,4 @@ pub mod stress;
 pub mod switches;
 pub mod tally;
 pub mod vhost;
+pub mod waiting;

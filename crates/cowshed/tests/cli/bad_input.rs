@@ -2,6 +2,7 @@
 //! Verbs that change images, asked for what can't be: one clear line, exit code 1, and not a byte of any image changed.
 
 use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::tool;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -344,11 +345,11 @@ fn the_second_signal_ends_the_process_at_once() {
         while !folder.join("copy.raw").exists() {
             std::thread::yield_now();
         }
-        for name in ["-TERM", "-INT"] {
-            let sent = std::process::Command::new("kill").args([name, &child.id().to_string()]).status();
-            assert!(sent.expect("kill runs").success());
-            std::thread::sleep(std::time::Duration::from_millis(300));
-        }
+        let send = |name| tool("kill", &[name, &child.id().to_string()]);
+        send("-TERM");
+        // The first signal is taken by then; nothing outside shows when.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        send("-INT");
         child.wait().expect("it ends").code()
     };
     // A job that has not begun its read ends in order with the first signal, and takes its target along.
@@ -380,6 +381,7 @@ fn a_job_that_never_waits_is_interrupted() {
         while !takes_signals() {
             std::thread::yield_now();
         }
+        // The job is under way by then; nothing outside shows when.
         std::thread::sleep(std::time::Duration::from_millis(300));
         let sent = std::process::Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
         assert!(sent.expect("kill runs").success());

@@ -3,7 +3,8 @@
 //! files, options and writes mixed. Exit codes must agree at every step, and what the images hold in the end.
 //! `COWSHED_SEED=N` runs one session, `COWSHED_SEEDS=A..B` a range.
 
-use crate::oracle::{Oracle, Said, words};
+use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::{Said, finish};
 use cowshed_testkit::random::{Random, for_each_seed};
 use std::path::Path;
 use std::process::Command;
@@ -104,10 +105,7 @@ impl Session {
 }
 
 fn io(program: &Path, folder: &Path, command: &str) -> Said {
-    let output = Command::new(program).args(["-f", "qcow2", "-c", command, "top.qcow2"]).current_dir(folder).output();
-    let output = output.expect("the program runs");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Said { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    finish(Command::new(program).args(["-f", "qcow2", "-c", command, "top.qcow2"]).current_dir(folder))
 }
 
 fn session(seed: u64) {

@@ -2,6 +2,7 @@
 //! Damage that a request meets, by the name qemu-io, beside both versions of the real tool. All give the same exit
 //! code, the same sentences on standard error, and the same marks in the header.
 
+use cowshed_testkit::programs::{Said, finish};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -83,9 +84,7 @@ fn run(tool: &Path, image: &Path, options: &[&str], requests: &str) -> Run {
     requests.split("; ").for_each(|request| {
         command.args(["-c", request]);
     });
-    let output = command.arg(image).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    let Said { code, out, err } = finish(command.arg(image));
     assert!(!err.contains("panicked"), "{requests}: {err}");
     let pick = |word: &str| {
         (out.clone() + &err).lines().filter(|line| line.contains(word)).map(str::to_owned).collect::<Vec<_>>()
@@ -93,7 +92,7 @@ fn run(tool: &Path, image: &Path, options: &[&str], requests: &str) -> Run {
     // After a mark QEMU has "No medium found" for reads too; ours refuses writes with EIO and goes on reading.
     let failed = pick("failed").into_iter().map(|line| line.replace("No medium found", "Input/output error")).collect();
     let features = std::fs::read(image).unwrap()[72..80].to_vec();
-    Run { code: output.status.code(), reports: pick("qcow2: "), failed, features }
+    Run { code, reports: pick("qcow2: "), failed, features }
 }
 
 fn image(qemu: &Qemu, path: &Path, options: &str, patch: Damage) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The command lines of docs/instead-of-qemu-img.md, run with the newest QEMU's tools and with ours, must print and leave the same.
 
+use cowshed_testkit::programs::finish;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, symlink};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/instead-of-qemu-img.md");
 
@@ -56,8 +57,7 @@ fn comparable(line: &str) -> Option<String> {
     Some(if is_time { "…".to_owned() } else { line.trim_end().to_owned() })
 }
 
-fn comparable_text(bytes: &[u8]) -> Vec<String> {
-    let text = String::from_utf8_lossy(bytes);
+fn comparable_text(text: &str) -> Vec<String> {
     let mut lines: Vec<String> = text.split(['\n', '\r']).filter_map(comparable).collect();
     lines.dedup();
     lines
@@ -65,10 +65,8 @@ fn comparable_text(bytes: &[u8]) -> Vec<String> {
 
 fn run(line: &str, folder: &Path, tools: &Path) -> (Option<i32>, Vec<String>, Vec<String>) {
     let path = format!("{}:{}", tools.display(), std::env::var("PATH").expect("PATH"));
-    let output =
-        Command::new("sh").args(["-c", line]).current_dir(folder).env("PATH", path).stdin(Stdio::null()).output();
-    let output = output.expect("a shell");
-    (output.status.code(), comparable_text(&output.stdout), comparable_text(&output.stderr))
+    let said = finish(Command::new("sh").args(["-c", line]).current_dir(folder).env("PATH", path));
+    (said.code, comparable_text(&said.out), comparable_text(&said.err))
 }
 
 fn names(folder: &Path) -> BTreeSet<String> {

@@ -2,7 +2,8 @@
 //! Encrypted images without their key: a verb that needs their content is refused when they are opened, before a target
 //! is made, emptied or written to.
 
-use crate::oracle::{Oracle, Said, words};
+use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::{Said, finish};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
@@ -139,10 +140,7 @@ fn nothing_is_changed_in_place_without_the_key() {
 }
 
 fn ours(oracle: &Oracle, arguments: &[&str]) -> Said {
-    let run = Command::new(env!("CARGO_BIN_EXE_cowshed")).args(arguments).current_dir(oracle.work()).output();
-    let run = run.expect("our program");
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    Said { code: run.status.code(), out: text(run.stdout), err: text(run.stderr) }
+    finish(Command::new(env!("CARGO_BIN_EXE_cowshed")).args(arguments).current_dir(oracle.work()))
 }
 
 /// What asks for no content works without a key: more than QEMU does, and harmless.

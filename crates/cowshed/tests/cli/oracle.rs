@@ -5,22 +5,12 @@
 //! read run with both, the others with each of the two in turn. Where the system's is older, our text is brought back to what that
 //! version prints, by the rules of [`as_older`], one a known change of QEMU.
 
+use cowshed_testkit::programs::{self, Said};
 use cowshed_testkit::qemu::Qemu;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use tempfile::TempDir;
-
-/// What a run gave.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
-    /// Exit code; `None` after a signal.
-    pub code: Option<i32>,
-    /// Standard output.
-    pub out: String,
-    /// Standard error.
-    pub err: String,
-}
 
 /// A folder with images, the real tool and ours.
 pub struct Oracle {
@@ -320,17 +310,10 @@ pub fn words(line: &str) -> Vec<String> {
 }
 
 fn finish(command: &mut Command) -> Said {
-    let output = command
-        .stdin(Stdio::null())
-        .env("TZ", "UTC")
-        .env("LC_ALL", "C.UTF-8")
-        .output()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    Said {
-        code: output.status.code(),
-        out: String::from_utf8(output.stdout).expect("the output is text"),
-        err: String::from_utf8(output.stderr).expect("the errors are text"),
-    }
+    let said = programs::finish(command.env("TZ", "UTC").env("LC_ALL", "C.UTF-8"));
+    let is_text = |text: &str| !text.contains(char::REPLACEMENT_CHARACTER);
+    assert!(is_text(&said.out) && is_text(&said.err), "the output is no text: {said:?}");
+    said
 }
 
 /// Which program to ask for help depends on the path it was called by.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Packages of virtual machines: made, looked at, and read as sources of conversions.
 
-use crate::oracle::{Oracle, Said, words};
+use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::{Said, finish};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// Two disks with content, `a.qcow2` and `b.raw`.
 pub(super) fn disks() -> Oracle {
@@ -17,14 +18,7 @@ pub(super) fn disks() -> Oracle {
 }
 
 pub(super) fn run(oracle: &Oracle, program: &str, arguments: &[String]) -> Said {
-    let output = Command::new(program)
-        .args(arguments)
-        .current_dir(oracle.work())
-        .stdin(Stdio::null())
-        .output()
-        .unwrap_or_else(|error| panic!("{program}: {error}"));
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
+    finish(Command::new(program).args(arguments).current_dir(oracle.work()))
 }
 
 pub(super) fn cowshed(oracle: &Oracle, line: &str) -> Said {

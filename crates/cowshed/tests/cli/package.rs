@@ -1,19 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The packages: `scripts/package` twice over this program, and `scripts/try-package` on what it made.
 
+use cowshed_testkit::programs::tool;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository is there")
-}
-
-fn run(script: &str, arguments: &[&str]) -> String {
-    let output = Command::new(root().join(script)).args(arguments).output().expect("the script can be run");
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{script} {arguments:?}: {}\n{out}{err}", output.status);
-    out.into_owned()
 }
 
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -29,7 +22,10 @@ fn packages_are_reproducible_and_work_installed() {
     let made = ["one", "two"].map(|name| {
         let out = folder.path().join(name);
         let out_text = out.to_str().expect("a name");
-        run("scripts/package", &["--draft", "--program", env!("CARGO_BIN_EXE_cowshed"), "--out", out_text]);
+        tool(
+            root().join("scripts/package"),
+            &["--draft", "--program", env!("CARGO_BIN_EXE_cowshed"), "--out", out_text],
+        );
         out
     });
     let [one, two] = [&made[0], &made[1]].map(|folder| files(folder));
@@ -37,7 +33,7 @@ fn packages_are_reproducible_and_work_installed() {
     for (name, bytes) in &one {
         assert!(*bytes == two[name], "{name} differs between two runs");
     }
-    let said = run("scripts/try-package", &[made[0].to_str().expect("a name")]);
+    let said = tool(root().join("scripts/try-package"), &[made[0].to_str().expect("a name")]);
     assert!(said.contains("installed, used and removed"), "{said}");
 }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `convert --for`: what each platform takes.
 
-use crate::oracle::{Oracle, Said, words};
+use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::{Said, finish};
 use serde_json::Value;
 use std::fs;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 const MIB: u64 = 1 << 20;
 
@@ -17,11 +18,7 @@ fn disk() -> Oracle {
 }
 
 fn cowshed(oracle: &Oracle, line: &str) -> Said {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
-    let output =
-        command.args(words(line)).current_dir(oracle.work()).stdin(Stdio::null()).output().expect("our binary runs");
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
+    finish(Command::new(env!("CARGO_BIN_EXE_cowshed")).args(words(line)).current_dir(oracle.work()))
 }
 
 fn info(oracle: &Oracle, format: &str, name: &str) -> Value {

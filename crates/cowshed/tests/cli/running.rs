@@ -2,6 +2,7 @@
 //! Long work: it shows progress, stops when asked to, and doesn't depend on a reader of its output.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::waiting::await_that;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -152,14 +153,6 @@ impl Drop for Server {
 fn signal(signal: &str, id: u32) {
     let killed = Command::new("kill").args([format!("-{signal}"), id.to_string()]).status();
     assert!(killed.expect("kill runs").success());
-}
-
-fn await_that(what: &str, is_so: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < PATIENCE, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// Ends when the process does; what it said on standard error, its exit code, and how long it took.

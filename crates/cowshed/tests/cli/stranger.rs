@@ -1,22 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mistakes on the command line end with one clear line and the right exit code, never with a panic.
 
-use crate::oracle::{self, Oracle, Said};
-use std::process::{Command, Stdio};
+use crate::oracle::{self, Oracle};
+use cowshed_testkit::programs::{Said, finish};
+use std::process::Command;
 
 fn cowshed(oracle: &Oracle, line: &str) -> Said {
-    let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
-        .args(oracle::words(line))
-        .current_dir(oracle.work())
-        .stdin(Stdio::null())
-        .env("RUST_BACKTRACE", "1")
-        .output()
-        .expect("our own binary runs");
-    Said {
-        code: output.status.code(),
-        out: String::from_utf8(output.stdout).expect("text"),
-        err: String::from_utf8(output.stderr).expect("text"),
-    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    finish(command.args(oracle::words(line)).current_dir(oracle.work()).env("RUST_BACKTRACE", "1"))
 }
 
 /// One line, two where the second points to the help.

@@ -3,8 +3,9 @@
 //! with cloud images. Each runs with the real tool first on the PATH and with ours, and must print and leave the same.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::programs::{Said, finish};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 struct Script {
     name: &'static str,
@@ -145,17 +146,10 @@ qemu-img measure -O raw flat.qcow2 | head -n 1
     },
 ];
 
-fn run(script: &str, folder: &Path, path: &str) -> (Option<i32>, String, String) {
-    let output = Command::new("sh")
-        .args(["-c", &format!("{PRELUDE}{script}")])
-        .current_dir(folder)
-        .env("PATH", path)
-        .env("LC_ALL", "C.UTF-8")
-        .stdin(Stdio::null())
-        .output()
-        .expect("a shell");
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
-    (output.status.code(), text(output.stdout), text(output.stderr))
+fn run(script: &str, folder: &Path, path: &str) -> Said {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{PRELUDE}{script}")]).current_dir(folder);
+    finish(command.env("PATH", path).env("LC_ALL", "C.UTF-8"))
 }
 
 #[test]
@@ -170,7 +164,7 @@ fn scripts_of_users_do_the_same_with_ours() {
         let said_by_theirs = run(script.text, &theirs, &format!("{real}:{path}"));
         let said_by_ours = run(script.text, &own, &format!("{ours}:{path}"));
         assert_eq!(said_by_ours, said_by_theirs, "{}", script.name);
-        assert_eq!(said_by_ours.0, Some(0), "{}: {said_by_ours:?}", script.name);
+        assert_eq!(said_by_ours.code, Some(0), "{}: {said_by_ours:?}", script.name);
         for (image, format) in script.images {
             let (left, right) = (theirs.join(image), own.join(image));
             assert!(oracle.qemu.is_equal((&left, format), (&right, format)), "{}: {image}", script.name);

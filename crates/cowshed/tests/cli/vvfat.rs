@@ -2,6 +2,7 @@
 //! Folders as disks with a FAT file system.
 
 use crate::oracle::{Oracle, words};
+use cowshed_testkit::programs::finish_well;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
@@ -36,9 +37,7 @@ fn tree_of(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 #[track_caller]
 fn run(oracle: &Oracle, line: &str) {
     let words = words(line);
-    let said = Command::new(&words[0]).args(&words[1..]).current_dir(oracle.work()).output().unwrap();
-    let out = String::from_utf8_lossy(&said.stdout);
-    assert!(said.status.success(), "{line}: {out}{}", String::from_utf8_lossy(&said.stderr));
+    finish_well(Command::new(&words[0]).args(&words[1..]).current_dir(oracle.work()));
 }
 
 /// The files in the volume of a raw disk, as another program reads them.

@@ -2,7 +2,8 @@
 //! libnbd's longest requests, beside QEMU's server: block status of 2^32 - 1 bytes and of unaligned tails, zero requests of several
 //! GiB, and the block sizes that are announced.
 
-use super::tools::{make_tools, path_with, run_ok, text};
+use super::tools::{make_tools, path_with, text};
+use cowshed_testkit::programs::finish_well;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;
 use std::process::Command;
@@ -52,7 +53,7 @@ fn at_server(tools: &Path, folder: &Path, arguments: &str, script: &str) -> (Str
     );
     let mut bash = Command::new("bash");
     bash.args(["-euc", &command, script]).current_dir(folder).env("PATH", path_with(Some(tools)));
-    let said = run_ok(&mut bash);
+    let said = finish_well(&mut bash);
     let (said, peak) = said.rsplit_once("peak ").expect("the memory");
     (said.to_owned(), peak.trim().parse().expect("a number"))
 }
@@ -102,7 +103,7 @@ fn zeroes_of_several_gib_are_written_where_nothing_helps() {
                  --image-opts driver=raw,file.driver=nbd,file.server.type=unix,file.server.path=$PWD/below";
     let (said, peak_kib) = at_server(&ours, here, below, ZERO);
     let pid = std::fs::read_to_string(here.join("below.pid")).expect("a file");
-    run_ok(Command::new("kill").arg(pid.trim()));
+    finish_well(Command::new("kill").arg(pid.trim()));
     assert_eq!(said.trim(), "95", "a fast zero is refused");
     assert!(peak_kib < 200 << 10, "{peak_kib} KiB for a request without data");
 }

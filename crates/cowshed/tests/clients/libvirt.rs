@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A libvirtd of the test's own: the session daemon of a user without rights, with its own home and sockets.
 
-use super::tools::{make_tools, path_with, run, text};
+use super::tools::{make_tools, path_with, text};
+use cowshed_testkit::programs::finish;
 use std::fs;
 use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,7 @@ impl Libvirt {
         let daemon = command.spawn().expect("libvirtd runs: scripts/setup test installs it");
         let libvirt = Libvirt { folder, daemon, tools, domains: Vec::new() };
         let started = Instant::now();
-        while !run(libvirt.command("virsh").args(["-q", "-c", "qemu:///session", "uri"])).status.success() {
+        while finish(libvirt.command("virsh").args(["-q", "-c", "qemu:///session", "uri"])).code != Some(0) {
             let log = fs::read_to_string(libvirt.path("libvirtd.log")).unwrap_or_default();
             assert!(started.elapsed() < START_LIMIT, "libvirtd doesn't start: {log}");
             std::thread::sleep(Duration::from_millis(100));
@@ -64,16 +65,15 @@ impl Libvirt {
     pub(crate) fn virsh(&self, arguments: &[&str]) -> String {
         let mut command = self.command("virsh");
         command.args(["-q", "-c", "qemu:///session"]).args(arguments);
-        let mut output = run(&mut command);
+        let mut said = finish(&mut command);
         for _ in 0..10 {
-            if !String::from_utf8_lossy(&output.stderr).contains("Unable to get accurate CPU usage") {
+            if !said.err.contains("Unable to get accurate CPU usage") {
                 break;
             }
-            output = run(&mut command);
+            said = finish(&mut command);
         }
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "virsh {arguments:?}: {}\n{errors}", output.status);
-        String::from_utf8_lossy(&output.stdout).into_owned()
+        assert_eq!(said.code, Some(0), "virsh {arguments:?}: {}", said.err);
+        said.out
     }
 
     /// Writes XML that commands of virsh read.
@@ -108,7 +108,7 @@ impl Drop for Libvirt {
     fn drop(&mut self) {
         for domain in &self.domains {
             // The test may have failed because it is gone.
-            let _ = run(self.command("virsh").args(["-c", "qemu:///session", "destroy", domain]));
+            let _ = finish(self.command("virsh").args(["-c", "qemu:///session", "destroy", domain]));
         }
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! nbdkit's plugins and filters on our files and exports, with our tools as clients of nbdkit.
 
-use super::tools::{make_tools, path_with, run_ok, text};
+use super::tools::{make_tools, path_with, text};
+use cowshed_testkit::programs::finish_well;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,7 @@ use std::process::Command;
 
 /// A shell command with our tools first on the PATH, in which nbdkit and our servers are started and end.
 fn shell(folder: &Path, tools: &Path, script: &str) -> String {
-    run_ok(Command::new("bash").args(["-euc", script]).current_dir(folder).env("PATH", path_with(Some(tools))))
+    finish_well(Command::new("bash").args(["-euc", script]).current_dir(folder).env("PATH", path_with(Some(tools))))
 }
 
 #[test]

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! oslo.utils, by which OpenStack's services read the output of `qemu-img info`.
 
-use super::tools::{make_tools, run_ok, text};
+use super::tools::{make_tools, text};
+use cowshed_testkit::programs::finish_well;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;
 use std::process::Command;
@@ -30,7 +31,7 @@ for image in images:
 fn read(tool: &Path, folder: &Path, images: &[&str]) -> String {
     // The system's Python has the library.
     let mut command = Command::new("/usr/bin/python3");
-    run_ok(command.args(["-W", "ignore", "-c", READ, text(tool)]).args(images).current_dir(folder))
+    finish_well(command.args(["-W", "ignore", "-c", READ, text(tool)]).args(images).current_dir(folder))
 }
 
 #[test]
@@ -50,12 +51,12 @@ fn openstack_reads_of_our_output_what_it_reads_of_qemus() {
         &["create", "-q", "-f", "vhdx", "disk.vhdx", "16M"],
     ];
     for arguments in create {
-        run_ok(Command::new(qemu.img_path()).args(*arguments).current_dir(folder.path()));
+        finish_well(Command::new(qemu.img_path()).args(*arguments).current_dir(folder.path()));
     }
     let mut encrypted = Command::new(qemu.img_path());
     encrypted.args(["create", "-q", "-f", "qcow2", "--object", "secret,id=s,data=x", "-o"]);
     encrypted.args(["encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", "locked.qcow2", "1M"]);
-    run_ok(encrypted.current_dir(folder.path()));
+    finish_well(encrypted.current_dir(folder.path()));
     let images = [
         "plain.raw",
         "base.qcow2",

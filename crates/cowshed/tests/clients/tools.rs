@@ -4,7 +4,6 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 
@@ -29,20 +28,4 @@ pub(crate) fn path_with(tools: Option<&Path>) -> String {
 
 pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
-}
-
-/// Runs a command to its end.
-pub(crate) fn run(command: &mut Command) -> Output {
-    let output = command.stdin(Stdio::null()).output();
-    output.unwrap_or_else(|error| panic!("{command:?}: {error}: scripts/setup test installs it"))
-}
-
-/// Standard output of a command that succeeds.
-#[track_caller]
-pub(crate) fn run_ok(command: &mut Command) -> String {
-    let output = run(command);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{command:?}: {}\n{errors}\n{said}", output.status);
-    said
 }

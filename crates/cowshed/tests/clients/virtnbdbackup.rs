@@ -3,22 +3,23 @@
 //! `qemu-nbd` serves that of the stopped one. Restores go into images that our tools make and serve.
 
 use super::libvirt::Libvirt;
-use super::tools::{run_ok, text};
+use super::tools::text;
+use cowshed_testkit::programs::finish_well;
 use cowshed_testkit::qemu::Qemu;
 use std::fs;
 
 /// A backup or a restore. It warns that the guest of a paused machine can't be frozen.
 #[track_caller]
 fn tool(libvirt: &Libvirt, program: &str, arguments: &[&str]) {
-    run_ok(libvirt.command(program).args(["-U", "qemu:///session"]).args(arguments));
+    finish_well(libvirt.command(program).args(["-U", "qemu:///session"]).args(arguments));
 }
 
 #[test]
 fn machines_are_backed_up_and_restored() {
     let mut libvirt = Libvirt::start(true);
     let image = libvirt.path("images/disk.qcow2");
-    run_ok(libvirt.command("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "32M"]));
-    run_ok(libvirt.command("qemu-io").args(["-f", "qcow2", "-c", "write -q -P 1 0 4M", text(&image)]));
+    finish_well(libvirt.command("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "32M"]));
+    finish_well(libvirt.command("qemu-io").args(["-f", "qcow2", "-c", "write -q -P 1 0 4M", text(&image)]));
     libvirt.start_paused("machine", &image);
     let (running, stopped) = (libvirt.path("images/running"), libvirt.path("images/stopped"));
     let socket = libvirt.path("images/socket");
@@ -40,7 +41,7 @@ fn machines_are_backed_up_and_restored() {
     for backup in [&running, &stopped] {
         let restored = backup.with_extension("restored");
         fs::create_dir(&restored).expect("a folder");
-        run_ok(std::process::Command::new("chmod").args(["777", text(&restored)]));
+        finish_well(std::process::Command::new("chmod").args(["777", text(&restored)]));
         tool(&libvirt, "virtnbdrestore", &["-f", text(&socket), "-i", text(backup), "-o", text(&restored)]);
         let disk = restored.join("disk.qcow2");
         assert!(qemu.is_equal((&image, "qcow2"), (&disk, "qcow2")), "{}", backup.display());

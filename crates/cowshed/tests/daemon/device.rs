@@ -3,24 +3,22 @@
 
 use super::process::{COWSHED, text};
 use cowshed_testkit::guest::{Guest, guest_files, initial_file_system};
+use cowshed_testkit::programs::finish;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// Exit code, standard output and standard error.
 fn run(program: &Path, arguments: &[&str], folder: &Path) -> (Option<i32>, String, String) {
-    let output = Command::new(program).args(arguments).current_dir(folder).stdin(Stdio::null()).output();
-    let output = output.expect("the program runs");
-    let text = |bytes| String::from_utf8(bytes).expect("text");
+    let said = finish(Command::new(program).args(arguments).current_dir(folder));
     // QEMU's programs are called through a path of their own.
-    let errors = text(output.stderr);
-    let errors = errors.lines().map(|line| match line.starts_with("Try `") {
+    let errors = said.err.lines().map(|line| match line.starts_with("Try `") {
         true => "Try …\n".to_owned(),
         false => format!("{line}\n"),
     });
-    (output.status.code(), text(output.stdout), errors.collect())
+    (said.code, said.out, errors.collect())
 }
 
 /// Without the kernel's driver the checks of both are the same, up to what ours adds about the driver.

@@ -1,25 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Faults of a `fault` node, as QEMU's client meets them over NBD, vhost-user-blk and FUSE, and over QMP while it runs.
 
-use super::process::{COWSHED, Monitor, Serving, run, text};
+use super::process::{COWSHED, Monitor, Serving, text};
+use cowshed_testkit::programs::run_to_code;
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
-
-const PATIENCE: Duration = Duration::from_secs(60);
-
-#[track_caller]
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "{what} does not come");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
 
 /// A storage daemon with a disk of 16 MiB, full of 3, behind the `fault` node `f`, and exports of it.
 fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
@@ -36,7 +26,7 @@ fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
     command.args(["--export", "fuse,id=m,node-name=f,mountpoint=m,writable=on"]);
     let mut daemon = Serving::start_command(folder, command);
     let path = folder.join("m.sock");
-    wait_for("the monitor", || {
+    await_that("the monitor", || {
         assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
         std::os::unix::net::UnixStream::connect(&path).is_ok()
     });
@@ -76,13 +66,13 @@ impl Client {
 
     #[track_caller]
     fn works(&self, commands: &[&str]) {
-        let said = run(&self.program, &self.arguments(commands), &[0]);
+        let said = run_to_code(&self.program, &self.arguments(commands), &[0]);
         assert!(!said.contains("fail"), "{:?}: {commands:?}: {said}", self.arguments);
     }
 
     #[track_caller]
     fn fails(&self, command: &str, words: &str) {
-        let said = run(&self.program, &self.arguments(&[command]), &[1]);
+        let said = run_to_code(&self.program, &self.arguments(&[command]), &[1]);
         assert!(said.contains(words), "{:?}: {command}: {said}", self.arguments);
     }
 }
@@ -157,7 +147,7 @@ fn hangs(client: &Client, monitor: &mut Monitor) {
         assert_eq!((&faults["rules"][0]["id"], &faults["rules"][0]["rule"]["action"]), (&json!(id), &json!("hang")));
         faults["rules"][0]["hits"] == 1
     };
-    wait_for("the request", &mut hits);
+    await_that("the request", &mut hits);
     assert!(child.try_wait().expect("a child").is_none(), "it waits for an answer");
     assert!(hits(), "one is enough");
     monitor.command("x-fault-disarm", json!({"node-name": "f", "id": id}));
@@ -184,7 +174,7 @@ fn requests_that_wait_go_on_while_a_command_waits_for_them() {
         let commands = nbd.arguments(&["read 6M 4k"]);
         let mut child = Command::new(&nbd.program).args(commands).stdout(Stdio::null()).spawn().expect("it runs");
         let mut faults = || other.command("x-query-faults", json!({"node-name": "f"}));
-        wait_for("the request", || faults()["hits"].as_u64() == Some(count));
+        await_that("the request", || faults()["hits"].as_u64() == Some(count));
         monitor.send("block_resize", &json!({"node-name": "f", "size": (16 + count) << 20}));
         assert!(child.try_wait().expect("a child").is_none(), "it waits for an answer");
         disarm(&mut other);
@@ -206,10 +196,10 @@ fn a_file_whose_disk_hangs_is_unmounted_lazily() {
         .args(["if=/dev/zero", &file, "bs=4k", "count=1", "conv=notrunc", "status=none"])
         .spawn()
         .expect("dd runs");
-    wait_for("the request", || monitor.command("x-query-faults", json!({"node-name": "f"}))["hits"] == 1);
+    await_that("the request", || monitor.command("x-query-faults", json!({"node-name": "f"}))["hits"] == 1);
     let mut unmount =
         Command::new(COWSHED).args(["umount", "--lazy", text(&folder.join("m"))]).spawn().expect("it runs");
-    wait_for("the end of umount", || unmount.try_wait().expect("a child").is_some());
+    await_that("the end of umount", || unmount.try_wait().expect("a child").is_some());
     assert!(unmount.wait().expect("it has ended").success());
     assert!(writer.try_wait().expect("a child").is_none(), "it waits for an answer");
     assert_eq!(std::fs::read(folder.join("m")).expect("the mount point"), b"");
@@ -238,20 +228,20 @@ fn mount_and_serve_make_disks_that_fail() {
         program: "qemu-io".to_owned(),
         arguments: ["-f", "raw", &name].map(str::to_owned).to_vec(),
     };
-    run(COWSHED, &[&["mount", "-w"][..], &faults, &[&at("d.raw"), &at("m")]].concat(), &[0]);
+    run_to_code(COWSHED, &[&["mount", "-w"][..], &faults, &[&at("d.raw"), &at("m")]].concat(), &[0]);
     check(&client(at("m")));
-    run(COWSHED, &["umount", &at("m")], &[0]);
+    run_to_code(COWSHED, &["umount", &at("m")], &[0]);
     let mut command = Command::new(COWSHED);
     command.arg("serve").args(faults).args(["-k", "n.sock", "--monitor", "m.sock", "d.raw"]);
     let daemon = Serving::start_command(folder, command);
-    wait_for("the server", || std::os::unix::net::UnixStream::connect(folder.join("n.sock")).is_ok());
+    await_that("the server", || std::os::unix::net::UnixStream::connect(folder.join("n.sock")).is_ok());
     check(&client(format!("nbd+unix:///?socket={}", at("n.sock"))));
     let mut monitor = Monitor::connect(&folder.join("m.sock"));
     assert_eq!(monitor.command("x-query-faults", json!({"node-name": "d"}))["hits"], 2);
     monitor.command("x-fault-disarm", json!({"node-name": "d"}));
     client(format!("nbd+unix:///?socket={}", at("n.sock"))).works(&["read -P 3 64k 4k", "write -P 3 128k 4k"]);
     daemon.stop();
-    let said = run(COWSHED, &["serve", "--fault", "op=read", "--monitor", &at("m.sock")], &[1]);
+    let said = run_to_code(COWSHED, &["serve", "--fault", "op=read", "--monitor", &at("m.sock")], &[1]);
     assert!(said.contains("--fault needs an image"), "{said}");
 }
 
@@ -309,7 +299,7 @@ fn rules_are_armed_changed_and_read_back() {
         assert!(said.contains(words), "{words}: {said}");
     }
     // A monitor doesn't wait for the writer of a FIFO.
-    run("mkfifo", &[text(&folder.join("fifo"))], &[0]);
+    run_to_code("mkfifo", &[text(&folder.join("fifo"))], &[0]);
     for (name, words) in [("missing", "No such file or directory"), ("fifo", "a scenario is a regular file")] {
         let path = folder.join(name);
         let node = json!({"driver": "fault", "node-name": "g", "file": "d", "scenario": path});
@@ -354,8 +344,12 @@ fn a_scenario_with_one_seed_is_one_run() {
     // No image names a file that is read as rules.
     let named = json!({"driver": "fault", "scenario": folder.join("s.json"), "file": {"driver": "null-co"}});
     let (image, backing) = (folder.join("i.qcow2"), format!("json:{named}"));
-    run("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", &backing, "-F", "raw", text(&image), "1M"], &[0]);
-    let said = run(COWSHED, &["compare", text(&image), text(&image)], &[1, 2]);
+    run_to_code(
+        "qemu-img",
+        &["create", "-q", "-u", "-f", "qcow2", "-b", &backing, "-F", "raw", text(&image), "1M"],
+        &[0],
+    );
+    let said = run_to_code(COWSHED, &["compare", text(&image), text(&image)], &[1, 2]);
     assert!(said.contains("the image names rules by"), "{said}");
     for (text_of_it, words) in [
         ("{", "a scenario is a list of rules in JSON"),
@@ -368,7 +362,7 @@ fn a_scenario_with_one_seed_is_one_run() {
         let path = text(&folder.join("s.json")).to_owned();
         let options =
             format!("driver=fault,scenario={path},file.driver=null-co,file.size=1M,rules.0.op=read,rules.0.bogus=1");
-        let said = run(COWSHED, &["info", "--image-opts", &options], &[1]);
+        let said = run_to_code(COWSHED, &["info", "--image-opts", &options], &[1]);
         assert!(said.contains(words) && said.lines().count() == 1, "{words}: {said}");
     }
 }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Exports of the type `fuse`, and `mount`, with the programs that people have: cp, dd, mkfs, qemu-img, Python.
 
-use super::process::{COWSHED, Monitor, Serving, run, text, tool};
+use super::process::{COWSHED, Monitor, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
@@ -10,24 +12,13 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 const DISK_BYTES: u64 = 8 << 20;
 /// A wait that is over before means a fault.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 fn is_mounted(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("a list");
     mounts.lines().any(|line| line.split(' ').nth(4) == Some(text(path)))
-}
-
-#[track_caller]
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "{what} does not come");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// A storage daemon with `image` as the node `d`, and its monitor.
@@ -37,7 +28,7 @@ fn start(folder: &Path, image: &str) -> (Serving, Monitor) {
     command.args(["--monitor", "chardev=m", "--blockdev", image]);
     let mut daemon = Serving::start_command(folder, command);
     let path = folder.join("m.sock");
-    wait_for("the monitor", || {
+    await_that("the monitor", || {
         assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
         std::os::unix::net::UnixStream::connect(&path).is_ok()
     });
@@ -73,7 +64,7 @@ fn wait_for_end(pid_file: &Path) {
     let number = std::fs::read_to_string(pid_file);
     // It removes the file at its end.
     if let Ok(number) = number {
-        wait_for("the end of the process", || !Path::new("/proc").join(number.trim()).exists());
+        await_that("the end of the process", || !Path::new("/proc").join(number.trim()).exists());
     }
 }
 
@@ -102,7 +93,7 @@ fn mounted_image_works_with_mkfs_cp_dd_and_qemu_img() {
     assert!(!is_mounted(&at("m")));
     tool("qemu-img", &["check", "-q", text(&at("d.qcow2"))]);
     tool("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&at("d.qcow2")), text(&at("copy"))]);
-    let said = run(COWSHED, &["umount", text(&at("m"))], &[1]);
+    let said = run_to_code(COWSHED, &["umount", text(&at("m"))], &[1]);
     assert!(said.contains("is not mounted"), "{said}");
 }
 
@@ -340,11 +331,11 @@ fn one_partition_is_mounted() {
         ("5", "the disk has no partition 5"),
         ("0", "partitions are numbered from 1"),
     ] {
-        let said = run(COWSHED, &["mount", "-P", number, &image, &point], &[1]);
+        let said = run_to_code(COWSHED, &["mount", "-P", number, &image, &point], &[1]);
         assert!(said.contains(words) && said.contains("d.qcow2") && said.lines().count() == 1, "{said}");
     }
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&at("e.qcow2")), "1M"]);
-    let said = run(COWSHED, &["mount", "-P", "1", text(&at("e.qcow2")), &point], &[1]);
+    let said = run_to_code(COWSHED, &["mount", "-P", "1", text(&at("e.qcow2")), &point], &[1]);
     assert!(said.contains("the disk has no partition table"), "{said}");
     assert!(!is_mounted(&at("m")));
 }
@@ -364,7 +355,7 @@ fn killed_daemon_leaves_no_mount_and_keeps_synced_data() {
     daemon.signal("KILL");
     let _ = daemon.wait();
     for name in ["m", "n"] {
-        wait_for("the unmounting", || !is_mounted(&folder.join(name)));
+        await_that("the unmounting", || !is_mounted(&folder.join(name)));
         assert_eq!(folder.join(name).metadata().expect("the mount point").len(), 0);
     }
     // The kernel lets go of the device a moment after the process: a request in between is aborted.
@@ -384,13 +375,13 @@ fn unmounting_waits_for_the_image_and_its_users() {
         tool("qemu-img", &["create", "-q", "-f", format, text(&at("d")), "64M"]);
         for round in 0..4u64 {
             tool(COWSHED, &["mount", "-w", "-f", format, text(&at("d")), text(&at("m"))]);
-            let said = run(COWSHED, &["mount", "-f", format, text(&at("d")), text(&at("m"))], &[1]);
+            let said = run_to_code(COWSHED, &["mount", "-f", format, text(&at("d")), text(&at("m"))], &[1]);
             assert!(said.contains("m: shows another disk already"), "{said}");
             let file = open(&at("m"));
             for index in 0..64u64 {
                 file.write_all_at(&[7; 5000], (index << 20) + (round << 16)).expect("a write");
             }
-            let said = run(COWSHED, &["umount", text(&at("m"))], &[1]);
+            let said = run_to_code(COWSHED, &["umount", text(&at("m"))], &[1]);
             assert!(said.contains("Device or resource busy"), "{said}");
             assert!(is_mounted(&at("m").canonicalize().expect("a path")));
             drop(file);
@@ -400,7 +391,7 @@ fn unmounting_waits_for_the_image_and_its_users() {
         std::fs::remove_file(at("d")).expect("the image goes");
     }
     std::fs::create_dir(at("folder")).expect("a folder");
-    let said = run(COWSHED, &["mount", text(&at("m")), text(&at("folder"))], &[1]);
+    let said = run_to_code(COWSHED, &["mount", text(&at("m")), text(&at("folder"))], &[1]);
     assert!(said.starts_with(&format!("cowshed: {}", text(&at("folder")))), "{said}");
     // A file in use is unmounted on explicit request.
     std::fs::write(at("d"), [5; 4096]).expect("an image");
@@ -452,7 +443,7 @@ fn exports_come_and_go_and_unmounting_ends_one() {
     assert!(!is_mounted(&path));
     monitor.command("block-export-add", export(folder, "n", json!({})));
     tool(COWSHED, &["umount", text(&folder.join("n"))]);
-    wait_for("the end of the export", || monitor.command("query-block-exports", json!({})) == json!([]));
+    await_that("the end of the export", || monitor.command("query-block-exports", json!({})) == json!([]));
     let (stats, size) = (monitor.command("query-named-block-nodes", json!({})), 1 << 20);
     assert_eq!(stats[0]["image"]["virtual-size"], size, "{stats}");
     daemon.stop();
@@ -535,11 +526,11 @@ fn snapshots_are_mounted_for_reading() {
     File::open(at("m")).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("a read");
     assert_eq!(bytes, [1; 100]);
     tool(COWSHED, &["umount", text(&at("m"))]);
-    let said = run(COWSHED, &["mount", &image, &image], &[1]);
+    let said = run_to_code(COWSHED, &["mount", &image, &image], &[1]);
     assert!(said.contains("is the image itself"), "{said}");
-    let said = run(COWSHED, &["mount", &image, text(&at("missing"))], &[1]);
+    let said = run_to_code(COWSHED, &["mount", &image, text(&at("missing"))], &[1]);
     assert!(said.contains("missing") && said.contains("No such file or directory"), "{said}");
-    let said = run(COWSHED, &["mount", "--snapshot", "after", &image, text(&at("m"))], &[1]);
+    let said = run_to_code(COWSHED, &["mount", "--snapshot", "after", &image, text(&at("m"))], &[1]);
     assert!(said.contains("after"), "{said}");
     assert!(!is_mounted(&at("m")));
 }
@@ -553,7 +544,7 @@ fn in_own_mounts(folder: &Path, script: &str) -> String {
         mkdir dev; mount -t tmpfs none dev; mknod dev/fuse c 10 229; chmod 666 dev/fuse; mount --bind dev/fuse /dev/fuse";
     let script = format!("{prepare}\n{script}");
     let arguments = ["-m", "sh", "-c", &script, text(folder), COWSHED];
-    tool("unshare", &arguments)
+    run_to_code("unshare", &arguments, &[0])
 }
 
 #[test]

@@ -3,8 +3,9 @@
 //!
 //! `scripts/guest` fetches kernel and file system from Debian's packages, `scripts/setup test` runs it.
 
-use super::process::{Monitor, Serving, run, text, tool};
+use super::process::{Monitor, Serving, text};
 use cowshed_testkit::guest::{Guest, guest_files, initial_file_system};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::fs::{self, File};
@@ -138,7 +139,7 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     }
     // What the guest left, unmounted.
     let raw = file_system_of(&tops[2], &qemu);
-    run("e2fsck", &["-fn", text(&raw)], &[0]);
+    run_to_code("e2fsck", &["-fn", text(&raw)], &[0]);
     let work = work_folder_of(&raw);
     assert!(fs::read(work.join("before")).expect("a file") == sequence(200_000));
     assert!(fs::read(work.join("after")).expect("a file") == sequence(300_000));
@@ -151,8 +152,8 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     // the guest had synced is there.
     for older in &tops[..2] {
         let raw = file_system_of(older, &qemu);
-        run("e2fsck", &["-fp", text(&raw)], &[0, 1]);
-        run("e2fsck", &["-fn", text(&raw)], &[0]);
+        run_to_code("e2fsck", &["-fp", text(&raw)], &[0, 1]);
+        run_to_code("e2fsck", &["-fn", text(&raw)], &[0]);
         assert!(fs::read(work_folder_of(&raw).join("before")).expect("a file") == sequence(200_000));
     }
 }

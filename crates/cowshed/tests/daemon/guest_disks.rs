@@ -2,8 +2,9 @@
 //! A Debian kernel boots from a qcow2 overlay on a raw base: over vhost-user-blk, from NBD as an NVMe disk, and from a FUSE file.
 //! A system installs itself into the other half of its disk. docs/guest.md shows both by hand.
 
-use super::process::{COWSHED, Monitor, Serving, run, text, tool};
+use super::process::{COWSHED, Monitor, Serving, text};
 use cowshed_testkit::guest::{Guest, guest_files, initial_file_system};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::fs::{self, File};
@@ -130,8 +131,8 @@ fn file_of(image: &Path, offset: u64, path: &str) -> String {
     Qemu::system().img(["convert", "-f", "qcow2", "-O", "raw", text(image), text(&raw)]).expect_ok();
     let disk = fs::read(&raw).expect("a disk");
     fs::write(&part, &disk[offset as usize..(offset + 16 * MIB) as usize]).expect("a file");
-    run("e2fsck", &["-fn", text(&part)], &[0]);
-    run("debugfs", &["-R", &format!("cat {path}"), text(&part)], &[0])
+    run_to_code("e2fsck", &["-fn", text(&part)], &[0]);
+    run_to_code("debugfs", &["-R", &format!("cat {path}"), text(&part)], &[0])
 }
 
 #[test]

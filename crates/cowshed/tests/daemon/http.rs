@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Exports of the type `http`, with curl.
 
-use super::process::{Monitor, Serving, run, text, tool};
+use super::process::{Monitor, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use serde_json::json;
 
@@ -28,7 +29,7 @@ fn a_node_is_read_by_ranges_until_its_export_goes() {
     tool("curl", &["-sS", "-o", text(&copy), &uri]);
     tool("qemu-img", &["compare", "-U", "-f", "qcow2", "-F", "raw", text(&image), text(&copy)]);
     tool("curl", &["-sSf", "-I", &uri]);
-    run("curl", &["-sSf", &uri.replace("/disk", "/other")], &[22]);
+    run_to_code("curl", &["-sSf", &uri.replace("/disk", "/other")], &[22]);
     // A unix socket, beside it and on the same node.
     let socket = folder.join("h.sock");
     let add = json!({"type": "http", "id": "u", "node-name": "d", "addr": {"type": "unix", "path": socket}});
@@ -45,7 +46,7 @@ fn a_node_is_read_by_ranges_until_its_export_goes() {
     let words = monitor.refusal("block-export-add", &again);
     assert_eq!(words, "an export of the type 'http' is for reading only");
     monitor.command("block-export-del", json!({"id": "h"}));
-    run("curl", &["-sS", &uri], &[7]);
+    run_to_code("curl", &["-sS", &uri], &[7]);
     daemon.stop();
     assert!(!socket.exists(), "the socket is left behind");
 }

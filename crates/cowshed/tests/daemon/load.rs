@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Load from clients, while the disk under them is changed, while they vanish, and while the daemon is told to end.
 
-use super::process::{COWSHED, Killed, Monitor, Serving, text, tool};
+use super::process::{COWSHED, Killed, Monitor, Serving, text};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::fs;

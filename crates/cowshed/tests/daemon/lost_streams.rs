@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Daemons whose standard output and standard error have lost their readers: they start, serve and stop as others do.
 
-use super::process::{COWSHED, Killed, Monitor, text, tool};
+use super::process::{COWSHED, Killed, Monitor, text};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::json;
 use std::io::Read;

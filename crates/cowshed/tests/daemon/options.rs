@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Options of the daemon's programs, and what is said of those that can't be.
 
-use super::process::{COWSHED, Killed, Monitor, Serving, text, tool};
+use super::process::{COWSHED, Killed, Monitor, Serving, page, text};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -20,16 +20,6 @@ fn refusal(folder: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> S
     assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
     assert!(!folder.join("n.sock").exists() && !folder.join("m.sock").exists(), "{arguments:?}");
     message
-}
-
-/// The page of metrics at an address that `serve` has printed.
-fn page(line: &str) -> String {
-    let address = line.strip_prefix("metrics: http://").and_then(|rest| rest.strip_suffix("/metrics"));
-    let mut stream = TcpStream::connect(address.unwrap_or_else(|| panic!("{line}"))).expect("it listens");
-    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("it reads");
-    let mut page = String::new();
-    stream.read_to_string(&mut page).expect("it answers");
-    page
 }
 
 #[test]

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Processes of a test: the daemon, its clients, and a monitor's other end.
 
+use cowshed_testkit::programs::tool;
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -12,24 +14,6 @@ pub const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
-}
-
-/// Runs a tool that must be there and end with one of these codes; everything that it said.
-#[track_caller]
-pub fn run(program: &str, arguments: &[&str], codes: &[i32]) -> String {
-    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
-    let output = Command::new(program).args(arguments).env("PATH", path).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("{program} can't be run ({error}): scripts/setup test installs it"));
-    let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.code().is_some_and(|code| codes.contains(&code)), "{program} {arguments:?}: {said}");
-    said
-}
-
-/// Runs a tool that must succeed.
-#[track_caller]
-pub fn tool(program: &str, arguments: &[&str]) -> String {
-    run(program, arguments, &[0])
 }
 
 /// A process that is killed when the test ends early.
@@ -105,6 +89,16 @@ impl Serving {
         let log = self.log.clone();
         assert!(self.wait().success(), "{}", fs::read_to_string(log).expect("a log"));
     }
+}
+
+/// The page of metrics at an address that `serve` has printed.
+pub fn page(line: &str) -> String {
+    let address = line.strip_prefix("metrics: http://").and_then(|rest| rest.strip_suffix("/metrics"));
+    let mut stream = TcpStream::connect(address.unwrap_or_else(|| panic!("{line}"))).expect("it listens");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("it reads");
+    let mut page = String::new();
+    stream.read_to_string(&mut page).expect("it answers");
+    page
 }
 
 /// A monitor of a daemon.

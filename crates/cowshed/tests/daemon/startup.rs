@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How a daemon comes to its sockets and streams, and what it says when something is wrong.
 
-use super::process::{COWSHED, Killed, Monitor, Serving, run, text, tool};
+use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::credentials::make_credentials;
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use serde_json::{Value, json};
 use std::fs;
@@ -266,7 +267,7 @@ fn real_clients_use_a_daemon_over_tls() {
     tool(COWSHED, &["convert", "-O", "raw", &uri, text(&copy)]);
     assert!(fs::read(&copy).expect("a file") == content);
     // Without encryption there is nothing to be had, and nothing to be learnt.
-    let refused = run("nbdinfo", &[&format!("nbd://localhost:{port}/disk")], &[1]);
+    let refused = run_to_code("nbdinfo", &[&format!("nbd://localhost:{port}/disk")], &[1]);
     assert!(refused.contains("TLS") && !refused.contains("8388608"), "{refused}");
     serving.stop();
 }
@@ -402,7 +403,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
         (&["-L", "--tls-creds", "t"], "No TLS credentials with id 't'"),
         (&["--tls-hostname", "h", "disk.qcow2"], "--tls-hostname is not permitted without --tls-creds"),
     ] {
-        let said = run(COWSHED, &[&["qemu-nbd"], wrong].concat(), &[1]);
+        let said = run_to_code(COWSHED, &[&["qemu-nbd"], wrong].concat(), &[1]);
         assert!(said.contains(reason), "{wrong:?}: {said}");
     }
 }
@@ -423,13 +424,13 @@ fn exports_are_listed_over_tls_under_the_name_in_the_certificate() {
     let list = |more: &[&str], codes: &[i32]| {
         let socket = text(&socket);
         let arguments = ["qemu-nbd", "-L", "-k", socket, "--object", &object, "--tls-creds", "c"];
-        run(COWSHED, &[&arguments, more].concat(), codes)
+        run_to_code(COWSHED, &[&arguments, more].concat(), codes)
     };
     // A Unix socket has no name of its own: the certificate's must be given, unless it is localhost.
     assert!(list(&["--tls-hostname", "localhost"], &[0]).contains("export: 'disk'"));
     assert!(list(&[], &[0]).contains("export: 'disk'"));
     assert!(list(&["--tls-hostname", "elsewhere"], &[1]).contains("Certificate does not match the hostname elsewhere"));
-    let plain = run(COWSHED, &["qemu-nbd", "-L", "-k", text(&socket)], &[1]);
+    let plain = run_to_code(COWSHED, &["qemu-nbd", "-L", "-k", text(&socket)], &[1]);
     assert!(plain.contains("TLS negotiation required before option 3 (list)") && !plain.contains("disk'"), "{plain}");
     daemon.stop();
 }

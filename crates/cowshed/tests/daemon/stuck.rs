@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A disk that never answers: it keeps neither monitors, nor other disks, nor the daemon's end.
 
-use super::process::{COWSHED, Killed, Monitor, Serving, text, tool};
+use super::process::{COWSHED, Killed, Monitor, Serving, page, text};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here should take.
-const PATIENCE: Duration = Duration::from_secs(60);
-
 /// A daemon with a disk of its own, `disk`, and one on a server that can fall silent, `remote`. Both are exports.
 struct Bench {
     daemon: Serving,
     server: Serving,
     folder: tempfile::TempDir,
+    /// The line about the daemon's numbers for Prometheus.
+    metrics: String,
 }
 
 impl Bench {
@@ -28,11 +29,11 @@ impl Bench {
         std::fs::create_dir(at("server")).expect("a folder");
         let mut server = Serving::start(&at("server"), &["serve", "-f", "raw", "-k", "r.sock", "../remote.raw"]);
         server.line();
-        let common = ["serve", "-k", "n.sock", "--monitor", "m.sock", "-x", "disk", "disk.qcow2"];
+        let common =
+            ["serve", "-k", "n.sock", "--monitor", "m.sock", "--metrics", "127.0.0.1:0", "-x", "disk", "disk.qcow2"];
         let mut daemon = Serving::start(folder.path(), &[&common, options].concat());
-        daemon.line();
-        daemon.line();
-        let bench = Bench { daemon, server, folder };
+        let metrics = [daemon.line(), daemon.line(), daemon.line()][2].clone();
+        let bench = Bench { daemon, server, folder, metrics };
         let mut monitor = bench.monitor();
         let socket = bench.folder.path().join("server/r.sock");
         let remote = json!({"driver": "nbd", "node-name": "remote", "server": {"type": "unix", "path": socket}});
@@ -62,6 +63,12 @@ impl Bench {
         disk.map(|node| node["stats"]["rd_operations"].as_u64().expect("a number")).sum()
     }
 
+    /// Waits until an export has a request in flight.
+    fn await_request(&self, export: &str) {
+        let idle = format!("cowshed_export_in_flight{{export=\"{export}\"}} 0");
+        await_that("a request is in flight", || !page(&self.metrics).lines().any(|line| line == idle));
+    }
+
     /// Waits until `remote` has no user.
     fn await_free(&self, monitor: &mut Monitor) {
         await_that("the target is given back", || {
@@ -78,9 +85,7 @@ impl Bench {
             .stderr(Stdio::null())
             .spawn();
         let client = Killed(client.expect("our own binary runs"));
-        self.daemon.await_log("client uses export");
-        // The request follows the client by as much as a few messages take.
-        std::thread::sleep(Duration::from_millis(500));
+        self.await_request("remote");
         client
     }
 
@@ -94,15 +99,6 @@ impl Bench {
             running.as_array().expect("a list").iter().any(|one| one["name"] == name)
         });
         command
-    }
-}
-
-#[track_caller]
-fn await_that(what: &str, mut is_so: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < PATIENCE, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -257,7 +253,7 @@ fn the_limit_for_stopping_holds_under_every_name() {
             .stderr(Stdio::null())
             .spawn();
         let client = Killed(client.expect("our own binary runs"));
-        // The request follows the client by as much as a few messages take.
+        // No count of requests under every name: the request follows the client by as much as a few messages take.
         std::thread::sleep(Duration::from_millis(500));
         let started = Instant::now();
         daemon.signal("TERM");
@@ -285,9 +281,9 @@ fn a_mirror_whose_target_hangs_is_cancelled() {
     let jobs = |monitor: &mut Monitor| monitor.command("query-jobs", json!({}));
     await_that("the mirror is ready", || jobs(&mut monitor)[0]["status"] == "ready");
     bench.server.signal("STOP");
+    let before = bench.reads(&mut monitor);
     Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
-    // The copy is on its way by then.
-    std::thread::sleep(Duration::from_secs(1));
+    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
     let started = Instant::now();
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
     await_that("the job is gone", || jobs(&mut monitor) == json!([]));
@@ -451,8 +447,9 @@ fn cancelled_job_lets_the_source_go(name: &str, arguments: Value) {
     let write = ["io", "-f", "raw", "-c", "write -P 8 4M 64k", "-c", "flush", uri.as_str()];
     let guest = Command::new(COWSHED).args(write).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
     let mut guest = Killed(guest.expect("our own binary runs"));
-    // The write is on its way by then.
-    std::thread::sleep(Duration::from_secs(1));
+    bench.await_request("disk");
+    // A write that doesn't wait for the target ends within this time.
+    std::thread::sleep(Duration::from_millis(500));
     let ended = guest.0.try_wait().expect("a child");
     assert!(ended.is_none(), "the write did not wait for the target: {ended:?}, {}", jobs(&mut monitor));
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
@@ -541,8 +538,9 @@ fn cancelled_grouped_backups_let_the_writes_of_each_disk_go() {
     monitor.command("transaction", transaction);
     bench.server.signal("STOP");
     let mut clients = [write_to(&bench, "disk", "4M"), write_to(&bench, "disk2", "4M")];
-    // The writes are on their way by then.
-    std::thread::sleep(Duration::from_secs(1));
+    ["disk", "disk2"].iter().for_each(|export| bench.await_request(export));
+    // A write that doesn't wait for the target ends within this time.
+    std::thread::sleep(Duration::from_millis(500));
     for client in &mut clients {
         assert!(client.0.try_wait().expect("a child").is_none(), "a write did not wait for the target");
     }
@@ -597,7 +595,7 @@ fn a_cancelled_backup_that_discards_loses_no_write() {
     let write = ["io", "-f", "raw", "-c", "write -P 8 0 64k", "-c", "flush", uri.as_str()];
     let guest = Command::new(COWSHED).args(write).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
     let mut guest = Killed(guest.expect("our own binary runs"));
-    std::thread::sleep(Duration::from_secs(1));
+    bench.await_request("disk");
     bench.server.signal("CONT");
     await_that("the job is gone", || monitor.command("query-jobs", json!({})) == json!([]));
     assert!(guest.0.wait().expect("a child").success());

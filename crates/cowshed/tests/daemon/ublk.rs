@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The export `ublk` where the kernel's driver is missing, as on machines for tests: `crates/ublk` has a driver of its own.
 
-use super::process::{Monitor, Serving, run, text, tool};
+use super::process::{Monitor, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
@@ -27,7 +28,7 @@ fn a_machine_without_the_driver_is_told_how_to_get_it() {
     let disk = format!("driver=raw,node-name=d,file.driver=file,file.filename={}", text(&image));
     let start = |export: &str, code| {
         let arguments = ["qemu-storage-daemon", "--blockdev", &disk, "--export", export];
-        run(super::process::COWSHED, &arguments, &[code])
+        run_to_code(super::process::COWSHED, &arguments, &[code])
     };
     for more in ["", ",writable=on,device-id=7,recover=on", ",num-queues=64,queue-size=4096,recover=auto,device-id=0"] {
         let said = start(&format!("type=ublk,id=u,node-name=d{more}"), 1);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images from strangers in the daemon: what they ask for is refused, by the command line and at run time.
 
-use super::process::{COWSHED, Monitor, Serving, run, text, tool};
+use super::process::{COWSHED, Monitor, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -28,14 +29,14 @@ fn serving_a_strangers_image_opens_nothing_on_its_word() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name).display().to_string();
     let socket = at("n.sock");
-    let serve = |more: &[&str]| run(COWSHED, &[&["serve", "-k", &socket, "--untrusted"], more].concat(), &[1]);
+    let serve = |more: &[&str]| run_to_code(COWSHED, &[&["serve", "-k", &socket, "--untrusted"], more].concat(), &[1]);
     let refused = serve(&[&at("evil.qcow2")]);
     assert!(refused.contains("backing") && refused.contains("evil.qcow2"), "{refused}");
     let refused = serve(&["--drive", &format!("file={},format=qcow2", at("evil.qcow2"))]);
     assert!(refused.contains("backing"), "{refused}");
     let refused = serve(&[&at("huge.qcow2")]);
     assert!(refused.contains("suspicious"), "{refused}");
-    let refused = run(COWSHED, &["serve", "-k", &socket, "--allow", "backing", &at("evil.qcow2")], &[1, 2]);
+    let refused = run_to_code(COWSHED, &["serve", "-k", &socket, "--allow", "backing", &at("evil.qcow2")], &[1, 2]);
     assert!(refused.contains("--allow needs --untrusted"), "{refused}");
     let allowed: [&[&str]; 3] =
         [&["good.qcow2"], &["--allow", "backing", "evil.qcow2"], &["--limit", "virtual-size=20T", "huge.qcow2"]];

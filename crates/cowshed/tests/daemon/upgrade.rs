@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `serve --takeover`: daemons that come one after the other under guests, as docs/upgrade.md has it.
 
-use super::process::{COWSHED, Killed, Serving, run, text, tool};
+use super::process::{COWSHED, Killed, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use cowshed_testkit::vhost::FrontEnd;
 use std::io::{Read, Write};
@@ -130,12 +131,13 @@ fn what_can_not_be_taken_over_is_said() {
     let folder = temp_dir();
     let at = |name: &str| text(&folder.path().join(name)).to_owned();
     tool("qemu-img", &["create", "-q", "-f", "qcow2", &at("d.qcow2"), "1M"]);
-    let said = run(COWSHED, &["serve", "--takeover", &at("d.qcow2")], &[1, 2]);
+    let said = run_to_code(COWSHED, &["serve", "--takeover", &at("d.qcow2")], &[1, 2]);
     assert!(said.contains("--pidfile"), "{said}");
     // A lock of a process whose number is not in the file.
     std::fs::write(at("pid"), "nobody\n").expect("a file");
     let held = std::fs::File::open(at("pid")).expect("the file");
     held.lock().expect("a lock");
-    let said = run(COWSHED, &["serve", "--takeover", "--pidfile", &at("pid"), "-k", &at("n"), &at("d.qcow2")], &[1]);
+    let said =
+        run_to_code(COWSHED, &["serve", "--takeover", "--pidfile", &at("pid"), "-k", &at("n"), &at("d.qcow2")], &[1]);
     assert!(said.contains("could not take over: it holds no number of a process"), "{said}");
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The export `vhost-user-blk`: QEMU's own client (by libblkio), and a front end whose back end is killed.
 
-use super::process::{Monitor, Serving, run, text, tool};
+use super::process::{Monitor, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
 use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::vhost::{FrontEnd, Guest};
@@ -48,7 +49,7 @@ fn qemu_io(folder: &Path, commands: &[&str], codes: &[i32]) -> String {
     let options = OPTIONS.replace("v.sock", text(&folder.join("v.sock")));
     let mut arguments = vec!["--image-opts", &options];
     commands.iter().for_each(|command| arguments.extend(["-c", command]));
-    run(&peer("qemu-io-vhost"), &arguments, codes)
+    run_to_code(&peer("qemu-io-vhost"), &arguments, codes)
 }
 
 #[test]

@@ -4,22 +4,13 @@
 
 mod sectors;
 
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
-
-/// Runs a program, which must succeed; its output.
-#[track_caller]
-fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {text}{errors}");
-    text
-}
 
 #[track_caller]
 fn cowshed(arguments: &[&str]) -> String {
@@ -28,7 +19,7 @@ fn cowshed(arguments: &[&str]) -> String {
     if matches!(arguments[0], "convert" | "create") && !arguments.contains(&"-n") {
         arguments.insert(1, "--force");
     }
-    run(env!("CARGO_BIN_EXE_cowshed"), &arguments)
+    tool(env!("CARGO_BIN_EXE_cowshed"), &arguments)
 }
 
 /// A loop device, detached when dropped.
@@ -36,17 +27,17 @@ struct Loop(String);
 
 impl Loop {
     fn new(file: &Path) -> Loop {
-        Loop(run("losetup", &["--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+        Loop(tool("losetup", &["--find", "--show", file.to_str().unwrap()]).trim().to_owned())
     }
 
     /// With sectors of this many bytes.
     fn with_sectors(bytes: usize, file: &Path) -> Loop {
         let bytes = bytes.to_string();
-        Loop(run("losetup", &["--sector-size", &bytes, "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+        Loop(tool("losetup", &["--sector-size", &bytes, "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
     }
 
     fn read_only(file: &Path) -> Loop {
-        Loop(run("losetup", &["--read-only", "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
+        Loop(tool("losetup", &["--read-only", "--find", "--show", file.to_str().unwrap()]).trim().to_owned())
     }
 }
 
@@ -66,10 +57,10 @@ impl Mount {
     fn new(make: &str, size: &str) -> Mount {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let (disk, place) = (folder.path().join("disk"), folder.path().join("place"));
-        run("truncate", &["-s", size, disk.to_str().unwrap()]);
-        run(make, &["-q", disk.to_str().unwrap()]);
+        tool("truncate", &["-s", size, disk.to_str().unwrap()]);
+        tool(make, &["-q", disk.to_str().unwrap()]);
         std::fs::create_dir(&place).unwrap();
-        run("mount", &["-o", "loop", disk.to_str().unwrap(), place.to_str().unwrap()]);
+        tool("mount", &["-o", "loop", disk.to_str().unwrap(), place.to_str().unwrap()]);
         Mount { place, _folder: folder }
     }
 
@@ -139,7 +130,7 @@ fn images_are_converted_onto_devices_and_from_them() {
 fn new_images_lie_on_xfs_as_asked() {
     let xfs = Mount::new("mkfs.xfs", "400M");
     let extent_size = |name: &str| {
-        let said = run("xfs_io", &["-r", "-c", "extsize", &xfs.path(name)]);
+        let said = tool("xfs_io", &["-r", "-c", "extsize", &xfs.path(name)]);
         said.split_whitespace().next().unwrap_or_default().trim_matches(['[', ']']).to_owned()
     };
     cowshed(&["create", "-q", "-f", "raw", "-o", "extent_size_hint=2M", &xfs.path("raw"), "8M"]);
@@ -154,7 +145,7 @@ fn new_images_lie_on_btrfs_as_asked() {
     let btrfs = Mount::new("mkfs.btrfs", "400M");
     for (name, options) in [("on", "nocow=on"), ("off", "nocow=off")] {
         cowshed(&["create", "-q", "-f", "qcow2", "-o", options, &btrfs.path(name), "8M"]);
-        let flags = run("lsattr", &[&btrfs.path(name)]);
+        let flags = tool("lsattr", &[&btrfs.path(name)]);
         let flags = flags.split_whitespace().next().unwrap_or_default();
         assert_eq!(flags.contains('C'), name == "on", "{flags}");
     }
@@ -162,7 +153,7 @@ fn new_images_lie_on_btrfs_as_asked() {
 
 /// Bytes of a file that it shares with others.
 fn shared_bytes(path: &str) -> u64 {
-    let extents = run("filefrag", &["-v", "-b4096", path]);
+    let extents = tool("filefrag", &["-v", "-b4096", path]);
     let shared =
         extents.lines().filter(|line| line.split(':').next_back().is_some_and(|flags| flags.contains("shared")));
     let blocks = |line: &str| line.split(':').nth(3).and_then(|length| length.trim().parse::<u64>().ok());
@@ -182,14 +173,14 @@ fn data_are_shared_where_the_file_system_can() {
         let mut bytes: Vec<u8> = (0..16 * MIB as u32 + 1536).map(|at| (at / 512) as u8 | 1).collect();
         bytes[4 * MIB..6 * MIB].fill(0);
         std::fs::write(path("a.raw"), &bytes).unwrap();
-        run("fallocate", &["--punch-hole", "-o", "8M", "-l", "1M", &path("a.raw")]);
+        tool("fallocate", &["--punch-hole", "-o", "8M", "-l", "1M", &path("a.raw")]);
         qemu.img(["convert", "-f", "raw", "-O", "qcow2", &path("a.raw"), &path("a.qcow2")]).expect_ok();
         let small =
             ["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4k", &path("a.raw"), &path("small.qcow2")];
         qemu.img(small).expect_ok();
         qemu.img(["create", "-q", "-f", "qcow2", "-b", "a.qcow2", "-F", "qcow2", &path("top.qcow2")]).expect_ok();
         qemu.io_commands(Path::new(&path("top.qcow2")), "qcow2", &["write -P 9 2M 1M".to_owned()]).expect_ok();
-        run("sync", &["-f", &path("a.raw")]);
+        tool("sync", &["-f", &path("a.raw")]);
         for source in ["a.raw", "a.qcow2", "small.qcow2", "top.qcow2"] {
             let format = if source == "a.raw" { "raw" } else { "qcow2" };
             let targets = [
@@ -216,7 +207,7 @@ fn data_are_shared_where_the_file_system_can() {
                 if to == "qcow2" {
                     assert_eq!(qemu.check(Path::new(&target), "qcow2").code, 0, "{case}");
                 }
-                run("sync", &["-f", &target]);
+                tool("sync", &["-f", &target]);
                 let shared = shared_bytes(&target);
                 let wanted = shared_mib * MIB as u64;
                 assert!(if wanted == 0 { shared == 0 } else { shared >= wanted }, "{case}: {shared} bytes are shared");
@@ -382,10 +373,10 @@ fn an_image_uses_what_its_device_has_grown_by() {
     let said = io(&["discard 0 1M", "write -P 3 32M 512k", "read -P 3 32M 512k"]);
     assert!(!said.contains("failed"), "{said}");
     std::fs::File::options().append(true).open(&below).unwrap().set_len(32 * MIB as u64).unwrap();
-    run("losetup", &["--set-capacity", &device.0]);
+    tool("losetup", &["--set-capacity", &device.0]);
     let said = io(&["write -P 4 1M 8M", "flush", "read -P 4 1M 8M", "read -P 3 32M 512k"]);
     assert!(!said.contains("failed"), "{said}");
-    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    tool("kill", &["-TERM", &daemon.0.id().to_string()]);
     assert!(daemon.0.wait().expect("it ends").success());
     qemu.expect_clean(Path::new(&device.0));
 }
@@ -405,7 +396,7 @@ fn an_image_lives_in_an_export_as_in_a_file() {
             std::thread::yield_now();
         }
         live_in_a_container(&format!("nbd+unix:///?socket={}", socket.display()), cluster_size);
-        run("kill", &["-TERM", &daemon.0.id().to_string()]);
+        tool("kill", &["-TERM", &daemon.0.id().to_string()]);
         assert!(daemon.0.wait().expect("it ends").success());
     }
 }
@@ -478,7 +469,7 @@ fn a_daemon_lives_through_a_full_disk() {
     assert!(!io(&["write -P 1 0 2M", "flush"]).contains("failed"));
     // Another file takes the rest of the disk.
     let fill = format!("! dd if=/dev/zero of={filler} bs=64k 2>/dev/null && sync");
-    run("sh", &["-c", &fill]);
+    tool("sh", &["-c", &fill]);
     let said = io(&["write -P 2 8M 4M"]);
     assert!(said.contains("No space left on device"), "{said}");
     let event = loop {
@@ -496,7 +487,7 @@ fn a_daemon_lives_through_a_full_disk() {
     std::fs::remove_file(&filler).expect("room again");
     let said = io(&["write -P 4 8M 4M", "flush", "read -P 4 8M 4M"]);
     assert!(!said.contains("failed") && !said.contains("No space"), "{said}");
-    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    tool("kill", &["-TERM", &daemon.0.id().to_string()]);
     assert!(daemon.0.wait().expect("it ends").success());
     drop(events);
     qemu.expect_clean(Path::new(&image));
@@ -561,7 +552,7 @@ fn a_device_is_not_copied_onto_itself_by_another_node() {
     let node = folder.path().join("node").to_str().unwrap().to_owned();
     let number = std::fs::metadata(&device.0).unwrap().rdev();
     let (major, minor) = ((number >> 8 & 0xfff).to_string(), (number & 0xff | number >> 12 & 0xfff00).to_string());
-    run("mknod", &[&node, "b", &major, &minor]);
+    tool("mknod", &[&node, "b", &major, &minor]);
     for arguments in [
         &["convert", "-f", "raw", "-O", "qcow2", &device.0, &node][..],
         &["convert", "-U", "-f", "raw", "-O", "raw", &device.0, &node],
@@ -689,7 +680,7 @@ fn drives_are_copied_to_a_device() {
         let copy = ["compare", "-q", "-U", "-f", "qcow2", "-F", "qcow2", &device.0, &image];
         qemu.img(copy).expect_ok();
     }
-    run("kill", &["-TERM", &daemon.0.id().to_string()]);
+    tool("kill", &["-TERM", &daemon.0.id().to_string()]);
     assert!(daemon.0.wait().expect("it ends").success());
     assert!(std::fs::symlink_metadata(path("link")).expect("a link").is_symlink());
 }

@@ -5,6 +5,7 @@ use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::fault::{FaultAction, FaultRule, IoType};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +23,7 @@ impl Bench {
     fn new() -> Bench {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = folder.path().join("a.qcow2").to_str().unwrap().to_owned();
-        qemu_img(&["create", "-q", "-f", "qcow2", &image, "64M"]);
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", &image, "64M"]);
         Bench { _folder: folder, image }
     }
 
@@ -42,11 +43,6 @@ impl Bench {
         let check = Command::new("qemu-img").args(["check", &self.image]).output().expect("qemu-img must be installed");
         assert!(matches!(check.status.code(), Some(0 | 3)), "{}", String::from_utf8_lossy(&check.stdout));
     }
-}
-
-fn qemu_img(args: &[&str]) {
-    let output = Command::new("qemu-img").args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 fn write(node: &Node, cluster: u64, fill: u8) -> Result<()> {
@@ -253,8 +249,8 @@ fn the_steps_of_the_format_are_events() {
         rt::block_on(plain.close()).unwrap();
         let image = Path::new(&bench.image).with_file_name(format!("{kind}.qcow2")).display().to_string();
         match *kind {
-            "over" => qemu_img(&["create", "-q", "-f", "qcow2", "-b", &bench.image, "-F", "qcow2", &image]),
-            "compressed" => qemu_img(&["convert", "-c", "-O", "qcow2", &bench.image, &image]),
+            "over" => tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &bench.image, "-F", "qcow2", &image]),
+            "compressed" => tool("qemu-img", &["convert", "-c", "-O", "qcow2", &bench.image, &image]),
             _ => std::fs::rename(&bench.image, &image).unwrap(),
         }
         let options = format!(
@@ -302,7 +298,7 @@ fn rules_come_from_a_file() {
     // An image can't name such a file.
     let over = Path::new(&bench.image).with_file_name("over.qcow2").display().to_string();
     let backing = format!("blkdebug:{config}:{}", bench.image);
-    qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", &backing, "-F", "qcow2", &over, "64M"]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-u", "-b", &backing, "-F", "qcow2", &over, "64M"]);
     let error = refused(rt::block_on(open(OpenRequest::file(&over))));
     assert!(error.contains("policy"), "{error}");
 }

@@ -4,6 +4,7 @@
 
 use cowshed_image::{Node, OpenRequest, Preallocation, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::{finish, run_to_code};
 use cowshed_types::{Errno, Result};
 use std::path::Path;
 use std::process::Command;
@@ -90,28 +91,24 @@ const STEPS: &[Step] = &[
     Step { event: "l1_grow_activate_table", options: TINY, size: "1M", ours: grow_l1, theirs: "truncate 64M" },
 ];
 
-fn run(program: &str, args: &[&str]) -> (i32, String) {
-    let output = Command::new(program).args(args).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
-    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    (output.status.code().unwrap_or(-1), text)
+fn create(image: &str, step: &Step) {
+    run_to_code("qemu-img", &["create", "-q", "-f", "qcow2", "-o", step.options, image, step.size], &[0]);
+    let kept = format!("write -P {KEPT_FILL} 0 {KEPT_BYTES}");
+    run_to_code("qemu-io", &["-f", "qcow2", "-c", &kept, image], &[0]);
 }
 
-fn create(image: &str, step: &Step) {
-    let (code, text) = run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", step.options, image, step.size]);
-    assert_eq!(code, 0, "{text}");
-    let kept = format!("write -P {KEPT_FILL} 0 {KEPT_BYTES}");
-    let (code, text) = run("qemu-io", &["-f", "qcow2", "-c", &kept, image]);
-    assert_eq!(code, 0, "{text}");
+/// Leaks are no errors.
+fn expect_no_errors(image: &str, step: &Step) {
+    let said = finish(Command::new("qemu-img").args(["check", image]));
+    assert!(matches!(said.code, Some(0 | 3)), "{}: {said:?}", step.event);
 }
 
 /// The image has no error, and holds what was flushed.
 fn expect_sound(image: &str, step: &Step) {
-    let (code, text) = run("qemu-img", &["check", image]);
-    assert!(matches!(code, 0 | 3), "{}: {text}", step.event);
+    expect_no_errors(image, step);
     let kept = format!("read -P {KEPT_FILL} 0 {KEPT_BYTES}");
-    let (code, text) = run("qemu-io", &["-r", "-f", "qcow2", "-c", &kept, image]);
-    assert!(code == 0 && !text.contains("failed"), "{}: {text}", step.event);
+    let text = run_to_code("qemu-io", &["-r", "-f", "qcow2", "-c", &kept, image], &[0]);
+    assert!(!text.contains("failed"), "{}: {text}", step.event);
 }
 
 fn open_with_fault(image: &str, event: &str) -> Arc<Node> {
@@ -144,8 +141,8 @@ fn error_at_any_step_costs_no_flushed_data() {
         expect_sound(&image, step);
         if flushed.is_ok() {
             let range = format!("read -P 3 {} {}", more.0, more.1);
-            let (code, text) = run("qemu-io", &["-r", "-f", "qcow2", "-c", &range, &image]);
-            assert!(code == 0 && !text.contains("failed"), "{}: {text}", step.event);
+            let text = run_to_code("qemu-io", &["-r", "-f", "qcow2", "-c", &range, &image], &[0]);
+            assert!(!text.contains("failed"), "{}: {text}", step.event);
         }
         // It is an image as any other from then on: the same operation succeeds.
         let node = rt::block_on(open(OpenRequest::file(&image).format("qcow2").writable(true)))
@@ -166,10 +163,10 @@ fn qemu_raises_the_same_events_in_the_same_operations() {
         let text = format!("[inject-error]\nevent = \"{}\"\nerrno = \"{ERRNO}\"\nonce = \"on\"\n", step.event);
         std::fs::write(&rules, text).unwrap();
         let name = format!("blkdebug:{}:{image}", rules.display());
-        let (_, text) = run("qemu-io", &["-f", "qcow2", "-c", step.theirs, &name]);
+        let said = finish(Command::new("qemu-io").args(["-f", "qcow2", "-c", step.theirs, &name]));
+        let text = said.out + &said.err;
         assert!(text.contains("No space left on device"), "{}: {text}", step.event);
         assert!(Path::new(&image).exists());
-        let (code, text) = run("qemu-img", &["check", &image]);
-        assert!(matches!(code, 0 | 3), "{}: {text}", step.event);
+        expect_no_errors(&image, step);
     }
 }

@@ -6,15 +6,9 @@
 use cowshed_codec::{Codec, ZlibMode};
 use cowshed_layout::bytes::{be64_entries, be64_table};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, Header, L1Entry, L2Entry, L2Format};
+use cowshed_testkit::programs::run;
 use cowshed_types::{Compression, HostOffset};
 use std::path::Path;
-use std::process::Command;
-
-fn qemu_img(dir: &Path, arguments: &[&str]) {
-    let output = Command::new("qemu-img").args(arguments).current_dir(dir).output();
-    let output = output.unwrap_or_else(|error| panic!("qemu-img must be installed for this test: {error}"));
-    assert!(output.status.success(), "qemu-img {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// 8 MiB: this test's own program (as real data as there is everywhere), text, zeroes, noise.
 fn source() -> Vec<u8> {
@@ -68,7 +62,7 @@ fn clusters_written_by_qemu_inflate_to_the_source() {
         "compression_type=zlib,extended_l2=on",
         "compat=0.10,cluster_size=16k",
     ] {
-        qemu_img(dir.path(), &["convert", "-c", "-O", "qcow2", "-o", options, "source.raw", "a.qcow2"]);
+        run("qemu-img", dir.path(), &["convert", "-c", "-O", "qcow2", "-o", options, "source.raw", "a.qcow2"]);
         let image = std::fs::read(dir.path().join("a.qcow2")).unwrap();
         let header = Header::parse(&image).unwrap();
         let codec = Codec::new(header.compression());
@@ -89,7 +83,7 @@ fn clusters_written_by_qemu_inflate_to_the_source() {
 /// An image of one L2 table, built by hand, with every cluster that shrinks compressed by `codec` and packed.
 fn build(source: &[u8], codec: Codec, options: &str, dir: &Path) {
     let size = source.len().to_string();
-    qemu_img(dir, &["create", "-q", "-f", "qcow2", "-o", options, "ours.qcow2", &size]);
+    run("qemu-img", dir, &["create", "-q", "-f", "qcow2", "-o", options, "ours.qcow2", &size]);
     let mut image = std::fs::read(dir.join("ours.qcow2")).unwrap();
     let header = Header::parse(&image).unwrap();
     let cluster_size = header.cluster_size() as usize;
@@ -138,6 +132,6 @@ fn clusters_that_we_write_are_read_by_qemu() {
     ] {
         build(&source, codec, options, dir.path());
         // Refcounts aren't built here, so this compares what is read and leaves `check` to other tests.
-        qemu_img(dir.path(), &["compare", "-q", "-f", "qcow2", "-F", "raw", "ours.qcow2", "source.raw"]);
+        run("qemu-img", dir.path(), &["compare", "-q", "-f", "qcow2", "-F", "raw", "ours.qcow2", "source.raw"]);
     }
 }

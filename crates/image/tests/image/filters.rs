@@ -9,6 +9,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::{Errno, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -67,19 +68,11 @@ fn armed_rules_fail_what_they_match() {
     rt::block_on(node.close()).unwrap();
 }
 
-fn qemu_img(arguments: &[&str]) -> String {
-    let output = std::process::Command::new("qemu-img").args(arguments).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("qemu-img can't be run ({error}): scripts/setup test installs it"));
-    assert!(output.status.success(), "qemu-img {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
 /// An image with two megabytes in it, stored behind whatever `between` says; `{}` there is its file's name.
 fn used_behind(between: &str) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
-    qemu_img(&["create", "-q", "-f", "qcow2", &path, "16M"]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &path, "16M"]);
     let graph = Graph::new(&cowshed_image::DRIVERS);
     graph.throttle_groups().create("g", Limits::new()).unwrap();
     let options = format!("driver=qcow2,node-name=q,discard=unmap,{}", between.replace("{}", &path));
@@ -106,7 +99,7 @@ fn used_behind(between: &str) {
         drop((filter, node));
         graph.delete("q").await.unwrap();
     });
-    qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+    tool("qemu-img", &["check", "-q", "-f", "qcow2", &path]);
     let node = open_opts(&format!("driver=qcow2,file.filename={path}"));
     assert_eq!(node.size(), 24 << 20);
     for at in [0, 2, 3, 15, 17, 31u64] {
@@ -139,7 +132,7 @@ fn an_image_may_be_stored_behind_any_filter() {
 fn a_filter_below_an_image_fails_its_requests() {
     let (folder, _) = disk(&[]);
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
-    qemu_img(&["create", "-q", "-f", "qcow2", &path, "16M"]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &path, "16M"]);
     let node = open_opts(&format!("driver=qcow2,file.driver=fault,file.file.filename={path}"));
     write(&node, 0, &[1; 65536]).unwrap();
     let filter = node.child(ChildRole::File).unwrap();
@@ -154,7 +147,7 @@ fn a_filter_below_an_image_fails_its_requests() {
     fault.arm(FaultRule::once(FaultOp::Read, Errno::EIO));
     assert!(read(&node, 0, 4096).is_err());
     rt::block_on(node.close()).unwrap();
-    qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+    tool("qemu-img", &["check", "-q", "-f", "qcow2", &path]);
 }
 
 #[test]
@@ -162,10 +155,10 @@ fn images_stand_in_windows_and_in_other_images_too() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let (inner, outer, window) = (path("inner"), path("outer"), path("window"));
-    qemu_img(&["create", "-q", "-f", "qcow2", &inner, "8M"]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &inner, "8M"]);
     // The image as the content of a larger one, and behind a megabyte of something else.
-    qemu_img(&["convert", "-q", "-f", "raw", "-O", "qcow2", &inner, &outer]);
-    qemu_img(&["resize", "-q", "-f", "qcow2", &outer, "32M"]);
+    tool("qemu-img", &["convert", "-q", "-f", "raw", "-O", "qcow2", &inner, &outer]);
+    tool("qemu-img", &["resize", "-q", "-f", "qcow2", &outer, "32M"]);
     std::fs::write(&window, [vec![0x55; 1 << 20], std::fs::read(&inner).unwrap()].concat()).unwrap();
     for options in [
         format!("driver=qcow2,file.driver=qcow2,file.file.filename={outer}"),
@@ -180,9 +173,9 @@ fn images_stand_in_windows_and_in_other_images_too() {
         rt::block_on(node.close()).unwrap();
     }
     assert_eq!(std::fs::read(&window).unwrap()[..1 << 20], vec![0x55; 1 << 20]);
-    qemu_img(&["check", "-q", "-f", "qcow2", &outer]);
+    tool("qemu-img", &["check", "-q", "-f", "qcow2", &outer]);
     let nested = format!("driver=qcow2,file.driver=qcow2,file.file.driver=file,file.file.filename={outer}");
-    qemu_img(&["check", "-q", "--image-opts", &nested]);
+    tool("qemu-img", &["check", "-q", "--image-opts", &nested]);
     // A window of a fixed length gets full.
     std::fs::File::options().write(true).open(&window).unwrap().set_len(4 << 20).unwrap();
     let fixed =

@@ -10,25 +10,19 @@ use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_types::{ErrorKind, Result};
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cowshed_testkit::held;
+use cowshed_testkit::programs::tool;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-fn qemu_img(args: &[&str]) -> String {
-    let output = Command::new("qemu-img").args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
 fn image(folder: &Path, name: &str, size: &str, options: &str) -> String {
     let path = folder.join(name).to_str().unwrap().to_owned();
-    qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, size]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, &path, size]);
     path
 }
 
@@ -192,11 +186,11 @@ fn snapshots_under_load_lose_nothing() {
         rt::block_on(graph.delete(&format!("n{number}"))).unwrap();
     }
     for (path, below) in paths[1..].iter().zip(&paths) {
-        qemu_img(&["rebase", "-q", "-u", "-F", "qcow2", "-b", below, path]);
-        qemu_img(&["check", "-q", path]);
+        tool("qemu-img", &["rebase", "-q", "-u", "-F", "qcow2", "-b", below, path]);
+        tool("qemu-img", &["check", "-q", path]);
     }
     let raw = folder.path().join("all.raw");
-    qemu_img(&["convert", "-O", "raw", &paths[4], raw.to_str().unwrap()]);
+    tool("qemu-img", &["convert", "-O", "raw", &paths[4], raw.to_str().unwrap()]);
     let bytes = std::fs::read(raw).unwrap();
     for (block, version) in versions.iter().enumerate().filter(|(_, version)| **version > 0) {
         let at = block * BLOCK as usize;
@@ -272,7 +266,7 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
     assert_eq!(locks(&path), READER);
     assert!(node.is_read_only() && node.discards(), "as in QEMU what is said of discards stays");
     // Complete on disk, though the node is still open and was never closed.
-    qemu_img(&["check", "-q", &path]);
+    tool("qemu-img", &["check", "-q", &path]);
     assert_eq!(read(&reader.queue(), 0, 2).unwrap(), [7, 7]);
     reopen(&graph, &[changed(&node, "read-only=off,lazy-refcounts=on")]).unwrap();
     let writer = export(&graph, &node, "w", true).unwrap();
@@ -297,7 +291,7 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
     rt::block_on(reader.detach()).unwrap();
     rt::block_on(graph.close_all()).unwrap();
     assert_eq!(locks(&path), [0u64; 0]);
-    qemu_img(&["check", "-q", &path]);
+    tool("qemu-img", &["check", "-q", &path]);
 }
 
 #[test]
@@ -334,7 +328,7 @@ fn caches_change_under_writers() {
     assert!(reopen(&graph, &all).is_err());
     rt::block_on(attachment.detach()).unwrap();
     rt::block_on(graph.close_all()).unwrap();
-    qemu_img(&["check", "-q", &path]);
+    tool("qemu-img", &["check", "-q", &path]);
 }
 
 #[test]
@@ -499,7 +493,7 @@ fn a_relink_that_fails_leaves_header_and_graph_as_they_were() {
     assert!(node.is_read_only() && node.child(ChildRole::File).unwrap().is_read_only());
     assert!(Arc::ptr_eq(&node.backing().unwrap(), &base_node));
     rt::block_on(graph.close_all()).unwrap();
-    let info = qemu_img(&["info", &path]);
+    let info = tool("qemu-img", &["info", &path]);
     assert!(info.contains(&format!("backing file: {base}\n")) && info.contains("backing file format: qcow2"), "{info}");
 }
 

@@ -6,19 +6,14 @@ use cowshed_image::open::{FileKind, Files, HostFiles, Policy};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
+use cowshed_testkit::programs::run;
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use serde_json::json;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-fn qemu_img(folder: &Path, args: &[&str]) {
-    let output = Command::new("qemu-img").current_dir(folder).args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "qemu-img {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 fn path(folder: &tempfile::TempDir, name: &str) -> String {
@@ -250,7 +245,8 @@ fn a_guessed_raw_disk_keeps_its_ends_raw() {
 #[test]
 fn loops_and_missing_backing_files_are_named() {
     let folder = folder();
-    let create = |args: &[&str]| qemu_img(folder.path(), &[&["create", "-q", "-u", "-f", "qcow2"], args].concat());
+    let create =
+        |args: &[&str]| run("qemu-img", folder.path(), &[&["create", "-q", "-u", "-f", "qcow2"], args].concat());
     create(&["-F", "qcow2", "-b", "self.qcow2", "moved.qcow2", "1M"]);
     std::fs::rename(path(&folder, "moved.qcow2"), path(&folder, "self.qcow2")).unwrap();
     create(&["-F", "qcow2", "-b", "two.qcow2", "one.qcow2", "1M"]);
@@ -279,7 +275,7 @@ fn loops_and_missing_backing_files_are_named() {
 fn the_policy_says_what_an_image_may_name() {
     let folder = folder();
     raw_file(&folder, "base.raw", &[0; 1 << 20]);
-    let create = |args: &[&str]| qemu_img(folder.path(), &[&["create", "-q", "-f", "qcow2"], args].concat());
+    let create = |args: &[&str]| run("qemu-img", folder.path(), &[&["create", "-q", "-f", "qcow2"], args].concat());
     create(&["-F", "raw", "-b", "base.raw", "top.qcow2"]);
     create(&["-o", "data_file=data.raw", "data.qcow2", "1M"]);
     create(&["-u", "-F", "raw", "-b", r#"json:{"driver":"file","filename":"/dev/null"}"#, "json.qcow2", "1M"]);
@@ -392,8 +388,8 @@ fn unwritable_file_is_read_where_allowed() {
 fn lazy_refcounts_need_version_3() {
     const SENTENCE: &str = "Lazy refcounts require a qcow2 image with at least qemu 1.1 compatibility level";
     let folder = folder();
-    qemu_img(folder.path(), &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "old.qcow2", "1M"]);
-    qemu_img(folder.path(), &["create", "-q", "-f", "qcow2", "new.qcow2", "1M"]);
+    run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "old.qcow2", "1M"]);
+    run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "new.qcow2", "1M"]);
     let request = |name: &str, lazy: &str, writable: bool| {
         let options = format!("driver=qcow2,lazy-refcounts={lazy},file.filename={}", path(&folder, name));
         OpenRequest::image_opts(&options).unwrap().writable(writable)

@@ -5,6 +5,7 @@ use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::{ErrorKind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,17 +34,9 @@ impl Files {
     }
 
     fn qcow2(&self, name: &str, size: &str) -> String {
-        qemu_img(&["create", "-q", "-f", "qcow2", &self.text(name), size]);
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", &self.text(name), size]);
         self.text(name)
     }
-}
-
-fn qemu_img(arguments: &[&str]) -> String {
-    let output = std::process::Command::new("qemu-img").args(arguments).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("qemu-img can't be run ({error}): scripts/setup test installs it"));
-    assert!(output.status.success(), "qemu-img {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 fn opened(options: &str, writable: bool) -> Result<Arc<Node>> {
@@ -87,7 +80,7 @@ fn compressed_writes_of_any_place_read_back() {
     model[66_000..266_000].fill(0);
     assert_eq!(read(&node, 0, model.len()).unwrap(), model);
     close(&node);
-    qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+    tool("qemu-img", &["check", "-q", "-f", "qcow2", &path]);
     let image = opened(&format!("driver=qcow2,file.filename={path}"), false).unwrap();
     assert_eq!(read(&image, 0, model.len()).unwrap(), model);
     let runs = rt::block_on(image.block_status(0, image.size(), 64)).unwrap();
@@ -101,7 +94,7 @@ fn a_compress_filter_follows_the_clusters_of_an_overlay() {
         let files = Files::new();
         for (name, cluster) in [("base", below), ("overlay", above)] {
             let cluster = format!("cluster_size={cluster}");
-            qemu_img(&["create", "-q", "-f", "qcow2", "-o", &cluster, &files.text(name), "8M"]);
+            tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &cluster, &files.text(name), "8M"]);
         }
         let graph = Graph::new(&cowshed_image::DRIVERS);
         let add = |options: String| rt::block_on(graph.add(BlockdevOptions::from_keyval(&options).unwrap())).unwrap();
@@ -121,7 +114,7 @@ fn a_compress_filter_follows_the_clusters_of_an_overlay() {
         model[100_000..200_000].fill(0);
         assert!(read(&filter, 0, model.len()).unwrap() == model, "{below} below, {above} above");
         rt::block_on(graph.close_all()).unwrap();
-        qemu_img(&["check", "-q", "-f", "qcow2", &name]);
+        tool("qemu-img", &["check", "-q", "-f", "qcow2", &name]);
     }
 }
 
@@ -173,14 +166,14 @@ fn space_ahead_is_there_while_the_file_grows_and_gone_afterwards() {
     assert!(len(&files.path("a")) < 4 * MIB, "{}", len(&files.path("a")));
     for name in ["a", "cut"] {
         let path = files.text(name);
-        qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+        tool("qemu-img", &["check", "-q", "-f", "qcow2", &path]);
         let node = opened(&format!("driver=qcow2,file.filename={path}"), true).unwrap();
         for at in 1..32 {
             assert_eq!(read(&node, at * 65536, 65536).unwrap(), vec![at as u8; 65536], "{name} {at}");
         }
         write(&node, 100 << 16, &[9; 65536]).unwrap();
         close(&node);
-        qemu_img(&["check", "-q", "-f", "qcow2", &path]);
+        tool("qemu-img", &["check", "-q", "-f", "qcow2", &path]);
     }
 }
 
@@ -371,7 +364,7 @@ fn branches_of_one_opening_share_a_base() {
     let base = files.raw("base", &[7; MIB as usize]);
     let (one, two) = (files.text("one"), files.text("two"));
     for overlay in [&one, &two] {
-        qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", overlay]);
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", overlay]);
     }
     let child = |key: &str, name: &str| format!("{key}.driver=qcow2,{key}.file.driver=file,{key}.file.filename={name}");
     let trees = [
@@ -384,7 +377,7 @@ fn branches_of_one_opening_share_a_base() {
         assert_eq!(read(&node, 4096, 512).unwrap(), vec![7; 512], "{tree}");
         close(&node);
     }
-    qemu_img(&["rebase", "-u", "-b", &two, "-F", "qcow2", &two]);
+    tool("qemu-img", &["rebase", "-u", "-b", &two, "-F", "qcow2", &two]);
     for tree in &trees {
         let error = opened(tree, true).expect_err("a loop");
         assert!(error.to_string().contains("the chain loops"), "{tree}: {error}");

@@ -2,12 +2,13 @@
 //! The driver `nbd`: against qemu-nbd, nbdkit and our own server.
 
 use crate::served::foreign::Foreign;
-use crate::served::{Served, run, text, write_pattern};
+use crate::served::{Served, text, write_pattern};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, StatusExtent, ZeroFlags, open};
 use cowshed_nbd::{ClientOptions, list_exports};
 use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_types::ErrorKind;
 use std::sync::Arc;
@@ -203,7 +204,7 @@ fn images_and_backing_files_may_be_on_a_server() {
         write(&node, 4096, b"changed in place").await;
         node.close().await.expect("close");
     });
-    run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &server.uri(), text(&top)]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &server.uri(), text(&top)]);
     rt::block_on(async {
         let node = open(OpenRequest::file(text(&top)).format("qcow2").writable(true)).await.expect("open the overlay");
         assert!(read(&node, 4096, 16).await == b"changed in place");
@@ -236,12 +237,12 @@ fn a_map_shows_the_metadata_context_that_is_asked_for() {
     let (base, top) = (dir.path().join("base.qcow2"), dir.path().join("top.qcow2"));
     qemu.create(&base, "qcow2", "", SIZE);
     qemu.io_commands(&base, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
-    run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&top)]);
-    run("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "b"]);
-    run("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "clean"]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&top)]);
+    tool("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "b"]);
+    tool("qemu-img", &["bitmap", "--add", "-g", "64k", text(&top), "clean"]);
     let writes = ["write -P 2 512k 64k", "write -P 3 3M 1M", "write -z 7M 128k", "write -P 0 7M 64k"];
     qemu.io_commands(&top, "qcow2", &writes.map(str::to_owned)).expect_ok();
-    run("qemu-img", &["bitmap", "--clear", text(&top), "clean"]);
+    tool("qemu-img", &["bitmap", "--clear", text(&top), "clean"]);
     let socket = dir.path().join("socket");
     let all = ["-k", "SOCKET", "-t", "-r", "--shared=8", "-A", "-B", "b", "-B", "clean", "-f", "qcow2", text(&top)];
     let _server = Foreign::start("qemu-nbd", &socket, &all);

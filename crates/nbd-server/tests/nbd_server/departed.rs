@@ -11,6 +11,7 @@ use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle, Request};
 use cowshed_nbd_server::{Event, Limits, ServerConfig};
 use cowshed_storage::{Socket, SocketAddress, rt};
+use cowshed_testkit::waiting::await_that;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -20,7 +21,6 @@ use std::time::{Duration, Instant};
 
 const SIZE: u64 = 64 << 20;
 const NONE: CommandFlags = CommandFlags(0);
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Where the writes go.
 const AT: u64 = 1 << 20;
 const LEN: usize = 4096;
@@ -48,14 +48,6 @@ fn serve(limits: Limits) -> (Served, Arc<Node>) {
 
 fn small_budget() -> Limits {
     Limits { max_bytes_in_flight: 2 << 20, ..Limits::default() }
-}
-
-fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !holds() {
-        assert!(Instant::now() < until, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn operations(node: &Node) -> u64 {

@@ -410,6 +410,7 @@ fn waiting_client_keeps_its_time_and_frees_its_seat() {
     await_connections(&served, 3);
     drop(gone);
     await_connections(&served, 2);
+    // The time that a client in negotiation has is over by then.
     std::thread::sleep(2 * timeout);
     assert_eq!(busy.ask(Command::Read, NONE, 0, 512).errno, 0);
     drop(busy);

@@ -4,13 +4,15 @@
 //! at once, does so under TLS, and goes on with a server that was started again.
 
 use crate::served::foreign::Foreign;
-use crate::served::{Served, make_credentials, run, text};
+use crate::served::{Served, text};
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command as NbdCommand, HeaderStyle, Request};
 use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_testkit::credentials::make_credentials;
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, peers_dir, temp_dir};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -172,7 +174,7 @@ fn work_by_qemu(qemu: &Qemu, place: &Place, options: &str, objects: &[&str]) {
 }
 
 fn work_by_libnbd(libnbd: &Libnbd, place: &Place, uri: &str, wanted: &str) {
-    run(text(&libnbd.python), &[LIBNBD, "work", uri, text(&place.path("initial.raw")), wanted]);
+    tool(text(&libnbd.python), &[LIBNBD, "work", uri, text(&place.path("initial.raw")), wanted]);
 }
 
 #[test]
@@ -210,12 +212,12 @@ fn our_server_works_with_the_clients_of_libnbd() {
         let (served, port) = place.serve(Some(place.dir.path()));
         let uri = format!("nbds://localhost:{port}/?tls-certificates={}", place.dir.path().display());
         let copy = place.path("copy.raw");
-        run(text(&libnbd.copy), &["--connections=2", &uri, text(&copy)]);
+        tool(text(&libnbd.copy), &["--connections=2", &uri, text(&copy)]);
         assert!(std::fs::read(&copy).expect("the copy") == worked(), "{whose}");
-        run(text(&libnbd.copy), &["--connections=2", "--flush", text(&place.path("initial.raw")), &uri]);
-        let info: serde_json::Value = serde_json::from_str(&run(text(&libnbd.info), &["--json", &uri])).expect("JSON");
+        tool(text(&libnbd.copy), &["--connections=2", "--flush", text(&place.path("initial.raw")), &uri]);
+        let info: serde_json::Value = serde_json::from_str(&tool(text(&libnbd.info), &["--json", &uri])).expect("JSON");
         assert_eq!((&info["TLS"], &info["exports"][0]["export-size"]), (&true.into(), &SIZE.into()), "{info}");
-        let map = run(text(&libnbd.info), &["--json", "--map", &uri]);
+        let map = tool(text(&libnbd.info), &["--json", "--map", &uri]);
         assert!(map.contains("\"data\""), "{map}");
         work_by_libnbd(&libnbd, &place, &uri, "tls");
         served.stop();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The clients that people use: nbdinfo, nbdcopy, qemu-img, qemu-io.
 
-use crate::served::{Served, run, run_failing, write_pattern};
+use crate::served::{Served, write_pattern};
 use cowshed_image::OpenRequest;
 use cowshed_nbd_server::{Event, Server, ServerConfig};
+use cowshed_testkit::programs::{failing_tool, tool};
 use cowshed_testkit::qemu::Qemu;
 
 const SIZE: u64 = 8 << 20;
@@ -19,7 +20,7 @@ fn serve_overlay() -> (Served, Vec<u8>) {
     let content = write_pattern(&raw, SIZE, 7);
     let qemu = Qemu::system();
     qemu.convert((&raw, "raw"), (&base, "qcow2"), &[]);
-    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "qcow2", text(&top)]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "qcow2", text(&top)]);
     served.export(OpenRequest::file(text(&top)).writable(true).discard(true), |export| {
         export.description = "the top of a chain".to_owned();
         export.allocation_depth = true;
@@ -30,7 +31,7 @@ fn serve_overlay() -> (Served, Vec<u8>) {
 #[test]
 fn nbdinfo_sees_the_export_as_it_is() {
     let (served, _) = serve_overlay();
-    let info = run("nbdinfo", &["--json", &served.uri("")]);
+    let info = tool("nbdinfo", &["--json", &served.uri("")]);
     let info: serde_json::Value = serde_json::from_str(&info).expect("JSON");
     let export = &info["exports"][0];
     assert_eq!(info["protocol"], "newstyle-fixed");
@@ -48,10 +49,10 @@ fn nbdinfo_sees_the_export_as_it_is() {
     let contexts: Vec<&str> =
         export["contexts"].as_array().expect("a list").iter().filter_map(|c| c.as_str()).collect();
     assert_eq!(contexts, ["base:allocation", "qemu:allocation-depth"]);
-    assert_eq!(run("nbdinfo", &["--size", &served.uri("")]).trim(), SIZE.to_string());
-    let listed = run("nbdinfo", &["--list", &served.uri("")]);
+    assert_eq!(tool("nbdinfo", &["--size", &served.uri("")]).trim(), SIZE.to_string());
+    let listed = tool("nbdinfo", &["--list", &served.uri("")]);
     assert!(listed.contains("the top of a chain"), "{listed}");
-    let error = run_failing("nbdinfo", &[&served.uri("other")]);
+    let error = failing_tool("nbdinfo", &[&served.uri("other")]);
     assert!(error.contains("other"), "{error}");
     served.stop();
 }
@@ -65,12 +66,12 @@ fn every_client_reads_the_content() {
     {
         let uri = served.uri("");
         let arguments: Vec<&str> = arguments.iter().copied().chain([uri.as_str(), text(&copy)]).collect();
-        run("nbdcopy", &arguments);
+        tool("nbdcopy", &arguments);
         assert!(std::fs::read(&copy).expect("read") == content, "nbdcopy {arguments:?}");
     }
-    run("qemu-img", &["convert", "-O", "raw", &served.uri(""), text(&copy)]);
+    tool("qemu-img", &["convert", "-O", "raw", &served.uri(""), text(&copy)]);
     assert!(std::fs::read(&copy).expect("read") == content, "qemu-img convert");
-    run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &served.uri(""), text(&served.path("base.raw"))]);
+    tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", &served.uri(""), text(&served.path("base.raw"))]);
     served.stop();
 }
 
@@ -78,13 +79,13 @@ fn every_client_reads_the_content() {
 fn the_map_of_the_chain_is_that_of_qemu_nbd() {
     let (served, _) = serve_overlay();
     // In the overlay: data, zeroes, and a hole that hides the base.
-    run(
+    tool(
         "qemu-io",
         &["-f", "raw", "-c", "write -P 5 1M 128k", "-c", "write -z 2M 128k", "-c", "discard 3M 128k", &served.uri("")],
     );
-    let ours = |context: &str| run("nbdinfo", &["--json", &format!("--map={context}"), &served.uri("")]);
+    let ours = |context: &str| tool("nbdinfo", &["--json", &format!("--map={context}"), &served.uri("")]);
     let maps = ["base:allocation", "qemu:allocation-depth"].map(ours);
-    let totals = run("nbdinfo", &["--map", "--totals", &served.uri("")]);
+    let totals = tool("nbdinfo", &["--map", "--totals", &served.uri("")]);
     assert!(totals.contains("hole,zero"), "{totals}");
     let top = served.path("top.qcow2");
     let dir = served.stop();
@@ -94,7 +95,7 @@ fn the_map_of_the_chain_is_that_of_qemu_nbd() {
             "exec nbdinfo --json --map={context} -- [ qemu-nbd --read-only --allocation-depth -f qcow2 {} ]",
             top.display()
         );
-        let theirs = run("sh", &["-c", &script]);
+        let theirs = tool("sh", &["-c", &script]);
         let parse = |text: &str| -> serde_json::Value { serde_json::from_str(text).expect("JSON") };
         assert_eq!(parse(&ours), parse(&theirs), "{context}");
     }
@@ -111,10 +112,10 @@ fn clients_write_and_the_image_holds_it() {
         export.name = "target".to_owned();
         export.is_default = true;
     });
-    run("nbdcopy", &["--connections=4", "--flush", text(&source), &served.uri("target")]);
-    run("qemu-img", &["compare", "-f", "raw", "-F", "raw", text(&source), &served.uri("")]);
-    run("qemu-img", &["convert", "-n", "-f", "raw", "-O", "raw", text(&source), &served.uri("")]);
-    run(
+    tool("nbdcopy", &["--connections=4", "--flush", text(&source), &served.uri("target")]);
+    tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", text(&source), &served.uri("")]);
+    tool("qemu-img", &["convert", "-n", "-f", "raw", "-O", "raw", text(&source), &served.uri("")]);
+    tool(
         "qemu-io",
         &[
             "-f",
@@ -130,7 +131,7 @@ fn clients_write_and_the_image_holds_it() {
             &served.uri(""),
         ],
     );
-    run("qemu-io", &["-f", "raw", "-c", "read -P 9 12345 777", "-c", "read -P 0 4M 1M", &served.uri("")]);
+    tool("qemu-io", &["-f", "raw", "-c", "read -P 9 12345 777", "-c", "read -P 0 4M 1M", &served.uri("")]);
     let mut expected = content;
     expected[12345..12345 + 777].fill(9);
     expected[1 << 20..(1 << 20) + (64 << 10)].fill(0);
@@ -148,9 +149,9 @@ fn read_only_means_read_only() {
     let image = served.path("image.raw");
     let content = write_pattern(&image, SIZE, 1);
     served.export(OpenRequest::file(text(&image)).format("raw"), |_| ());
-    let info = run("nbdinfo", &[&served.uri("")]);
+    let info = tool("nbdinfo", &[&served.uri("")]);
     assert!(info.contains("is_read_only: true"), "{info}");
-    let failed = run_failing("qemu-io", &["-f", "raw", "-c", "write 0 512", &served.uri("")]);
+    let failed = failing_tool("qemu-io", &["-f", "raw", "-c", "write 0 512", &served.uri("")]);
     assert!(!failed.is_empty());
     served.stop();
     assert!(!content.is_empty());
@@ -162,7 +163,7 @@ fn events_tell_who_comes_and_goes() {
     let image = served.path("image.raw");
     write_pattern(&image, SIZE, 1);
     served.export(OpenRequest::file(text(&image)).format("raw"), |export| export.name = "disk".to_owned());
-    run("nbdinfo", &["--map", &served.uri("disk")]);
+    tool("nbdinfo", &["--map", &served.uri("disk")]);
     let events = std::sync::Arc::clone(&served.events);
     served.stop();
     let events = events.lock().unwrap();
@@ -188,7 +189,7 @@ fn who_comes_before_the_exports_waits_for_them() {
     early.read_exact(&mut greeting).expect("a greeting");
     assert_eq!(&greeting, b"NBDMAGIC");
     drop(early);
-    run("nbdinfo", &[&served.uri("")]);
+    tool("nbdinfo", &[&served.uri("")]);
     served.stop();
     // A server that never had a client stops as well.
     Served::start_prepared(ServerConfig::default(), Server::hold).stop();

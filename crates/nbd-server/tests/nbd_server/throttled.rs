@@ -12,13 +12,12 @@ use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle};
 use cowshed_nbd_server::{Export, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use cowshed_testkit::waiting::await_that;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 const NONE: CommandFlags = CommandFlags(0);
 const REQUESTS: u64 = 100;
-const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Fixture {
     server: Server<Arc<Attachment>>,
@@ -79,14 +78,6 @@ impl Fixture {
             self.attachment.detach().await.expect("detach");
         });
         std::fs::read(self.dir.path().join("disk.raw")).expect("read")
-    }
-}
-
-fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !holds() {
-        assert!(Instant::now() < until, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

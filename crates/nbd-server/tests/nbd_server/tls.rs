@@ -2,7 +2,7 @@
 //! Encrypted connections, with QEMU's and libnbd's programs at the other end, and with our own.
 
 use crate::served::wire::Wire;
-use crate::served::{Served, make_credentials, run, run_failing, write_pattern};
+use crate::served::{Served, write_pattern};
 use cowshed_image::{OpenRequest, open};
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_nbd_proto::flags::CommandFlags;
@@ -10,6 +10,8 @@ use cowshed_nbd_proto::option::{self, code, rep};
 use cowshed_nbd_proto::{Command, ReplyStyle};
 use cowshed_nbd_server::ServerConfig;
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_testkit::credentials::make_credentials;
+use cowshed_testkit::programs::{failing_tool, tool};
 use cowshed_testkit::qemu::temp_dir;
 use std::path::Path;
 
@@ -35,24 +37,24 @@ fn real_clients_talk_tls() {
     let (served, port, content) = serve(dir.path(), 2);
     let folder = dir.path().display();
     let uri = format!("nbds://localhost:{port}/?tls-certificates={folder}");
-    let info = run("nbdinfo", &[&uri]);
+    let info = tool("nbdinfo", &[&uri]);
     assert!(info.contains("with TLS"), "{info}");
     let copy = served.path("copy.raw");
-    run("nbdcopy", &["--connections=4", &uri, copy.to_str().unwrap()]);
+    tool("nbdcopy", &["--connections=4", &uri, copy.to_str().unwrap()]);
     assert!(std::fs::read(&copy).expect("read") == content);
     let creds = format!("tls-creds-x509,id=tls0,dir={folder},endpoint=client");
     let image = format!("driver=nbd,server.type=inet,server.host=localhost,server.port={port},tls-creds=tls0");
-    let map = run("qemu-img", &["map", "--output=json", "--object", &creds, "--image-opts", &image]);
+    let map = tool("qemu-img", &["map", "--output=json", "--object", &creds, "--image-opts", &image]);
     assert!(map.contains("\"data\""), "{map}");
-    run(
+    tool(
         "qemu-io",
         &["--object", &creds, "--image-opts", &image, "-c", "write -P 3 100k 300k", "-c", "read -P 3 100k 300k"],
     );
     // Without encryption, and without a certificate.
-    run_failing("nbdinfo", &[&format!("nbd://localhost:{port}/")]);
+    failing_tool("nbdinfo", &[&format!("nbd://localhost:{port}/")]);
     let bare = temp_dir();
     std::fs::copy(dir.path().join("ca-cert.pem"), bare.path().join("ca-cert.pem")).expect("copy");
-    run_failing("nbdinfo", &[&format!("nbds://localhost:{port}/?tls-certificates={}", bare.path().display())]);
+    failing_tool("nbdinfo", &[&format!("nbds://localhost:{port}/?tls-certificates={}", bare.path().display())]);
     served.stop();
 }
 
@@ -75,7 +77,7 @@ cp ca-cert.pem client-cert.pem client-key.pem "$2"
 openssl x509 -req -in client.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile client.ext \
   -out client-cert.pem 2>/dev/null
 "#;
-    run("bash", &["-c", script, "bash", dir.path().to_str().unwrap(), old.path().to_str().unwrap()]);
+    tool("bash", &["-c", script, "bash", dir.path().to_str().unwrap(), old.path().to_str().unwrap()]);
     let (served, port, _) = serve(dir.path(), 1);
     let uri = |folder: &Path| format!("nbds://localhost:{port}/?tls-certificates={}", folder.display());
     let reads = |folder: &Path| {
@@ -85,15 +87,15 @@ openssl x509 -req -in client.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateseri
             result.and(node.close().await)
         })
     };
-    run("nbdinfo", &[&uri(dir.path())]);
+    tool("nbdinfo", &[&uri(dir.path())]);
     reads(dir.path()).expect("the new certificate is good");
-    run_failing("nbdinfo", &[&uri(old.path())]);
+    failing_tool("nbdinfo", &[&uri(old.path())]);
     reads(old.path()).expect_err("the old one isn't");
     // Without the list it was.
     std::fs::remove_file(dir.path().join("ca-crl.pem")).expect("remove");
     served.stop();
     let (served, port, _) = serve(dir.path(), 1);
-    run("nbdinfo", &[&format!("nbds://localhost:{port}/?tls-certificates={}", old.path().display())]);
+    tool("nbdinfo", &[&format!("nbds://localhost:{port}/?tls-certificates={}", old.path().display())]);
     served.stop();
     std::fs::write(dir.path().join("ca-crl.pem"), "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
         .expect("write");
@@ -135,7 +137,7 @@ fn our_client_talks_tls_to_both_servers() {
         left
     };
     let creds = format!("tls-creds-x509,id=tls0,dir={folder},endpoint=server,verify-peer=yes");
-    run(
+    tool(
         "qemu-nbd",
         &[
             "--fork",
@@ -155,7 +157,7 @@ fn our_client_talks_tls_to_both_servers() {
     );
     check(format!("nbds+unix:///?socket={socket_path}&tls-certificates={folder}"));
     let pid = std::fs::read_to_string(&pid).expect("pid");
-    run("kill", &[pid.trim()]);
+    tool("kill", &[pid.trim()]);
     drop(dir_of_image);
 }
 

@@ -8,6 +8,7 @@ use cowshed_simulator::PageMap;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::audit::audit;
 use cowshed_testkit::journal::Follower;
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::for_each_seed;
 use cowshed_types::ErrorKind;
@@ -193,18 +194,13 @@ struct SmallDisk {
 /// Writes of 4 KiB in such a distance, until they are refused and beyond: most of them need a table of their own.
 const STEP: u64 = 4 << 20;
 
-fn run(program: &str, arguments: &[&str]) {
-    let output = Command::new(program).args(arguments).output().unwrap_or_else(|error| panic!("{program}: {error}"));
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
 impl SmallDisk {
     fn new() -> Self {
         let disk = SmallDisk { folder: temp_dir() };
         let file = std::fs::File::create(disk.file()).expect("a file for the file system");
         file.set_len(8 << 20).expect("8 MiB");
         std::fs::create_dir(disk.path()).expect("a folder to mount on");
-        run("mkfs.ext4", &["-q", &disk.file()]);
+        tool("mkfs.ext4", &["-q", &disk.file()]);
         disk.mount();
         disk
     }
@@ -213,7 +209,7 @@ impl SmallDisk {
     fn tmpfs() -> Self {
         let disk = SmallDisk { folder: temp_dir() };
         std::fs::create_dir(disk.path()).expect("a folder to mount on");
-        run("mount", &["-t", "tmpfs", "-o", "size=8m", "tmpfs", &disk.path()]);
+        tool("mount", &["-t", "tmpfs", "-o", "size=8m", "tmpfs", &disk.path()]);
         disk
     }
 
@@ -226,7 +222,7 @@ impl SmallDisk {
     }
 
     fn mount(&self) {
-        run("mount", &["-o", "loop", &self.file(), &self.path()]);
+        tool("mount", &["-o", "loop", &self.file(), &self.path()]);
     }
 
     /// Leaves so much room on it.
@@ -240,7 +236,7 @@ impl SmallDisk {
     }
 
     fn unmount(&self) {
-        run("umount", &[&self.path()]);
+        tool("umount", &[&self.path()]);
     }
 }
 

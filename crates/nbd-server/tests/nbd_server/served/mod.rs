@@ -10,7 +10,6 @@ use cowshed_image::{Node, OpenRequest, open};
 use cowshed_nbd_server::{Event, EventHandler, Export, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -76,25 +75,6 @@ impl Served {
     }
 }
 
-/// Runs a program and gives its output; fails with its errors.
-pub fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program)
-        .args(arguments)
-        .output()
-        .unwrap_or_else(|error| panic!("{program} must be installed (scripts/setup test): {error}"));
-    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {}\n{stdout}{stderr}", output.status);
-    stdout
-}
-
-/// Runs a program that must fail and gives its errors.
-pub fn run_failing(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().expect("the program is installed");
-    assert!(!output.status.success(), "{program} {arguments:?} succeeded");
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
 /// `len` bytes: data, zeroes and holes in turn.
 pub fn write_pattern(path: &Path, len: u64, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0u8; len as usize];
@@ -117,27 +97,4 @@ pub fn write_pattern(path: &Path, len: u64, seed: u64) -> Vec<u8> {
 
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
-}
-
-/// Makes an authority, a server for "localhost" and a client, in the files that QEMU looks for.
-pub fn make_credentials(dir: &Path) {
-    let script = r#"
-set -e
-cd "$1"
-key() { openssl ecparam -name prime256v1 -genkey -noout | openssl pkcs8 -topk8 -nocrypt -out "$1"; }
-key ca-key.pem
-openssl req -x509 -new -key ca-key.pem -subj '/CN=Authority' -days 3650 -out ca-cert.pem \
-  -addext 'basicConstraints=critical,CA:TRUE' -addext 'keyUsage=critical,keyCertSign,cRLSign' 2>/dev/null
-sign() {
-  key "$1-key.pem"
-  openssl req -new -key "$1-key.pem" -subj "/CN=$1" -out "$1.csr" 2>/dev/null
-  printf '%s\n' 'basicConstraints=critical,CA:FALSE' 'keyUsage=critical,digitalSignature,keyEncipherment' \
-    "extendedKeyUsage=$2" 'subjectAltName=DNS:localhost,IP:127.0.0.1' >"$1.ext"
-  openssl x509 -req -in "$1.csr" -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -days 3650 -extfile "$1.ext" \
-    -out "$1-cert.pem" 2>/dev/null
-}
-sign server serverAuth
-sign client clientAuth
-"#;
-    run("bash", &["-c", script, "bash", dir.to_str().unwrap()]);
 }
