@@ -40,7 +40,7 @@ pub fn command(socket: &Path, files: &[PathBuf], direct: bool) -> Result<process
     Ok(command)
 }
 
-/// What is served.
+/// The served disk.
 struct Disk {
     files: Vec<File>,
     direct: bool,

@@ -27,7 +27,7 @@ use std::process::{Command, Stdio};
 pub struct Case {
     /// Its name on the command line.
     pub name: &'static str,
-    /// What is measured.
+    /// The measured work.
     pub about: &'static str,
     /// Runs it.
     pub run: fn(&Settings) -> Result<Vec<Row>, String>,

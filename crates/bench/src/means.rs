@@ -373,7 +373,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
     chosen.into_iter().map(row).collect()
 }
 
-/// What is done without it.
+/// The behaviour without it.
 fn instead(means: &Means) -> Result<&'static str, String> {
     if !means.instead.is_empty() {
         return Ok(means.instead);

@@ -24,7 +24,7 @@ const RATE: &str = "requests a second";
 /// Of commands, whose times may lie orders of magnitude apart in one case.
 const SPEED: &str = "speed beside the other program's";
 
-/// What is drawn of a row: up to three values, and their unit.
+/// The drawn part of a row: up to three values, and their unit.
 struct Group<'a> {
     name: &'a str,
     values: Vec<f64>,

@@ -40,7 +40,7 @@ const fn random_4k(bytes: u64) -> Load {
 pub struct Case<'a> {
     /// Name of the row.
     pub name: String,
-    /// What is served.
+    /// The served image.
     pub image: &'a Path,
     /// Options of the qcow2 node, for both sides.
     pub options: &'a str,

@@ -32,7 +32,7 @@ pub(super) struct FreshFormat {
     parent: Option<fn(&OptionValues) -> Result<()>>,
 }
 
-/// What is asked for.
+/// The wanted image.
 pub(super) struct Request<'a> {
     /// The name of the image.
     pub filename: &'a str,

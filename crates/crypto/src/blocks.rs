@@ -22,7 +22,7 @@ pub(crate) const BLOCK_BYTES: usize = 16;
 pub(crate) trait BlockCipher: Send + Sync {
     /// Length of a block in bytes: 8 or 16.
     fn block_bytes(&self) -> usize;
-    /// Encrypts each block for itself. What is left at the end is not touched.
+    /// Encrypts each block for itself. The rest at the end is not touched.
     fn encrypt(&self, bytes: &mut [u8]);
     /// The other way.
     fn decrypt(&self, bytes: &mut [u8]);

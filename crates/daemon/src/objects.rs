@@ -133,7 +133,7 @@ impl Object {
         }
     }
 
-    /// Changes a property. What is wrong changes nothing.
+    /// Changes a property. A wrong value changes nothing.
     pub fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
         let failed = |error: cowshed_types::Error| QmpError::generic(error.to_string());
         if let Object::IoThread(properties) = self {
@@ -386,7 +386,7 @@ impl Objects {
         Ok(())
     }
 
-    /// Changes a property of one of them. What is wrong changes nothing.
+    /// Changes a property of one of them. A wrong value changes nothing.
     pub fn set(&self, object: &Object, property: &str, value: &Value) -> QmpResult<()> {
         object.set(property, value)?;
         self.update_poll_limit();

@@ -37,7 +37,7 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
     daemon.set_nbd(None);
     let mut result = Ok(());
     if let Some(nbd) = nbd {
-        // What is late may hold what a detach needs; then the closing of the nodes flushes them.
+        // A late job may hold a node that a detach needs; then the closing of the nodes flushes them.
         let hung;
         (result, hung) = or_without_jobs(daemon, limit, nbd.stop(limit / 3, late.is_empty())).await;
         late.extend(hung);

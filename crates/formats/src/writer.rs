@@ -32,7 +32,7 @@ const MAX_ENTRIES_BYTES: usize = 64 << 10;
 /// Zeroes that are written over a backing file at once, in bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
-/// What is allocated, for formats that count it.
+/// The allocated part, for formats that count it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
     /// Where the last unit ends.

@@ -25,7 +25,8 @@ pub trait Content: Send + Sync + 'static {
         None
     }
 
-    /// What is sent in place of its bytes, piece by piece. The length of that is unknown before the end, and it has no ranges.
+    /// The packed form that is sent in place of its bytes, piece by piece. The length of that is unknown before the
+    /// end, and it has no ranges.
     fn packing(&self) -> Option<Packing> {
         None
     }

@@ -75,7 +75,7 @@ pub enum Event<'a> {
     },
 }
 
-/// What is called for each [`Event`].
+/// The function that is called for each [`Event`].
 #[derive(Clone)]
 pub struct EventHandler(pub Arc<dyn Fn(&Event<'_>) + Send + Sync>);
 
@@ -120,7 +120,7 @@ enum Message {
     Stop(Duration),
 }
 
-/// What is at a path.
+/// The content at a path.
 #[derive(Clone)]
 pub(crate) struct Offered {
     pub content: Arc<dyn Content>,
@@ -128,7 +128,7 @@ pub(crate) struct Offered {
     pub page: Option<Arc<dyn Content>>,
 }
 
-/// What is at each path.
+/// The content at each path.
 pub(crate) type Contents = Mutex<BTreeMap<String, Offered>>;
 
 /// Serves contents over HTTP until [`Server::stop`], on a thread of its own. Usable from any thread.

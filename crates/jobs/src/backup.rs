@@ -32,7 +32,7 @@ pub struct BackupRequest {
     pub source: Arc<Node>,
     /// Where it goes: writable, of the same size.
     pub target: Arc<Node>,
-    /// What is copied; with `None` only what is overwritten, until the job is cancelled.
+    /// The copied parts; with `None` only overwritten parts, until the job is cancelled.
     pub sync: Sync,
     /// Compress what is written to the target.
     pub compress: bool,
@@ -75,7 +75,7 @@ struct Recorded {
     selects: bool,
     /// What was dirty at the start.
     before: Arc<DirtyBits>,
-    /// What is written since.
+    /// The parts that are written since.
     since: Arc<DirtyMap>,
 }
 
@@ -115,7 +115,7 @@ impl Backup {
         if request.discard_source {
             check_no_past(graph, source)?;
         }
-        // What is written from the moment of the start on is told apart from what was written before.
+        // Writes from the moment of the start on are told apart from earlier ones.
         let drained = graph.drain(&[source]).await;
         let bitmap = match &request.bitmap {
             Some(bitmap) => Some(Recorded::start(source, bitmap).await?),

@@ -105,7 +105,7 @@ impl<'a> Bench<'a> {
         job.set_len(options.count);
         let start = Instant::now();
         let mut result = Ok(());
-        // What is in flight ends also after an error.
+        // Requests in flight end also after an error.
         while (left > 0 && result.is_ok()) || !running.is_empty() {
             let may_start = result.is_ok() && left > 0 && (running.len() as u64) < options.depth;
             if !may_start {

@@ -124,7 +124,7 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
         BitmapAction::Enable => BitmapChange::Enable(name),
         BitmapAction::Disable => BitmapChange::Disable(name),
         BitmapAction::Merge(from) => {
-            // What is wrong with the target is said first.
+            // A fault of the target is reported first.
             stored.bits(&name).await?;
             let source = source.unwrap_or(node);
             let source = source.stored_bitmaps().ok_or_else(|| no_bitmaps(source, from, action))?;

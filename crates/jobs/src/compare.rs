@@ -250,7 +250,7 @@ fn first_difference(one: Option<&[u8]>, other: Option<&[u8]>) -> Option<usize> {
     }
 }
 
-/// What is to be done with a range.
+/// The work for a range.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     /// Both read as zeroes.

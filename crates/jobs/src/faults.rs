@@ -85,7 +85,7 @@ impl OnError {
     }
 }
 
-/// What is done about one error.
+/// The reaction to one error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorAction {
     /// The job fails with it.

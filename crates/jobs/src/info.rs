@@ -176,7 +176,7 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
     Ok(layers)
 }
 
-/// What is known of an open image.
+/// The description of an open image.
 pub fn image_info(node: &Node) -> LocalFuture<'_, Result<ImageInfo>> {
     Box::pin(whole_info(node))
 }

@@ -52,7 +52,7 @@ pub struct TableSizes {
     pub bitmap_directory: u64,
 }
 
-/// What is known of the file.
+/// The description of the file.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Inspection {
@@ -81,7 +81,7 @@ pub struct Inspection {
     /// Sizes of its tables.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tables: Option<TableSizes>,
-    /// What is strange about it, one sentence each.
+    /// The reasons for suspicion, one sentence each.
     pub suspicions: Vec<String>,
 }
 

@@ -107,7 +107,7 @@ impl LiveSlots {
         SlotRequest { image: &self.image, values: &self.values, prefix: self.prefix }
     }
 
-    /// What is refused before any key is looked at.
+    /// Refuses impossible changes before any key is looked at.
     pub async fn check(&self) -> Result<()> {
         let request = self.request();
         let erases = request.erases()?;

@@ -11,7 +11,7 @@ const OPT_MEM_ALIGNMENT_BYTES: u64 = 4096;
 const MAX_IOV: u64 = 1024;
 const SECTOR_BYTES: u64 = 512;
 
-/// Limits of one node; sizes in bytes. What is `None` has no limit.
+/// Limits of one node; sizes in bytes. `None` is no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BlockLimits {

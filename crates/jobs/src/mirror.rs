@@ -32,7 +32,7 @@ const STATUS_RUNS: usize = 64;
 /// Zeroes on the target may be holes.
 const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
-/// What is copied at first.
+/// The parts that are copied at first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sync {
     /// The whole disk.
@@ -46,9 +46,9 @@ pub enum Sync {
 /// How to copy.
 #[derive(Clone, Debug)]
 pub struct MirrorOptions {
-    /// What is copied at first.
+    /// The parts that are copied at first.
     pub sync: Sync,
-    /// What is copied for one small write, in bytes: a power of two from 512 to 64 MiB.
+    /// The unit of copying for a small write, in bytes: a power of two from 512 to 64 MiB.
     pub granularity_bytes: u64,
     /// The most that is in memory, in bytes; at least one granule is.
     pub buffer_bytes: u64,
@@ -381,7 +381,7 @@ impl Mirror {
         (self.dirty.granularity_bytes(), self.remaining_bytes())
     }
 
-    /// What is still to be copied, in bytes.
+    /// The rest of the copy, in bytes.
     pub fn remaining_bytes(&self) -> u64 {
         self.dirty.dirty_bytes().min(self.source.size())
     }

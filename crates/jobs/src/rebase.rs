@@ -242,7 +242,7 @@ impl Move<'_> {
         self.write_units(piece.start, old, |at, unit| *unit != new[at..at + unit.len()]).await
     }
 
-    /// What is looked at, and written, as a whole: what is compressed is a cluster.
+    /// The unit that is looked at, and written, as a whole: compressed data need a cluster.
     fn unit(&self) -> u64 {
         match geometry(self.image) {
             Some(geometry) if self.options.compressed => geometry.cluster_bytes,

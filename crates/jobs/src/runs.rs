@@ -11,8 +11,8 @@ use futures_util::stream::{self, StreamExt};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Bytes of a piece. What is read of it should still be in the processor's cache when it is written: with 2 MiB copying in
-/// the page cache takes half as long again.
+/// Bytes of a piece. A piece should still be in the processor's cache when it is written: with 2 MiB, copying in the
+/// page cache takes half as long again.
 pub const PIECE_BYTES: u64 = 512 << 10;
 /// Bytes of all pieces in flight at most.
 const BYTES_AT_ONCE: u64 = 16 << 20;

@@ -144,7 +144,7 @@ impl ImageSpec {
 
     /// Opens a request that was made of this image, and passes its warnings on.
     pub async fn open(&self, request: OpenRequest) -> Result<Arc<Node>> {
-        // What is wrong before any file was opened is about this image.
+        // An error before any file was opened is about this image.
         let is_to_write = request.is_writable();
         let node = open(request).await.map_err(|error| error.file(&self.name))?;
         if is_to_write && node.is_read_only() {

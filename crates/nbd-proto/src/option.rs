@@ -206,7 +206,7 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// What is assumed where nothing was said.
+    /// The sizes that hold without a word of the server.
     pub const UNSAID: BlockSizes = BlockSizes { minimum: 1, preferred: 4096, maximum: crate::PORTABLE_PAYLOAD_BYTES };
 
     /// Whether the three obey the rules of "Block size constraints".

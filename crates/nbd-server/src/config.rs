@@ -159,7 +159,7 @@ pub enum Event {
     },
 }
 
-/// What is called for each [`Event`].
+/// The function that is called for each [`Event`].
 #[derive(Clone)]
 pub struct EventHandler(pub Arc<dyn Fn(Event) + Send + Sync>);
 

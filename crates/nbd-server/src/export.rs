@@ -13,7 +13,7 @@ pub struct Export<D> {
     pub name: String,
     /// For people; may be empty.
     pub description: String,
-    /// What is served.
+    /// The served disk.
     pub disk: D,
     /// Clients may write. Without it the export is read-only whatever the disk allows.
     pub writable: bool,

@@ -15,7 +15,7 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::collections::VecDeque;
 
-/// What is gathered behind the end of a connection: more requests than that count as a flood.
+/// The most requests that are gathered behind the end of a connection: more count as a flood.
 const MAX_GATHERED: usize = 1 << 16;
 
 /// Data of a request that are received at once, in bytes: so often other clients of the thread come in between.

@@ -177,7 +177,7 @@ impl<D: Disk> Negotiation<'_, D> {
         let Some(header) = self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await? else { return Ok(None) };
         let len = match header.try_into().map(OptionHeader::parse) {
             Ok(Ok(header)) if header.len <= MAX_OPTION_BYTES => header.len as usize,
-            // What is wrong with it is said when it has its turn.
+            // Its fault is reported when it has its turn.
             _ => 0,
         };
         let len = if slip!("half_options_take_places") { 0 } else { len };

@@ -75,7 +75,7 @@ mod tests {
         found.into_iter().map(|value| value.map_err(|error| error.description)).collect()
     }
 
-    /// What is wrong with a text that stands in a stream, in QEMU's words.
+    /// The faults of a text that stands in a stream, in QEMU's words.
     fn errors(text: &[u8]) -> Vec<String> {
         values(text).into_iter().filter_map(Result::err).collect()
     }

@@ -70,7 +70,7 @@ pub struct Table {
 pub struct Salvaged {
     /// The bytes, zeroes where they are lost; `None`: nothing but zeroes.
     pub bytes: Option<Vec<u8>>,
-    /// What is lost.
+    /// The lost ranges.
     pub lost: Vec<(Range<u64>, Loss)>,
     /// What may be wrong with the rest.
     pub doubt: Option<Doubt>,
@@ -139,7 +139,7 @@ impl DamagedImage {
         self.shape.geometry
     }
 
-    /// What is wrong with the header, in words.
+    /// The faults of the header, in words.
     pub fn notes(&self) -> &[String] {
         &self.fields.notes
     }

@@ -28,7 +28,7 @@ pub(super) struct Fields {
     pub backing_doubt: Option<String>,
     /// The header, where it is whole.
     pub header: Option<Header>,
-    /// What is wrong with it, in words.
+    /// Its faults, in words.
     pub notes: Vec<String>,
 }
 

@@ -16,7 +16,7 @@ pub enum Change {
     Write {
         /// First byte.
         offset: u64,
-        /// What is written.
+        /// The written bytes.
         bytes: Arc<[u8]>,
     },
     /// The range reads as zeroes.

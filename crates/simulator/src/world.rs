@@ -300,7 +300,7 @@ impl World {
         if progress { Step::Progress } else { Step::Idle }
     }
 
-    /// What is under way, a line each: for the message about a deadlock.
+    /// The operations under way, a line each: for the message about a deadlock.
     pub fn describe_pending(&self) -> String {
         let state = self.lock();
         let mut text = format!("virtual time {} ns, {} timers\n", state.clock_ns, state.timers.len());

@@ -461,7 +461,7 @@ impl File {
         Ok(())
     }
 
-    /// Sets the length. What is added reads as zeroes. On a block device only shrinking "succeeds" (does nothing).
+    /// Sets the length. The new part reads as zeroes. On a block device only shrinking "succeeds" (does nothing).
     pub async fn set_len(&self, len: u64) -> Result<()> {
         if self.is_device() && self.is_writable() {
             return match len <= self.len() {

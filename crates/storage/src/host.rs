@@ -395,7 +395,7 @@ impl HostFile {
                 tries.store(false, Ordering::Relaxed);
                 None
             }
-            // What is wrong shows when it is done the other way.
+            // The other way reports the error.
             Err(_) => None,
             done => Some(done),
         }

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// What is asked of the kernel.
+/// A call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Call {
     Read,
@@ -39,7 +39,7 @@ pub(crate) enum Effect {
 }
 
 enum Plan {
-    /// What is to happen, and how often.
+    /// The effects of calls, and how often.
     Script(Vec<(Way, Call, Effect, u32)>),
     /// In so many of a hundred calls one of these effects, by chance.
     Weather(Rng, u64, Vec<(Way, Effect)>),

@@ -267,7 +267,7 @@ impl CrashScene {
         OpGen { align_bytes, compressed, resizes, ..requests }.steps(self.seed, count)
     }
 
-    /// What is done to the image, with `faults` on the machine.
+    /// A trial of the image, with `faults` on the machine.
     pub fn trial(&self, steps: Vec<Step>, effort: &Effort, faults: Vec<Fault>) -> Trial {
         let plan = CrashPlan { max_distinct: effort.states, ..CrashPlan::new(self.seed) };
         Trial {

@@ -8,7 +8,7 @@
 pub struct Means {
     /// Its name.
     pub name: &'static str,
-    /// What is done instead without it.
+    /// The behaviour without it.
     pub about: &'static str,
 }
 

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What is taken over begins at a multiple of it in the pool, in bytes.
+/// Shared ranges begin at a multiple of it in the pool, in bytes.
 const POOL_ALIGN_BYTES: u64 = 1 << 16;
 
 /// An image. What covers whole units of a write is shared, as far as the image can; the rest is written.

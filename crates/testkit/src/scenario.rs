@@ -118,7 +118,7 @@ impl GuestDisk for ImageDisk {
     }
 }
 
-/// What is done to an image.
+/// The work on an image.
 #[derive(Clone, Debug)]
 pub struct Trial {
     /// The machine.
@@ -135,7 +135,7 @@ pub struct Trial {
     pub plan: CrashPlan,
     /// One of so many distinct states is handed to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
-    /// What is amended behind the guest's requests, "" for nothing.
+    /// The options that are amended behind the guest's requests, "" for none.
     pub amend: &'static str,
     /// Writes take over blocks of another file; counts their bytes.
     pub shared: Option<Arc<AtomicU64>>,

@@ -62,7 +62,7 @@ pub mod protocol {
     /// `CONFIGURE_MEM_SLOTS`: regions of memory come and go one by one.
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 
-    /// What is offered. `LOG_SHMFD`, the log of written pages for live migration, is missing.
+    /// The offered features. `LOG_SHMFD`, the log of written pages for live migration, is missing.
     pub const OFFERED: u64 =
         MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
 }

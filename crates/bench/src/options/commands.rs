@@ -13,7 +13,7 @@ use crate::reads::Side;
 use crate::table::{Outcome, Row};
 use std::path::{Path, PathBuf};
 
-/// What is converted.
+/// The source of a conversion.
 #[derive(Clone, Copy)]
 enum Source {
     /// A raw file full of data.

@@ -42,7 +42,7 @@ const fn node(node: &'static str) -> Value {
     Value { node, ..PLAIN }
 }
 
-/// What is served.
+/// The served disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Image {
     /// An empty one, made anew for each run.
@@ -268,7 +268,7 @@ fn once(settings: &Settings, case: &Case, value: &Value, source: &Path, side: Si
         }
         None => served.peak_bytes,
     };
-    // What is held back until it closes the image counts.
+    // Writes that are held back until it closes the image count.
     drop(server);
     let size = || -> Result<u64, String> {
         let data = if files.data.exists() { allocated(&files.data)? } else { 0 };

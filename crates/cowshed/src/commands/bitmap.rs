@@ -60,7 +60,7 @@ struct BitmapArgs {
     /// BITMAP stays as it is from now on
     #[arg(long, num_args = 0, default_missing_value = "disable", action = ArgAction::Append)]
     disable: Vec<String>,
-    /// What is dirty in SOURCE becomes dirty in BITMAP too
+    /// Ranges that are dirty in SOURCE become dirty in BITMAP too
     #[arg(long, value_name = "SOURCE", action = ArgAction::Append)]
     merge: Vec<String>,
     /// The image that holds SOURCE (default: FILE itself)

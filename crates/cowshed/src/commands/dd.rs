@@ -94,7 +94,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     new_image::check_absent(&output, args.force, console)?;
     let Objects { secrets, tls, graph, .. } = args.naming.objects()?;
     let options = DdOptions {
-        // What is copied onto itself would be lost.
+        // A file that is copied onto itself would be lost.
         source: ImageSpec {
             shares_raw: !is_same(&input, &output),
             ..args.naming.shared(&input, args.format.as_ref(), args.force_share)?

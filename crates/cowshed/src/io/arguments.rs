@@ -11,7 +11,7 @@ pub struct Arguments {
     flags: Vec<(char, Option<String>)>,
     /// The first word that holds flags, as it was given.
     pub first_flags: Option<String>,
-    /// What is no flag, in order.
+    /// The arguments that are no flags, in order.
     pub operands: Vec<String>,
 }
 

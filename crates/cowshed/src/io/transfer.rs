@@ -13,7 +13,7 @@ use std::time::Instant;
 /// Longest request in bytes.
 pub(super) const MOST_BYTES: u64 = (i32::MAX as u64) / SECTOR_BYTES * SECTOR_BYTES;
 const SECTOR_BYTES: u64 = 512;
-/// What is written where nothing else is asked for.
+/// The pattern of a write without `-P`.
 pub(super) const DEFAULT_PATTERN: u8 = 0xcd;
 
 /// A range of the disk.
@@ -77,7 +77,7 @@ pub(super) struct Expected {
 }
 
 impl Expected {
-    /// What is to be said of data that begins at `offset`; `None` when all is well.
+    /// The message about data that begin at `offset`; `None` when all is well.
     pub(super) fn verdict(self, data: &[u8], offset: u64) -> Option<String> {
         let (skip, len) = (self.skip as usize, self.len as usize);
         let part = data.get(skip..skip.saturating_add(len)).unwrap_or_default();

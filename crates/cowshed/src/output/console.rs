@@ -74,7 +74,7 @@ impl Console {
     pub fn finish(mut self) -> Option<io::Error> {
         self.flush();
         let failed = self.failed.take();
-        // What is still buffered could not be written; dropping the writer would try once more.
+        // The rest of the buffer could not be written; dropping the writer would try once more.
         let (_, _) = self.out.into_parts();
         failed.filter(|error| error.kind() != io::ErrorKind::BrokenPipe)
     }

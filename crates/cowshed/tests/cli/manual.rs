@@ -12,7 +12,7 @@ struct Example {
     filled: &'static [(&'static str, &'static [&'static str])],
     /// Run by both.
     lines: &'static [&'static str],
-    /// What is compared afterwards.
+    /// The files that are compared afterwards.
     images: &'static [(&'static str, &'static str)],
 }
 

@@ -38,7 +38,7 @@ fn a_signal_stops_a_conversion_in_order() {
         assert_eq!(output.status.code(), Some(code), "{signal}: {output:?}");
         let message = String::from_utf8(output.stderr).expect("text");
         assert!(message.contains("interrupted") && message.contains("incomplete"), "{message}");
-        // What is there is no image, or a sound one.
+        // The file is no image, or a sound one.
         let target = oracle.work().join("target.qcow2");
         if oracle.qemu.img(["info", "-f", "qcow2", target.to_str().expect("text")]).code == 0 {
             oracle.qemu.expect_clean(&target);

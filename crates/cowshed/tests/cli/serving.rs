@@ -16,7 +16,7 @@ pub struct Serving(Child, File);
 
 impl Serving {
     pub fn start(folder: std::path::PathBuf, arguments: &[&str]) -> Serving {
-        // What is left when it is killed goes with the test's folder.
+        // Files that a kill leaves behind go with the test's folder.
         Serving::of(Command::new(COWSHED).args(arguments).env("XDG_RUNTIME_DIR", &folder).current_dir(&folder))
     }
 

@@ -10,7 +10,7 @@ use std::process::Command;
 struct Script {
     name: &'static str,
     text: &'static str,
-    /// What is compared afterwards: name and format.
+    /// The files that are compared afterwards: name and format.
     images: &'static [(&'static str, &'static str)],
 }
 

@@ -53,7 +53,7 @@ fn the_metadata_of_all_images_has_a_budget_that_changes() {
         let line = format!("cowshed_metadata_budget_{name}{{}} {}", budget[key]);
         assert!(said.lines().any(|found| found == line), "{line}: {said}");
     }
-    // What is too much goes at once; what requests need comes back.
+    // Metadata over the budget go at once; requests load again the part that they need.
     monitor.command("x-metadata-budget-set", json!({"limit-bytes": 1 << 20}));
     let budget = monitor.command("x-query-metadata-budget", json!({}));
     assert_eq!(budget["limit-bytes"], 1 << 20);

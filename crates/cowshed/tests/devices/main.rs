@@ -160,8 +160,8 @@ fn shared_bytes(path: &str) -> u64 {
     shared.map(|line| blocks(line).unwrap_or_else(|| panic!("{line}")) * 4096).sum()
 }
 
-/// What is read the same is kept once by file systems that can, the zeroes in it are holes all the same, and neither side
-/// sees what is written to the other.
+/// File systems that share blocks keep equal content once. Its zeroes are holes all the same, and neither side sees
+/// writes to the other.
 #[test]
 #[ignore = "needs root and loop devices"]
 fn data_are_shared_where_the_file_system_can() {
@@ -369,7 +369,7 @@ fn an_image_uses_what_its_device_has_grown_by() {
     };
     let said = io(&["write -P 1 0 1M", "write -P 2 1M 8M", "flush", "read -P 1 0 1M"]);
     assert!(said.contains("No space left on device") && said.matches("failed").count() == 1, "{said}");
-    // What is given back makes room at once.
+    // A discard makes room at once.
     let said = io(&["discard 0 1M", "write -P 3 32M 512k", "read -P 3 32M 512k"]);
     assert!(!said.contains("failed"), "{said}");
     std::fs::File::options().append(true).open(&below).unwrap().set_len(32 * MIB as u64).unwrap();

@@ -53,7 +53,7 @@ pub(super) const ACTIONS: [&str; 6] = [
     "block-dirty-bitmap-merge",
 ];
 
-/// What is to be done to a bitmap.
+/// A change of a bitmap.
 enum What {
     Change {
         change: BitmapChange,

@@ -373,7 +373,7 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
         "full" => Sync::Full,
         "top" => Sync::Top,
         "none" => Sync::None,
-        // What is dirty of the whole disk.
+        // The dirty parts of the whole disk.
         _ => Sync::Full,
     };
     let has_wrong_mode = arguments.text("sync") == "incremental"

@@ -94,7 +94,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     nothing()
 }
 
-/// What is to become of the key slots; `None` where nothing is said of them.
+/// The change of the key slots; `None` without one.
 fn slot_change(
     daemon: &Daemon,
     node: &Arc<Node>,

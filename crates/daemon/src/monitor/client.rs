@@ -31,7 +31,7 @@ struct Waiting {
     closed: bool,
 }
 
-/// What is to be written to a client: filled by the reader's thread and by events, emptied by the writer's thread.
+/// The output for a client: filled by the reader's thread and by events, emptied by the writer's thread.
 pub struct Outlet {
     waiting: Mutex<Waiting>,
     changed: Condvar,

@@ -30,7 +30,7 @@ pub struct Drive {
     snapshot: Option<SnapshotName>,
     /// Writes go to an overlay that is gone with the process.
     apart: bool,
-    /// What is read from a backing file is written to the image (`copy-on-read`).
+    /// Data that are read from a backing file are written to the image (`copy-on-read`).
     copies: bool,
     /// The disk is this partition of the image's.
     partition: Option<u32>,
@@ -171,7 +171,7 @@ impl Drive {
         match key {
             "cache" => {
                 self.cache = Cache::parse(value)?;
-                // What is said of one of them counts more than the mode.
+                // An option for one of them counts more than the mode.
                 let mut cache = match self.options.remove("cache") {
                     Some(serde_json::Value::Object(map)) => map,
                     _ => Map::new(),
@@ -225,7 +225,7 @@ impl Drive {
         self.exported_alone = true;
     }
 
-    /// What is said of the export, for [`super::Step::controls`].
+    /// The options of the export, for [`super::Step::controls`].
     pub(super) fn controls(&self) -> Controls {
         self.controls.clone()
     }
@@ -384,7 +384,7 @@ mod tests {
         let both = drive("file=a,cache.writeback=off,cache=none").cache;
         assert!(both.writethrough && both.direct);
         assert!(!drive("file=a,cache=writethrough,cache.writeback=on").cache.writethrough);
-        // What is said of one thing counts more than the mode, on whichever side of it that stands.
+        // A single option counts more than the mode, on whichever side of it that stands.
         let cache = |text: &str| Value::from(drive(text).options)["cache"].clone();
         assert_eq!(cache("file=a,cache=none,cache.direct=off"), json!({"direct": "off", "no-flush": false}));
         assert_eq!(cache("file=a,cache.no-flush=off,cache=unsafe"), json!({"direct": false, "no-flush": "off"}));

@@ -147,7 +147,7 @@ fn a_mirror_replaces_a_filter_and_takes_a_target_for_zero() {
     );
     mirror["replaces"] = exported;
     client.command("blockdev-mirror", mirror);
-    // What is zero isn't copied.
+    // Zeroes aren't copied.
     assert_eq!(client.event("BLOCK_JOB_READY")["len"], 1 << 20);
     client.command("job-complete", json!({"id": "m"}));
     client.event("BLOCK_JOB_COMPLETED");
@@ -251,7 +251,7 @@ fn images_are_created_in_the_files_of_nodes() {
     client.command("blockdev-create", json!({"job-id": "c", "options": options}));
     assert_eq!(concluded(&mut client, "c"), None);
     client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "new", "file": "file"}));
-    // What is open is not overwritten.
+    // An open file is not overwritten.
     client.command(
         "blockdev-create",
         json!({"job-id": "c", "options": {"driver": "qcow2", "file": "file", "size": 512}}),

@@ -275,7 +275,8 @@ fn created(client: &mut Client) -> String {
     }
 }
 
-/// The answers to all calls on all kinds. What is refused changes nothing, so the daemons are started anew after what was taken.
+/// The answers to all calls on all kinds. A refused call changes nothing, so the daemons are started anew after
+/// accepted calls only.
 fn compare(calls: &[Call]) {
     let mut pair: Option<Pair> = None;
     let mut wrong = Vec::new();

@@ -100,7 +100,7 @@ fn latencies_cover_every_kind_of_request() {
         // Members that QEMU's schema has in any case.
         assert_eq!((&stats["zone_append_operations"], &timed["avg_zone_append_queue_depth"]), (&json!(0), &json!(0)));
     }
-    // What is told is what the schema says, member by member.
+    // The reply has the members of the schema, one by one.
     let schema = client.command("query-qmp-schema", json!({}));
     let entry = |name: &Value| {
         let found = schema.as_array().expect("a list").iter().find(|entry| entry["name"] == *name);

@@ -47,7 +47,7 @@ const NOWHERE: u8 = u8::MAX;
 type Chunk = Box<[AtomicU32]>;
 const PLACE_SHIFT: u32 = u8::BITS;
 
-/// What is known of a range.
+/// The known owner of a range.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Known {
     owner: u8,
@@ -194,7 +194,7 @@ impl ChainMap {
         self.entry(granule) as u8 == UNKNOWN && granule / CHUNK < self.chunks.len() as u64
     }
 
-    /// What is remembered of a granule. A place that doesn't fit isn't remembered.
+    /// The entry of a granule. A place that doesn't fit isn't remembered.
     fn remembered(&self, owner: u8, host: Option<u64>) -> u32 {
         let place =
             host.filter(|host| host.trailing_zeros() >= self.granule_bits).map(|host| host >> self.granule_bits);

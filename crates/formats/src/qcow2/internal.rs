@@ -44,7 +44,7 @@ impl Qcow2Driver {
     /// Does something to the bare file, and goes on with the image that it leaves, also after an error.
     async fn at_rest<T>(&self, options: &Qcow2RuntimeOptions, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.check_writable()?;
-        // What is read ahead goes by the mapping, and is not a request that the graph waits for.
+        // Reading ahead goes by the mapping, and is not a request that the graph waits for.
         self.ahead.end().await;
         let done = self.at_rest_alone(options, work).await;
         self.ahead.go_on();

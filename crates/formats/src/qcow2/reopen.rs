@@ -108,7 +108,7 @@ impl Qcow2Driver {
             return Ok(());
         }
         self.membership.make_exclusive().map_err(|error| self.error(error.field("l2-cache-entry-size")))?;
-        // What is read ahead goes by the mapping, and is not a request that the graph waits for.
+        // Reading ahead goes by the mapping, and is not a request that the graph waits for.
         self.ahead.end().await;
         let set = self.engine.set_slice_bytes(bytes);
         self.ahead.go_on();

@@ -46,7 +46,7 @@ impl Qcow2Driver {
                 done => return done,
             }
         }
-        // What is there can't be made certain then: its space was written once.
+        // Old space can't be made certain then: it was written once.
         match reserve.is_new {
             true => self.file.write_at(IoBuf::try_zeroed(reserve.len as usize)?, reserve.host.0).await.0,
             false => Ok(()),

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;
-/// What is copied in one piece is at most this long, in bytes.
+/// The longest piece of a copy, in bytes.
 const MOST_COPIED_BYTES: u64 = 1 << 20;
 
 /// The filter.

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What is copied in one piece is at most this long, in bytes, or one cluster of the target.
+/// The longest piece of a copy, in bytes, unless a cluster of the target is longer.
 const MOST_COPIED_BYTES: u64 = 1 << 20;
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;

@@ -166,8 +166,8 @@ impl Graph {
         }
     }
 
-    /// The node that a filter is to stand on, when the options name another one than it stands on. What is saved of a disk is
-    /// of that disk, so copy-before-write stays where it is.
+    /// The node that a filter is to stand on, when the options name another one than it stands on. The saved data
+    /// belong to one disk, so copy-before-write stays where it is.
     fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
         let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
         if node.child(ChildRole::File).is_some_and(|child| child.name() == name) {

@@ -30,7 +30,7 @@ pub struct Description {
 pub struct MappedCheck {
     /// qemu-img's counters; totals of 0 where it has none for the format.
     pub counters: Counters,
-    /// What is wrong, a line each.
+    /// The findings, a line each.
     pub findings: Vec<String>,
 }
 

@@ -61,7 +61,7 @@ pub enum BitmapChange {
     Enable(String),
     /// Stays as it is from now on.
     Disable(String),
-    /// What is dirty in `source` becomes dirty in the target too.
+    /// Ranges that are dirty in `source` become dirty in the target too.
     Merge {
         /// Name of the target.
         target: String,

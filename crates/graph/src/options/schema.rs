@@ -317,7 +317,7 @@ fn number(value: &Value) -> Option<u64> {
 }
 
 impl KeyType {
-    /// What is allowed, for messages and help: "on or off", …
+    /// The allowed values, for messages and help: "on or off", …
     pub fn describe(&self) -> String {
         match self {
             KeyType::Bool => "on or off".into(),

@@ -101,7 +101,7 @@ impl Driver for FileDriver {
     }
 }
 
-/// What is read sector by sector has data up to the end of the sector in which a file ends.
+/// A file that is read sector by sector has data up to the end of its last sector.
 fn in_whole_sectors(mut runs: Vec<StatusExtent>) -> Vec<StatusExtent> {
     const SECTOR_BYTES: u64 = 512;
     if let [.., data, tail] = &mut runs[..]

@@ -149,7 +149,7 @@ impl LaneCounters {
     }
 }
 
-/// What is known of the requests that reached one node.
+/// The counts of the requests that reached one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeStats {
     /// Counters, by [`IoKind`] as index; `merged` stays 0: requests are joined before they reach a node.

@@ -62,7 +62,7 @@ impl IoKind {
     }
 }
 
-/// What is known of the requests that went through one attachment (an export, a job).
+/// The counts of the requests that went through one attachment (an export, a job).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttachmentStats {
     /// Counters, by [`IoKind`] as index.

@@ -43,7 +43,7 @@ pub struct About<'a> {
     pub media_type: &'a str,
     /// The name under which a browser stores it; it is offered as a file then.
     pub file_name: Option<&'a str>,
-    /// What is sent is made of the content on the way: `len` is not its length.
+    /// The body is packed on the way: `len` is not its length.
     pub is_packed: bool,
 }
 

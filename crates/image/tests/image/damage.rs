@@ -148,7 +148,7 @@ fn what_cannot_be_read_is_an_error_without_a_mark() {
             image(&path, patch);
             let opened = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
             let Ok(node) = opened else {
-                // What is lost is looked for first.
+                // A lost structure is looked for first.
                 assert_eq!(opened.err().unwrap().errno(), Errno::EIO, "{about}");
                 continue;
             };

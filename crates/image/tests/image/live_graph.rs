@@ -528,7 +528,7 @@ fn a_raw_window_moves_while_clients_use_it() {
         assert_eq!(attachment.size(), 262_144);
     }
     rt::block_on(attachment.detach()).unwrap();
-    // What is stored in it would be torn.
+    // An image that is stored in it would be torn.
     let inner = image(folder.path(), "inner.qcow2", "1M", "cluster_size=64k");
     let raw = format!("driver=qcow2,node-name=q,file.driver=raw,file.node-name=w,file.file.filename={inner}");
     add(&graph, &raw).unwrap();

@@ -27,7 +27,7 @@ const MAX_CHUNK_BYTES: u64 = 16 << 20;
 /// The same at first, while nothing waits for a disk: where little is copied the faults of fresh buffers cost more than the
 /// larger pieces save.
 const FIRST_CHUNK_BYTES: u64 = 256 << 10;
-/// What is copied or shared inside the kernel in one piece, unread.
+/// The longest piece that the kernel copies or shares, in bytes.
 const UNREAD_CHUNK_BYTES: u64 = 64 << 20;
 
 /// What `convert` is to do.
@@ -293,7 +293,7 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
         out_of_order: options.out_of_order,
         salvage: options.salvage,
         copy_range: options.copy_range && !compressed,
-        // What is salvaged isn't what the source has.
+        // Salvaged content differs from that of the source.
         share: options.share
             && !compressed
             && !options.salvage

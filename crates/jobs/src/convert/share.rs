@@ -21,7 +21,7 @@ pub struct Sharing<'a> {
     target: &'a Node,
     /// Files of the sources whose file system shares blocks with the target.
     files: Vec<File>,
-    /// What is shared begins with a multiple of it on the disk: the target's clusters, or blocks.
+    /// Shared ranges begin at a multiple of it on the disk: the target's clusters, or blocks.
     unit: u64,
     failures: Cell<u32>,
 }

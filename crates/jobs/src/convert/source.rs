@@ -71,7 +71,7 @@ pub struct Sources {
 
 /// Runs asked for at once: bounds the memory of the answer.
 const MAX_RUNS: usize = 4096;
-/// What is taken for data where nothing can be looked up, at most, bytes.
+/// The longest range that is taken for data where nothing can be looked up, in bytes.
 const UNKNOWN_BYTES: u64 = 1 << 20;
 /// Bytes asked about at once.
 const STATUS_WINDOW_BYTES: u64 = 4 << 30;

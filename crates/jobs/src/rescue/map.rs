@@ -101,9 +101,9 @@ pub struct RescueMap {
     pub doubtful_bytes: u64,
     /// What else is to be said.
     pub notes: Vec<String>,
-    /// What is lost.
+    /// The lost ranges.
     pub lost: Vec<Lost>,
-    /// What is doubtful.
+    /// The doubtful ranges.
     pub doubtful: Vec<Doubtful>,
     /// Tables that nothing leads to, if they were looked for.
     pub orphans: Vec<OrphanTable>,

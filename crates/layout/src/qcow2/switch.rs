@@ -71,8 +71,8 @@ fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<O
     Ok(Some(stages))
 }
 
-/// What is short and changes often comes first, within the first sector; what is long (the name of a data file) stands
-/// beyond it and stays there, whatever becomes of the others: an extension that means nothing fills the gap.
+/// Short extensions that change often come first, within the first sector. A long one (the name of a data file) stands
+/// beyond it and stays there: an extension without a meaning fills the gap.
 fn long_ones_last(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
     let is_short = |extension: &Extension| {
         let short = [

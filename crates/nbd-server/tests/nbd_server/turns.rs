@@ -125,7 +125,7 @@ fn steps_of(writes: bool, style: ReplyStyle, data: &[u8]) -> Vec<Step> {
     for wire in [&mut one, &mut other] {
         wire.stream.set_read_timeout(Some(PATIENCE)).expect("a bound");
     }
-    // What is read is in the page cache, and the other client is known.
+    // The read data are in the page cache, and the other client is known.
     assert_eq!(other.ask(Command::Read, NONE, 0, SMALL).errno, 0);
     steps.lock().unwrap().clear();
     let command = if writes { Command::Write } else { Command::Read };

@@ -190,8 +190,8 @@ impl Client {
         }
     }
 
-    /// Reads, or writes with these flags. What is longer than the server takes goes in pieces, one after the other; a server
-    /// that comes back may take less than before.
+    /// Reads, or writes with these flags. A transfer that is longer than the server takes goes in pieces, one after the
+    /// other. A server that comes back may take less than before.
     async fn transfer(&self, offset: u64, mut rest: IoBuf, write: Option<CommandFlags>) -> (Reply<()>, IoBuf) {
         let (mut at, mut done) = (offset, None);
         let mut attempt = Attempt::default();

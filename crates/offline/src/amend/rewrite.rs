@@ -36,7 +36,7 @@ pub(super) struct Rewrite<'a> {
     pub dropped: Runs,
     /// The snapshot table changes.
     pub moves_snapshots: bool,
-    /// What is free afterwards.
+    /// The clusters that are free afterwards.
     freed: Vec<Range<u64>>,
     /// The refcount table that is to count, once it is written.
     new_table: Option<Vec<u64>>,

@@ -78,7 +78,7 @@ impl Default for CheckOptions {
 pub struct CheckReport {
     /// qemu-img's counters, as they are after the repair.
     pub counters: Counters,
-    /// What is wrong now.
+    /// The present findings.
     pub findings: Vec<Finding>,
     /// What was repaired.
     pub repaired: Vec<Finding>,

@@ -14,7 +14,7 @@ use cowshed_qcow2::check::{
 use cowshed_types::memory::{set_for, try_collect, try_extend, vec_for};
 use cowshed_types::{Error, Result};
 
-/// What is said of refcounts that don't stand where they stood, as QEMU says it.
+/// The note about refcounts in a new place, in QEMU's words.
 pub const REBUILT: &str = "Rebuilding refcount structure";
 
 /// Repairs an image that was surveyed into `before`.
@@ -33,7 +33,7 @@ pub(super) async fn run(
     let file = session.file;
     let mut changed = session.give_up_owners(&mut notes).await?;
     if changed {
-        // What is left is another image, whose damage is looked for anew.
+        // The result is another image, whose damage is looked for anew.
         let mut now = Ledger::new(session.options.findings_max);
         session = CheckSession::load(file, session.options, session.watch, session.journal, &mut now).await?;
         let overlaps = session.survey(&mut now).await?;

@@ -46,7 +46,7 @@ impl Budget {
         self.limit_bytes.load(Ordering::Relaxed)
     }
 
-    /// What is in memory now, in bytes, bookkeeping included.
+    /// The memory in use now, in bytes, bookkeeping included.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes.load(Ordering::Relaxed)
     }

@@ -158,7 +158,7 @@ impl Engine {
             return false;
         }
         state.refcounts.limit = clusters;
-        // What is there isn't zero.
+        // The bytes there aren't zero.
         state.refcounts.high_water = state.refcounts.high_water.max(len);
         true
     }

@@ -66,7 +66,7 @@ impl Drop for Region {
 /// for each page before the first byte is read.
 const FRESH_PAGES_BYTES: usize = 128 << 10;
 
-/// What is asked of the allocator for a buffer of `len` bytes. `None`: more than `isize::MAX`, which no machine has.
+/// The allocator's layout for a buffer of `len` bytes. `None`: more than `isize::MAX`, which no machine has.
 fn block_layout(len: usize) -> Option<Layout> {
     let layout = match len < FRESH_PAGES_BYTES {
         true => Layout::from_size_align(len, IO_ALIGN),

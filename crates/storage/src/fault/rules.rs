@@ -273,7 +273,7 @@ pub struct StateRule {
 /// The state of a fresh table, as in QEMU.
 const FIRST_STATE: u32 = 1;
 
-/// What is to happen to one operation.
+/// The fate of one operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Verdict {
     pub delay: Duration,

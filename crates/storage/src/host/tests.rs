@@ -64,7 +64,7 @@ fn data_found_last_are_known_until_a_hole_is_made() {
         assert_eq!(host.data_ranges(4096, MIB, MIB, 9).await.expect("ranges"), [rest]);
         assert_eq!(host.data_ranges(4096, MIB, MIB, 0).await.expect("ranges"), []);
 
-        // What is behind the known run is asked for.
+        // The kernel is asked for the part behind the known run.
         host.set_len(2 * MIB, None).await.expect("it grows");
         assert_eq!(host.next_data(0, 2 * MIB).await.expect("next"), Some(whole));
         let write_behind = |offset| {

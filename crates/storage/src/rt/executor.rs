@@ -518,7 +518,7 @@ impl LocalState {
         const SPINS: u32 = 8;
         let start = Instant::now();
         let end = next_timer.map_or(start + most, |timer| timer.min(start + most));
-        // What is queued goes to the kernel first.
+        // Queued operations go to the kernel first.
         ring.poll();
         // System calls may take long: only the time between them can be another process's.
         let mut last = Instant::now();

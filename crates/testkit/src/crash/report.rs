@@ -43,7 +43,7 @@ impl fmt::Display for CrashReport {
 /// A disk that was found wrong.
 #[derive(Clone, Debug)]
 pub struct CrashFailure {
-    /// What is wrong with it.
+    /// The complaint about it.
     pub complaint: String,
     /// Entries of the log before the cut.
     pub position: usize,

@@ -12,7 +12,7 @@ use cowshed_nbd_proto::{Chunk, HeaderStyle, NbdUri, ReplyHeader, ReplyStyle, Req
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("nbd_client", client), ("nbd_server", server), ("nbd_uri", uri)];
 
-/// What a client sends: flags, options, requests. What is accepted can be written again and then says the same.
+/// What a client sends: flags, options, requests. An accepted message can be written again and then says the same.
 pub fn client(data: &[u8]) {
     let Some((first, data)) = data.split_first_chunk::<4>() else { return };
     let _ = greeting::parse_client_flags(*first);

@@ -79,7 +79,7 @@ pub enum Op {
     Resize {
         /// New size in bytes, a multiple of 512.
         size: u64,
-        /// What is added gets space so (off where the disk shrinks).
+        /// The preallocation of the new part (off where the disk shrinks).
         preallocation: Preallocation,
     },
     /// Make everything durable.

@@ -393,7 +393,7 @@ fn what_an_image_has_is_read_without_its_backing_file() {
     let known = own();
     expect(96 * MIB, 2);
     assert_eq!((own(), asked()), (known, before));
-    // What is below beside it, and then what is here again.
+    // The layer below beside it, and then this one again.
     expect(96 * MIB + 128 * 1024, 1);
     assert!(asked() > before);
     expect(96 * MIB + 64 * 1024, 2);

@@ -15,7 +15,7 @@ fn run(path: &Path, repair: Repair) -> cowshed_types::Result<CheckReport> {
     rt::block_on(check_file(&file, &options, &JobHandle::new()))
 }
 
-/// What is to come out.
+/// The expected end.
 enum End {
     /// An error that names this.
     Error(&'static str),

@@ -18,7 +18,7 @@ const SIZE: u64 = 1 << 20;
 /// What a device has behind the image, and it isn't zero.
 const DEVICE_ROOM_BYTES: usize = 1 << 20;
 
-/// What is done while the power is cut.
+/// The operation under way when the power is cut.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Create,

@@ -105,7 +105,7 @@ fn a_cut_while_key_slots_change_leaves_a_way_in() {
         iteration_time: Duration::from_millis(1),
     };
     let erase = |text: &str| SlotChange::Deactivate { slot: None, old_secret: Some(secret(text)) };
-    // What is done, what opens the volume meanwhile, and what must open it at the end.
+    // The change, whether it is forced, the key that permits it, and the keys that may open the volume at the end.
     type Change = (SlotChange, bool, &'static str, &'static [&'static str]);
     let both: &[&str] = &["one", "two"];
     let changes: Vec<Vec<Change>> = vec![

@@ -88,7 +88,7 @@ impl Toy {
     }
 
     async fn flush_alone(&self) -> Result<()> {
-        // What is replaced from now on is still named by the table that goes out.
+        // The outgoing table still names the clusters that are replaced from now on.
         let replaced = self.replaced.take();
         let table: Vec<u8> = self.table.borrow().iter().flat_map(|pointer| pointer.to_le_bytes()).collect();
         let slot = 1 - self.slot.get();

@@ -197,7 +197,7 @@ fn keyval(options: &str) -> BlockdevOptions {
     BlockdevOptions::from_keyval(options).expect("good options")
 }
 
-/// What is dropped.
+/// The dropped request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     InPlace,

@@ -52,7 +52,7 @@ struct Running {
     /// The kernel's device to serve.
     device: Option<DeviceLink>,
     log: LogFormat,
-    /// What is logged where `RUST_LOG` doesn't say it.
+    /// The filter of the log where `RUST_LOG` is unset.
     log_level: &'static str,
     /// Dropped at the end, in whatever way that comes.
     kept: Option<Box<dyn Any>>,
@@ -107,8 +107,8 @@ const LOOK: Duration = Duration::from_millis(20);
 const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
-    /// What is logged. QEMU's programs say nothing about writable exports on the network, so neither do ours under their names.
-    /// What they print about images is printed there as well, in place of lines of the log.
+    /// The filter of the log. QEMU's programs say nothing about writable exports on the network, so neither do ours
+    /// under their names. What they print about images is printed there as well, in place of lines of the log.
     fn log_filter(&self) -> String {
         let mut filter = self.log_level.to_owned();
         if !has_name_of_qemu() {

@@ -89,7 +89,7 @@ impl Monitor {
     }
 }
 
-/// What is shown of an export, as counted since its start.
+/// The shown numbers of an export, as counted since its start.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     operations: u64,

@@ -78,7 +78,7 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// What is known holds no longer: another process may have written to the image.
+    /// The known state holds no longer: another process may have written to the image.
     pub(in super::super) fn forget_bitmaps(&self) {
         *self.bitmaps.known() = Known::default();
     }

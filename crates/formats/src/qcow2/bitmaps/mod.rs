@@ -28,7 +28,7 @@ pub(super) struct Bitmaps {
     change: futures_util::lock::Mutex<()>,
 }
 
-/// What is known of the bitmaps, and holds on disk.
+/// The known state of the bitmaps, which holds on disk.
 #[derive(Default)]
 struct Known {
     /// The directory was read.

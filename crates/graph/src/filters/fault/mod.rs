@@ -49,7 +49,7 @@ pub struct Fault {
 struct Pieces {
     /// Parts of the request, and where each of them goes on the disk.
     parts: Vec<(Range<u64>, u64)>,
-    /// What is answered in the end.
+    /// The answer in the end.
     result: Result<()>,
 }
 

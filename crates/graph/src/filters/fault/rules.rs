@@ -298,7 +298,7 @@ pub struct ArmedRule {
     pub hits: u64,
 }
 
-/// What is to happen to one request.
+/// The fate of one request.
 #[derive(Clone, Debug)]
 pub(super) struct Verdict {
     pub id: u64,

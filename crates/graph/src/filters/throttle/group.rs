@@ -288,7 +288,7 @@ impl Membership {
         };
         let lent = if bytes > longest { 0 } else { u64::from(state.schedule.lend(self.id, direction, bytes)) };
         if lent > 0 {
-            // What is left of an earlier credit is lost: it was poured, and has leaked since.
+            // The rest of an earlier credit is lost: it was poured, and has leaked since.
             credit.fill(lent, lent.saturating_mul(bytes));
             state.note_lent(credit, longest);
         }

@@ -25,7 +25,7 @@ impl Default for Limit {
     }
 }
 
-/// What is limited, as index.
+/// The limited quantity, as index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Limited {

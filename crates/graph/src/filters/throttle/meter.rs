@@ -14,7 +14,7 @@ const SECOND_NS: f64 = 1e9;
 const BASE_PART: f64 = 0.1;
 /// Requests are lent while a bucket is filled to no more than this part.
 const LENDING_PART: f64 = 0.5;
-/// What is lent at once, as a part of the room that is left up to there: many queues can borrow before it is gone.
+/// The credit that is lent at once, as a part of the remaining room: many queues can borrow before it is gone.
 const LENT_PART: f64 = 1.0 / 16.0;
 /// Most requests lent at once.
 const MOST_LENT: u32 = 256;
@@ -97,7 +97,7 @@ impl Meter {
         &self.limits
     }
 
-    /// Other limits from now on. What is in a bucket stays, up to its new size: changing limits gives no new burst.
+    /// Other limits from now on. The level of a bucket stays, up to its new size: changing limits gives no new burst.
     pub fn set_limits(&mut self, limits: Limits, now_ns: u64) {
         self.leak(now_ns);
         for (bucket, limit) in self.buckets.iter_mut().zip(&limits.limits) {
