@@ -288,7 +288,7 @@ impl<D: GuestDisk> Shared<D> {
 /// Reads the whole disk and holds it against what may be there after a power cut at `position`.
 ///
 /// # Errors
-/// What is wrong, or the error of the read.
+/// The complaint, or the error of the read.
 pub async fn check_disk_after_cut<D: GuestDisk>(disk: &D, model: &Model, position: usize) -> Result<(), String> {
     const CHUNK_BYTES: u64 = 1 << 20;
     model.check_size_after_cut(position, disk.size())?;

@@ -377,7 +377,7 @@ impl Prepared {
     /// Cuts the power of a run everywhere.
     ///
     /// # Errors
-    /// What is wrong with a disk that is left, with what the cut lost.
+    /// The complaint about a disk that is left, with the changes that the cut lost.
     pub fn judge(&self, world: &World, outcome: &Outcome, trial: &Trial) -> std::result::Result<CrashReport, String> {
         let report = explore(&world.trace(), &trial.plan, |case| {
             told(|| self.verify(outcome, case, trial))?;
