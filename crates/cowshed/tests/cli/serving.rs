@@ -2,6 +2,7 @@
 //! `serve`, and the command lines of qemu-nbd and qemu-storage-daemon, used by real clients.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::waiting::await_that;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -62,9 +63,7 @@ impl Drop for Serving {
 
 /// Waits for a socket to be there.
 fn await_socket(path: &Path) {
-    while UnixStream::connect(path).is_err() {
-        std::thread::yield_now();
-    }
+    await_that("the socket is there", || UnixStream::connect(path).is_ok());
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
@@ -84,9 +85,7 @@ fn fio_finds_what_it_wrote_through_snapshots_and_changing_limits() {
     let load = start(fio(folder.path(), &["--do_verify=1"]));
     let mut seen = 0;
     for (n, iops) in [2000, 500, 3000, 1500].into_iter().enumerate() {
-        while monitor.bytes_written() < seen + (1 << 20) {
-            std::thread::sleep(std::time::Duration::from_millis(10));
-        }
+        await_that("bytes are written", || monitor.bytes_written() >= seen + (1 << 20));
         seen = monitor.bytes_written();
         monitor.snapshot(&folder.path().join(format!("overlay{n}.qcow2")));
         monitor.command("block_set_io_throttle", limits(iops));
@@ -107,9 +106,7 @@ fn fio_finds_what_it_wrote_through_snapshots_and_changing_limits() {
             .spawn()
             .expect("qemu-nbd runs"),
     );
-    while !folder.path().join("n.sock").exists() {
-        std::thread::yield_now();
-    }
+    await_that("the socket is there", || folder.path().join("n.sock").exists());
     // The export is read-only: fio only counts what it would write.
     assert_eq!(finish(start(fio(folder.path(), &["--verify_only"]))).0, blocks);
     drop(theirs);
@@ -122,9 +119,7 @@ fn clients_that_are_killed_cost_nobody_else_anything() {
     for _ in 0..3 {
         let before = monitor.bytes_written();
         let lost = start(fio(folder.path(), &["--time_based", "--runtime=600", "--verify=0"]));
-        while monitor.bytes_written() < before + (1 << 20) {
-            std::thread::sleep(std::time::Duration::from_millis(10));
-        }
+        await_that("bytes are written", || monitor.bytes_written() >= before + (1 << 20));
         drop(lost);
     }
     serving.await_log("client left");
@@ -149,13 +144,9 @@ fn a_daemon_told_to_end_under_load_ends_in_order() {
             .expect("qemu-io runs"),
     );
     writer.0.stdin.as_mut().expect("a pipe").write_all(b"write -P 5 63M 1M\n").expect("it reads");
-    while monitor.bytes_written() < 1 << 20 {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    await_that("bytes are written", || monitor.bytes_written() >= 1 << 20);
     let load = start(fio(folder.path(), &["--time_based", "--runtime=600", "--verify=0", "--size=8m"]));
-    while monitor.bytes_written() < 3 << 20 {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    await_that("bytes are written", || monitor.bytes_written() >= 3 << 20);
     serving.stop();
     drop((load, writer));
     let qemu = Qemu::system();

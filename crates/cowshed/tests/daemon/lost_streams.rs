@@ -4,6 +4,7 @@
 use super::process::{COWSHED, Killed, Monitor, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -133,11 +134,7 @@ fn a_daemon_goes_into_the_background_without_readers_of_its_words() {
             let used = Qemu::system().io(["-f", "raw", "-r", "-c", "read -P 0 0 64k", &uri]);
             tool("kill", &["-TERM", &id]);
             used.expect_ok();
-            let started = Instant::now();
-            while folder.path().join("pid").exists() {
-                assert!(started.elapsed() < PATIENCE, "{what}: SIGTERM does not end the daemon");
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            await_that(&format!("{what}: the daemon ends"), || !folder.path().join("pid").exists());
         }
     }
 }

@@ -4,6 +4,7 @@
 use super::process::{Monitor, Serving, text};
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -62,9 +63,7 @@ fn a_refused_export_leaves_its_node_and_its_name_free() {
     command.args(["--nbd-server", "addr.type=unix,addr.path=n.sock"]);
     let daemon = Serving::start_command(folder.path(), command);
     let path = folder.path().join("m.sock");
-    while std::os::unix::net::UnixStream::connect(&path).is_err() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    await_that("the monitor listens", || std::os::unix::net::UnixStream::connect(&path).is_ok());
     let mut monitor = Monitor::connect(&path);
     let export = json!({"type": "ublk", "id": "u", "node-name": "d", "writable": true, "num-queues": 2});
     for _ in 0..3 {

@@ -11,6 +11,7 @@ use cowshed_nbd_proto::option::{self, OptionHeader, code, rep};
 use cowshed_nbd_proto::{Command, NbdErrno, ReplyStyle};
 use cowshed_nbd_server::{Event, Limits, Removal, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use cowshed_testkit::waiting::await_with;
 use cowshed_types::ErrorKind;
 use std::io::Write;
 use std::net::{SocketAddrV4, TcpStream};
@@ -38,13 +39,8 @@ fn expect_service(served: &Served) {
 
 /// Waits until an event of that kind was told.
 fn expect_event(served: &Served, wanted: impl Fn(&Event) -> bool) {
-    for _ in 0..6000 {
-        if served.events.lock().unwrap().iter().any(&wanted) {
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    panic!("no such event in a minute: {:?}", served.events.lock().unwrap());
+    let events = || served.events.lock().unwrap();
+    await_with(|| events().iter().any(&wanted), || format!("such an event: {:?}", events()));
 }
 
 fn is_refusal(event: &Event, part: &str) -> bool {
@@ -234,13 +230,8 @@ fn refusals(served: &Served) -> Vec<Event> {
 
 /// Waits until there are so many connections.
 fn await_connections(served: &Served, wanted: usize) {
-    for _ in 0..6000 {
-        if served.server.connections() == wanted {
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    panic!("{} connections after a minute, not {wanted}", served.server.connections());
+    let connections = || served.server.connections();
+    await_with(|| connections() == wanted, || format!("{} connections, not {wanted}", connections()));
 }
 
 #[test]

@@ -11,12 +11,13 @@ use cowshed_nbd_proto::flags::CommandFlags;
 use cowshed_nbd_proto::{Command, ReplyStyle};
 use cowshed_nbd_server::{Event, EventHandler, Export, Limits, Server, ServerConfig};
 use cowshed_storage::{SocketAddress, rt};
+use cowshed_testkit::waiting::await_with;
 use std::io::Read;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const NONE: CommandFlags = CommandFlags(0);
 const MIB: u64 = 1 << 20;
@@ -59,12 +60,8 @@ impl Setup {
         wire
     }
 
-    fn await_that(&self, what: &str, mut holds: impl FnMut() -> bool) {
-        let until = Instant::now() + PATIENCE;
-        while !holds() {
-            assert!(Instant::now() < until, "in vain: {what}; {:?}", self.server.memory());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+    fn await_that(&self, what: &str, holds: impl FnMut() -> bool) {
+        await_with(holds, || format!("{what}; {:?}", self.server.memory()));
     }
 
     fn losses(&self) -> Vec<String> {
@@ -327,11 +324,8 @@ fn serve_pattern(stall_limit: Duration) -> (Served, Wire, Vec<u8>) {
     served.export(OpenRequest::file(image.to_str().unwrap()).format("raw").writable(true), |_| ());
     let mut greedy = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0;
     greedy.request(Command::Read, NONE, 0, 3 * MIB, &[]);
-    let until = Instant::now() + PATIENCE;
-    while served.server.memory().used_bytes < 3 * MIB {
-        assert!(Instant::now() < until, "the pool isn't taken: {:?}", served.server.memory());
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    let memory = || served.server.memory();
+    await_with(|| memory().used_bytes >= 3 * MIB, || format!("the pool isn't taken: {:?}", memory()));
     (served, greedy, content)
 }
 

@@ -14,6 +14,7 @@ use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, peers_dir, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -76,15 +77,11 @@ impl Place {
 
     /// Waits until the disk holds sevens at 1024: the output of qemu-io comes late where it is no terminal.
     fn await_sevens(&self) {
-        for _ in 0..6000 {
+        await_that("something is written", || {
             let mut found = [0; 512];
             File::open(self.path("disk.raw")).and_then(|disk| disk.read_exact_at(&mut found, 1024)).expect("the disk");
-            if found == [7; 512] {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        panic!("nothing was written within a minute");
+            found == [7; 512]
+        });
     }
 
     /// Our server on the disk, at `nbd.sock`, with TLS also on a port.
