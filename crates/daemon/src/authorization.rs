@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_is_not_there_lets_nobody_in() {
+    fn an_absent_object_lets_no_client_in() {
         let all = Authorizations::default();
         let Authorizer(check) = all.authorizer("a");
         assert_eq!(check("CN=x").unwrap_err(), "Cannot find QAuthZ object ID a");

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_the_other_side_lets_block_keeps_nobody_waiting() {
+    fn a_counter_that_blocks_keeps_no_task_waiting() {
         let theirs = EventCounter::new().unwrap();
         let ours = EventCounter::from_descriptor(theirs.as_fd().try_clone_to_owned().unwrap()).unwrap();
         rustix::fs::fcntl_setfl(&theirs, OFlags::empty()).unwrap();

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_flush_does_not_count_for_who_comes_later() {
+    fn a_running_flush_does_not_count_for_later_requests() {
         let gate = FlushGate::default();
         let first = gate.request();
         assert!(matches!(poll(&gate, first), Poll::Ready(Turn::Lead)));

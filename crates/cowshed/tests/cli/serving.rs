@@ -85,7 +85,7 @@ fn serve_prints_a_uri_that_clients_use() {
 
 /// Numbers of processes come again: what a killed daemon left under its number is in no other one's way.
 #[test]
-fn folders_of_killed_daemons_are_in_nobodys_way() {
+fn folders_of_killed_daemons_block_no_later_one() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 1M");
     for number in 0..4000 {

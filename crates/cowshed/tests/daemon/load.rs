@@ -113,7 +113,7 @@ fn fio_finds_what_it_wrote_through_snapshots_and_changing_limits() {
 }
 
 #[test]
-fn clients_that_are_killed_cost_nobody_else_anything() {
+fn killed_clients_cost_others_nothing() {
     let folder = temp_dir();
     let (mut serving, mut monitor) = serving(folder.path());
     for _ in 0..3 {

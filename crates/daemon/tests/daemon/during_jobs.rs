@@ -108,7 +108,7 @@ fn all_refusals(client: &mut Client, folder: &Path) -> Vec<(String, Option<Strin
 }
 
 #[test]
-fn nobody_comes_to_the_layers_that_a_job_works_on() {
+fn no_user_comes_to_the_layers_of_a_job() {
     let jobs = [
         ("active commit", "block-commit", json!({"device": "top"})),
         ("merge", "block-commit", json!({"device": "top", "top-node": "a", "base-node": "base", "speed": 1})),

@@ -51,7 +51,7 @@ fn many_commands_in_one_write_are_answered_in_order() {
 }
 
 #[test]
-fn a_client_that_never_reads_holds_nobody() {
+fn a_client_that_never_reads_holds_no_other() {
     let daemon = Running::start(Vec::new());
     let mut rude = UnixStream::connect(daemon.path("m.sock")).expect("the monitor listens");
     rude.set_nonblocking(true).expect("a socket");

@@ -135,7 +135,7 @@ fn a_transaction_takes_all_or_none() {
 }
 
 #[test]
-fn an_overlay_replaces_a_file_that_nobody_uses_and_no_other() {
+fn an_overlay_replaces_an_unused_file_and_no_other() {
     let (daemon, mut client) = serving();
     let other = Running::start(Vec::new());
     let mut theirs = other.client();
@@ -265,7 +265,7 @@ fn a_device_is_where_its_export_is_in_every_command() {
 }
 
 #[test]
-fn a_read_only_overlay_takes_over_where_nobody_writes() {
+fn a_read_only_overlay_takes_over_without_writers() {
     let (daemon, mut client) = serving();
     let over = daemon.path("over.qcow2");
     Qemu::system().create(&over, "qcow2", "", 16 << 20);

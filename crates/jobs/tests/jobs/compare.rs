@@ -91,7 +91,7 @@ fn verdicts_texts_and_exit_codes_are_those_of_qemu_img() {
 
 /// Several threads compare, and the order of the disk is what counts: the first difference, or what can't be read before it.
 #[test]
-fn the_first_finding_counts_whoever_is_faster() {
+fn the_first_finding_counts_in_any_order_of_threads() {
     const SIZE: u64 = 24 << 20;
     let bench = Bench::new();
     bench.pattern("one.raw", SIZE, 3);

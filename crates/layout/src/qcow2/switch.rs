@@ -304,7 +304,7 @@ mod tests {
     proptest! {
         /// A name that fills the first sector alone: whatever else changes, no state is between old and new.
         #[test]
-        fn long_names_of_data_files_are_in_nobodys_way(
+        fn long_names_of_data_files_block_no_switch(
             cluster_bits in 13u32..17,
             names in any::<bool>(),
             name_len in 1usize..1023,

@@ -150,7 +150,7 @@ fn broken_requests_cost_the_connection_and_nothing_else() {
 }
 
 #[test]
-fn a_client_that_does_not_read_holds_nobody_up() {
+fn a_client_that_does_not_read_holds_no_other_up() {
     let limits = Limits { max_bytes_in_flight: 4 << 20, ..Limits::default() };
     let served = serve(limits);
     let (mut greedy, _) = Wire::enter(&served.socket, ReplyStyle::Structured, "", &[]);

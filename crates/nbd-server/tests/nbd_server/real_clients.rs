@@ -158,7 +158,7 @@ fn read_only_means_read_only() {
 }
 
 #[test]
-fn events_tell_who_comes_and_goes() {
+fn events_tell_of_clients_that_come_and_go() {
     let served = Served::start(ServerConfig::default());
     let image = served.path("image.raw");
     write_pattern(&image, SIZE, 1);

@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_wait_for_a_disk_nobody_looks() {
+    fn after_a_wait_for_a_disk_no_thread_looks() {
         assert_eq!(found_in_rounds(PollLimit::new(Duration::from_millis(20)), 200, Needs::Disk, |_| false), 0);
     }
 

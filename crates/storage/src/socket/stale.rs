@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_freed_only_where_nobody_listens() {
+    fn a_name_is_freed_only_without_a_listener() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         clear_stale(&path).unwrap();

@@ -62,7 +62,7 @@ fn the_first_failed_sync_poisons_the_file() {
 }
 
 #[test]
-fn nobody_is_told_success_after_a_failure() {
+fn no_flush_succeeds_after_a_failure() {
     for seed in 0..50 {
         let world = World::new(Config::new(seed));
         world.run(async {
@@ -95,7 +95,7 @@ fn nobody_is_told_success_after_a_failure() {
 }
 
 #[test]
-fn a_failure_that_nobody_waited_for_is_remembered() {
+fn a_failure_without_a_waiter_is_remembered() {
     let world = World::new(Config::new(3));
     world.run(async {
         let file = create();

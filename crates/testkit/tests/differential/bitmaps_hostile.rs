@@ -137,7 +137,7 @@ fn bitmaps_that_lie_are_one_error_and_nothing_is_written() {
 
 /// "If it is not set, the bitmap must not be used, but both it and its extra data be left as is."
 #[test]
-fn extra_data_decides_who_may_use_a_bitmap() {
+fn extra_data_decides_the_use_of_a_bitmap() {
     let good = image();
     let at = places(&good);
     // The names are 3 bytes with 5 of padding: the first entry gets 8 bytes of extra data in place of the second one.

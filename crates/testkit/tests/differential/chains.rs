@@ -272,7 +272,7 @@ fn read(node: &Node, offset: usize, len: usize) -> IoBuf {
 
 /// Of random chains, by reads of any size in any order, with nothing known and with much known.
 #[test]
-fn a_chain_that_nobody_writes_to_reads_the_same_from_memory() {
+fn a_chain_without_writers_reads_the_same_from_memory() {
     let folder = temp_dir();
     for_each_seed(4, |seed| {
         let qemu = Qemu::for_seed(seed);

@@ -274,7 +274,7 @@ const SLOW: u64 = 28;
 /// A request with the right to use guest cluster `SLOW` is slow. Meanwhile the cluster is discarded, that is flushed, and
 /// new clusters are written: none of them may get the old one's place before the slow request has ended, and one gets it
 /// afterwards. Gives what the slow request gave.
-fn nobody_gets_the_place_of_a_slow_request<T: 'static>(
+fn no_request_gets_the_place_of_a_slow_one<T: 'static>(
     kind: OpKind,
     request: impl AsyncFn(&ImageDisk) -> T + 'static,
 ) -> (Prepared, T) {
@@ -317,7 +317,7 @@ fn nobody_gets_the_place_of_a_slow_request<T: 'static>(
 
 #[test]
 fn a_read_beside_a_discard_never_sees_the_next_owner() {
-    let (prepared, bytes) = nobody_gets_the_place_of_a_slow_request(OpKind::Read, async |disk| {
+    let (prepared, bytes) = no_request_gets_the_place_of_a_slow_one(OpKind::Read, async |disk| {
         let (result, bytes) = disk.0.read(SLOW * 4096, IoBuf::zeroed(4096)).await;
         result.expect("a read");
         bytes
@@ -328,7 +328,7 @@ fn a_read_beside_a_discard_never_sees_the_next_owner() {
 
 #[test]
 fn write_beside_a_discard_never_lands_elsewhere() {
-    nobody_gets_the_place_of_a_slow_request(OpKind::Write, async |disk| {
+    no_request_gets_the_place_of_a_slow_one(OpKind::Write, async |disk| {
         disk.0.write(SLOW * 4096, IoBuf::copy_from(&[9; 4096])).await.0.expect("a write");
     });
 }

@@ -123,7 +123,7 @@ fn modules_are_named_after_nouns() {
 }
 
 #[test]
-fn no_file_names_somebodys_home() {
+fn no_file_names_a_home_folder() {
     let homes = ["/home/", "/root/", "/Users/"].map(|home| home.to_owned());
     let found = files().into_iter().flat_map(|(name, text)| {
         let itself = name.ends_with("tests/tree/style.rs");

@@ -214,7 +214,7 @@ fn each_request_costs_the_memory_of_its_lists() {
 }
 
 #[test]
-fn counters_that_block_keep_nobody_out() {
+fn counters_that_block_keep_no_guest_out() {
     let served = Served::new(|_| ());
     // The kick: a read of it must not wait.
     let mut driver = served.driver();

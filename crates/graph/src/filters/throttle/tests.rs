@@ -99,7 +99,7 @@ fn requests_that_were_lent_count_as_if_they_had_asked() {
 }
 
 #[test]
-fn nobody_borrows_past_those_who_wait() {
+fn no_member_borrows_past_waiting_ones() {
     let mut schedule = Schedule::new(limits(&[("iops-write", 1), ("iops-read", 100_000)]), 0);
     let (one, two) = (schedule.join(), schedule.join());
     assert!(schedule.try_enter(one, Direction::Read, 512, 0));
