@@ -140,7 +140,7 @@ fn a_disk_that_never_answers_keeps_no_monitor() {
     stuck.join().expect("the command ends");
     drop(client);
     monitor.command("blockdev-add", json!({"driver": "null-co", "node-name": "next", "size": 512}));
-    let Bench { daemon, server, folder } = bench;
+    let Bench { daemon, server, folder, .. } = bench;
     daemon.stop();
     server.stop();
     drop(folder);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests that are no whole sectors of a device.
 
-use super::{Loop, run};
+use super::Loop;
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
 use std::path::Path;
 
@@ -57,7 +58,7 @@ fn requests_are_smaller_than_the_sectors_of_a_device() {
                     let flags = ["-f", format, "-t", cache, "-i", aio, "-d", "unmap", "-c", request];
                     qemu.io([&flags[..], &[&devices[1].0]].concat()).expect_ok();
                     let said =
-                        run(env!("CARGO_BIN_EXE_cowshed"), &[&["qemu-io"], &flags[..], &[&devices[0].0]].concat());
+                        tool(env!("CARGO_BIN_EXE_cowshed"), &[&["qemu-io"], &flags[..], &[&devices[0].0]].concat());
                     assert!(!said.contains("failed"), "{what}: {request}: {said}");
                 }
                 let compared = qemu.img(["compare", "-f", format, "-F", format, &devices[0].0, &devices[1].0]);
@@ -102,7 +103,7 @@ fn a_device_that_becomes_writable_takes_parts_of_sectors() {
 
     let opened = ["qemu-io", "-r", "-f", "raw", "-d", "unmap", "-c", "reopen -w"];
     let writes = ["-c", "write -z 512 512", "-c", "write -z -u 9216 1536", "-c", "discard 20480 512", "-c", "flush"];
-    let said = run(env!("CARGO_BIN_EXE_cowshed"), &[&opened[..], &writes, &[&device.0]].concat());
+    let said = tool(env!("CARGO_BIN_EXE_cowshed"), &[&opened[..], &writes, &[&device.0]].concat());
     assert!(!said.contains("failed"), "{said}");
 
     // The base of a commit is opened for reading at first.

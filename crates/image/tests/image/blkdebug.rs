@@ -249,8 +249,10 @@ fn the_steps_of_the_format_are_events() {
         rt::block_on(plain.close()).unwrap();
         let image = Path::new(&bench.image).with_file_name(format!("{kind}.qcow2")).display().to_string();
         match *kind {
-            "over" => tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &bench.image, "-F", "qcow2", &image]),
-            "compressed" => tool("qemu-img", &["convert", "-c", "-O", "qcow2", &bench.image, &image]),
+            "over" => {
+                drop(tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &bench.image, "-F", "qcow2", &image]))
+            }
+            "compressed" => drop(tool("qemu-img", &["convert", "-c", "-O", "qcow2", &bench.image, &image])),
             _ => std::fs::rename(&bench.image, &image).unwrap(),
         }
         let options = format!(

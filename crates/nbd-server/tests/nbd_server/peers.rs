@@ -20,7 +20,6 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 40 * MIB;
