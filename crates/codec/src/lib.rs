@@ -7,9 +7,11 @@
 mod adc;
 mod bzip2;
 mod deflate;
+mod lzfse;
 mod stored;
 #[cfg(not(feature = "zstd"))]
 mod without_zstd;
+mod xz;
 mod zlib;
 #[cfg(feature = "zstd")]
 mod zstd;
@@ -18,8 +20,10 @@ use cowshed_types::{Compression, Error, Result};
 
 pub use adc::unpack_adc;
 pub use bzip2::unpack_bzip2;
+pub use lzfse::unpack_lzfse;
 #[cfg(not(feature = "zstd"))]
 use without_zstd as zstd;
+pub use xz::unpack_xz;
 pub use zlib::{ZlibMode, inflate_zlib};
 
 /// Compresses and decompresses clusters of one image.

@@ -3,7 +3,7 @@
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, finish};
 use super::mapped::{LARGE_BYTES, Place, zeroed};
-use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2};
+use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
@@ -84,7 +84,7 @@ impl BlockFormat for Dmg {
                 file.check_data("compOffset", chunk.host + skip, len, at)?;
                 Ok((Place::Data { file: 0, host: chunk.host + skip }, len))
             }
-            DmgPacking::Adc | DmgPacking::Zlib | DmgPacking::Bzip2 => Ok((Place::Packed { block: chunk.start }, len)),
+            _ => Ok((Place::Packed { block: chunk.start }, len)),
         }
     }
 
@@ -104,6 +104,8 @@ impl BlockFormat for Dmg {
                 DmgPacking::Zlib => inflate_zlib(&packed, &mut out, chunk.len as usize)?,
                 DmgPacking::Bzip2 => unpack_bzip2(&packed, &mut out)?,
                 DmgPacking::Adc => unpack_adc(&packed, &mut out)?,
+                DmgPacking::Lzfse => unpack_lzfse(&packed, &mut out)?,
+                DmgPacking::Xz => unpack_xz(&packed, &mut out)?,
                 DmgPacking::Zero | DmgPacking::Raw => return Err(Error::internal("a piece that isn't packed")),
             }
             Ok(out)

@@ -40,12 +40,16 @@ pub enum DmgPacking {
     Zlib,
     /// bzip2.
     Bzip2,
+    /// lzfse.
+    Lzfse,
+    /// LZMA in a stream of xz.
+    Xz,
 }
 
 impl DmgPacking {
     /// True for what is unpacked whole.
     pub fn is_packed(self) -> bool {
-        matches!(self, DmgPacking::Adc | DmgPacking::Zlib | DmgPacking::Bzip2)
+        !matches!(self, DmgPacking::Zero | DmgPacking::Raw)
     }
 }
 
@@ -137,10 +141,10 @@ impl DmgTrailer {
                 0x8000_0004 => DmgPacking::Adc,
                 0x8000_0005 => DmgPacking::Zlib,
                 0x8000_0006 => DmgPacking::Bzip2,
+                0x8000_0007 => DmgPacking::Lzfse,
+                0x8000_0008 => DmgPacking::Xz,
                 // A comment, and the end, behind which QEMU reads on.
                 0x7fff_fffe | 0xffff_ffff => continue,
-                0x8000_0007 => return Err(Error::unsupported("pieces that are packed with lzfse can't be read")),
-                0x8000_0008 => return Err(Error::unsupported("pieces that are packed with lzma can't be read")),
                 other => return Err(damaged("a kind of piece that isn't known").value(format!("{other:#x}"))),
             };
             let sum = |numbers: [u64; 3]| numbers.iter().try_fold(0u64, |sum, number| sum.checked_add(*number));

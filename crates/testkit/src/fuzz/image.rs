@@ -2,12 +2,12 @@
 //! Entry points of what `cowshed-image` parses; see `layout.rs`.
 
 use super::replay::Entry;
-use cowshed_codec::{Codec, ZlibMode};
+use cowshed_codec::{Codec, ZlibMode, unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_size};
 use cowshed_types::Compression;
 
 /// All entry points of this file.
-pub const ENTRIES: &[Entry] = &[("inflate", inflate), ("deflate", deflate), ("options", options)];
+pub const ENTRIES: &[Entry] = &[("inflate", inflate), ("unpack", unpack), ("deflate", deflate), ("options", options)];
 
 /// 1 byte of settings, then compressed data.
 pub fn inflate(data: &[u8]) {
@@ -17,6 +17,18 @@ pub fn inflate(data: &[u8]) {
     let first = Codec::new(compression).decompress(compressed, &mut cluster).map(|()| cluster.clone());
     // A failure leaves nothing behind: the same data again give the same.
     let second = Codec::new(compression).decompress(compressed, &mut cluster).map(|()| cluster);
+    assert_eq!(first.ok(), second.ok());
+}
+
+/// 1 byte that chooses the packing, the length of the content, then a piece of a packed disk image.
+pub fn unpack(data: &[u8]) {
+    let [packing, low, high, packed @ ..] = data else { return };
+    let unpack = [unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz][usize::from(packing % 4)];
+    let mut content = vec![0; usize::from(u16::from_le_bytes([*low, *high]))];
+    let first = unpack(packed, &mut content).map(|()| content.clone());
+    // What is in the buffer before doesn't matter.
+    content.fill(0xaa);
+    let second = unpack(packed, &mut content).map(|()| content);
     assert_eq!(first.ok(), second.ok());
 }
 

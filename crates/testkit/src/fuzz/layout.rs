@@ -3,7 +3,7 @@
 //! them, and so do the tests that replay the corpus on a stable compiler.
 
 use super::replay::Entry;
-use cowshed_codec::{unpack_adc, unpack_bzip2};
+use cowshed_codec::{unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_layout::bochs::BochsHeader;
 use cowshed_layout::bytes::le32_at;
 use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
@@ -321,6 +321,8 @@ fn packed_formats(data: &[u8]) {
         match chunk.packing {
             DmgPacking::Bzip2 => drop(unpack_bzip2(packed, &mut out)),
             DmgPacking::Adc => drop(unpack_adc(packed, &mut out)),
+            DmgPacking::Lzfse => drop(unpack_lzfse(packed, &mut out)),
+            DmgPacking::Xz => drop(unpack_xz(packed, &mut out)),
             _ => {}
         }
     }
