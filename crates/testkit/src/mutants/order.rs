@@ -175,6 +175,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_formats", "power_cut_during_log_replay_keeps_the_disk"),
     },
     Mutant {
+        name: "vhdx_log_runs_over_its_end",
+        about: "an entry of a VHDX log that goes round the end of the log is written on behind that end",
+        test: ("crash_formats", "power_cut_while_a_log_wraps_keeps_flushed_data"),
+    },
+    Mutant {
+        name: "vhdx_log_ends_with_half_an_entry",
+        about: "an entry of a VHDX log counts though its end was not written",
+        test: ("crash_formats", "power_cut_while_a_log_wraps_keeps_flushed_data"),
+    },
+    Mutant {
         name: "qed_name_led_to_before_it_is_durable",
         about: "the header of a QED image leads to another name of its backing file before that is durable",
         test: ("crash_formats", "power_cut_leaves_the_old_backing_name_or_the_new"),
