@@ -9,7 +9,7 @@ use cowshed_graph::node::{ChildRole, Node};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
-    SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
+    SparseKind, check_kind, embedded_descriptor, limits, no_se_sparse, sectors_to_bytes,
 };
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -106,6 +106,9 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
         return Err(Error::invalid_image("file", format!("{} bytes", file.size()), message));
     }
     let descriptor = Descriptor::parse(&read(file, 0, file.size()).await?)?;
+    if descriptor.create_type == "seSparse" {
+        return Err(no_se_sparse("VMDK disks of this type are not supported"));
+    }
     if !SPLIT_TYPES.contains(&descriptor.create_type.as_str()) {
         let message = "VMDK disks of this type are not supported";
         return Err(Error::unsupported(message).field("createType").value(descriptor.create_type.escape_default()));
@@ -146,7 +149,8 @@ async fn open_extent(
     let len = bytes(line.sectors)?;
     match line.kind {
         ExtentKind::Zero => return Ok(Extent { len, storage: Storage::Zero }),
-        ExtentKind::SeSparse | ExtentKind::VmfsRdm | ExtentKind::VmfsRaw => {
+        ExtentKind::SeSparse => return Err(no_se_sparse("extents of this type are not supported")),
+        ExtentKind::VmfsRdm | ExtentKind::VmfsRaw => {
             let message = "extents of this type are not supported";
             return Err(Error::unsupported(message).field("type").value(line.kind.as_str()));
         }

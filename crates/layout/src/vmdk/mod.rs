@@ -23,10 +23,16 @@ const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();
 /// Refuses a file of a kind that can't be read, by its first bytes.
 pub fn check_kind(first: &[u8]) -> Result<()> {
     if first.starts_with(&SE_SPARSE_MAGIC) {
-        let message = "VMDK images of this type are not supported";
-        return Err(Error::unsupported(message).field("type").value("seSparse"));
+        return Err(no_se_sparse("VMDK images of this type are not supported"));
     }
     Ok(())
+}
+
+/// Why disks of the kind seSparse can't be read, behind a sentence of QEMU, and how to come to their data.
+pub fn no_se_sparse(sentence: &str) -> Error {
+    const REASON: &str = ": VMware never published the kind seSparse; consolidate the disk's snapshots on the host, \
+                          or copy it there by 'vmkfstools -i SOURCE TARGET'";
+    Error::unsupported(sentence).hint(REASON).field("type").value("seSparse")
 }
 
 /// The descriptor inside of a sparse extent; `start` is its first sector. One extent of several has none.
