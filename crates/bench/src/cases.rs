@@ -5,6 +5,7 @@ use crate::Settings;
 use crate::copies;
 use crate::exports;
 use crate::fixture;
+use crate::formats;
 use crate::large;
 use crate::luks;
 use crate::means;
@@ -67,6 +68,13 @@ pub const CASES: &[Case] = &[
     Case { name: "overlays", about: "memory of many overlays of one base", run: opening::overlays },
     Case { name: "allocate", about: "writes over NBD that need clusters, over a backing file", run: writes::overlays },
     Case { name: "allocate-empty", about: "the same without a backing file, and preallocated", run: writes::empty },
+    Case {
+        name: "formats",
+        about: "convert to VMDK, VHD, VHDX, VDI, QED, qcow, Parallels and back",
+        run: formats::conversions,
+    },
+    Case { name: "formats-read", about: "random reads over NBD of their dynamic kinds", run: formats::reads },
+    Case { name: "formats-write", about: "random writes over NBD to empty ones", run: formats::writes },
     Case { name: "options", about: "each option on and off, of servers and of convert", run: options::run },
     Case { name: "map", about: "map of fully allocated large images", run: large::map },
     Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },

@@ -8,6 +8,7 @@ mod cases;
 mod copies;
 mod exports;
 mod fixture;
+mod formats;
 mod large;
 mod luks;
 mod means;

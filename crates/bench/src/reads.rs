@@ -289,7 +289,7 @@ pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
 }
 
 /// Has fio load each server for a second, then in turns; what the rounds of each gave.
-fn in_turns(settings: &Settings, servers: &[(&Server, &Path)], load: Load) -> Result<Vec<Vec<Served>>, String> {
+pub fn in_turns(settings: &Settings, servers: &[(&Server, &Path)], load: Load) -> Result<Vec<Vec<Served>>, String> {
     let mut runs = vec![Vec::new(); servers.len()];
     for (server, image) in servers {
         fio(settings, server, image, load, 1)?;
