@@ -34,7 +34,7 @@ pub(super) struct FreshFormat {
 
 /// The wanted image.
 pub(super) struct Request<'a> {
-    /// The name of the image.
+    /// The name of the image, once it is whole.
     pub filename: &'a str,
     /// At least so many bytes, whole sectors.
     pub size: u64,
@@ -74,32 +74,39 @@ pub(super) fn find(name: &str) -> Option<&'static FreshFormat> {
 
 impl FreshFormat {
     /// The layout of a new image whose disk has at least `size` bytes.
-    async fn lay_out(&self, filename: &str, size: u64, values: &OptionValues) -> Result<Fresh> {
+    async fn lay_out(&self, names: (&str, &str), size: u64, values: &OptionValues) -> Result<Fresh> {
+        let (now, filename) = names;
         let parent = match (self.parent, values.get("backing_file")) {
             (Some(check), Some(name)) => {
                 check(values)?;
-                Some(content_id(filename, name, self.name).await?)
+                Some(content_id(now, name, self.name).await?)
             }
             _ => None,
         };
         (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent })
     }
 
-    /// Creates an image under a name.
+    /// Creates an image under a name. `check` refuses the names of files that must stay.
     pub(super) async fn create(
         &self,
-        filename: &str,
+        names: (&str, &str),
         size: u64,
         values: &OptionValues,
-        how: &Manner,
+        (how, check): (&Manner, &dyn Fn(&Path) -> Result<()>),
     ) -> Result<Created> {
         // The layout first: what can't be laid out must not cost an existing file its contents.
-        let fresh = self.lay_out(filename, size, values).await?;
+        let fresh = self.lay_out(names, size, values).await?;
         let hints = layout_hints(values)?;
-        let path = path_of(filename)?;
+        let path = path_of(names.0)?;
         let mut created = Created::default();
+        let path_of_part = |name: &str| path.with_file_name(path_of_text(name));
+        // All of them before the first one changes.
+        for (name, _) in &fresh.parts {
+            let path = path_of_part(name);
+            check(&path).map_err(|error| error.file(text_of_path(&path)))?;
+        }
         for (name, part) in &fresh.parts {
-            let path = path.with_file_name(path_of_text(name));
+            let path = path_of_part(name);
             let made =
                 NewName::new(&path, how, Failed::Remove).fill(part.len, hints, async |file| write(file, part).await);
             match made.await {
@@ -121,8 +128,13 @@ impl FreshFormat {
     }
 
     /// The layout of an image that is one file.
-    pub(super) async fn lay_out_alone(&self, filename: &str, size: u64, values: &OptionValues) -> Result<FreshFile> {
-        let fresh = self.lay_out(filename, size, values).await?;
+    pub(super) async fn lay_out_alone(
+        &self,
+        names: (&str, &str),
+        size: u64,
+        values: &OptionValues,
+    ) -> Result<FreshFile> {
+        let fresh = self.lay_out(names, size, values).await?;
         match fresh.parts.is_empty() {
             true => Ok(fresh.image),
             false => Err(Error::unsupported("an image of several files can't be created in an open file")),
@@ -205,7 +217,12 @@ fn vpc(asked: &Request<'_>) -> Result<Fresh> {
 }
 
 fn parallels(asked: &Request<'_>) -> Result<Fresh> {
-    let cluster_bytes = asked.values.number("cluster_size").unwrap_or(0);
+    let cluster_bytes = asked.values.number("cluster_size").unwrap_or(1 << 20);
+    if cluster_bytes == 0 {
+        return Err(Error::invalid_argument("Image size is too large for this cluster size")
+            .field("cluster_size")
+            .value(0));
+    }
     NewParallels { size: asked.size, cluster_bytes }.lay_out().map(Fresh::from)
 }
 
@@ -227,6 +244,9 @@ fn qed(asked: &Request<'_>) -> Result<Fresh> {
 
 fn vhdx(asked: &Request<'_>) -> Result<Fresh> {
     let values = asked.values;
+    if values.number("log_size") == Some(0) {
+        return Err(Error::invalid_argument("Log size must be a multiple of 1 MB").field("log_size").value(0));
+    }
     let number: [u8; 4] = random()?;
     let new = NewVhdx {
         size: asked.size,

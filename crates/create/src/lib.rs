@@ -19,7 +19,7 @@ use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -50,6 +50,10 @@ pub struct CreateRequest {
     pub secrets: Vec<(String, Secret)>,
     /// TLS credentials that the options of the backing file can name, by their id.
     pub tls: Vec<(String, TlsCredentials)>,
+    /// No regular file that is there already is replaced, neither under the image's name nor under one of its other files.
+    pub keeps_existing: bool,
+    /// The name that the file gets once it is whole, where that is another one: images that name their own file say this one.
+    pub final_name: Option<String>,
 }
 
 /// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
@@ -64,6 +68,8 @@ pub struct CreatePlan {
     secrets: Vec<(String, Secret)>,
     /// The files that the new image is to be read through to: none of them may become a part of it.
     below: Vec<(FileIdentity, String)>,
+    keeps_existing: bool,
+    final_name: Option<String>,
     /// A fault that shows only while the image is made.
     refused: Option<Error>,
 }
@@ -115,7 +121,9 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     let path = path_of(&request.filename)?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
     let refused = refused_late(request, &values);
-    Ok(CreatePlan { path, filename, format, size, values, secrets: request.secrets.clone(), below, refused })
+    let (secrets, keeps_existing) = (request.secrets.clone(), request.keeps_existing);
+    let final_name = request.final_name.clone();
+    Ok(CreatePlan { path, filename, format, size, values, secrets, below, keeps_existing, final_name, refused })
 }
 
 /// The rules for a backing file; without a size the new image takes its. Returns the files below it.
@@ -318,6 +326,20 @@ impl CreatePlan {
         }
     }
 
+    /// Refuses a name whose file must stay: the new image is to be read through to it, or the request keeps old files.
+    fn check_replaced(&self, path: &Path) -> Result<()> {
+        self.check_apart(FileIdentity::of_path(path))?;
+        match self.keeps_existing && path.is_file() {
+            true => Err(Error::invalid_argument("the file exists already").hint("; --force overwrites it")),
+            false => Ok(()),
+        }
+    }
+
+    /// The name of the file, and the one that it has in the end.
+    fn names(&self) -> (&str, &str) {
+        (&self.filename, self.final_name.as_deref().unwrap_or(&self.filename))
+    }
+
     async fn write_to(&self, file: &File, data_file: Option<&File>) -> Result<()> {
         self.check_apart(file.identity())?;
         file.check_single_use()?;
@@ -329,7 +351,7 @@ impl CreatePlan {
             return Self::settle(file, image).await;
         }
         if let Some(format) = fresh::find(&self.format) {
-            let image = format.lay_out_alone(&self.filename, self.size, &self.values).await?;
+            let image = format.lay_out_alone(self.names(), self.size, &self.values).await?;
             clear(file).await?;
             return Self::settle(file, fresh::write(file, &image).await).await;
         }
@@ -385,9 +407,14 @@ impl CreatePlan {
         if let Some(error) = &self.refused {
             return Err(error.clone());
         }
-        self.check_apart(FileIdentity::of_path(&self.path))?;
+        self.check_replaced(&self.path)?;
         if let Some(name) = self.values.get("data_file") {
-            self.check_apart(FileIdentity::of_path(&path_of_name(name))).map_err(|error| error.file(name))?;
+            let path = path_of_name(name);
+            let checked = match self.values.switch("keep_data_file") {
+                true => self.check_apart(FileIdentity::of_path(&path)),
+                false => self.check_replaced(&path),
+            };
+            checked.map_err(|error| error.file(name))?;
         }
         match self.format.as_str() {
             "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, how).await,
@@ -398,7 +425,8 @@ impl CreatePlan {
             }
             name if let Some(format) = fresh::find(name) => {
                 self.space()?;
-                format.create(&self.filename, self.size, &self.values, how).await
+                let check = |path: &Path| self.check_replaced(path);
+                format.create(self.names(), self.size, &self.values, (how, &check)).await
             }
             _ => {
                 let size = round_size(self.size)?;

@@ -20,6 +20,8 @@ pub struct DdOptions {
     pub count: Option<u64>,
     /// `skip=`: blocks to skip at the source's start.
     pub skip: u64,
+    /// The new target replaces no file that is there already.
+    pub keeps_existing: bool,
 }
 
 /// What was copied.
@@ -54,6 +56,7 @@ async fn copy(options: &DdOptions, source: &Arc<Node>, job: &JobHandle) -> Resul
     let len = options.count.map_or(rest, |count| count.saturating_mul(options.block_bytes).min(rest));
     let window = Sources::window(Arc::clone(source), skip.min(source.size()), len);
     let mut convert = ConvertOptions::new(Vec::new(), options.target.clone());
+    convert.keeps_existing = options.keeps_existing;
     // As in qemu-img, what was copied is on the disk in the end.
     convert.target.cache.get_or_insert_with(|| "writeback".to_owned());
     let outcome = convert_sources(&convert, &window, job).await?;

@@ -40,6 +40,8 @@ pub struct RescueOptions {
     pub scan: bool,
     /// L2 tables by the user's word: host offset and guest offset, in bytes.
     pub assign: Vec<(u64, u64)>,
+    /// The new image replaces no file that is there already.
+    pub keeps_existing: bool,
 }
 
 /// Written at a time, at least, where data follow each other.
@@ -228,6 +230,7 @@ async fn create_target(options: &RescueOptions, spec: &ImageSpec, sources: &[Str
         options: options.create_options.clone(),
         secrets: spec.secrets.clone(),
         tls: spec.tls.clone(),
+        keeps_existing: options.keeps_existing,
         ..CreateRequest::default()
     };
     let plan = cowshed_create::prepare_sized(&request, size).await?;

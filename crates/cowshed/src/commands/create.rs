@@ -96,6 +96,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         backing_unchecked: args.backing_unsafe,
         secrets,
         tls,
+        keeps_existing: new_image::keeps_existing(args.force, console),
         ..CreateRequest::default()
     };
     let persona = console.persona;

@@ -103,6 +103,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         block_bytes: operands.block_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
         count: operands.count,
         skip: operands.skip.unwrap_or(0),
+        keeps_existing: new_image::keeps_existing(args.force, console),
     };
     args.naming.untrusted.guard(&[Use::Read(&options.source), Use::Write(&options.target)], console)?;
     let job = work::Foreground::new(console.persona, false, false, "copying")?;

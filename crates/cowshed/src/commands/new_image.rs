@@ -66,10 +66,15 @@ pub fn local_path(name: &str) -> PathBuf {
     path_of_text(name.strip_prefix("file:").unwrap_or(name))
 }
 
+/// True where a new image replaces no file: under our own name without `--force`.
+pub fn keeps_existing(force: bool, console: &Console) -> bool {
+    !force && console.persona == Persona::Cowshed
+}
+
 /// Refuses a file that is there already, under our own name and without `--force`. Devices are there always.
 pub fn check_absent(name: &str, force: bool, console: &Console) -> Result<(), Failure> {
     let path = local_path(name);
-    if force || console.persona != Persona::Cowshed || !path.is_file() {
+    if !keeps_existing(force, console) || !path.is_file() {
         return Ok(());
     }
     Err(Failure::new(format!("{name}: the file exists already; --force overwrites it")))

@@ -105,6 +105,9 @@ struct RescueArgs {
     /// Open the image even while another process writes to it: what is read may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// Overwrite files that exist already
+    #[arg(long)]
+    force: bool,
     /// Text or JSON
     #[arg(long, value_enum, default_value_t, value_name = "human|json")]
     output: OutputFormat,
@@ -184,6 +187,7 @@ fn options(args: &RescueArgs, file: &str, target: Option<&String>) -> Result<Res
         backing,
         data_file: args.data_file.clone(),
         key_secret: args.key_secret.clone(),
+        keeps_existing: !args.force,
         scan: args.scan,
         assign: args.assign.iter().map(|text| assignment(text)).collect::<Result<_, _>>()?,
     })

@@ -18,6 +18,7 @@ mod hostile;
 mod in_use;
 mod instead_of_qemu_img;
 mod io;
+mod kept_files;
 mod limits;
 mod lost_streams;
 mod manual;

@@ -109,6 +109,7 @@ fn a_package_is_made_as_importers_want_it() {
             "ddb.adapterType = \"lsilogic\"",
             "ddb.virtualHWVersion = \"10\"",
             "ddb.toolsVersion = \"2147483647\"",
+            &format!(" SPARSE \"{disk}\""),
         ] {
             assert!(text.contains(part), "{disk}: no {part} in {text}");
         }

@@ -129,7 +129,8 @@ async fn make(request: CreateRequest, replaced: Option<Permissions>) -> QmpResul
     }
     let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
     let temporary = reserve(&path).map_err(refused)?;
-    let request = CreateRequest { filename: name_of_path(&temporary.0), ..request };
+    let request =
+        CreateRequest { filename: name_of_path(&temporary.0), final_name: Some(request.filename.clone()), ..request };
     prepare(&request).await.map_err(failed)?.run().await.map_err(failed)?;
     let refused = |error: io::Error| QmpError::generic(format!("Could not create '{file}': {error}"));
     let gone = || refused(ErrorKind::NotFound.into());

@@ -97,3 +97,21 @@ fn images_of_other_formats_are_created_as_by_qemu() {
     }
     daemon.stop().expect("stopped in order");
 }
+
+/// A new file has another name until it is whole: its descriptor says the one that it gets.
+#[test]
+fn a_backup_to_vmdk_names_its_own_file() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    client.files_in(daemon.folder.path());
+    std::fs::write(daemon.folder.path().join("disk"), vec![7; 1 << 20]).expect("a file");
+    let disk = json!({"driver": "raw", "node-name": "disk", "file": {"driver": "file", "filename": "disk"}});
+    client.command("blockdev-add", disk);
+    let backup = json!({"job-id": "b", "device": "disk", "sync": "full", "target": "new.vmdk", "format": "vmdk", "auto-dismiss": false});
+    client.command("drive-backup", backup);
+    assert_eq!(concluded(&mut client, "b"), None);
+    let bytes = std::fs::read(daemon.folder.path().join("new.vmdk")).expect("an image");
+    let text = String::from_utf8_lossy(&bytes[512..2048]).into_owned();
+    assert!(text.contains(" SPARSE \"new.vmdk\""), "{text}");
+    daemon.stop().expect("stopped in order");
+}

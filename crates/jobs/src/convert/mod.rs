@@ -75,6 +75,10 @@ pub struct ConvertOptions {
     pub size_unit_bytes: u64,
     /// A disk of 0 bytes is an error: no machine takes it.
     pub refuses_empty: bool,
+    /// The new target replaces no file that is there already.
+    pub keeps_existing: bool,
+    /// The name that the new target gets once it is whole, where that is another one.
+    pub final_name: Option<String>,
 }
 
 impl ConvertOptions {
@@ -102,6 +106,8 @@ impl ConvertOptions {
             skip_broken_bitmaps: false,
             size_unit_bytes: 1,
             refuses_empty: false,
+            keeps_existing: false,
+            final_name: None,
         }
     }
 }

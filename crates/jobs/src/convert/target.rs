@@ -145,6 +145,10 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
     if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_stream(options) {
         return Err(Error::unsupported("Compression not supported for this file format"));
     }
+    if options.backing_file.is_some() && is_stream(options) {
+        let message = "a streamOptimized VMDK image takes no backing file: other kinds of VMDK do";
+        return Err(Error::unsupported(message).file(&options.target.name));
+    }
     let request = CreateRequest {
         filename: options.target.name.clone(),
         format,
@@ -157,6 +161,8 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         policy: options.sources.first().map(|source| source.policy.clone()).unwrap_or_default(),
         secrets: options.target.secrets.clone(),
         tls: options.target.tls.clone(),
+        keeps_existing: options.keeps_existing,
+        final_name: options.final_name.clone(),
     };
     let plan = cowshed_create::prepare_sized(&request, size(options, sources)?).await?;
     if options.bitmaps && !plan.takes_bitmaps() {

@@ -287,6 +287,7 @@ fn dd_copies_the_blocks_asked_for() {
                 block_bytes: block,
                 count,
                 skip,
+                keeps_existing: false,
             };
             let outcome = run(dd::run(&options, &JobHandle::new())).expect("copied");
             let from = (skip * block) as usize;
@@ -304,6 +305,7 @@ fn dd_copies_the_blocks_asked_for() {
         block_bytes: 1 << 20,
         count: None,
         skip: 9,
+        keeps_existing: false,
     };
     assert!(run(dd::run(&past, &JobHandle::new())).expect("an empty target").skipped_past_end);
     let bad = DdOptions { block_bytes: 0, ..past };

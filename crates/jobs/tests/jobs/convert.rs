@@ -275,6 +275,7 @@ fn what_lies_below_an_inner_overlay_is_copied() {
         block_bytes: 4096,
         count: None,
         skip: 8,
+        keeps_existing: false,
     };
     run(dd::run(&dd, &JobHandle::new())).expect("copied");
     assert!(std::fs::read(bench.path("d.raw")).expect("an image") == whole[8 * 4096..]);

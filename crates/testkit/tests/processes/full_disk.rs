@@ -107,7 +107,7 @@ async fn act(verb: &str) -> Result<()> {
         }
         "dd" => {
             let (source, target) = (image("top"), ImageSpec::file("new").format("qcow2"));
-            let options = DdOptions { source, target, block_bytes: 4096, count: None, skip: 3 };
+            let options = DdOptions { source, target, block_bytes: 4096, count: None, skip: 3, keeps_existing: false };
             dd::run(&options, &job).await.map(drop)
         }
         "resize" => {

@@ -206,6 +206,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let mut options = options(&args, sources, target)?;
     options.size_unit_bytes = platform.map_or(1, |platform| platform.size_unit_bytes);
     options.refuses_empty = platform.is_some();
+    options.keeps_existing = new_image::keeps_existing(args.force, console);
     let later = check_target(&args).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;

@@ -148,6 +148,7 @@ pub async fn pack(
             target: spec,
             create_options: vec![disk_options(machine.importer)],
             refuses_empty: true,
+            final_name: Some(disk.name.clone()),
             ..options.clone()
         };
         let outcome = convert::run(&options, job).await?;
