@@ -9,16 +9,28 @@ mod output;
 use cowshed_storage::socket::Listener;
 use invocation::Invocation;
 use output::Console;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 /// The signal of a write or a change of length past the limit of file sizes (`ulimit -f`).
 const SIGXFSZ: i32 = 25;
 
+/// Lets the process have as many files open as it may: the usual soft limit of 1024 is for programs with `select`, and a split disk
+/// has a file for every 2 GiB.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        // Without it only such disks fail.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    }
+}
+
 fn main() -> ExitCode {
     Listener::claim_passed();
     // With a handler the operation fails with EFBIG; the signal's default would end the process with all that isn't flushed.
     let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
+    raise_file_limit();
     let invocation = Invocation::from_argv(std::env::args_os());
     let mut console = Console::new(invocation.persona);
     let code = commands::dispatch(&invocation, &mut console);

@@ -209,3 +209,74 @@ fn writing_is_refused_and_harms_nothing() {
     }
     assert_eq!(fs::read(oracle.work().join("streamOptimized.vmdk")).unwrap(), before);
 }
+
+#[test]
+fn a_stream_over_a_backing_file_is_refused_by_name() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 4M");
+    oracle.make("create -q -f vmdk base.vmdk 4M");
+    let said = oracle.refused("convert -O vmdk -o subformat=streamOptimized -B base.vmdk -F vmdk source.raw out.vmdk");
+    assert!(said.contains("a streamOptimized VMDK image takes no backing file"), "{said}");
+    assert!(!oracle.work().join("out.vmdk").exists());
+}
+
+/// VMware tracks the changes of these disks: a write of ours would be missing in the next incremental backup.
+#[test]
+fn a_disk_whose_changes_are_tracked_can_only_be_read() {
+    let oracle = Oracle::new();
+    let at = |name: &str| oracle.work().join(name);
+    for subformat in ["monolithicSparse", "twoGbMaxExtentSparse"] {
+        oracle.make(&format!("create -q -f vmdk -o subformat={subformat} {subformat}.vmdk 4M"));
+    }
+    for name in ["monolithicSparse.vmdk", "twoGbMaxExtentSparse-s001.vmdk"] {
+        let mut bytes = fs::read(at(name)).unwrap();
+        bytes[4] = 3;
+        fs::write(at(name), bytes).unwrap();
+    }
+    fs::write(at("esx-flat.vmdk"), vec![7; 4 << 20]).unwrap();
+    let esx = "# Disk DescriptorFile\nversion=3\nCID=3c568126\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
+               RW 8192 VMFS \"esx-flat.vmdk\"\nchangeTrackPath=\"esx-ctk.vmdk\"\n";
+    fs::write(at("esx.vmdk"), esx).unwrap();
+    let cases = [
+        ("monolithicSparse.vmdk", "VMDK version 3 must be read only"),
+        ("twoGbMaxExtentSparse.vmdk", "VMDK version 3 must be read only"),
+        ("esx.vmdk", "changeTrackPath"),
+    ];
+    oracle.make("create -q -f raw source.raw 4M");
+    for (image, words_of_it) in cases {
+        let files =
+            || ["", "-s001", "-flat"].map(|part| fs::read(at(&image.replace(".vmdk", &format!("{part}.vmdk")))).ok());
+        let before = files();
+        ours(&oracle, &format!("convert -f vmdk -O raw {image} out.raw"));
+        ours(&oracle, &format!("check -f vmdk {image}"));
+        oracle.make(&format!("create -q -f qcow2 -F vmdk -b {image} top.qcow2"));
+        oracle.io(&["write -P 5 1M 64k"], "top.qcow2");
+        for line in [format!("convert -n -O vmdk source.raw {image}"), "commit top.qcow2".to_owned()] {
+            let said = oracle.ours(&oracle.work(), &words(&line));
+            assert!(said.code == Some(1) && said.err.contains(words_of_it), "{line}: {}", said.err);
+        }
+        assert!(files() == before, "{image} was changed");
+    }
+    // QEMU's words, where it refuses.
+    let line = words("convert -n -O vmdk source.raw monolithicSparse.vmdk");
+    assert!(oracle.real(&oracle.work(), &line).err.contains("VMDK version 3 must be read only"));
+}
+
+#[test]
+fn a_disk_of_more_files_than_the_soft_limit_opens() {
+    let oracle = Oracle::new();
+    let folder = oracle.work();
+    let mut text =
+        "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"twoGbMaxExtentFlat\"\n".to_owned();
+    for number in 1..=100 {
+        fs::write(folder.join(format!("d-f{number:03}.vmdk")), [7; 512]).unwrap();
+        text += &format!("RW 1 FLAT \"d-f{number:03}.vmdk\" 0\n");
+    }
+    fs::write(folder.join("d.vmdk"), text).unwrap();
+    for (limit, code) in [("64:1024", 0), ("64:64", 1)] {
+        let mut command = std::process::Command::new("prlimit");
+        command.args([&format!("--nofile={limit}"), env!("CARGO_BIN_EXE_cowshed"), "info", "d.vmdk"]);
+        let output = command.current_dir(&folder).output().expect("prlimit must be installed (util-linux)");
+        assert_eq!(output.status.code(), Some(code), "{limit}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}

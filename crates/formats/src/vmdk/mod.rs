@@ -12,9 +12,9 @@ use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::node::{LocalFuture, Node, Work};
 use cowshed_graph::open::DriverLine;
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
-use cowshed_layout::vmdk::{Access, Descriptor};
+use cowshed_layout::vmdk::{Access, Descriptor, SparseKind};
 use cowshed_types::{Error, ErrorKind, Result};
-use extent::Extent;
+use extent::{Extent, Storage};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -43,6 +43,9 @@ const SCHEMA: DriverSchema = DriverSchema {
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open::open(opener, draft)));
+
+/// The version of sparse extents whose changes VMware tracks, and of streams.
+const TRACKED_VERSION: u32 = 3;
 
 /// An extent and where on the disk it is.
 struct Piece {
@@ -95,6 +98,33 @@ impl Vmdk {
         let index = self.pieces.partition_point(|piece| piece.start <= offset);
         let index = index.checked_sub(1).filter(|index| *index < self.pieces.len());
         index.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
+    }
+
+    /// Refuses a disk whose changes VMware tracks: a write that the record lacks is missing in the next incremental backup.
+    fn check_not_tracked(&self) -> Result<()> {
+        let is_tracked = |piece: &Piece| match &piece.extent.storage {
+            Storage::Sparse(sparse) => {
+                sparse.header.kind == SparseKind::Hosted
+                    && sparse.header.version == TRACKED_VERSION
+                    && !sparse.is_stream
+                    && !sparse.header.compressed
+            }
+            _ => false,
+        };
+        if self.pieces.iter().any(is_tracked) {
+            let message = "VMDK version 3 must be read only";
+            return Err(Error::new(ErrorKind::ReadOnly, message)
+                .hint(": VMware tracks the changes of the disk, and writes would be missing there")
+                .field("version")
+                .value(TRACKED_VERSION));
+        }
+        match &self.descriptor.change_track {
+            Some(path) => {
+                let message = "the disk can only be read: VMware tracks its changes, and writes would be missing there";
+                Err(Error::new(ErrorKind::ReadOnly, message).field("changeTrackPath").value(path.escape_debug()))
+            }
+            None => Ok(()),
+        }
     }
 
     /// QEMU's `ImageInfoSpecificVmdk`.
@@ -174,6 +204,7 @@ impl MappedFormat for Vmdk {
             if self.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
                 return Err(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent"));
             }
+            self.check_not_tracked()?;
             match self.writer.get() {
                 Some(writer) => writer.begin_again(self).await,
                 None => {

@@ -28,6 +28,8 @@ pub struct Descriptor {
     pub create_type: String,
     /// `parentFileNameHint`: where the parent is. Only with a parent.
     pub parent_hint: Option<String>,
+    /// `changeTrackPath`: the file in which VMware tracks the changed blocks.
+    pub change_track: Option<String>,
     /// The extents, in the order of the disk.
     pub extents: Vec<ExtentLine>,
 }
@@ -153,6 +155,7 @@ struct Keys {
     parent_cid: Option<String>,
     create_type: Option<String>,
     parent_hint: Option<String>,
+    change_track: Option<String>,
 }
 
 impl Keys {
@@ -165,6 +168,7 @@ impl Keys {
             "parentcid" => &mut self.parent_cid,
             "createtype" => &mut self.create_type,
             "parentfilenamehint" => &mut self.parent_hint,
+            "changetrackpath" => &mut self.change_track,
             _ => return Ok(()),
         };
         let value = value.trim();
@@ -203,6 +207,7 @@ impl Keys {
             parent_cid,
             create_type,
             parent_hint,
+            change_track: self.change_track.filter(|path| !path.is_empty()),
             extents,
         })
     }
