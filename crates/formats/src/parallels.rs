@@ -8,7 +8,9 @@ use super::units::Units;
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
-use cowshed_layout::parallels::{ENTRY_BYTES, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader};
+use cowshed_layout::parallels::{
+    ENTRY_BYTES, EXTENSION_AT, FormatExtension, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader,
+};
 use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -24,9 +26,19 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 struct Parallels {
     header: ParallelsHeader,
     bat: Table,
-    /// What the header says: a program has the image open for writing.
-    is_in_use: Turn<bool>,
+    marks: Turn<Marks>,
 }
+
+/// What the header says now.
+struct Marks {
+    /// A program has the image open for writing.
+    is_in_use: bool,
+    /// There is a format extension: dirty bitmaps.
+    has_extension: bool,
+}
+
+/// So much of the extension's cluster is looked at.
+const MAX_EXTENSION_BYTES: u64 = 4 << 20;
 
 /// Opens a Parallels image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -41,20 +53,53 @@ async fn load(file: &ImageFile) -> Result<Parallels> {
     let bytes = header.size.div_ceil(header.cluster_bytes) * ENTRY_BYTES;
     let bat = Table { field: "nb_bat_entries", offset: HEADER_BYTES as u64, bytes };
     file.check_table(&bat)?;
-    let is_in_use = Turn::new(header.is_in_use);
-    Ok(Parallels { header, bat, is_in_use })
+    let marks = Marks { is_in_use: header.is_in_use, has_extension: header.extension_sector != 0 };
+    Ok(Parallels { header, bat, marks: Turn::new(marks) })
 }
 
 impl Parallels {
+    /// Marks the image as one that a program has open for writing, or as closed. The content changes meanwhile, which the format
+    /// extension isn't told: the same write takes it off the header, before any change.
     async fn mark(&self, file: &File, is_in_use: bool) -> Result<()> {
-        let mut known = self.is_in_use.lock().await;
-        if *known != is_in_use {
+        let mut marks = self.marks.lock().await;
+        if marks.is_in_use != is_in_use || marks.has_extension {
             let mark = if is_in_use { IN_USE_MARK } else { [0; 4] };
-            file.write_at(IoBuf::copy_from(&mark), IN_USE_AT).await.0?;
+            let bytes = match marks.has_extension {
+                true => {
+                    // All in one sector, so that a power cut leaves both fields or none.
+                    let len = HEADER_BYTES - IN_USE_AT as usize;
+                    let (result, fields) = file.read_at(IoBuf::try_zeroed(len)?, IN_USE_AT).await;
+                    result?;
+                    let mut fields = fields.to_vec();
+                    fields[..mark.len()].copy_from_slice(&mark);
+                    fields[(EXTENSION_AT - IN_USE_AT) as usize..].fill(0);
+                    fields
+                }
+                false => mark.to_vec(),
+            };
+            file.write_at(IoBuf::copy_from(&bytes), IN_USE_AT).await.0?;
             file.sync().await?;
-            *known = is_in_use;
+            *marks = Marks { is_in_use, has_extension: false };
         }
         Ok(())
+    }
+
+    /// The format extension that the header leads to; `None` where there is none.
+    async fn extension(&self, file: &ImageFile) -> Result<Option<(u64, FormatExtension)>> {
+        let inside = |at: &u64| at.checked_add(self.header.cluster_bytes).is_some_and(|end| end <= file.len());
+        let Some(at) = self.header.extension_at().filter(inside) else { return Ok(None) };
+        let len = self.header.cluster_bytes.min(MAX_EXTENSION_BYTES);
+        let bytes = file.read(at, usize::try_from(len).unwrap_or(usize::MAX)).await?;
+        Ok(FormatExtension::parse(&bytes).map(|extension| (at, extension)))
+    }
+
+    /// The clusters of the format extension in the file, and where they end: all of the file may belong to a feature that is unknown.
+    async fn extension_clusters(&self, file: &ImageFile) -> Result<(Vec<u64>, u64)> {
+        let Some((at, extension)) = self.extension(file).await? else { return Ok((Vec::new(), file.len())) };
+        let Some(mut clusters) = extension.clusters else { return Ok((vec![at], file.len())) };
+        clusters.push(at);
+        let end = clusters.iter().map(|at| at.saturating_add(self.header.cluster_bytes)).max();
+        Ok((clusters, end.unwrap_or(0).min(file.len())))
     }
 }
 
@@ -68,6 +113,19 @@ impl BlockFormat for Parallels {
     /// qemu-img doesn't tell the cluster size.
     fn describe(&self) -> Description {
         Description::default()
+    }
+
+    async fn before_writing(&self, file: &ImageFile) -> Result<()> {
+        if !self.marks.lock().await.has_extension {
+            return Ok(());
+        }
+        match self.extension(file).await? {
+            Some((_, extension)) if extension.forbids_writing => {
+                let message = "the image has a format extension that must not be lost: it can only be read";
+                Err(Error::new(ErrorKind::ReadOnly, message).field("ext_off").value(self.header.extension_sector))
+            }
+            _ => Ok(()),
+        }
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
@@ -89,30 +147,60 @@ impl BlockFormat for Parallels {
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         let cluster_bytes = self.header.cluster_bytes;
         let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
-        if *self.is_in_use.lock().await {
+        let (is_in_use, has_extension) = {
+            let marks = self.marks.lock().await;
+            (marks.is_in_use, marks.has_extension)
+        };
+        if is_in_use {
             survey.corruption("the image was not closed correctly".to_owned());
+        }
+        let mut extension_end = 0;
+        if has_extension {
+            let (clusters, end) = self.extension_clusters(file).await?;
+            extension_end = end;
+            if clusters.is_empty() {
+                let sector = self.header.extension_sector;
+                survey
+                    .corruption(format!("there is no format extension at sector {sector}, where the header leads to"));
+            }
+            for host in clusters {
+                survey.claim(host, cluster_bytes, || "format extension".to_owned())?;
+            }
         }
         let apart = survey.apart;
         let counters = &mut survey.check.counters;
         // Other than for QED, qemu-img takes no notice of gaps here.
         counters.fragmented_clusters = apart;
         counters.total_clusters = u64::from(self.header.entries);
-        counters.image_end_offset = counters.image_end_offset.max(self.header.data_offset);
+        counters.image_end_offset = counters.image_end_offset.max(self.header.data_offset).max(extension_end);
         counters.leaks = file.len().saturating_sub(counters.image_end_offset).div_ceil(cluster_bytes);
         Ok(Some(survey.check))
     }
 
-    /// As QEMU's: entries that lead out of the file are cleared, space behind the last cluster is cut off, the mark goes.
+    /// As QEMU's: entries that lead out of the file are cleared, space behind the last cluster is cut off, the mark goes. The format
+    /// extension stays while nothing else changes; one that isn't where the header says goes.
     async fn repair(&self, image: &ImageFile, what: Repair, max: usize) -> Result<Option<MappedCheck>> {
         let (file, cluster_bytes) = (image.storage(), self.header.cluster_bytes);
         let (mut fixed, mut end) = (0, self.header.data_offset);
-        let was_in_use = *self.is_in_use.lock().await;
+        let (was_in_use, has_extension) = {
+            let marks = self.marks.lock().await;
+            (marks.is_in_use, marks.has_extension)
+        };
+        if has_extension && what == Repair::All {
+            let is_missing = self.extension(image).await?.is_none();
+            fixed += u64::from(is_missing);
+            // A program that had it open may have changed the disk and not the bitmaps.
+            if is_missing || was_in_use {
+                self.mark(&file, was_in_use).await?;
+            }
+        }
         for cluster in 0..self.header.size.div_ceil(cluster_bytes) {
             let entry = u32::from_le_bytes(image.entry(self.bat, cluster).await?);
             let Some(start) = self.header.cluster(entry) else { continue };
             if start >= self.header.data_offset && start.saturating_add(cluster_bytes) <= image.len() {
                 end = end.max(start + cluster_bytes);
             } else if what == Repair::All {
+                self.mark(&file, was_in_use).await?;
                 let at = self.bat.offset + cluster * ENTRY_BYTES;
                 file.write_at(IoBuf::zeroed(ENTRY_BYTES as usize), at).await.0?;
                 fixed += 1;
@@ -122,6 +210,9 @@ impl BlockFormat for Parallels {
         }
         file.sync().await?;
         image.forget();
+        if self.marks.lock().await.has_extension {
+            end = end.max(self.extension_clusters(image).await?.1);
+        }
         let leaks = image.len().saturating_sub(end).div_ceil(cluster_bytes);
         if leaks > 0 && !file.is_device() {
             file.set_len(end).await?;
@@ -165,6 +256,8 @@ impl BlockFormat for Parallels {
     }
 
     async fn settle(&self, file: &File) -> Result<()> {
-        self.mark(file, false).await
+        // Without a change there is nothing to take back, and the format extension stays.
+        let is_in_use = self.marks.lock().await.is_in_use;
+        if is_in_use { self.mark(file, false).await } else { Ok(()) }
     }
 }

@@ -6,15 +6,19 @@ use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;
+use cowshed_crypto::luks::fill_random;
 use cowshed_graph::node::Node;
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType};
-use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
+use cowshed_layout::vdi::{ALLOCATED_AT, CONTENT_UUID_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiHeader};
 use cowshed_layout::vhdx::Guid;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
+use futures_util::lock::Mutex as Turn;
+use serde_json::{Value, json};
 use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "vdi",
@@ -41,6 +45,25 @@ const PARENTS: &str = "parents";
 struct Vdi {
     header: VdiHeader,
     map: Table,
+    /// The identifier of the content now.
+    content: Mutex<[u8; 16]>,
+    /// True once this opening gave the content another identifier.
+    is_changed: Turn<bool>,
+}
+
+impl Vdi {
+    fn uuids(&self) -> Uuids {
+        [self.header.uuids[0], *self.content.lock().unwrap_or_else(PoisonError::into_inner)]
+    }
+}
+
+/// A random UUID (RFC 9562, version 4).
+fn new_uuid() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    fill_random(&mut bytes)?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    Ok(bytes)
 }
 
 /// Opens a VDI image.
@@ -95,7 +118,8 @@ async fn load(file: &ImageFile) -> Result<Vdi> {
     let bytes = header.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
     let map = Table { field: "offset_bmap", offset: header.map_offset, bytes };
     file.check_table(&map)?;
-    Ok(Vdi { header, map })
+    let content = Mutex::new(header.uuids[1]);
+    Ok(Vdi { header, map, content, is_changed: Turn::new(false) })
 }
 
 /// Names of an image and of its content, as VirtualBox writes them.
@@ -113,7 +137,11 @@ impl BlockFormat for Vdi {
     fn describe(&self) -> Description {
         Description {
             cluster_bytes: Some(self.header.block_bytes),
-            identity: Some(identity(&self.header.uuids)),
+            identity: Some(identity(&self.uuids())),
+            specific: self.header.parent.as_ref().map_or(Value::Null, |parent| {
+                let [image, content] = parent.map(|uuid| Guid::of(uuid).to_string());
+                json!({ "type": SCHEMA.name, "data": { "parent-uuid": image, "parent-content-uuid": content } })
+            }),
             ..Description::default()
         }
     }
@@ -130,6 +158,7 @@ impl BlockFormat for Vdi {
     }
 
     async fn before_writing(&self, _file: &ImageFile) -> Result<()> {
+        *self.is_changed.lock().await = false;
         match self.header.parent {
             Some(_) => Err(Error::new(ErrorKind::ReadOnly, "VDI images that are a difference can only be read")),
             None => Ok(()),
@@ -179,6 +208,21 @@ impl BlockFormat for Vdi {
             Some(number) => Ok(number.to_le_bytes().to_vec()),
             None => Err(Error::new(ErrorKind::NoSpace, "a VDI image has no more blocks").value(number)),
         }
+    }
+
+    /// The first change gives the content another identifier, durably and before it: a difference to the old content must not be read
+    /// over the new one.
+    async fn before_change(&self, file: &File) -> Result<()> {
+        let mut is_changed = self.is_changed.lock().await;
+        if *is_changed {
+            return Ok(());
+        }
+        let uuid = new_uuid()?;
+        file.write_at(IoBuf::copy_from(&uuid), CONTENT_UUID_AT).await.0?;
+        file.sync().await?;
+        *self.content.lock().unwrap_or_else(PoisonError::into_inner) = uuid;
+        *is_changed = true;
+        Ok(())
     }
 
     /// QEMU puts its next block where the header says: it may say more than there are, never less. So blocks count whose writes

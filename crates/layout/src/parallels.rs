@@ -35,6 +35,8 @@ pub struct ParallelsHeader {
     pub entry_unit_bytes: u64,
     /// A program had it open for writing and didn't close it.
     pub is_in_use: bool,
+    /// The sector of the format extension; 0 without one.
+    pub extension_sector: u64,
 }
 
 impl ParallelsHeader {
@@ -62,7 +64,7 @@ impl ParallelsHeader {
         let (tracks, entries, nb_sectors) = (le32_at(bytes, 28)?, le32_at(bytes, 32)?, le64_at(bytes, 36)?);
         let (in_use, data_off) = (le32_at(bytes, 44)?, le32_at(bytes, 48)?);
         // The field ends the header; older programs wrote less of it.
-        le64_at(bytes, 56)?;
+        let extension_sector = le64_at(bytes, EXTENSION_AT as usize)?;
         if tracks == 0 || tracks > MAX_CLUSTER_SECTORS {
             let message = format!("the cluster size is not from 1 to {MAX_CLUSTER_SECTORS} sectors");
             return Some(Err(wrong("tracks", 28, tracks, message)));
@@ -96,7 +98,12 @@ impl ParallelsHeader {
         }
         let entry_unit_bytes = if is_old { SECTOR_BYTES } else { cluster_bytes };
         let is_in_use = in_use == IN_USE;
-        Some(Ok(Self { cluster_bytes, entries, size, data_offset, entry_unit_bytes, is_in_use }))
+        Some(Ok(Self { cluster_bytes, entries, size, data_offset, entry_unit_bytes, is_in_use, extension_sector }))
+    }
+
+    /// Where the format extension begins in the file, in bytes; `None` without one, or too far for any file.
+    pub fn extension_at(&self) -> Option<u64> {
+        self.extension_sector.checked_mul(SECTOR_BYTES).filter(|at| *at != 0 && i64::try_from(*at).is_ok())
     }
 
     /// Length of the BAT in bytes.
@@ -115,6 +122,73 @@ impl ParallelsHeader {
 pub const IN_USE_AT: u64 = 44;
 /// What it says there while one has.
 pub const IN_USE_MARK: [u8; 4] = IN_USE.to_le_bytes();
+
+/// Where the header says in which sector the format extension is: the last field.
+pub const EXTENSION_AT: u64 = 56;
+
+const EXTENSION_MAGIC: u64 = 0xab23_4cef_23dc_ea87;
+/// Magic number and checksum, in front of the features.
+const EXTENSION_HEADER_BYTES: usize = 24;
+const FEATURE_HEADER_BYTES: usize = 24;
+const FEATURE_END: u64 = 0;
+const FEATURE_BITMAP: u64 = 0x2038_5fae_252c_b34a;
+/// Of a feature that a program doesn't load: it must not change the image; it must take the feature along.
+const FEATURE_NECESSARY: u64 = 1;
+const FEATURE_TRANSIT: u64 = 2;
+/// What stands in front of a bitmap's table.
+const BITMAP_HEADER_BYTES: usize = 32;
+
+/// What a program that loads none of its features has to know of the format extension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FormatExtension {
+    /// A feature must be loaded before the image is changed, or be taken along, or can't be told.
+    pub forbids_writing: bool,
+    /// The places of the clusters of its features in bytes; `None` where a feature is unknown.
+    pub clusters: Option<Vec<u64>>,
+}
+
+impl FormatExtension {
+    /// Parses the beginning of the extension's cluster; `None` where there is none.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        if le64_at(bytes, 0)? != EXTENSION_MAGIC {
+            return None;
+        }
+        let mut found = FormatExtension { forbids_writing: false, clusters: Some(Vec::new()) };
+        let mut at = EXTENSION_HEADER_BYTES;
+        loop {
+            match found.feature(bytes, at) {
+                Some(Some(next)) => at = next,
+                Some(None) => return Some(found),
+                None => return Some(FormatExtension { forbids_writing: true, clusters: None }),
+            }
+        }
+    }
+
+    /// Takes the feature at `at`, and returns the place of the next one, or no place behind the last one; `None` where it is cut
+    /// short.
+    fn feature(&mut self, bytes: &[u8], at: usize) -> Option<Option<usize>> {
+        let (magic, flags) = (le64_at(bytes, at)?, le64_at(bytes, at.checked_add(8)?)?);
+        if magic == FEATURE_END {
+            return Some(None);
+        }
+        let len = le32_at(bytes, at.checked_add(16)?)? as usize;
+        let start = at.checked_add(FEATURE_HEADER_BYTES)?;
+        let data = bytes.get(start..start.checked_add(len)?)?;
+        self.forbids_writing |= flags & (FEATURE_NECESSARY | FEATURE_TRANSIT) != 0;
+        if magic == FEATURE_BITMAP {
+            let entries = le32_at(data, BITMAP_HEADER_BYTES - 4)? as usize;
+            let table = data.get(BITMAP_HEADER_BYTES..BITMAP_HEADER_BYTES.checked_add(entries.checked_mul(8)?)?)?;
+            // 0: no bit of the cluster is set, 1: all are.
+            let sectors = table.chunks_exact(8).filter_map(|entry| le64_at(entry, 0)).filter(|sector| *sector > 1);
+            if let Some(known) = &mut self.clusters {
+                known.extend(sectors.map(|sector| sector.saturating_mul(SECTOR_BYTES)));
+            }
+        } else {
+            self.clusters = None;
+        }
+        Some(start.checked_add(len)?.checked_next_multiple_of(8))
+    }
+}
 
 const NEW_HEADS: u32 = 16;
 const NEW_SECTORS_OF_TRACK: u64 = 32;
@@ -199,6 +273,42 @@ mod tests {
         assert_eq!((parsed.size, parsed.cluster(3)), (10 << 20, Some(3 * 512)));
         old[48..52].fill(0);
         assert_eq!(ParallelsHeader::parse(&old).unwrap().data_offset, 512);
+    }
+
+    #[test]
+    fn the_format_extension_tells_its_clusters() {
+        let feature = |magic: u64, flags: u64, data: &[u8]| {
+            let mut bytes = [magic.to_le_bytes(), flags.to_le_bytes()].concat();
+            bytes.extend((data.len() as u64).to_le_bytes());
+            bytes.extend(data);
+            bytes.resize(bytes.len().next_multiple_of(8), 0);
+            bytes
+        };
+        let extension = |features: &[Vec<u8>]| {
+            let mut bytes = EXTENSION_MAGIC.to_le_bytes().to_vec();
+            bytes.extend([0; 16]);
+            bytes.extend(features.concat());
+            bytes.extend([0; 24]);
+            FormatExtension::parse(&bytes)
+        };
+        let mut bitmap = vec![0; 28];
+        bitmap.extend(3u32.to_le_bytes());
+        bitmap.extend([0u64, 1, 9].iter().flat_map(|entry| entry.to_le_bytes()));
+        let parsed = |forbids_writing, clusters: Option<&[u64]>| {
+            Some(FormatExtension { forbids_writing, clusters: clusters.map(<[u64]>::to_vec) })
+        };
+        assert_eq!(extension(&[]), parsed(false, Some(&[])));
+        assert_eq!(extension(&[feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, Some(&[9 * 512])));
+        for flags in [FEATURE_NECESSARY, FEATURE_TRANSIT] {
+            assert_eq!(extension(&[feature(FEATURE_BITMAP, flags, &bitmap)]), parsed(true, Some(&[9 * 512])));
+        }
+        assert_eq!(extension(&[feature(5, 0, b"x"), feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, None));
+        assert_eq!(extension(&[feature(FEATURE_BITMAP, 0, &bitmap[..31])]), parsed(true, None));
+        assert_eq!(FormatExtension::parse(&[0; 64]), None);
+        let whole = [EXTENSION_MAGIC.to_le_bytes().to_vec(), vec![0; 16], feature(FEATURE_BITMAP, 0, &bitmap)].concat();
+        for len in 8..=whole.len() {
+            assert_eq!(FormatExtension::parse(&whole[..len]), parsed(true, None), "{len} bytes");
+        }
     }
 
     #[test]

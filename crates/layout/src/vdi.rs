@@ -20,6 +20,8 @@ const SECTOR_BYTES: u32 = 512;
 const MAX_BLOCK_BYTES: u32 = 256 << 20;
 /// Where the header counts the allocated blocks.
 pub const ALLOCATED_AT: u64 = 388;
+/// Where the header names the present content, 16 bytes.
+pub const CONTENT_UUID_AT: u64 = 408;
 /// Blocks of a new image.
 const NEW_BLOCK_BYTES: u32 = 1 << 20;
 /// The largest disk of QEMU, which keeps the map of its blocks in memory.

@@ -184,3 +184,143 @@ fn options_are_taken_as_qemu_takes_them() {
     assert_eq!(ours[..17], real[..17]);
     oracle.verdict();
 }
+
+/// VirtualBox tells a changed parent by the UUID of its content.
+#[test]
+fn a_written_vdi_is_no_longer_the_parent_of_a_difference() {
+    let verbs: &[(&str, &str)] = &[
+        ("io", "write -P 9 3M 64k"),
+        ("io", "write -z 0 1M"),
+        ("img", "convert -n -f raw -O vdi zeroes.raw folder/parent.vdi"),
+        ("img", "commit -f qcow2 top.qcow2"),
+    ];
+    for (tool, line) in verbs {
+        let oracle = Oracle::new();
+        fs::create_dir(oracle.work().join("folder")).unwrap();
+        oracle.make("create -q -f raw zeroes.raw 4M");
+        oracle.make("create -q -f vdi folder/parent.vdi 4M");
+        oracle.io(&["write -P 1 0 4M"], "folder/parent.vdi");
+        oracle.make("create -q -f vdi child.vdi 4M");
+        oracle.make("create -q -f qcow2 -F vdi -b folder/parent.vdi top.qcow2");
+        oracle.io(&["write -P 3 1M 64k"], "top.qcow2");
+        let path = oracle.work().join("folder/parent.vdi");
+        let (parent, mut child) = (fs::read(&path).unwrap(), fs::read(oracle.work().join("child.vdi")).unwrap());
+        child[76] = 4;
+        child[424..456].copy_from_slice(&parent[392..424]);
+        fs::write(oracle.work().join("child.vdi"), &child).unwrap();
+        let read = "convert -O raw --image-opts driver=vdi,file.filename=child.vdi,parents.0=folder out";
+        io(&oracle, "vdi", "folder/parent.vdi", &["read -P 1 0 4M", "flush"]);
+        assert!(fs::read(&path).unwrap() == parent, "an opening without a write changes nothing");
+        ours(&oracle, read);
+        match *tool {
+            "io" => io(&oracle, "vdi", "folder/parent.vdi", &[line]),
+            _ => drop(ours(&oracle, line)),
+        }
+        let after = fs::read(&path).unwrap();
+        assert!(after[392..408] == parent[392..408] && after[408..424] != parent[408..424], "{line}");
+        let said = oracle.refused(read);
+        assert!(said.contains("is not the parent of this disk, or was changed since"), "{line}: {said}");
+        oracle.make("check -q -f vdi folder/parent.vdi");
+    }
+}
+
+#[test]
+fn a_difference_of_vdi_names_its_parent_in_info() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vdi child.vdi 4M");
+    let mut child = fs::read(oracle.work().join("child.vdi")).unwrap();
+    child[76] = 4;
+    child[424..440].copy_from_slice(&[0x11; 16]);
+    child[440..456].copy_from_slice(&[0x22; 16]);
+    fs::write(oracle.work().join("child.vdi"), &child).unwrap();
+    let said = ours(&oracle, "info child.vdi");
+    assert!(said.contains("parent uuid: 11111111-1111-1111-1111-111111111111"), "{said}");
+    assert!(said.contains("parent content uuid: 22222222-2222-2222-2222-222222222222"), "{said}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    let output = command.args(["inspect", "child.vdi"]).current_dir(oracle.work()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("backing file: a file that it doesn't name (format: vdi)"), "{said}");
+}
+
+/// Behind the last cluster of `disk.hds`: a format extension with one bitmap, and the cluster of that bitmap.
+fn with_extension(oracle: &Oracle, feature_flags: u64) -> Vec<u8> {
+    const CLUSTER_BYTES: usize = 64 << 10;
+    oracle.make("create -q -f parallels -o cluster_size=64k disk.hds 1M");
+    oracle.io(&["write -P 1 0 64k"], "disk.hds");
+    let path = oracle.work().join("disk.hds");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.resize(bytes.len().next_multiple_of(CLUSTER_BYTES), 0);
+    let at = bytes.len();
+    let mut bitmap = [2048u64.to_le_bytes(), [0; 8], [0; 8]].concat();
+    bitmap.extend([128u32, 1].iter().flat_map(|word| word.to_le_bytes()));
+    bitmap.extend(((at + CLUSTER_BYTES) as u64 / 512).to_le_bytes());
+    let mut cluster = [0xab23_4cef_23dc_ea87u64.to_le_bytes(), [0; 8], [0; 8]].concat();
+    for word in [0x2038_5fae_252c_b34a, feature_flags, bitmap.len() as u64] {
+        cluster.extend(word.to_le_bytes());
+    }
+    cluster.extend(bitmap);
+    cluster.resize(CLUSTER_BYTES, 0);
+    bytes.extend(cluster);
+    bytes.resize(at + 2 * CLUSTER_BYTES, 0x11);
+    bytes[44..48].copy_from_slice(&0x312e_3276u32.to_le_bytes());
+    bytes[56..64].copy_from_slice(&(at as u64 / 512).to_le_bytes());
+    fs::write(&path, &bytes).unwrap();
+    bytes
+}
+
+/// What a write changes, the bitmaps aren't told: they go, and before the first change.
+#[test]
+fn a_written_parallels_image_has_no_format_extension() {
+    for command in ["write -P 5 128k 64k", "write -P 5 0 4k", "write -z 0 64k"] {
+        let oracle = Oracle::new();
+        with_extension(&oracle, 0);
+        io(&oracle, "parallels", "disk.hds", &[command]);
+        let bytes = fs::read(oracle.work().join("disk.hds")).unwrap();
+        assert_eq!((&bytes[44..48], &bytes[56..64]), (&[0; 4][..], &[0; 8][..]), "{command}");
+        oracle.make("info -f parallels disk.hds");
+        oracle.make("check -q -f parallels disk.hds");
+    }
+}
+
+#[test]
+fn a_format_extension_stays_where_nothing_is_written() {
+    let oracle = Oracle::new();
+    let before = with_extension(&oracle, 0);
+    let path = oracle.work().join("disk.hds");
+    io(&oracle, "parallels", "disk.hds", &["read 0 64k", "flush"]);
+    for line in
+        ["check -f parallels disk.hds", "check -r leaks -f parallels disk.hds", "check -r all -f parallels disk.hds"]
+    {
+        assert!(ours(&oracle, line).contains("No errors were found"), "{line}");
+        assert!(fs::read(&path).unwrap() == before, "{line}");
+    }
+    // Space behind it is free.
+    fs::write(&path, [&before[..], &[0; 128 << 10]].concat()).unwrap();
+    ours(&oracle, "check -r leaks -f parallels disk.hds");
+    assert!(fs::read(&path).unwrap() == before);
+    // Another program wrote there.
+    let mut bytes = before.clone();
+    bytes[128 << 10..][..512].fill(5);
+    fs::write(&path, &bytes).unwrap();
+    let said = oracle.ours(&oracle.work(), &words("check -f parallels disk.hds"));
+    assert!(said.code == Some(2) && said.out.contains("no format extension at sector 256"), "{}{}", said.out, said.err);
+    ours(&oracle, "check -r all -f parallels disk.hds");
+    assert_eq!(fs::read(&path).unwrap()[56..64], [0; 8]);
+    oracle.make("info -f parallels disk.hds");
+}
+
+#[test]
+fn a_necessary_format_extension_forbids_every_write() {
+    for flags in [1, 2] {
+        let oracle = Oracle::new();
+        let before = with_extension(&oracle, flags);
+        let said = run_io(&oracle, "parallels", "disk.hds", &["write -P 5 128k 64k"]);
+        assert!(said.contains("a format extension that must not be lost"), "{said}");
+        for line in ["convert -n -f parallels -O parallels disk.hds disk.hds", "check -r all -f parallels disk.hds"] {
+            assert_eq!(oracle.ours(&oracle.work(), &words(line)).code, Some(1), "{line}");
+        }
+        ours(&oracle, "convert -f parallels -O raw disk.hds out");
+        assert!(ours(&oracle, "check -f parallels disk.hds").contains("No errors were found"));
+        assert!(fs::read(oracle.work().join("disk.hds")).unwrap() == before);
+    }
+}

@@ -25,7 +25,14 @@ async fn look(inspection: &mut Inspection, path: &str) -> Result<()> {
     inspection.virtual_size = Some(node.size());
     let description = node.description().unwrap_or_default();
     node.close().await?;
-    let Some(name) = description.backing_name else { return Ok(()) };
+    let Some(name) = description.backing_name else {
+        // VDI knows its parent by UUIDs alone.
+        if description.specific.pointer("/data/parent-uuid").is_some() {
+            let format = Some(inspection.format.clone());
+            inspection.asks_for.push(Asked { role: "backing-file", name: None, format });
+        }
+        return Ok(());
+    };
     if let Some(strange) = strange_name(&name) {
         inspection.suspicions.push(format!("the name of its backing-file is {strange}"));
     }

@@ -11,6 +11,7 @@ mod crash_findings;
 mod crash_formats;
 mod crash_live;
 mod crash_shrink;
+mod crash_stale_records;
 mod crash_toy;
 mod drained_jobs;
 mod dropped_requests;
