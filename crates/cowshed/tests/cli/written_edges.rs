@@ -278,6 +278,8 @@ fn a_written_parallels_image_has_no_format_extension() {
         let bytes = fs::read(oracle.work().join("disk.hds")).unwrap();
         assert_eq!((&bytes[44..48], &bytes[56..64]), (&[0; 4][..], &[0; 8][..]), "{command}");
         oracle.make("info -f parallels disk.hds");
+        // A write in place leaves its clusters as free space at the end.
+        ours(&oracle, "check -q -r leaks -f parallels disk.hds");
         oracle.make("check -q -f parallels disk.hds");
     }
 }
@@ -303,7 +305,12 @@ fn a_format_extension_stays_where_nothing_is_written() {
     bytes[128 << 10..][..512].fill(5);
     fs::write(&path, &bytes).unwrap();
     let said = oracle.ours(&oracle.work(), &words("check -f parallels disk.hds"));
-    assert!(said.code == Some(2) && said.out.contains("no format extension at sector 256"), "{}{}", said.out, said.err);
+    assert!(
+        said.code == Some(2) && (said.out.clone() + &said.err).contains("no format extension at sector 256"),
+        "{}{}",
+        said.out,
+        said.err
+    );
     ours(&oracle, "check -r all -f parallels disk.hds");
     assert_eq!(fs::read(&path).unwrap()[56..64], [0; 8]);
     oracle.make("info -f parallels disk.hds");
@@ -316,9 +323,10 @@ fn a_necessary_format_extension_forbids_every_write() {
         let before = with_extension(&oracle, flags);
         let said = run_io(&oracle, "parallels", "disk.hds", &["write -P 5 128k 64k"]);
         assert!(said.contains("a format extension that must not be lost"), "{said}");
-        for line in ["convert -n -f parallels -O parallels disk.hds disk.hds", "check -r all -f parallels disk.hds"] {
-            assert_eq!(oracle.ours(&oracle.work(), &words(line)).code, Some(1), "{line}");
-        }
+        let line = words("convert -n -f raw -O parallels source.raw disk.hds");
+        oracle.make("create -q -f raw source.raw 1M");
+        assert_eq!(oracle.ours(&oracle.work(), &line).code, Some(1));
+        ours(&oracle, "check -r all -f parallels disk.hds");
         ours(&oracle, "convert -f parallels -O raw disk.hds out");
         assert!(ours(&oracle, "check -f parallels disk.hds").contains("No errors were found"));
         assert!(fs::read(oracle.work().join("disk.hds")).unwrap() == before);
