@@ -251,13 +251,13 @@ fn umount_names_the_way_out_of_a_failing_disk() {
     let at = |name: &str| text(&folder.path().join(name)).to_owned();
     std::fs::write(at("d.raw"), vec![3; 1 << 20]).expect("an image");
     File::create(at("m")).expect("a mount point");
-    run(COWSHED, &["mount", "-w", "-f", "raw", "--fault", "op=flush", &at("d.raw"), &at("m")], &[0]);
-    let said = run(COWSHED, &["umount", &at("m")], &[1]);
+    run_to_code(COWSHED, &["mount", "-w", "-f", "raw", "--fault", "op=flush", &at("d.raw"), &at("m")], &[0]);
+    let said = run_to_code(COWSHED, &["umount", &at("m")], &[1]);
     assert!(said.contains("could not sync it: Input/output error; --lazy unmounts it all the same"), "{said}");
-    run(COWSHED, &["umount", "--lazy", &at("m")], &[0]);
-    let said = run(COWSHED, &["umount", &at("m")], &[1]);
+    run_to_code(COWSHED, &["umount", "--lazy", &at("m")], &[0]);
+    let said = run_to_code(COWSHED, &["umount", &at("m")], &[1]);
     assert!(said.contains("is not mounted"), "{said}");
-    let said = run(COWSHED, &["mount", "--growable", &at("d.raw"), &at("m")], &[1]);
+    let said = run_to_code(COWSHED, &["mount", "--growable", &at("d.raw"), &at("m")], &[1]);
     assert!(said.contains("required arguments were not provided: --writable"), "{said}");
 }
 
