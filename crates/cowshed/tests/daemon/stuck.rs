@@ -245,8 +245,10 @@ fn the_limit_for_stopping_holds_under_every_name() {
         server.line();
         let mut daemon = Serving::start(folder.path(), &line.split_whitespace().collect::<Vec<_>>());
         await_that("the daemon serves", || std::os::unix::net::UnixStream::connect(at("n.sock")).is_ok());
-        server.signal("STOP");
         let uri = format!("nbd+unix:///remote?socket={}", at("n.sock").display());
+        // The socket is there before the daemon is ready for signals.
+        Qemu::system().io(["-f", "raw", "-r", "-c", "read 0 64k", &uri]).expect_ok();
+        server.signal("STOP");
         let client = Command::new(COWSHED)
             .args(["io", "-f", "raw", "-c", "write -P 5 0 64k", &uri])
             .stdout(Stdio::null())

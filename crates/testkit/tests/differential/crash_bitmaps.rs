@@ -227,7 +227,7 @@ async fn content() -> Result<Vec<u8>> {
     Ok(buf.to_vec())
 }
 
-/// What is copied into the image changes neither what the disk reads as nor a bitmap, wherever the power goes.
+/// Copies into the image change neither the disk nor a bitmap, wherever the power goes.
 #[test]
 fn copies_of_reads_leave_bitmaps_through_power_cuts() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
