@@ -386,7 +386,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
     daemon.stop();
     // Other servers, other answers.
     let server = folder.path().join("k.sock");
-    let script = format!("{COWSHED} qemu-nbd -L -k {0}; qemu-nbd -L -k {0} >&2", text(&server));
+    let script = format!("{COWSHED} qemu-nbd -L -k {0}; qemu-nbd -L -k {0}", text(&server));
     let said = tool("nbdkit", &["-U", text(&server), "null", "1M", "--run", &script]);
     assert_eq!(said.matches("exports available: 1\n export: ''\n  size:  1048576\n").count(), 2, "{said}");
     let server = folder.path().join("o.sock");

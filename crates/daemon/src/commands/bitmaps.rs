@@ -102,6 +102,10 @@ async fn merge(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
 
 async fn run(daemon: &Rc<Daemon>, kind: &str, arguments: &Arguments) -> QmpResult<Value> {
     let action = prepare(daemon, kind, arguments)?;
+    // Only in a transaction an image takes a new bitmap behind its snapshot, as in QEMU.
+    if arguments.flag("persistent", false) && action.node.is_read_only() {
+        return Err(unwritable(arguments.text("node")));
+    }
     carry_out(daemon, vec![Action::Bitmap(action)]).await
 }
 
@@ -138,10 +142,13 @@ fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> 
         return Err(QmpError::generic(message));
     }
     if persistent && !found.node().bitmaps_may_change() {
-        let message = format!("Cannot add a persistent bitmap to read-only or inactive node '{name}'");
-        return Err(QmpError::generic(message));
+        return Err(unwritable(name));
     }
     Ok(found.image())
+}
+
+fn unwritable(node: &str) -> QmpError {
+    QmpError::generic(format!("Cannot add a persistent bitmap to read-only or inactive node '{node}'"))
 }
 
 /// Refuses a name that an image has no room for, in QEMU's words.

@@ -107,10 +107,11 @@ fn a_backup_to_vmdk_names_its_own_file() {
     std::fs::write(daemon.folder.path().join("disk"), vec![7; 1 << 20]).expect("a file");
     let disk = json!({"driver": "raw", "node-name": "disk", "file": {"driver": "file", "filename": "disk"}});
     client.command("blockdev-add", disk);
-    let backup = json!({"job-id": "b", "device": "disk", "sync": "full", "target": "new.vmdk", "format": "vmdk", "auto-dismiss": false});
+    let target = daemon.folder.path().join("new.vmdk");
+    let backup = json!({"job-id": "b", "device": "disk", "sync": "full", "target": target, "format": "vmdk", "auto-dismiss": false});
     client.command("drive-backup", backup);
     assert_eq!(concluded(&mut client, "b"), None);
-    let bytes = std::fs::read(daemon.folder.path().join("new.vmdk")).expect("an image");
+    let bytes = std::fs::read(&target).expect("an image");
     let text = String::from_utf8_lossy(&bytes[512..2048]).into_owned();
     assert!(text.contains(" SPARSE \"new.vmdk\""), "{text}");
     daemon.stop().expect("stopped in order");
