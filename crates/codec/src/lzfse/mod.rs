@@ -124,7 +124,7 @@ impl Output<'_> {
         }
         let end = self.done + len;
         while self.done < end {
-            // What is written already goes on with the same period.
+            // The bytes already written go on with the same period.
             let part = (self.done - from).min(end - self.done);
             self.bytes.copy_within(from..from + part, self.done);
             self.done += part;

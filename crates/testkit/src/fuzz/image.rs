@@ -26,7 +26,7 @@ pub fn unpack(data: &[u8]) {
     let unpack = [unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz][usize::from(packing % 4)];
     let mut content = vec![0; usize::from(u16::from_le_bytes([*low, *high]))];
     let first = unpack(packed, &mut content).map(|()| content.clone());
-    // What is in the buffer before doesn't matter.
+    // The old content of the buffer doesn't matter.
     content.fill(0xaa);
     let second = unpack(packed, &mut content).map(|()| content);
     assert_eq!(first.ok(), second.ok());
