@@ -72,6 +72,9 @@ pub(super) fn find(name: &str) -> Option<&'static FreshFormat> {
     FORMATS.iter().find(|format| format.name == name)
 }
 
+/// Refuses the path of a part that may not be made.
+type PartCheck<'a> = &'a dyn Fn(&Path) -> Result<()>;
+
 impl FreshFormat {
     /// The layout of a new image whose disk has at least `size` bytes.
     async fn lay_out(&self, names: (&str, &str), size: u64, values: &OptionValues) -> Result<Fresh> {
@@ -92,7 +95,7 @@ impl FreshFormat {
         names: (&str, &str),
         size: u64,
         values: &OptionValues,
-        (how, check): (&Manner, &dyn Fn(&Path) -> Result<()>),
+        (how, check): (&Manner, PartCheck<'_>),
     ) -> Result<Created> {
         // The layout first: what can't be laid out must not cost an existing file its contents.
         let fresh = self.lay_out(names, size, values).await?;

@@ -14,8 +14,6 @@ use std::path::Path;
 use std::process::Command;
 
 const DISK_BYTES: u64 = 8 << 20;
-/// A wait that is over before means a fault.
-
 fn is_mounted(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("a list");
     mounts.lines().any(|line| line.split(' ').nth(4) == Some(text(path)))

@@ -79,7 +79,7 @@ fn qemus_client_reads_writes_zeroes_discards_and_flushes() {
     let stats = monitor.command("query-blockstats", json!({}));
     assert!(stats[0]["stats"]["wr_operations"].as_u64().is_some_and(|writes| writes > 0), "{stats}");
     let (options, copy) = (OPTIONS.replace("v.sock", text(&folder.join("v.sock"))), folder.join("copy.raw"));
-    tool(&peer("qemu-img-vhost"), &["convert", "--image-opts", &options, "-O", "raw", text(&copy)]);
+    tool(peer("qemu-img-vhost"), &["convert", "--image-opts", &options, "-O", "raw", text(&copy)]);
     daemon.stop();
     assert!(!folder.join("v.sock").exists(), "the socket is left behind");
     tool("qemu-img", &["compare", text(&folder.join("d.qcow2")), text(&copy)]);
@@ -95,7 +95,7 @@ fn a_read_only_export_is_read_only_for_qemus_client() {
     let said = qemu_io(folder, &["read -P 3 0 1M"], &[1]);
     assert!(said.contains("read-only"), "{said}");
     let options = OPTIONS.replace("v.sock", text(&folder.join("v.sock")));
-    tool(&peer("qemu-io-vhost"), &["-r", "--image-opts", &options, "-c", "read -P 3 0 1M"]);
+    tool(peer("qemu-io-vhost"), &["-r", "--image-opts", &options, "-c", "read -P 3 0 1M"]);
     daemon.stop();
 }
 
