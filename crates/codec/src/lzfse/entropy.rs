@@ -83,7 +83,7 @@ impl<const STATES: usize> Values<STATES> {
             (count..2 * count).map(move |number| (number, symbol))
         });
         for (state, (number, symbol)) in states.iter_mut().zip(each) {
-            // So many bits lift the number into the range of states, which begins at their count.
+            // These bits lift the number into the range of states, which begins at their count.
             let bits = STATES.ilog2() - number.ilog2();
             *state = State { symbol, next: (number << bits) - STATES as u32, bits };
         }

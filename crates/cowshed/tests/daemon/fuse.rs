@@ -14,6 +14,7 @@ use std::path::Path;
 use std::process::Command;
 
 const DISK_BYTES: u64 = 8 << 20;
+
 fn is_mounted(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("a list");
     mounts.lines().any(|line| line.split(' ').nth(4) == Some(text(path)))
