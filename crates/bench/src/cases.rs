@@ -19,6 +19,7 @@ use crate::random_io;
 use crate::reads;
 use crate::snapshots;
 use crate::table::{Outcome, Row};
+use crate::vhost;
 use crate::writes;
 use cowshed_testkit::bigimage::{self, Placement};
 use std::path::{Path, PathBuf};
@@ -57,6 +58,11 @@ pub const CASES: &[Case] = &[
     Case { name: "daemon-direct", about: "the same past the page cache", run: nbd::daemon_direct },
     Case { name: "fuse", about: "a FUSE file beside that of qemu-storage-daemon", run: exports::fuse },
     Case { name: "vhost", about: "vhost-user-blk beside that of qemu-storage-daemon", run: exports::vhost },
+    Case {
+        name: "vhost-driver",
+        about: "the same under a driver of our own: queues, direct, allocating",
+        run: vhost::run,
+    },
     Case { name: "idle-images", about: "memory of a daemon with 200 images", run: nbd::idle },
     Case { name: "mapping", about: "random reads over NBD against the size of the L2 cache", run: reads::mapping },
     Case { name: "mapping-sizes", about: "the sizes of the L2 cache against each other", run: reads::mapping_sizes },

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Exports without NBD beside those of qemu-storage-daemon: a file that FUSE shows, under fio, and vhost-user-blk under `bench` of
-//! QEMU's own client. Both sides have the same command line and the same client.
+//! QEMU's own client. Both sides have the same command line and the same client. The file also stands beside that of nbdfuse over
+//! qemu-nbd, whose two processes count as one server.
 
 use crate::Settings;
 use crate::fixture;
@@ -55,9 +56,18 @@ impl Kind {
     }
 }
 
+/// Servers beside ours.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Peer {
+    StorageDaemon,
+    NbdFuse,
+}
+
 /// A server with the place of its export.
 struct Side {
     server: Server,
+    /// The server behind it, where it is a client itself.
+    behind: Option<Server>,
     place: PathBuf,
     image: PathBuf,
 }
@@ -83,10 +93,33 @@ impl Side {
         if matches!(kind, Kind::Fuse) {
             command.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", sign.display())]);
         }
-        Ok(Side { server: Server::start(command, sign)?, place, image })
+        Ok(Side { server: Server::start(command, sign)?, behind: None, place, image })
+    }
+
+    /// nbdfuse over qemu-nbd.
+    fn start_nbdfuse(settings: &Settings, source: &Path) -> Result<Side, String> {
+        let at = |name: &str| settings.folder.join(name);
+        let (image, socket, folder) = (at("nbdfuse.served"), at("nbdfuse.sock"), at("nbdfuse.mount"));
+        std::fs::copy(source, &image).map_err(|e| format!("{}: {e}", image.display()))?;
+        std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+        let mut command = Command::new(settings.qemu.with_file_name("qemu-nbd"));
+        command.args(["-t", "-e", "16", "-f", "qcow2", "--cache=writeback", "-k"]).args([&socket, &image]);
+        let behind = Server::start(command, socket.clone())?;
+        let place = folder.join("disk");
+        let mut command = Command::new("nbdfuse");
+        command.args(["--connections", "4"]).args([&place, Path::new("--unix"), &socket]);
+        Ok(Side { server: Server::start(command, place.clone())?, behind: Some(behind), place, image })
     }
 
     fn run(&self, settings: &Settings, kind: Kind, load: &Load, seconds: u64) -> Result<Served, String> {
+        let Some(behind) = &self.behind else { return self.run_alone(settings, kind, load, seconds) };
+        let before = behind.cpu_seconds()?;
+        let mut served = self.run_alone(settings, kind, load, seconds)?;
+        served.cpu_microseconds += (behind.cpu_seconds()? - before) * 1e6 / served.operations;
+        Ok(served)
+    }
+
+    fn run_alone(&self, settings: &Settings, kind: Kind, load: &Load, seconds: u64) -> Result<Served, String> {
         let writes = load.pattern.ends_with("write");
         let written = writes.then_some(self.image.as_path());
         match kind {
@@ -128,26 +161,34 @@ impl Side {
 
 /// A file that FUSE shows.
 pub fn fuse(settings: &Settings) -> Result<Vec<Row>, String> {
-    side_by_side(settings, Kind::Fuse)
+    let mut rows = side_by_side(settings, Kind::Fuse, Peer::StorageDaemon)?;
+    rows.extend(side_by_side(settings, Kind::Fuse, Peer::NbdFuse)?);
+    Ok(rows)
 }
 
 /// vhost-user-blk.
 pub fn vhost(settings: &Settings) -> Result<Vec<Row>, String> {
-    side_by_side(settings, Kind::Vhost)
+    side_by_side(settings, Kind::Vhost, Peer::StorageDaemon)
 }
 
-fn side_by_side(settings: &Settings, kind: Kind) -> Result<Vec<Row>, String> {
+fn side_by_side(settings: &Settings, kind: Kind, peer: Peer) -> Result<Vec<Row>, String> {
     let source = fixture::converted(settings, &fixture::full(settings)?, "allocated", &["-S", "0"])?;
     let mut command = Command::new(&settings.cowshed);
     command.arg("qemu-storage-daemon");
     let ours = Side::start(settings, kind, "ours", command, &source)?;
-    let command = Command::new(settings.qemu.with_file_name("qemu-storage-daemon"));
-    let theirs = Side::start(settings, kind, "theirs", command, &source)?;
+    let theirs = match peer {
+        Peer::StorageDaemon => {
+            let command = Command::new(settings.qemu.with_file_name("qemu-storage-daemon"));
+            Side::start(settings, kind, "theirs", command, &source)?
+        }
+        Peer::NbdFuse => Side::start_nbdfuse(settings, &source)?,
+    };
+    let beside = if peer == Peer::NbdFuse { " beside nbdfuse" } else { "" };
     let sides = [&ours, &theirs];
     let mut rows = Vec::new();
     for load in LOADS {
         let Load { pattern, block_bytes, depth } = load;
-        let name = format!("{} cached: {pattern} {}k, depth {depth}", kind.name(), block_bytes >> 10);
+        let name = format!("{} cached{beside}: {pattern} {}k, depth {depth}", kind.name(), block_bytes >> 10);
         if settings.only.as_ref().is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }

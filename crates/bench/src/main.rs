@@ -6,6 +6,7 @@
 mod bare;
 mod cases;
 mod copies;
+mod driver;
 mod exports;
 mod fixture;
 mod formats;
@@ -23,6 +24,7 @@ mod random_io;
 mod reads;
 mod snapshots;
 mod table;
+mod vhost;
 mod writes;
 
 use std::path::{Path, PathBuf};

@@ -87,7 +87,13 @@ impl Bench {
 }
 
 fn contains_secret(bytes: &[u8]) -> bool {
-    bytes.windows(SECRET.len()).any(|window| window == SECRET)
+    const PIECE: usize = 1 << 16;
+    let is_secret = |bytes: &[u8]| bytes.windows(SECRET.len()).any(|window| window == SECRET);
+    // Disks are zeroes for the most part, which one comparison passes over. A secret may lie across the end of a piece.
+    bytes.chunks(PIECE).enumerate().any(|(index, piece)| {
+        let start = (index * PIECE).saturating_sub(SECRET.len());
+        piece != &[0; PIECE][..piece.len()] && is_secret(&bytes[start..index * PIECE + piece.len()])
+    })
 }
 
 /// Verbs that read data, with what comes before the image's name and after it.

@@ -218,10 +218,12 @@ fn a_signal_ends_work_whose_io_never_returns() {
         &["compare", "source.raw", uri],
         &["rebase", "-F", "raw", "-b", uri, "top.qcow2"],
     ];
-    for verb in verbs {
-        let child = start_work(&oracle, verb);
-        await_sleep(&child);
+    let children = verbs.map(|verb| start_work(&oracle, verb));
+    for child in &children {
+        await_sleep(child);
         signal("TERM", child.id());
+    }
+    for (verb, child) in verbs.into_iter().zip(children) {
         let (said, code, elapsed) = end_of(child);
         assert_eq!(code, Some(143), "{verb:?}: {said}");
         assert!(said.contains("interrupted") && said.contains("is incomplete"), "{verb:?}: {said}");

@@ -63,6 +63,18 @@ impl Bench {
         disk.map(|node| node["stats"]["rd_operations"].as_u64().expect("a number")).sum()
     }
 
+    /// Waits until a job has read more of `disk` than `before`, and waits with all of it for the silent target: reads are counted
+    /// before what they read is looked at and sent.
+    fn await_piece(&self, monitor: &mut Monitor, before: u64) {
+        let (mut last, mut equal) = (before, 0);
+        await_that("a piece is on its way", || {
+            let now = self.reads(monitor);
+            equal = if now > before && now == last { equal + 1 } else { 0 };
+            last = now;
+            equal > 20
+        });
+    }
+
     /// Waits until an export has a request in flight.
     fn await_request(&self, export: &str) {
         let idle = format!("cowshed_export_in_flight{{export=\"{export}\"}} 0");
@@ -285,7 +297,7 @@ fn a_mirror_whose_target_hangs_is_cancelled() {
     bench.server.signal("STOP");
     let before = bench.reads(&mut monitor);
     Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
-    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    bench.await_piece(&mut monitor, before);
     let started = Instant::now();
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
     await_that("the job is gone", || jobs(&mut monitor) == json!([]));
@@ -342,7 +354,7 @@ fn copy_mode_changes_without_holding_the_source() {
     let write = "write -P 7 0 64k";
     let before = bench.reads(&mut monitor);
     Qemu::system().io(["-f", "raw", "-c", write, &bench.uri("disk")]).expect_ok();
-    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    bench.await_piece(&mut monitor, before);
     let mode = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
     let mut other = bench.monitor();
     let change = std::thread::spawn(move || other.refusal("block-job-change", &mode));
@@ -380,7 +392,7 @@ fn copy_mode_of_a_silent_target_cannot_change() {
     ready_mirror(&bench, &mut monitor);
     let before = bench.reads(&mut monitor);
     Qemu::system().io(["-f", "raw", "-c", "write -P 7 0 64k", &bench.uri("disk")]).expect_ok();
-    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    bench.await_piece(&mut monitor, before);
     let mode = json!({"id": "m", "type": "mirror", "copy-mode": "write-blocking"});
     let refused = monitor.refusal("block-job-change", &mode);
     assert!(refused.contains("has not answered for 30 s"), "{refused}");
@@ -420,8 +432,7 @@ fn cancelled_mirror_keeps_its_target_under_a_write() {
         json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "top", "copy-mode": "write-blocking"});
     let before = bench.reads(&mut monitor);
     monitor.command("blockdev-mirror", mirror);
-    // The job writes what it has read before it waits again.
-    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    bench.await_piece(&mut monitor, before);
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
     let refused = monitor.refusal("blockdev-del", &json!({"node-name": "remote"}));
     assert!(refused.contains("in use"), "{refused}");
@@ -591,7 +602,7 @@ fn a_cancelled_backup_that_discards_loses_no_write() {
     let before = bench.reads(&mut monitor);
     let backup = json!({"job-id": "m", "device": "disk", "target": "remote", "sync": "full", "discard-source": true});
     monitor.command("blockdev-backup", backup);
-    await_that("a piece is on its way", || bench.reads(&mut monitor) > before);
+    bench.await_piece(&mut monitor, before);
     monitor.command("block-job-cancel", json!({"device": "m", "force": true}));
     let uri = bench.uri("disk");
     let write = ["io", "-f", "raw", "-c", "write -P 8 0 64k", "-c", "flush", uri.as_str()];

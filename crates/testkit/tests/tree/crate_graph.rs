@@ -151,6 +151,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-nbd-proto",
+            "cowshed-vhost-user-proto",
             "cowshed-testkit",
         ],
     ),

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! vhost-user-blk under a driver of our own: one queue and two, the page cache and past it, and writes that allocate.
+
+use crate::Settings;
+use crate::driver::{self, DEPTH, Kind};
+use crate::fixture;
+use crate::nbd::{Served, Server};
+use crate::table::{Outcome, Row};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// A server with one disk of a driver (`qcow2` or `raw`).
+struct Disk {
+    server: Server,
+    socket: PathBuf,
+    image: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Program {
+    Ours,
+    Theirs,
+}
+
+impl Disk {
+    fn start(settings: &Settings, program: Program, format: &str, image: &Path, direct: bool) -> Result<Disk, String> {
+        let (mut command, name) = match program {
+            Program::Ours => {
+                let mut command = Command::new(&settings.cowshed);
+                command.arg("qemu-storage-daemon");
+                (command, "ours-driver.sock")
+            }
+            Program::Theirs => {
+                (Command::new(settings.qemu.with_file_name("qemu-storage-daemon")), "theirs-driver.sock")
+            }
+        };
+        let socket = settings.folder.join(name);
+        let (cache, aio) = if direct { ("on", ",aio=io_uring") } else { ("off", "") };
+        let file = format!("file,node-name=f,filename={},cache.direct={cache}{aio}", image.display());
+        let node = format!("{format},node-name=disk,file=f,cache.direct={cache}");
+        let export = format!(
+            "vhost-user-blk,id=e,node-name=disk,addr.type=unix,addr.path={},writable=on,num-queues=2",
+            socket.display()
+        );
+        command.args(["--blockdev", &file, "--blockdev", &node, "--export", &export]);
+        Ok(Disk { server: Server::start(command, socket.clone())?, socket, image: image.to_owned() })
+    }
+
+    fn run(&self, settings: &Settings, kind: Kind, queues: usize) -> Result<Served, String> {
+        let written = (kind == Kind::Write).then_some(self.image.as_path());
+        let (bytes, time) = (settings.size_mib << 20, Duration::from_secs(settings.seconds));
+        self.server.measure(written, || driver::drive(&self.socket, bytes, kind, queues, time))
+    }
+}
+
+/// All of it.
+pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
+    let raw = fixture::full(settings)?;
+    let source = fixture::converted(settings, &raw, "allocated", &["-S", "0"])?;
+    let copies = ["ours-driver.served", "theirs-driver.served"].map(|name| settings.folder.join(name));
+    for copy in &copies {
+        std::fs::copy(&source, copy).map_err(|e| format!("{}: {e}", copy.display()))?;
+    }
+    let mut rows = Vec::new();
+    for direct in [false, true] {
+        rows.extend(reads(settings, &copies, &raw, direct)?);
+    }
+    rows.push(allocating(settings)?);
+    for copy in &copies {
+        let _ = std::fs::remove_file(copy);
+    }
+    Ok(rows)
+}
+
+fn is_wanted(settings: &Settings, name: &str) -> bool {
+    settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()))
+}
+
+/// Reads with one queue of each program in turns, and with two of ours; past the page cache also of the raw file by fio.
+fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -> Result<Vec<Row>, String> {
+    let how = if direct { "past the page cache" } else { "cached" };
+    let name = format!("vhost-user-blk {how}: random 4k reads, depth {DEPTH}");
+    if !is_wanted(settings, &name) {
+        return Ok(Vec::new());
+    }
+    let ours = Disk::start(settings, Program::Ours, "qcow2", &images[0], direct)?;
+    let theirs = Disk::start(settings, Program::Theirs, "qcow2", &images[1], direct)?;
+    let mut runs = [Vec::new(), Vec::new(), Vec::new()];
+    let mut limit = Vec::new();
+    let mut one = |which: usize| -> Result<(), String> {
+        let run = match which {
+            0 => ours.run(settings, Kind::Read, 1)?,
+            1 => theirs.run(settings, Kind::Read, 1)?,
+            _ => ours.run(settings, Kind::Read, 2)?,
+        };
+        runs[which].push(run);
+        Ok(())
+    };
+    for round in 0..settings.rounds {
+        for turn in 0..3 {
+            one((round + turn) % 3)?;
+        }
+        if direct {
+            limit.push(fio(settings, raw)?);
+        }
+    }
+    let [ours, theirs, two] = runs;
+    let rate = |runs: &[Served]| runs.iter().map(|run| run.per_second).collect::<Vec<_>>();
+    let scaling = Outcome::Scaling { one: rate(&ours), two: rate(&two) };
+    let (target, outcome) = if direct {
+        let target = "≥ 0.95 of fio's io_uring on the raw file";
+        (target, Outcome::Beside { ours, theirs, limit: Some(limit) })
+    } else {
+        ("IOPS ≥ 2, CPU ≤ 0.5", Outcome::Served { ours, theirs, bare: None })
+    };
+    Ok(vec![
+        Row::new(name.clone(), target, outcome),
+        Row::new(format!("{name}, one and two queues"), "≥ 1.8×", scaling),
+    ])
+}
+
+/// Reads of a file by fio through io_uring, without a server: only its rate counts.
+fn fio(settings: &Settings, file: &Path) -> Result<Served, String> {
+    let mut fio = Command::new("fio");
+    fio.args(["--name=limit", "--thread", "--ioengine=io_uring", "--direct=1", "--rw=randread", "--bs=4k"]);
+    fio.args(["--norandommap", "--randrepeat=0", "--time_based", "--output-format=json"]);
+    fio.arg(format!("--iodepth={DEPTH}")).arg(format!("--runtime={}", settings.seconds));
+    fio.arg(format!("--filename={}", file.display()));
+    let output = fio.output().map_err(|e| format!("could not run fio: {e}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let report = text.find('{').and_then(|start| serde_json::from_str::<Value>(&text[start..]).ok());
+    let read = report.as_ref().map(|report| &report["jobs"][0]["read"]);
+    let figure = |key: &str| read.and_then(|read| read[key].as_f64());
+    let (Some(per_second), Some(operations)) = (figure("iops"), figure("total_ios")) else {
+        return Err(format!("fio failed: {}{text}", String::from_utf8_lossy(&output.stderr)));
+    };
+    Ok(Served { per_second, cpu_microseconds: 0.0, peak_bytes: 0, written_bytes: None, operations })
+}
+
+/// Writes to a new image in each run.
+fn allocating(settings: &Settings) -> Result<Row, String> {
+    let name = format!("vhost-user-blk cached: random 4k writes to an empty image, depth {DEPTH}");
+    let mut runs = [Vec::new(), Vec::new()];
+    for round in 0..settings.rounds {
+        for turn in 0..2 {
+            let side = (round + turn) % 2;
+            let image = settings.folder.join("driver-new.qcow2");
+            let _ = std::fs::remove_file(&image);
+            let mut create = Command::new(&settings.qemu);
+            create.args(["create", "-q", "-f", "qcow2"]).arg(&image).arg(format!("{}M", settings.size_mib));
+            let status = create.status().map_err(|e| format!("could not run qemu-img: {e}"))?;
+            if !status.success() {
+                return Err(format!("{create:?}: {status}"));
+            }
+            let program = [Program::Ours, Program::Theirs][side];
+            let disk = Disk::start(settings, program, "qcow2", &image, false)?;
+            runs[side].push(disk.run(settings, Kind::Write, 1)?);
+            drop(disk);
+            let _ = std::fs::remove_file(&image);
+        }
+    }
+    let [ours, theirs] = runs;
+    Ok(Row::new(name, "as over NBD or better", Outcome::Served { ours, theirs, bare: None }))
+}
