@@ -50,7 +50,7 @@ impl Codec {
     /// A codec with a chosen effort. `level`: for zlib 1–9, with `wide_window` 1–12; for zstd 1–22 and negative ones;
     /// `None` for the default. `wide_window` is a choice of zlib alone: see [`ZlibMode::Fast`].
     pub fn with_effort(compression: Compression, level: Option<i32>, wide_window: bool) -> Result<Self> {
-        // What doesn't fit is out of every encoder's range: 0 is refused below.
+        // A level that doesn't fit is out of every encoder's range: 0 is refused below.
         let zlib_level = |default: u8| level.map_or(default, |level| u8::try_from(level).unwrap_or(0));
         match (compression, wide_window) {
             (Compression::Zlib, false) => Self::zlib(ZlibMode::Narrow { level: zlib_level(zlib::NARROW_LEVEL) }),
@@ -74,7 +74,7 @@ impl Codec {
         Ok(Codec { method: Method::Zstd { level } })
     }
 
-    /// What images that use this codec have in their header.
+    /// The compression type in the header of images that use this codec.
     pub fn compression(&self) -> Compression {
         match self.method {
             Method::Zlib(_) => Compression::Zlib,

@@ -47,7 +47,7 @@ fn remove(path: &Path, identity: FileIdentity) {
     }
 }
 
-/// What becomes of a file whose creation failed.
+/// The fate of a file whose creation failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failed {
     /// It goes, as with QEMU, also where an older file had the name: it holds a part of an image.

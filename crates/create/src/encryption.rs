@@ -65,9 +65,9 @@ pub enum ImageEncryption {
     },
 }
 
-/// What a new image is encrypted with.
+/// The encryption of a new image: its cipher, and with LUKS the volume.
 pub(crate) struct MadeEncryption {
-    /// Of LUKS.
+    /// The LUKS header and its key slots; `None` with the legacy AES method.
     pub volume: Option<NewVolume>,
     /// The cipher of the data.
     pub cipher: Arc<dyn Cipher>,
@@ -187,7 +187,7 @@ impl NewEncryption {
         let iteration_ms = values.number(&name("iter-time")).filter(|ms| *ms > 0).unwrap_or(DEFAULT_ITERATION_MS);
         let spec = CipherSpec { algorithm, chaining, initial_vector };
         let key_bytes = if chaining == Chaining::Xts { 2 * width } else { width };
-        // What doesn't go together is refused before anything is touched.
+        // Parts that don't go together are refused before anything is touched.
         SectorCipher::new(spec, &vec![0; key_bytes as usize])?;
         Ok(NewEncryption {
             spec,

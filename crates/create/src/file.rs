@@ -22,7 +22,7 @@ use std::time::Duration;
 
 /// Zeroes are written in pieces of so many bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
-/// What a disk writes in whole or not at all.
+/// The unit that a disk writes in whole or not at all, in bytes.
 const SECTOR_BYTES: usize = 512;
 
 /// Whether what is created is durable when that is done.
@@ -30,8 +30,8 @@ const SECTOR_BYTES: usize = 512;
 pub(super) enum Durability {
     /// Name and contents are, and until the end the file isn't taken for an image.
     Synced,
-    /// Nothing is synced where the name is new: for a caller that leaves out flushes anyway (`cache=unsafe`). What has old
-    /// contents (a file, a device, an export) is treated as with `Synced`.
+    /// Nothing is synced where the name is new: for a caller that leaves out flushes anyway (`cache=unsafe`). A target
+    /// with old contents (a file, a device, an export) is treated as with `Synced`.
     Unsynced,
 }
 
@@ -126,8 +126,8 @@ fn check_space(path: &Path, preallocation: Preallocation) -> Result<()> {
     }
 }
 
-/// Creates or empties a file and keeps it locked. What an old file held is durably gone before anything new is
-/// written: a power cut must not leave an old header over new tables.
+/// Creates or empties a file and keeps it locked. The old contents of a file are durably gone before anything new is
+/// written. A power cut must not leave an old header over new tables.
 async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> {
     let name = text_of_path(path);
     if is_nbd_name(&name) {
@@ -238,8 +238,8 @@ fn data_file_bytes(options: &Qcow2CreateOptions, is_file: bool) -> u64 {
     }
 }
 
-/// Gives an open data file the length that the image needs, and space where that is asked for. What it holds stays; a longer file
-/// that is mapped from the start stays as long as it is, as in QEMU.
+/// Gives an open data file the length that the image needs, and space where that is asked for. Its contents stay. A
+/// longer file that is mapped from the start keeps its length, as in QEMU.
 pub(super) async fn fit_data_file(file: &File, options: &Qcow2CreateOptions) -> Result<()> {
     let (old, bytes) = (file.len(), data_file_bytes(options, !file.is_device()));
     if old < bytes || (old > bytes && !options.is_mapped()) {
@@ -383,7 +383,7 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         file.sync().await?;
         header.resize(usize::try_from(options.cluster_bytes()).unwrap_or(header.len()), 0);
     }
-    // What isn't written below is zero: the file's new end covers it.
+    // Bytes that aren't written below are zero: the file's new end covers them.
     if file.len() < layout.file_bytes {
         file.set_len(layout.file_bytes).await?;
     }

@@ -264,7 +264,7 @@ fn vhdx(asked: &Request<'_>) -> Result<Fresh> {
     new.lay_out().map(Fresh::from)
 }
 
-/// What `subformat` says of formats with dynamic disks and fixed ones.
+/// The value of `subformat` for formats with dynamic and fixed disks.
 fn is_fixed(values: &OptionValues) -> Result<bool> {
     match values.get("subformat") {
         None | Some("dynamic") => Ok(false),
@@ -275,7 +275,7 @@ fn is_fixed(values: &OptionValues) -> Result<bool> {
     }
 }
 
-/// What QEMU knows as adapters.
+/// The adapters that QEMU knows.
 const ADAPTERS: [&str; 4] = ["ide", "buslogic", "lsilogic", "legacyESX"];
 
 fn vmdk_kind(values: &OptionValues) -> Result<VmdkKind> {

@@ -27,7 +27,7 @@ pub use created::Created;
 pub use encryption::{ImageEncryption, NewEncryption};
 pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
 
-/// What to create, as the user says it.
+/// A request for a new image, in the user's words.
 #[derive(Clone, Debug, Default)]
 pub struct CreateRequest {
     /// File name (or `file:NAME`).
@@ -44,7 +44,7 @@ pub struct CreateRequest {
     pub backing_format: Option<String>,
     /// `-u`: the backing file is neither opened nor needed.
     pub backing_unchecked: bool,
-    /// What the backing file may make us open.
+    /// The files that may be opened on the backing file's word.
     pub policy: Policy,
     /// Secrets that options can name, by their id (`--object secret`).
     pub secrets: Vec<(String, Secret)>,
@@ -184,14 +184,14 @@ async fn check_backing(
     Ok(below)
 }
 
-/// What QEMU finds out only while it makes the image, after it has said what it is going to make.
+/// The errors that QEMU finds only while it makes the image, after it has announced the image.
 fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
     let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DRIVERS.is_known(name))?;
     let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
     Some(Error::invalid_argument(message).field("backing_fmt"))
 }
 
-/// What an open file held is durably gone.
+/// Removes the contents of an open file durably.
 async fn clear(file: &File) -> Result<()> {
     if file.is_device() {
         return Ok(());
@@ -283,8 +283,9 @@ impl CreatePlan {
         self.make(Durability::Synced, None).await
     }
 
-    /// As [`CreatePlan::run`], but a file whose name is new isn't synced: for a caller that writes into it with `cache=unsafe`, so that
-    /// a power cut may leave anything under that name. What was there before is treated as by [`CreatePlan::run`].
+    /// As [`CreatePlan::run`], but a file whose name is new isn't synced. It serves a caller that writes with
+    /// `cache=unsafe`: a power cut may leave anything under that name. Old contents are treated as by
+    /// [`CreatePlan::run`].
     pub async fn run_unsynced(&self) -> Result<Created> {
         self.make(Durability::Unsynced, None).await
     }
@@ -360,7 +361,7 @@ impl CreatePlan {
             return Err(Error::unsupported(message));
         }
         let options = self.qcow2_options()?;
-        // What can't be laid out must not cost the file its contents.
+        // A file keeps its contents if the image can't be laid out.
         options.check()?;
         layout::FreshLayout::of(&options)?.header(&options)?;
         if let Some(data_file) = data_file {

@@ -30,7 +30,7 @@ pub struct Qcow2CreateOptions {
     pub lazy_refcounts: bool,
     /// How compressed clusters are encoded.
     pub compression: Compression,
-    /// What to allocate at once.
+    /// The space to allocate at once.
     pub preallocation: Preallocation,
     /// External data file, as the header names it.
     pub data_file: Option<String>,
@@ -86,7 +86,7 @@ pub fn layout_hints(values: &OptionValues) -> Result<LayoutHints> {
     Ok(LayoutHints { no_cow: values.switch("nocow"), extent_bytes })
 }
 
-/// What QEMU says of refcounts whose width version 2 doesn't have.
+/// QEMU's sentence for refcounts whose width version 2 doesn't have.
 const REFCOUNTS_OF_V3: &str = "Different refcount widths than 16 bits require compatibility level 1.1 or above (use \
                                version=v3 or greater)";
 
@@ -111,10 +111,10 @@ pub fn parse_preallocation(value: &str) -> Result<Preallocation> {
 
 /// Smallest clusters that subclusters are for, as a power of two.
 const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
-/// What QEMU says of smaller ones.
+/// QEMU's sentence for smaller clusters.
 const SMALL_EXTENDED: &str = "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes";
 
-/// What QEMU says of space for what a backing file gives.
+/// QEMU's sentence for preallocation over a backing file's data.
 const PREALLOCATED_OVERLAY: &str =
     "Backing file and preallocation can only be used at the same time if extended_l2 is on";
 
@@ -187,8 +187,8 @@ impl Qcow2CreateOptions {
         Ok(options)
     }
 
-    /// As [`Qcow2CreateOptions::from_values`], of what decides how large an image is: the rest isn't looked at, as in QEMU, and
-    /// what is wrong is found in its order and said in its words.
+    /// As [`Qcow2CreateOptions::from_values`], for the options that decide an image's size. The others aren't looked
+    /// at, as in QEMU. Errors come in QEMU's order and words.
     pub fn to_measure(size: u64, values: &OptionValues) -> Result<Self> {
         let cluster_bits = cluster_bits_of(values)?;
         let extended_l2 = values.switch("extended_l2");

@@ -26,7 +26,7 @@ pub struct CreateOption {
     pub kind: OptionKind,
     /// One line of help.
     pub help: &'static str,
-    /// What counts when it isn't given; `summary` lines show it.
+    /// The default value; `summary` lines show it.
     pub default: Option<&'static str>,
 }
 
@@ -358,7 +358,7 @@ impl OptionValues {
     }
 }
 
-/// What QEMU says that a size is.
+/// QEMU's words for the form of a size.
 const SIZE_EXPECTED: &str = "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E";
 
 fn wrong(option: &CreateOption, expected: &str, value: &str) -> Error {

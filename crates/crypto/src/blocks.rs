@@ -26,13 +26,13 @@ pub(crate) trait BlockCipher: Send + Sync {
     fn encrypt(&self, bytes: &mut [u8]);
     /// The other way.
     fn decrypt(&self, bytes: &mut [u8]);
-    /// Decrypts sectors of cipher block chaining, with the vector of each: to a block the stored one before it is added, to a
-    /// sector's first its vector, or the front of it.
+    /// Decrypts sectors of cipher block chaining. To each block the stored block before it is added; to a sector's
+    /// first block its vector, or the front of it.
     fn decrypt_chained(&self, vectors: &[Vector], sectors: &mut [u8]);
 }
 
-/// [`BlockCipher::decrypt_chained`], to be run within a cipher's own loop: where its round keys are prepared, once for many
-/// blocks, and where the processor's widest registers are in use, if it has them.
+/// [`BlockCipher::decrypt_chained`] within a cipher's own loop. There its round keys are prepared once for many blocks,
+/// and the processor's widest registers are in use, if it has them.
 struct DecryptChained<'a, C> {
     vectors: &'a [Vector],
     sectors: &'a mut [u8],

@@ -327,7 +327,7 @@ mod tests {
         assert!(volume.try_slot(0, &damaged, b"one").unwrap().is_none());
     }
 
-    /// What a disk holds after these stages, and after each subset of the writes of the next one.
+    /// The possible contents of a disk after these stages, and after each subset of the writes of the next one.
     fn disks_after_cuts(disk: &[u8], stages: &[Stage]) -> Vec<Vec<u8>> {
         let mut disks = vec![disk.to_vec()];
         let mut now = disk.to_vec();

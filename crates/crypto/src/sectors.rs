@@ -5,10 +5,10 @@ use crate::blocks::{BLOCK_BYTES, BlockCipher, block_cipher, mix};
 use crate::{Hash, SECTOR_BYTES};
 use cowshed_types::{Error, Result};
 
-/// Sectors whose initial vectors go through a cipher in one go: a call of one prepares its round keys for many blocks at once,
-/// and takes the most blocks at once only where there are as many.
+/// Sectors whose initial vectors go through a cipher in one go. One call prepares its round keys for many blocks. It
+/// takes the most blocks at once only if so many are there.
 const VECTORS_AT_ONCE: usize = 64;
-/// Sectors whose data do, for the same reason; so few that they and what is kept beside them stay in the processor's first
+/// Sectors whose data do, for the same reason. So few, with the state beside them, stay in the processor's first
 /// cache.
 pub(crate) const SECTORS_AT_ONCE: usize = 8;
 pub(crate) const BYTES_AT_ONCE: usize = SECTORS_AT_ONCE * SECTOR_BYTES;
@@ -92,7 +92,7 @@ pub struct CipherSpec {
 }
 
 impl CipherSpec {
-    /// From the two names of a LUKS header. What isn't known is refused by field and value.
+    /// From the two names of a LUKS header. An unknown name is refused by field and value.
     pub fn parse(cipher_name: &str, cipher_mode: &str) -> Result<CipherSpec> {
         let known = Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == cipher_name);
         let Some(algorithm) = known else {

@@ -10,7 +10,8 @@ use zeroize::Zeroizing;
 /// Length of the key in bytes.
 const KEY_BYTES: usize = 32;
 
-/// What was wrapped with a key of 32 bytes and an initial vector of 16. A wrong key shows in the padding, mostly.
+/// Unwraps bytes that were wrapped with a key of 32 bytes and an initial vector of 16. A wrong key shows in the
+/// padding, mostly.
 pub fn unwrap_aes256(key: &[u8], vector: &[u8], wrapped: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
     if key.len() != KEY_BYTES {
         let message = format!("Key should be {KEY_BYTES} bytes in length, not {}", key.len());

@@ -42,10 +42,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     const NAME: &'static str;
     /// Size of the disk in bytes.
     fn size(&self) -> u64;
-    /// What the image says of itself.
+    /// The image's description of itself.
     fn describe(&self) -> Description;
-    /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds: at least one, and not
-    /// more than to the end of a block that is allocated.
+    /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds. The count is at
+    /// least one, and ends at the end of an allocated block.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
     /// True for an image that may have a backing file.
     fn takes_backing(&self) -> bool {
@@ -86,7 +86,7 @@ pub(crate) trait BlockFormat: Send + Sync {
     ) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
     }
-    /// What a new block takes in the file, of an image that is opened for writing. `None`: all blocks are there.
+    /// The layout of new blocks in the file of an image that is opened for writing. `None`: all blocks are there.
     fn units(&self) -> Option<Units> {
         None
     }
@@ -151,7 +151,7 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn entry_bytes(&self) -> u64 {
         4
     }
-    /// What a flush writes besides entries, where that may be a hole of the file: offset and length in bytes.
+    /// The area that a flush writes besides entries, where that may be a hole of the file: offset and length in bytes.
     fn flush_area(&self) -> Option<(u64, u64)> {
         None
     }
@@ -159,7 +159,7 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn before_change(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
-    /// Puts entries into the tables, durably: where in the file, and the bytes. What they name is durable already.
+    /// Puts entries into the tables, durably: where in the file, and the bytes. Their targets are durable already.
     fn write_entries(
         &self,
         _image: &ImageFile,
@@ -191,7 +191,7 @@ pub(crate) trait BlockFormat: Send + Sync {
 /// A table in the file, whole; offset and length in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Table {
-    /// What messages call its offset.
+    /// The name of its offset in messages.
     pub field: &'static str,
     pub offset: u64,
     pub bytes: u64,
@@ -202,7 +202,7 @@ pub(crate) struct Table {
 pub(crate) struct MissingTable {
     /// Where in the file the entry is that is to lead to it.
     pub entry_offset: u64,
-    /// What messages call that entry.
+    /// The name of that entry in messages.
     pub field: &'static str,
     /// Length in bytes.
     pub bytes: u64,
@@ -234,7 +234,7 @@ pub(crate) struct ImageFile {
     holes: Holes,
     /// A page of a hole.
     empty: OnceLock<Arc<IoBuf>>,
-    /// What the file is to hold instead, here and there.
+    /// The bytes that replace those of the file, here and there.
     patches: Option<Patches>,
 }
 
@@ -262,7 +262,7 @@ impl ImageFile {
         self.forget();
     }
 
-    /// What the file is to hold instead.
+    /// The bytes that replace those of the file.
     pub(crate) fn patches(&self) -> Option<&Patches> {
         self.patches.as_ref()
     }
@@ -361,8 +361,9 @@ impl ImageFile {
         entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
     }
 
-    /// For how many of the `len` bytes behind byte `at` of the disk the entries of a table are equal, as far as one page of
-    /// it goes: an empty disk is looked up in large steps. `index`: the entry for `at`, one for each `block_bytes`.
+    /// The count of the `len` bytes behind byte `at` of the disk for which the entries of a table are equal, within one
+    /// page of it. So an empty disk is looked up in large steps. `index`: the entry for `at`, one for each
+    /// `block_bytes`.
     pub(crate) async fn same<const N: usize>(
         &self,
         table: Table,

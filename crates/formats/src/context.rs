@@ -18,7 +18,7 @@ pub struct OpenContext {
     pub data_file: Option<File>,
     /// The backing file; none without one, or when `no_backing` is set.
     pub backing: Option<Arc<Node>>,
-    /// What the options say of encryption.
+    /// The options of encryption.
     pub encryption: EncryptionOptions,
     /// The run-time options.
     pub options: Qcow2RuntimeOptions,

@@ -85,7 +85,7 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn name(&self) -> &'static str;
     /// Size of the disk in bytes.
     fn size(&self) -> u64;
-    /// What it says of itself.
+    /// The image's description of itself.
     fn describe(&self) -> Description;
     /// The files that runs refer to.
     fn files(&self) -> &[Arc<Node>];
@@ -344,7 +344,7 @@ impl Driver for MappedDriver {
         })
     }
 
-    /// What the format says, with the holes of the files under plain data as zeroes.
+    /// The status by the format, with the holes of the files under plain data as zeroes.
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
         Box::pin(async move {
             let mut statuses = Vec::new();
@@ -398,7 +398,7 @@ impl Driver for MappedDriver {
         let Some(writer) = self.format.writer() else { return done(Err(self.refusal())) };
         Box::pin(async move {
             let written = writer.write_compressed(clusters, &self.backing).await;
-            // What was unpacked may be what stood there before.
+            // Unpacked blocks may have the old data of the place.
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
             kept.changes += 1;
             kept.blocks.clear();

@@ -29,7 +29,7 @@ struct Parallels {
     marks: Turn<Marks>,
 }
 
-/// What the header says now.
+/// The marks in the header at the moment.
 struct Marks {
     /// A program has the image open for writing.
     is_in_use: bool,

@@ -6,7 +6,7 @@ use cowshed_layout::vhdx::{LogWrite, Replay};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a range of the file holds instead.
+/// The bytes that replace those of a range of the file.
 #[derive(Clone, Debug)]
 enum Patch {
     Zeroes,

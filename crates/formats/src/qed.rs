@@ -81,7 +81,7 @@ impl Qed {
         self.backing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The header as it is now. What can change is the backing file, the mark of a check, and the size.
+    /// The header as it is now. The backing file, the mark of a check and the size can change.
     fn header_now(&self) -> QedHeader {
         let backing = self.backing();
         QedHeader { backing_name: backing.place, backing_is_raw: backing.is_raw, ..self.header.clone() }
@@ -106,7 +106,7 @@ impl Qed {
         Ok(Some(Table { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
     }
 
-    /// Clears entries that lead to no cluster of the file; how many. What they led to is lost already.
+    /// Clears entries that lead to no cluster of the file, and returns their number. Their clusters are lost already.
     async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
         let file = image.storage();
         let (there, cluster_bytes, mut cleared) = (image.len(), self.header.cluster_bytes, 0);
@@ -264,7 +264,7 @@ impl BlockFormat for Qed {
                 survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))?;
             }
         }
-        // What the header is said to take is before the L1 table, and no table or data are there.
+        // The header's clusters are before the L1 table, and no table or data are there.
         let first = self.header.header_clusters;
         let there = file.len() / cluster_bytes;
         survey.check.counters.leaks = there.saturating_sub(first).saturating_sub(survey.used());

@@ -8,7 +8,7 @@ use cowshed_types::memory::grow_map;
 use cowshed_types::{ErrorKind, Result};
 use std::collections::HashMap;
 
-/// What a look at every block of a disk found.
+/// The result of a look at every block of a disk.
 #[derive(Default)]
 pub(crate) struct Survey {
     pub check: MappedCheck,

@@ -11,20 +11,20 @@ const MAX_BLOCKS: usize = 16 << 20;
 /// Places between units that are remembered.
 const MAX_GAPS: usize = 64 << 10;
 
-/// What an allocation takes in the file.
+/// The layout of allocations in the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Units {
     /// The file, as [`Place`] counts files.
     pub file: usize,
     /// Length of a block in bytes.
     pub block_bytes: u64,
-    /// What stands in front of each block.
+    /// The bytes in front of each block.
     pub head: Vec<u8>,
     /// Where the first unit may begin.
     pub first: u64,
     /// Units begin at multiples of so many bytes from `first` on.
     pub grid: u64,
-    /// What stands behind the last unit, where the file ends.
+    /// The bytes behind the last unit, where the file ends.
     pub tail: Vec<u8>,
     /// New units go behind all that the file has.
     pub is_at_end: bool,

@@ -58,7 +58,7 @@ struct Vpc {
     footer: VpcFooter,
     /// None for fixed disks.
     dynamic: Option<Dynamic>,
-    /// What the disk is a difference to.
+    /// The parent of a difference.
     parent: Option<Parent>,
 }
 
@@ -193,7 +193,7 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     })
 }
 
-/// What the disk is a difference to.
+/// Reads the fields that name the parent of a difference.
 async fn read_parent(file: &ImageFile, header: &[u8]) -> Result<Parent> {
     let parent = VpcParent::parse(header)?;
     let path = async |place: Option<(u64, u32)>| -> Result<Option<String>> {

@@ -39,7 +39,7 @@ pub(crate) struct Usage {
     pub end: u64,
 }
 
-/// What the entry of a block is to say.
+/// The value that the entry of a block is to get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pending {
     /// The data begin at this offset.
@@ -354,7 +354,7 @@ impl Writer {
         }
     }
 
-    /// Makes the file longer, for `bytes` more bytes of units. What stands at its end is at the new end durably before
+    /// Makes the file longer, for `bytes` more bytes of units. The bytes at its end are at the new end durably before
     /// anything is written over the old one.
     async fn grow(&self, units: &Units, bytes: u64, is_packed: bool) -> Result<()> {
         let _growing = self.growing.lock().await;

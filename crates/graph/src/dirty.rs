@@ -53,7 +53,7 @@ impl Bits {
             }
             at = (at / 64 + 1) * 64;
         }
-        // What lies behind the words is clean.
+        // Bytes behind the words are clean.
         (!dirty).then_some(at.max(from))
     }
 }

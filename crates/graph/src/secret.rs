@@ -81,7 +81,7 @@ impl Secret {
     }
 }
 
-/// What a secret is encrypted with.
+/// The key and the vector of an encrypted secret.
 pub struct Wrapping<'a> {
     /// The key, 32 bytes (`keyid`).
     pub key: &'a Secret,

@@ -26,7 +26,7 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(30);
 /// Runs that one question about the mapping answers at most.
 const STATUS_RUNS: usize = 64;
 
-/// What to copy.
+/// The source, the target and the options of a backup.
 pub struct BackupRequest {
     /// The disk.
     pub source: Arc<Node>,
@@ -73,7 +73,7 @@ struct Recorded {
     held: BitmapUse,
     mode: BitmapMode,
     selects: bool,
-    /// What was dirty at the start.
+    /// The dirty parts at the start.
     before: Arc<DirtyBits>,
     /// The parts that are written since.
     since: Arc<DirtyMap>,

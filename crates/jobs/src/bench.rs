@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// Requests between two looks at whether the job was cancelled.
 const REQUESTS_BETWEEN_LOOKS: u64 = 256;
 
-/// What to do, and to what.
+/// The requests of a benchmark, and their image.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
     /// The image.

@@ -7,7 +7,7 @@ use cowshed_image::node::{BitmapChange, BitmapStatus, Bitmaps, ChildRole, check_
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use std::sync::Arc;
 
-/// What to do with a bitmap.
+/// A change of a bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapAction {
     /// Add it, enabled.
@@ -26,14 +26,14 @@ pub enum BitmapAction {
     Merge(String),
 }
 
-/// What to do with one bitmap of one image.
+/// The changes of one bitmap of one image.
 #[derive(Clone, Debug)]
 pub struct BitmapOptions {
     /// The image.
     pub image: ImageSpec,
     /// The bitmap; not looked at by [`BitmapAction::RemoveAll`].
     pub name: String,
-    /// In this order; what was done before an error stays done.
+    /// In this order; changes before an error stay.
     pub actions: Vec<BitmapAction>,
     /// Granularity of a bitmap that is added, in bytes.
     pub granularity_bytes: Option<u64>,

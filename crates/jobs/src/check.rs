@@ -19,14 +19,14 @@ pub use undo::{UndoReport, undo};
 /// Findings that are listed for formats without reference counts.
 const MAX_MAPPED_FINDINGS: usize = 1000;
 
-/// What to check and how.
+/// The image to check, and the way to do it.
 #[derive(Clone, Debug, Default)]
 pub struct CheckOptions {
     /// The image.
     pub image: ImageSpec,
-    /// What to repair.
+    /// The extent of the repair.
     pub repair: Repair,
-    /// With [`Repair::All`]: also give up what can't be reached any more, so that it reads as zeroes.
+    /// With [`Repair::All`]: also give up data that can't be reached any more, so that it reads as zeroes.
     pub lossy: bool,
     /// Threads; `None`: one for each core, 8 at most.
     pub threads: Option<usize>,
@@ -45,9 +45,9 @@ pub struct CheckOutcome {
     pub filename: String,
     /// Format of the image.
     pub format: String,
-    /// What was found.
+    /// The findings and the changes.
     pub report: CheckReport,
-    /// What was to be repaired; for a dry run what would have been.
+    /// The extent of the repair; for a dry run, of the one that would have been.
     pub repair: Repair,
     /// Nothing was written, whatever `repair` says.
     pub is_dry_run: bool,

@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 /// Differences are told by the sector, as qemu-img does.
 const SECTOR_BYTES: u64 = 512;
 
-/// What to compare.
+/// The images to compare, and the way to do it.
 #[derive(Clone, Debug)]
 pub struct CompareOptions {
     /// One image.
@@ -135,7 +135,7 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
 
 /// Chunks in flight, on as many threads.
 const REQUESTS: usize = 4;
-/// What a thread is given at once: waking one takes as long as copying tens of KiB.
+/// The bytes that a thread gets at once: waking one takes as long as copying tens of KiB.
 const CHUNK_BYTES: u64 = 2 << 20;
 /// Less than this is compared where it was found, as in images whose data and zeroes take turns.
 const MIN_HANDED_BYTES: u64 = 512 << 10;
@@ -164,7 +164,7 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
     let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job)).buffered(REQUESTS));
     let mut first_found = Ok(None);
     while let Some(found) = verdicts.next().await {
-        // What other threads still read comes to its end before the images are closed.
+        // Reads of other threads come to their end before the images are closed.
         if !matches!(first_found, Ok(None)) {
             continue;
         }
@@ -270,7 +270,7 @@ impl Step {
     }
 }
 
-/// What the strict mode compares.
+/// The state of a range that the strict mode compares.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Kind {
     present: bool,

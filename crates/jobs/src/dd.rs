@@ -7,7 +7,7 @@ use cowshed_image::Node;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
-/// What to copy.
+/// The files and the blocks of a copy.
 #[derive(Clone, Debug)]
 pub struct DdOptions {
     /// `if=`.
@@ -24,7 +24,7 @@ pub struct DdOptions {
     pub keeps_existing: bool,
 }
 
-/// What was copied.
+/// The result of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DdOutcome {
     /// Virtual size of the target, bytes.

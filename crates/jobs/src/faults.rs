@@ -73,7 +73,7 @@ impl OnError {
         })
     }
 
-    /// What it comes to for this error.
+    /// The action for this error.
     pub fn action(self, error: &Error) -> ErrorAction {
         match self {
             OnError::Report => ErrorAction::Report,

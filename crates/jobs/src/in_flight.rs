@@ -8,8 +8,8 @@ use std::time::Duration;
 const FIRST: usize = 2;
 /// So many pieces, each done at once, are few.
 const FEW: u32 = 16;
-/// What takes no longer is done at once: a piece in the page cache. Handing the first few of those to another core, which
-/// has to be woken for each, takes longer than writing them.
+/// Pieces that take no longer are done at once: they are in the page cache. Handing the first few of those to another
+/// core, which has to be woken for each, takes longer than writing them.
 const AT_ONCE: Duration = Duration::from_micros(500);
 /// So many keep two cores busy where all is in the page cache, and a piece in hand for when one of them is kept waiting.
 const QUICK: usize = 4;

@@ -15,7 +15,7 @@ use cowshed_storage::{FileIdentity, path_of_text};
 use cowshed_types::{Compression, Error, ErrorKind, Result};
 use serde_json::{Map, Value, json};
 
-/// What to look at.
+/// The image to look at, and the extent.
 #[derive(Clone, Debug)]
 pub struct InfoOptions {
     /// The image.
@@ -53,7 +53,7 @@ pub struct ImageInfo {
     /// Space taken on the disk, bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub actual_size: Option<u64>,
-    /// What only this format has: `{"type": "qcow2", "data": {…}}`.
+    /// The properties that only this format has: `{"type": "qcow2", "data": {…}}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<Value>,
     /// Encrypted.
@@ -68,7 +68,7 @@ pub struct ImageInfo {
     /// Not closed properly; none where it can't be asked: what a server offers, null disks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dirty_flag: Option<bool>,
-    /// What of it couldn't be read and isn't said therefore, in words.
+    /// Warnings about the parts that couldn't be read and are left out, in words.
     #[serde(skip)]
     pub warnings: Vec<String>,
 }
@@ -213,7 +213,7 @@ async fn whole_info(node: &Node) -> Result<ImageInfo> {
     Ok(info)
 }
 
-/// What a read-only format says of itself.
+/// Fills in the description of an image of a read-only format.
 fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Result<()> {
     info.cluster_size = description.cluster_bytes;
     info.dirty_flag = (!description.only_sizes).then_some(false);
@@ -226,7 +226,7 @@ fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Resul
     Ok(())
 }
 
-/// What every node has.
+/// The information that every node has.
 async fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
     let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {

@@ -15,7 +15,7 @@ use cowshed_layout::qcow2::{Extension, Header};
 use cowshed_storage::{CacheMode, File, IoBuf, Locking, OpenOptions, path_of_text};
 use cowshed_types::Result;
 
-/// What came out.
+/// The verdict about an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum InspectVerdict {

@@ -70,8 +70,8 @@ impl JobHandle {
         self.wake();
     }
 
-    /// What [`JobHandle::cancel`] sets, for signal handlers, which can do no more: the job stops at its next pause point then,
-    /// unless it waits there already.
+    /// The flag that [`JobHandle::cancel`] sets. A signal handler can do no more than set it. The job then stops at its
+    /// next pause point, unless it waits there already.
     pub fn cancel_flag(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.0.cancelled)
     }

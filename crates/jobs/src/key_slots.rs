@@ -16,7 +16,7 @@ use std::time::Duration;
 /// QEMU's `iter-time` where none is given.
 const DEFAULT_ITERATION_TIME: Duration = Duration::from_secs(2);
 
-/// What to change.
+/// The image and the changes of its key slots.
 #[derive(Clone, Debug, Default)]
 pub struct KeySlotOptions {
     /// The image.
@@ -130,7 +130,7 @@ impl LiveSlots {
     }
 }
 
-/// What opens the image now: the secret that its options name.
+/// The secret that opens the image now, which its options name.
 fn opening_secret(node: &Node, image: &ImageSpec) -> Result<Option<Secret>> {
     let options = node.options();
     let id = match options.get("encrypt") {

@@ -6,7 +6,7 @@ use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
 use cowshed_storage::DeviceQueue;
 
-/// What memory is aligned to where there is a choice, and the largest number of buffers of one request (`IOV_MAX`).
+/// The alignment of memory where there is a choice, and the largest number of buffers of one request (`IOV_MAX`).
 const OPT_MEM_ALIGNMENT_BYTES: u64 = 4096;
 const MAX_IOV: u64 = 1024;
 const SECTOR_BYTES: u64 = 512;
@@ -102,7 +102,7 @@ impl BlockLimits {
         let alignment = node.file().map(|file| file.alignment());
         let offset = alignment.map_or(1, |alignment| alignment.offset);
         let memory = alignment.map_or(1, |alignment| alignment.memory as u64);
-        // What bypasses the page cache never asks for less than a sector, nor does what is no file.
+        // Requests past the page cache are never for less than a sector, nor are those of a node without a file.
         let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio" | "nbd" | "vvfat");
         let sizes = node.file().and_then(|file| file.transfer_sizes());
         let queue = node.file().and_then(|file| file.device_queue());

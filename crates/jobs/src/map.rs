@@ -6,7 +6,7 @@ use cowshed_image::{Node, StatusExtent};
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
-/// What to map.
+/// The image and the range to map.
 #[derive(Clone, Debug)]
 pub struct MapOptions {
     /// The image.

@@ -9,7 +9,7 @@ use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_image::{Node, Preallocation};
 use cowshed_types::{Error, Result};
 
-/// What to measure: an existing image, or an empty one of a given size.
+/// The object to measure: an existing image, or an empty one of a given size.
 #[derive(Clone, Debug, Default)]
 pub struct MeasureOptions {
     /// The image.

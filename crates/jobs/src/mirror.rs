@@ -37,7 +37,7 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 pub enum Sync {
     /// The whole disk.
     Full,
-    /// What the top layer has; the target stands on the same backing file.
+    /// The data of the top layer; the target stands on the same backing file.
     Top,
     /// Nothing: only what is written from now on.
     None,
@@ -139,7 +139,7 @@ async fn give_back_in_time(graph: &Graph, writer: Arc<Attachment>) -> Result<()>
     Ok(())
 }
 
-/// What the job wants of its target, under this name.
+/// The job's wishes for its target, under this name.
 fn writer_of(name: String) -> AttachRequest {
     let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE;
     // An incomplete copy is nothing to read.
@@ -371,7 +371,7 @@ impl Mirror {
         }
     }
 
-    /// What the target lacks, where writes to the source go to it at once; else `None`.
+    /// The parts that the target lacks, where writes to the source go to it at once; else `None`.
     pub fn active_map(&self) -> Option<Arc<DirtyMap>> {
         self.writer().filter().map(|_| Arc::clone(&self.dirty))
     }
@@ -394,9 +394,9 @@ impl Mirror {
         *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = writer;
     }
 
-    /// Once this has returned, writes to the source go to the target too before they are over, by a filter of this name; as if
-    /// the mirror had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before, or fails with its next
-    /// piece. Fails when `job` is cancelled while it waits for the target, and when the target does not answer within 30 s.
+    /// Makes writes to the source go to the target too before they end, by a filter of this name, as if the mirror had
+    /// been started so. It may copy, or be paused, meanwhile. On an error it goes on as before, or fails with its next
+    /// piece. Fails when `job` is cancelled while it waits, and when the target does not answer within 30 s.
     pub async fn hold_writes(&self, name: &str, job: &JobHandle) -> Result<()> {
         if matches!(self.writer(), Writer::Filter(_)) {
             return Ok(());

@@ -17,7 +17,7 @@ const MAX_NAME_BYTES: usize = 1023;
 /// Runs that one question about the mapping answers at most.
 const RUNS_AT_ONCE: usize = 1024;
 
-/// What to rebase and where to.
+/// The image to rebase, and its new backing file.
 #[derive(Clone, Debug, Default)]
 pub struct RebaseOptions {
     /// The image.
@@ -50,7 +50,7 @@ pub async fn run(options: &RebaseOptions, job: &JobHandle) -> Result<()> {
     result.and(closed)
 }
 
-/// What it opens goes to `opened`, to be closed after the image.
+/// The opened nodes go to `opened`, to be closed after the image.
 async fn rebase(
     image: &Arc<Node>,
     options: &RebaseOptions,
@@ -118,8 +118,8 @@ async fn open_base(image: &Node, name: &str, options: &RebaseOptions) -> Result<
 }
 
 /// Writes into the image what would read otherwise with the new backing file. The image stands on that one already
-/// meanwhile, so that zeroes are written wherever it has data; what is written is whole clusters or subclusters, so nothing
-/// is filled in from it.
+/// meanwhile, so that zeroes are written wherever it has data. The writes have whole clusters or subclusters, so
+/// nothing is filled in from it.
 async fn keep_content(
     image: &Arc<Node>,
     base: Option<&Arc<Node>>,
@@ -154,7 +154,7 @@ async fn keep_ranges(change: &Move<'_>) -> Result<()> {
         change.job.advance(change.image.size());
         return Ok(());
     }
-    // What the image holds itself stays.
+    // The image's own data stays.
     let below = |run: &StatusExtent| !(run.present && run.depth == 0);
     // Where both backing files read as zeroes, or aren't there, nothing changes.
     let runs =
@@ -303,7 +303,7 @@ impl Move<'_> {
     }
 }
 
-/// What a backing file gives there: zeroes behind its end, and without one.
+/// The data of a backing file there: zeroes behind its end, and without one.
 async fn read_below(node: Option<&Arc<Node>>, start: u64, len: u64) -> Result<IoBuf> {
     match node {
         Some(node) => {

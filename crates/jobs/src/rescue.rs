@@ -17,18 +17,18 @@ use cowshed_types::{Error, ErrorKind, Result};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
 use std::sync::Arc;
 
-/// What to rescue, and how.
+/// The image to rescue, and the way to do it.
 #[derive(Clone, Debug, Default)]
 pub struct RescueOptions {
     /// The damaged image, by the name of its file; the format is not looked at.
     pub image: ImageSpec,
-    /// The new image; `None`: only say what is lost. Its format is "raw" if `None`.
+    /// The new image; `None`: only list the losses. Its format is "raw" if `None`.
     pub target: Option<ImageSpec>,
     /// Options of the new image, each a `key=value,key=value` list.
     pub create_options: Vec<String>,
     /// The internal snapshot to read instead of the disk.
     pub snapshot: Option<SnapshotName>,
-    /// What the user knows better than the header.
+    /// The user's values in place of the header's.
     pub overrides: Overrides,
     /// The backing file instead of the one that the header names: name and format. An empty name: there is none.
     pub backing: Option<(String, Option<String>)>,
@@ -273,7 +273,8 @@ impl Copy<'_> {
         self.write_run().await
     }
 
-    /// A range without a table. What the backing file doesn't have or reach is done with at once, however large.
+    /// A range without a table. The part that the backing file doesn't have or reach is done with at once, however
+    /// large.
     async fn copy_from_backing(&mut self, range: std::ops::Range<u64>, job: &JobHandle) -> Result<()> {
         if let Some(why) = self.wreck.backing_fault() {
             self.lose(range, Loss::Backing(why.to_owned()), None);

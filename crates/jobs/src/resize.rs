@@ -17,7 +17,7 @@ pub enum NewSize {
     Shrink(u64),
 }
 
-/// What to resize.
+/// The image to resize, and its new size.
 #[derive(Clone, Debug)]
 pub struct ResizeOptions {
     /// The image.

@@ -10,7 +10,7 @@ use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::File;
 use cowshed_types::{Error, Result};
 
-/// What to do with snapshots.
+/// An operation on snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SnapshotAction {
     /// Take one with this name.

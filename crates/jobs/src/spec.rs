@@ -29,7 +29,7 @@ pub struct ImageSpec {
     pub aio: Option<String>,
     /// Lock a raw image as qemu-img does, see [`OpenRequest::sharing_raw`].
     pub shares_raw: bool,
-    /// What the image may make us open, and how large it may be.
+    /// The files that the image may make us open, and its largest size.
     pub policy: Policy,
     /// An internal snapshot to read in place of the disk as it is now (`-l`).
     pub snapshot: Option<SnapshotName>,
@@ -58,7 +58,7 @@ impl ImageSpec {
         self
     }
 
-    /// What to open, read-only and with its backing chain.
+    /// The request that opens the image, read-only and with its backing chain.
     pub fn request(&self) -> Result<OpenRequest> {
         if self.image_opts && self.format.is_some() {
             return Err(Error::invalid_argument("a format can't be given besides image options"));

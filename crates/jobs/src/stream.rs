@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// What to take over.
+/// The image that takes data over, and its new base.
 pub struct StreamRequest {
     /// The image that takes over.
     pub node: Arc<Node>,
@@ -67,7 +67,7 @@ impl StreamJob {
             graph.set_read_only(node, false).await?;
         }
         if let Some(base) = &request.base {
-            // What reads as zeroes behind a short layer is to be zeroes on a longer base too.
+            // Ranges that read as zeroes behind a short layer are to be zeroes on a longer base too.
             let _drained = graph.drain(&[node]).await;
             if let Some(backing) = node.backing_name() {
                 let present = node.backing().map_or(0, |backing| backing.size());
@@ -136,7 +136,7 @@ impl StreamJob {
         let queue = self.user.queue();
         let (mut at, mut result) = (0, Ok(()));
         while at < size {
-            // What has been copied is paid for before the next step, also where that copies nothing.
+            // Copied bytes are paid for before the next step, also if that copies nothing.
             job.throttle(0).await?;
             let (len, copied) = self.copy_next(&queue, at, size, job).await?;
             if let Err(failure) = copied {

@@ -14,7 +14,7 @@ pub enum Piece {
     Numbers {
         /// The first one.
         first: u64,
-        /// What each has more than the one before.
+        /// The difference of each number from the one before.
         step: u64,
         /// How many there are.
         count: u64,
@@ -63,12 +63,12 @@ impl Piece {
     }
 }
 
-/// A new file. What no piece covers reads as zeroes.
+/// A new file. Bytes that no piece covers read as zeroes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FreshFile {
     /// Its length in bytes.
     pub len: u64,
-    /// What stands where; offsets in bytes.
+    /// The contents that aren't zeroes, with their offsets in bytes.
     pub pieces: Vec<(u64, Piece)>,
     /// Written last, behind a barrier: without it the file is no image. Offset in bytes, and a sector at most.
     pub mark: Option<(u64, Vec<u8>)>,

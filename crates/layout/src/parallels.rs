@@ -31,7 +31,7 @@ pub struct ParallelsHeader {
     pub size: u64,
     /// Where the clusters begin.
     pub data_offset: u64,
-    /// What an entry of the BAT counts, in bytes: sectors, or clusters.
+    /// The unit in which entries of the BAT count, in bytes: a sector, or a cluster.
     pub entry_unit_bytes: u64,
     /// A program had it open for writing and didn't close it.
     pub is_in_use: bool,
@@ -120,7 +120,7 @@ impl ParallelsHeader {
 
 /// Where the header says that a program has the image open for writing.
 pub const IN_USE_AT: u64 = 44;
-/// What it says there while one has.
+/// The mark at [`IN_USE_AT`] while a program has the image open for writing.
 pub const IN_USE_MARK: [u8; 4] = IN_USE.to_le_bytes();
 
 /// Where the header says in which sector the format extension is: the last field.
@@ -135,10 +135,10 @@ const FEATURE_BITMAP: u64 = 0x2038_5fae_252c_b34a;
 /// Of a feature that a program doesn't load: it must not change the image; it must take the feature along.
 const FEATURE_NECESSARY: u64 = 1;
 const FEATURE_TRANSIT: u64 = 2;
-/// What stands in front of a bitmap's table.
+/// Length in bytes of the header in front of a bitmap's table.
 const BITMAP_HEADER_BYTES: usize = 32;
 
-/// What a program that loads none of its features has to know of the format extension.
+/// The part of the format extension that concerns a program that loads none of its features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FormatExtension {
     /// A feature must be loaded before the image is changed, or be taken along, or can't be told.

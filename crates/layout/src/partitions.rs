@@ -37,7 +37,7 @@ mod kind {
     pub const EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 }
 
-/// What a [`Search`] does next.
+/// The next step of a [`Search`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScanStep {
     /// It needs these bytes of the disk, which are there: [`Search::take`].
@@ -83,7 +83,7 @@ enum Place {
 #[derive(Clone, Debug)]
 struct GptHeader {
     block_bytes: u64,
-    /// What partitions may take, in bytes of the disk.
+    /// The bytes of the disk that partitions may take.
     usable: Range<u64>,
     list: Range<u64>,
     list_sum: u32,
@@ -120,7 +120,7 @@ impl Search {
         Ok(Search { number, disk_bytes, place: Place::Head })
     }
 
-    /// What comes next.
+    /// The next step: bytes to read, a partition, or the end.
     pub fn step(&self) -> ScanStep {
         match &self.place {
             Place::Head => ScanStep::Read(0..SECTOR_BYTES),
@@ -333,8 +333,8 @@ fn no_table() -> Error {
     Error::new(ErrorKind::NotFound, "the disk has no partition table (MBR or GPT)")
 }
 
-/// False for the boot sector of a file system that fills the whole disk: it has the signature of an MBR, and code or text in the
-/// place of the entries.
+/// False for the boot sector of a file system that fills the whole disk. It has the signature of an MBR, but code or
+/// text in the place of the entries.
 fn has_boot_indicators(bytes: &[u8]) -> bool {
     (0..4).all(|index| bytes.get(FIRST_ENTRY + ENTRY_BYTES * index).is_some_and(|status| matches!(status, 0 | 0x80)))
 }

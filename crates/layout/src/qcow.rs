@@ -139,7 +139,7 @@ impl QcowHeader {
         Ok(COMPRESSED | len << shift | host)
     }
 
-    /// What an entry of an L2 table says.
+    /// The cluster that an entry of an L2 table leads to.
     pub fn cluster(&self, entry: u64) -> QcowCluster {
         if entry & COMPRESSED == 0 {
             return if entry == 0 { QcowCluster::Unallocated } else { QcowCluster::At(entry) };

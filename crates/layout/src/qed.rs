@@ -56,7 +56,7 @@ pub enum QedCluster {
 }
 
 impl QedCluster {
-    /// What an entry of an L2 table says.
+    /// The cluster that an entry of an L2 table leads to.
     pub fn of(entry: u64) -> QedCluster {
         match entry {
             0 => QedCluster::Unallocated,
@@ -157,7 +157,7 @@ impl QedHeader {
 pub const FEATURES_AT: u64 = 16;
 /// Where the header has the features that a program must clear that doesn't know them.
 pub const AUTOCLEAR_FEATURES_AT: u64 = 32;
-/// What [`QedHeader::rename`] wants of a file: its first sector.
+/// Bytes of a file that [`QedHeader::rename`] needs: its first sector.
 pub const FIRST_BYTES: usize = SECTOR_BYTES as usize;
 /// Where a name goes whose place beside the header is taken by the old one. The header's cluster has at least 4 KiB.
 const FAR_NAME_AT: u64 = 2048;
@@ -172,9 +172,10 @@ impl QedHeader {
         (backing | raw).to_le_bytes()
     }
 
-    /// What writes another backing file's name and whether that is raw to the header: stages of writes, offset and bytes, with a
-    /// barrier between. `first` is the first [`FIRST_BYTES`] bytes of the file, or fewer where there are no more. Each stage but the
-    /// last changes bytes that nothing refers to; the last is one write of the first sector.
+    /// The writes that put another backing file's name into the header, and whether that file is raw. They come in
+    /// stages of offsets and bytes, with a barrier between stages. `first` is the first [`FIRST_BYTES`] bytes of the
+    /// file, or fewer where there are no more. Each stage but the last changes bytes that nothing refers to; the last
+    /// is one write of the first sector.
     pub fn rename(&self, first: &[u8], backing: Option<(&[u8], bool)>) -> Result<Vec<Writes>> {
         let name = backing.map_or(&b""[..], |(name, _)| name);
         if name.len() > MAX_BACKING_NAME_BYTES as usize {

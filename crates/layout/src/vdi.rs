@@ -47,7 +47,7 @@ pub struct VdiHeader {
     pub blocks: u32,
     /// Entries that lead to a block, as the header counts them.
     pub allocated: u32,
-    /// What names the image, and its present content.
+    /// The ids of the image and of its present content.
     pub uuids: [[u8; 16]; 2],
     /// The same of the image that this one is a difference to.
     pub parent: Option<[[u8; 16]; 2]>,
@@ -65,7 +65,7 @@ pub enum VdiBlock {
 }
 
 impl VdiBlock {
-    /// What an entry of the map says.
+    /// The block that an entry of the map leads to.
     pub fn of(entry: u32) -> VdiBlock {
         match entry {
             UNALLOCATED => VdiBlock::Unallocated,

@@ -58,7 +58,7 @@ pub struct VpcFooter {
     pub creator: [u8; 4],
     /// Size of the disk in bytes, by the rule for its creator: see [`VpcFooter::parse`].
     pub size: u64,
-    /// What names the image; differences to it know it.
+    /// The id of the image, by which differences refer to it.
     pub uuid: [u8; 16],
 }
 
@@ -185,14 +185,14 @@ impl VpcDynamicHeader {
     }
 }
 
-/// What the header of a dynamic disk says of the image that it is a difference to.
+/// The fields of a dynamic disk's header that name the image it is a difference to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpcParent {
     /// The parent's [`VpcFooter::uuid`].
     pub uuid: [u8; 16],
     /// Its name, mostly an absolute path of Windows.
     pub name: String,
-    /// When the parent's file was written to last, in seconds since the beginning of the year 2000, UTC. 0 where that isn't said.
+    /// Time of the last write to the parent's file, in seconds since the year 2000 began, UTC. 0 if unknown.
     pub time: u32,
     /// Where the file has its relative path and its absolute one, in UTF-16LE: offset and length in bytes.
     pub relative: Option<(u64, u32)>,

@@ -25,7 +25,7 @@ pub enum Weight {
 pub struct Finding {
     /// How bad it is.
     pub weight: Weight,
-    /// What it is: one line, lower case.
+    /// The finding: one line, lower case.
     pub text: String,
 }
 

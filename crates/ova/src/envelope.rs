@@ -187,7 +187,7 @@ impl Envelope {
         }
     }
 
-    /// What makes the descriptor useless.
+    /// Refuses a descriptor with faults that make it useless.
     fn check(&self) -> Result<()> {
         for (index, file) in self.files.iter().enumerate() {
             // Disks on servers aren't opened: a name with a scheme is none of the package's files.

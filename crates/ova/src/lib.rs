@@ -18,7 +18,7 @@ pub use manifest::Manifest;
 pub use package::{Package, PackedDisk, Piece};
 pub use stamp::Stamps;
 
-/// What a package may have at most.
+/// Upper limits of a package.
 pub mod limits {
     /// Files of a package.
     pub const MEMBERS: usize = 4096;

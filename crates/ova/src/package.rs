@@ -34,7 +34,7 @@ pub struct Package {
     pub members: Vec<Member>,
     /// The name of the descriptor.
     pub descriptor: String,
-    /// What that says.
+    /// The descriptor's contents.
     pub envelope: Envelope,
     /// The digests, where the package has some.
     pub manifest: Option<Manifest>,

@@ -342,7 +342,7 @@ impl<A: Read + Seek> Walk<'_, A> {
     }
 }
 
-/// What headers before a file's own say about it.
+/// The fields of a file that headers before its own give.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Extra {
     name: Option<String>,

@@ -15,14 +15,14 @@ use std::sync::Arc;
 /// Most bytes that one allocation covers (at least one cluster).
 const MAX_BYTES: u64 = 4 << 20;
 
-/// What belongs between the edge of the allocation and the caller's data.
+/// The bytes between the edge of the allocation and the caller's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
     /// Nothing: the data starts (ends) at the edge.
     None,
     /// Zeroes.
     Zero,
-    /// What the guest reads there now (copy-on-write).
+    /// The guest's present data (copy-on-write).
     Copy,
 }
 
@@ -57,7 +57,7 @@ pub struct Allocation {
     is_new: bool,
 }
 
-/// What a write to one guest cluster takes.
+/// The work that a write to one guest cluster needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     /// Nothing but the write.
@@ -342,7 +342,7 @@ impl Engine {
         guest + u64::from(data.trailing_zeros()) * size..guest + u64::from(32 - data.leading_zeros()) * size
     }
 
-    /// What `bytes` of one cluster must be filled with.
+    /// The filling that `bytes` of one cluster need.
     fn fill_of(&self, found: &Found, bytes: Range<u64>) -> Fill {
         if bytes.is_empty() {
             return Fill::None;
@@ -414,7 +414,7 @@ impl Engine {
                 true => SubclusterBitmap::UNALLOCATED,
                 false => SubclusterBitmap(old.1),
             };
-            // What preallocation leaves in an encrypted cluster isn't zero for the guest.
+            // Bytes that preallocation leaves in an encrypted cluster aren't zero for the guest.
             let hides = preallocation && allocation.encrypted && self.config.format.version >= 3;
             let shows_backing = self.backing_size().is_some() && cluster << bits < self.size();
             let bitmap = match preallocation && shows_backing {
@@ -454,8 +454,9 @@ impl Engine {
         descriptor.host_offset.0 >> bits..end.div_ceil(1 << bits)
     }
 
-    /// Gives up a planned write. With `io_ended` all its I/O is over (it failed, or was never started) and the host
-    /// clusters go back; else they are lost until the next `check -r leaks`: a write may still be on its way to them.
+    /// Gives up a planned write. With `io_ended` all its I/O is over (it failed, or was never started), and the host
+    /// clusters go back. Else they are lost until the next `check -r leaks`, because a write may still be on its way to
+    /// them.
     pub fn abort(&self, allocation: Allocation, io_ended: bool) {
         let mut state = self.own();
         if allocation.is_new && io_ended {
@@ -475,7 +476,7 @@ impl Engine {
     }
 }
 
-/// What a write of `len` bytes from `skip` on would have hit of a cluster.
+/// The bytes of a cluster that a write of `len` bytes from `skip` on would have hit.
 fn narrowed(stall: Stall, skip: u64, len: u64) -> Stall {
     let Stall::Corrupt(error, cluster) = stall else { return stall };
     let start = (cluster.start + skip).min(cluster.end);

@@ -5,7 +5,7 @@
 
 use cowshed_types::without;
 
-/// What the words of a slice are.
+/// The layout of a slice's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
     /// Words of an entry: 1, or 2 with extended L2 entries.

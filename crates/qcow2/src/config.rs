@@ -30,7 +30,7 @@ pub struct EngineConfig {
     pub reserves: bool,
     /// Length of the external data file in bytes.
     pub data_file_len: u64,
-    /// What lies past the end of the file reads as zeroes once the file grows (not so on block devices).
+    /// Bytes past the end of the file read as zeroes once the file grows (not so on block devices).
     pub new_space_is_zero: bool,
     /// Unit of metadata writes in bytes: the larger of 512 and the medium's alignment.
     pub sector_bytes: u64,

@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 
 /// L1 entries per chunk.
 const CHUNK: usize = 256;
-/// What a chunk takes, with its place in the directory and what an allocator adds.
+/// Memory of a chunk in bytes, with its place in the directory and the allocator's own bytes.
 const CHUNK_BYTES: usize = CHUNK * size_of::<Table>() + 160;
 
 type Slices = Box<[ArcSwapOption<Slice>]>;

@@ -5,7 +5,7 @@ use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What one cluster of bitmap data holds.
+/// The content of one cluster of bitmap data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitsPiece<'a> {
     /// All bits are zero.
@@ -22,7 +22,8 @@ enum Stored {
     Bytes(Box<[u8]>),
 }
 
-/// The bits of a dirty bitmap: bit n stands for the bytes from n × granularity on. What holds no set bit takes no memory.
+/// The bits of a dirty bitmap: bit n stands for the bytes from n × granularity on. A range without a set bit takes no
+/// memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirtyBits {
     granularity_bits: u32,
@@ -88,7 +89,7 @@ impl DirtyBits {
         })
     }
 
-    /// What a piece holds.
+    /// The content of a piece.
     pub fn piece(&self, piece: u64) -> BitsPiece<'_> {
         match self.pieces.get(&piece) {
             None => BitsPiece::Zeroes,

@@ -73,9 +73,9 @@ fn continues(last: &Extent, next: &Extent) -> bool {
 }
 
 impl Engine {
-    /// Maps the guest range from `guest` on and returns how many bytes the extents in `out` cover: at least 1, at most
-    /// `len`, less when the list is full or a table further on isn't cached. The caller holds a [`crate::EpochGuard`] from
-    /// before this call until the I/O on these extents has completed.
+    /// Maps the guest range from `guest` on and returns how many bytes the extents in `out` cover. The count is at
+    /// least 1 and at most `len`, and less when the list is full or a further table isn't cached. The caller holds a
+    /// [`crate::EpochGuard`] from before this call until the I/O on these extents has completed.
     pub fn map(&self, guest: GuestOffset, len: u64, out: &mut ExtentList) -> Planned<u64> {
         self.walk::<false>(guest, len, out)
     }

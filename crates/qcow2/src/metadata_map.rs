@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 
 /// Clusters that one chunk of the map covers: 8192, which is 512 MiB of file at 64 KiB.
 const CHUNK_BITS: u32 = 13;
-/// Chunks with a smaller number stand in an array; clusters further out (absurdly far in the file) in a tree, so that
-/// a hostile image costs tens of MiB at most.
+/// Chunks with a smaller number stand in an array. Clusters further out (absurdly far in the file) are in a tree, so
+/// that a hostile image costs tens of MiB at most.
 const DENSE_CHUNKS: u64 = (GROUP * GROUP) as u64;
 
 type Chunk = [AtomicU64; 1 << (CHUNK_BITS - 6)];
@@ -30,8 +30,8 @@ fn place(cluster: u64) -> (u64, usize, u64) {
     (cluster >> CHUNK_BITS, bit as usize / 64, 1 << (bit % 64))
 }
 
-/// The bits. Changed only by the owner. What was once made stays until the map goes, so that a look costs two steps and
-/// no guard.
+/// The bits. Changed only by the owner. A part once made stays until the map goes, so a look costs two steps and no
+/// guard.
 pub(crate) struct MetadataMap {
     groups: Box<[OnceLock<Box<Group>>; GROUP]>,
     far: ArcSwap<BTreeSet<u64>>,

@@ -7,7 +7,7 @@ use crate::structures::Structure;
 use crate::writeback::holds_changes;
 use cowshed_types::{Error, Result};
 
-/// What an operation on the bare image file may have changed.
+/// The places that an operation on the bare image file may have changed.
 #[derive(Clone, Debug)]
 pub struct Restart {
     /// Offset of the active L1 table.

@@ -28,7 +28,7 @@ enum Form {
     Compact(Compact),
 }
 
-/// What a compact slice counts for in a cache beside what its entries take, in bytes.
+/// Overhead of a compact slice in a cache, in bytes, beside its entries.
 const COMPACT_BYTES: usize = 64;
 
 impl Slice {
@@ -93,7 +93,7 @@ impl Slice {
         out.extend(self.words().flat_map(u64::to_be_bytes));
     }
 
-    /// What it counts for in a cache of a limited size, in bytes: an array as much as on disk.
+    /// Its size in a cache of limited size, in bytes. An array counts as much as on disk.
     pub(crate) fn counted_bytes(&self) -> usize {
         match &self.form {
             Form::Words(words) => words.len() * 8,

@@ -21,7 +21,7 @@ pub enum TableId {
 /// then all others that need the table wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// What it is.
+    /// The kind of table, and its index.
     pub table: TableId,
     /// Where it is in the image file.
     pub host: HostOffset,

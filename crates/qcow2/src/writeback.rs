@@ -56,10 +56,11 @@ impl Cycle {
 impl Engine {
     /// Closes the epoch. Only one cycle may run at a time: the caller serialises them.
     ///
-    /// To carry it out: issue all writes of stage 1 (with the header's dirty bit if asked), wait for them; barrier of
-    /// the data file, then of the image file; the same for stages 2 and 3, each barrier only if something was written
-    /// since the last one, but one at least. Then [`Engine::end_cycle`] with the outcome. After a failed write or
-    /// barrier no later stage is written; after a failed write a later cycle may be tried.
+    /// To carry it out, issue all writes of stage 1 (with the header's dirty bit if asked) and wait for them. Then
+    /// comes a barrier of the data file, and one of the image file. The same follows for stages 2 and 3. A barrier is
+    /// needed only if something was written since the last one, but one at least. [`Engine::end_cycle`] takes the
+    /// outcome. After a failed write or barrier no later stage is written. After a failed write a later cycle may be
+    /// tried.
     ///
     /// `with_refcounts` writes refcounts also under lazy refcounts (on close, or before the table moves).
     pub fn begin_cycle(&self, with_refcounts: bool) -> Cycle {
@@ -182,7 +183,7 @@ impl Engine {
         writes
     }
 
-    /// Ends a cycle. What isn't durable is dirty again.
+    /// Ends a cycle. Changes that aren't durable are dirty again.
     pub fn end_cycle(&self, cycle: Cycle, end: CycleEnd) {
         let mut state = self.own();
         let state = &mut *state;

@@ -10,15 +10,15 @@ use std::ops::Range;
 /// Most clusters edited in one critical section.
 const MAX_CLUSTERS: u64 = 4096;
 
-/// What [`Engine::zero`] is for.
+/// The purpose of [`Engine::zero`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroMode {
     /// The range reads as zeroes; its host clusters go back.
     Unmap,
     /// The range reads as zeroes; host clusters of ours stay allocated underneath.
     Keep,
-    /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or stay with
-    /// `discard-no-unref`). What the format can't express is left alone.
+    /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or
+    /// stay with `discard-no-unref`). A cluster for which the format has no such entry is left alone.
     Discard,
     /// As `Keep`, but only where the range holds no data: `Unsupported` elsewhere. The caller has seen that what lies
     /// beneath it reads as zeroes.
@@ -124,7 +124,8 @@ impl Engine {
         Ok(())
     }
 
-    /// What an entry with an impossible host offset becomes when its whole cluster is given up. `None`: it stays.
+    /// The new entry for one with an impossible host offset, when its whole cluster is given up. `None`: the entry
+    /// stays.
     fn zeroed_damage(&self, guest: u64, old: (u64, u64), range: &Range<u64>, mode: ZeroMode) -> Option<(u64, u64)> {
         let is_whole = range.start <= guest && range.end >= (guest + self.geometry.cluster_size()).min(self.size());
         let is_known = SubclusterBitmap(old.1).is_valid();

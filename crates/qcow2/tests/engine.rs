@@ -40,7 +40,7 @@ struct Shape {
     backing_size: Option<u64>,
     slice_bytes: u64,
     l2_cache_bytes: u64,
-    /// What the budget of the image allows.
+    /// The limit of the image's budget in bytes.
     budget_bytes: u64,
 }
 

@@ -40,7 +40,7 @@ pub struct DamagedImage {
     assigned: BTreeMap<u64, u64>,
 }
 
-/// What an L1 entry leads to.
+/// The target of an L1 entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Slot {
     /// No table: the backing file, or zeroes.
@@ -65,14 +65,14 @@ pub struct Table {
     assigned: bool,
 }
 
-/// What was read of a guest cluster. Ranges are offsets inside of it.
+/// The result of reading a guest cluster. Ranges are offsets inside of it.
 #[derive(Debug, Default)]
 pub struct Salvaged {
     /// The bytes, zeroes where they are lost; `None`: nothing but zeroes.
     pub bytes: Option<Vec<u8>>,
     /// The lost ranges.
     pub lost: Vec<(Range<u64>, Loss)>,
-    /// What may be wrong with the rest.
+    /// The possible fault of the rest.
     pub doubt: Option<Doubt>,
     /// The entry, and where it is.
     pub entry: Option<(u64, u64)>,
@@ -180,7 +180,7 @@ impl DamagedImage {
         self.shape.geometry.l1_entries_needed(self.fields.size)
     }
 
-    /// What the entry of the L1 table leads to.
+    /// The target of the entry of the L1 table.
     pub fn slot(&self, index: u64) -> Slot {
         if let Some(offset) = self.assigned.get(&index) {
             return Slot::Table { offset: *offset, assigned: true };

@@ -11,7 +11,7 @@ use cowshed_types::{Error, GuestOffset, HostOffset, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a LUKS header begins with.
+/// The first bytes of a LUKS header.
 const MAGIC: &[u8] = b"LUKS\xba\xbe\0\x01";
 /// Clusters at the beginning of a file that are looked at where the header doesn't say where the LUKS header is.
 const SEARCHED_CLUSTERS: u64 = 1 << 16;
@@ -52,7 +52,7 @@ impl DamagedImage {
         Err(Error::invalid_image("luks_header", "missing", message))
     }
 
-    /// Decrypts what was read for the guest's `guest` from `host` on. What could not be read stays zero.
+    /// Decrypts what was read for the guest's `guest` from `host` on. Bytes that could not be read stay zero.
     pub(super) fn decrypt(&self, guest: u64, host: u64, bytes: &mut [u8], bad: impl Iterator<Item = Range<u64>>) {
         let Some(cipher) = &self.cipher else { return };
         let cipher: &dyn Cipher = &**cipher;

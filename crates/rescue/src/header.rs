@@ -6,7 +6,7 @@ use cowshed_layout::bytes::{be32_at, be64_at};
 use cowshed_layout::qcow2::{Geometry, Header, features, limits, offset};
 use cowshed_types::{Compression, Error, Result};
 
-/// What a reader needs to know of an image.
+/// The fields of a header that a reader needs.
 #[derive(Clone, Debug)]
 pub(super) struct Fields {
     pub geometry: Geometry,

@@ -13,7 +13,7 @@ pub use damaged_image::{DamagedImage, Salvaged, Slot, Table};
 pub use orphans::{Orphan, OrphanKind};
 pub use snapshots::SnapshotList;
 
-/// What the user knows better than the header.
+/// The user's values in place of the header's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Overrides {
     /// Cluster size in bytes.

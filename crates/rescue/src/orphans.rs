@@ -17,7 +17,7 @@ const CLUSTERS_MAX: u64 = 1 << 31;
 /// Orphans before a scan ends: more of them are no tables.
 const ORPHANS_MAX: usize = 1 << 16;
 
-/// What a cluster looks like.
+/// The kind of table that a cluster resembles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OrphanKind {
     /// An L2 table.
@@ -44,7 +44,7 @@ impl OrphanKind {
 pub struct Orphan {
     /// Host offset in bytes.
     pub offset: u64,
-    /// What it looks like.
+    /// The kind of table that it resembles.
     pub kind: OrphanKind,
     /// Entries that aren't 0.
     pub entries: u64,
@@ -242,8 +242,8 @@ fn entries<'a>(shape: &Shape, table: &'a [u8]) -> impl Iterator<Item = (u64, Opt
     })
 }
 
-/// True for bytes that make sense as the L2 table at `offset`: every entry is valid, none points to the table or to the
-/// header, no two to the same cluster, and at least one to a cluster at all.
+/// True for bytes that make sense as the L2 table at `offset`. Every entry is valid, none points to the table or to the
+/// header, no two to the same cluster, and at least one to a cluster.
 pub(super) fn is_plausible(shape: &Shape, offset: u64, table: &[u8]) -> bool {
     let mut targets = HashSet::new();
     let mut pointers = 0;
@@ -319,8 +319,8 @@ impl Candidate {
     }
 }
 
-/// What looks like an L2 table, but points to nothing but such, is an L1 table; what another table points to as data is
-/// the guest's: a qcow2 image on its disk, say.
+/// A cluster that resembles an L2 table, but points to nothing but L2 tables, is an L1 table. The target of another
+/// table's data entry belongs to the guest: a qcow2 image on its disk, say.
 fn classify(mut found: Vec<Candidate>) -> Vec<Orphan> {
     let places: HashSet<u64> = found.iter().map(|candidate| candidate.orphan.offset).collect();
     let mut guests: HashSet<u64> = HashSet::new();

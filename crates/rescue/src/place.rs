@@ -5,7 +5,7 @@ use crate::{Doubt, Loss};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, Subcluster, SubclusterBitmap};
 use std::ops::Range;
 
-/// What decides how entries are read.
+/// The properties of an image that decide how entries are read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub geometry: Geometry,

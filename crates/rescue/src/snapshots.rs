@@ -98,7 +98,7 @@ impl DamagedImage {
         let entries = u64::from(snapshot.l1_size).min(self.slots());
         self.load_l1(entries).await?;
         if possible || snapshot.l1_size == 0 {
-            // What a shorter table doesn't map was never written.
+            // Clusters that a shorter table doesn't map were never written.
             self.l1.resize(self.slots() as usize, 0);
         }
         Ok(())

@@ -44,7 +44,7 @@ impl File {
     }
 
     /// Uses the page cache so from now on. No operation may run on the file. On an error (the file system has no direct
-    /// I/O) everything is as before. What has no page cache, as bytes behind a protocol, takes either.
+    /// I/O) everything is as before. A medium without page cache, as bytes behind a protocol, takes either.
     pub fn set_cache_mode(&self, mode: CacheMode) -> Result<()> {
         let inner = self.inner();
         match &inner.medium {

@@ -26,7 +26,7 @@ const LANDLOCK_ABI: ABI = ABI::V6;
 pub enum Enforcement {
     /// All of it.
     Full,
-    /// What an older kernel knows.
+    /// The part of it that an older kernel knows.
     Partial,
     /// Nothing.
     None,
@@ -43,7 +43,7 @@ impl Enforcement {
     }
 }
 
-/// What became of [`Confinement::apply`].
+/// The outcome of [`Confinement::apply`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Confined {
     /// Opening other files (and other processes' sockets and signals): Landlock, since Linux 5.13.
@@ -53,7 +53,7 @@ pub struct Confined {
     pub system_calls: Enforcement,
 }
 
-/// What a confined thread may still open. Files that are open already stay so.
+/// The files and system calls that a confined thread may still use. Files that are open already stay so.
 #[derive(Clone, Debug, Default)]
 pub struct Confinement {
     readable: Vec<PathBuf>,

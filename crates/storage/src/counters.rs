@@ -50,7 +50,7 @@ impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
         &self.0[shard_of_thread()].0[row]
     }
 
-    /// What all threads have added up.
+    /// The sums over all threads.
     pub fn sums(&self) -> [[u64; COLUMNS]; ROWS] {
         let mut sums = [[0; COLUMNS]; ROWS];
         for shard in &self.0 {
@@ -98,7 +98,7 @@ pub struct FileOpStats {
     pub total_ns: u64,
 }
 
-/// What reached a file.
+/// The operations that reached a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileStats {
     kinds: [FileOpStats; 5],
@@ -118,7 +118,7 @@ impl FileStats {
 /// An operation on a file that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EndedOp {
-    /// What it was.
+    /// The kind of operation.
     pub op: FileOp,
     /// First byte behind it; 0 for barriers.
     pub end: u64,

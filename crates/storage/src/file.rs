@@ -192,7 +192,7 @@ impl File {
         self.0.len.store(len, Ordering::Release);
     }
 
-    /// What reached the file, by whomever, since it was opened.
+    /// The operations that reached the file since it was opened, from all its users.
     pub fn statistics(&self) -> FileStats {
         self.0.counters.snapshot()
     }
@@ -263,7 +263,7 @@ impl File {
         }
     }
 
-    /// What the kernel says of a block device's queue.
+    /// The limits of a block device's queue, as the kernel reports them.
     pub fn device_queue(&self) -> Option<DeviceQueue> {
         match &self.0.medium {
             Medium::Host(host) => host.device_queue(),
@@ -326,7 +326,7 @@ impl File {
         self.len() == 0
     }
 
-    /// Fills `buf` from `offset`. What lies past the end of the file reads as zeroes; after an error all of it is zeroes.
+    /// Fills `buf` from `offset`. Bytes past the end of the file read as zeroes. After an error all of it is zeroes.
     pub async fn read_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.0.counters.start_ns());
         let (result, payload) = self.0.read(Payload::one(buf), offset).await;
@@ -341,8 +341,8 @@ impl File {
         }
     }
 
-    /// Fills the buffers one after the other from `offset` on, in one operation where the alignment allows. What lies
-    /// past the end of the file reads as zeroes.
+    /// Fills the buffers one after the other from `offset` on, in one operation where the alignment allows. Bytes past
+    /// the end of the file read as zeroes.
     pub async fn read_vectored_at(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<()>, Vec<IoBuf>) {
         let payload = Payload { bufs: Bufs::Many(bufs), guard: None };
         let (len, start_ns) = (payload.len() as u64, self.0.counters.start_ns());
@@ -402,8 +402,9 @@ impl File {
         }
     }
 
-    /// `len` bytes were written that are new to the disk and hardly change soon, such as a cluster that was copied: of a cached file
-    /// of this machine the kernel starts writing them before the next [`File::sync`] asks for it. A hint, which waits for nothing.
+    /// Notes `len` written bytes that are new to the disk and hardly change soon, such as a copied cluster. The kernel
+    /// starts writing them, for a cached file of this machine, before the next [`File::sync`] asks for it. A hint,
+    /// which waits for nothing.
     pub fn note_new_data(&self, len: u64) {
         let Medium::Host(host) = &self.0.medium else { return };
         if without!("write_behind")
@@ -418,8 +419,8 @@ impl File {
         let _ = rt::spawn_critical(start);
     }
 
-    /// As [`File::note_new_data`], by a job that goes through a disk once: as long as such notes come, larger writes to a cached
-    /// file of this machine are left to another core, while the job reads what comes next.
+    /// As [`File::note_new_data`], for a job that goes through a disk once. While such notes come, another core makes
+    /// larger writes to a cached file of this machine, and the job reads on.
     pub fn note_bulk_write(&self, len: u64) {
         if let Medium::Host(host) = &self.0.medium {
             host.note_bulk_write();

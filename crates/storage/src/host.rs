@@ -224,7 +224,7 @@ impl HostFile {
             .map_err(|errno| Error::os(errno, "could not truncate"))
     }
 
-    /// What the kernel says of a device's queue. Partitions have no queue of their own.
+    /// The limits of a device's queue, as the kernel reports them. Partitions have no queue of their own.
     pub(crate) fn device_queue(&self) -> Option<DeviceQueue> {
         let device = rustix::fs::fstat(&self.fd).ok().filter(|_| self.is_device)?.st_rdev;
         let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -314,9 +314,9 @@ impl HostFile {
         done
     }
 
-    /// A write to the page cache on a ring's thread. Where the file system can't promise not to wait (ext4), the ring has a
-    /// worker of the kernel do it, which costs several times what the write does; and whole pages hardly ever wait. When one
-    /// did, the workers have the next ones for a while. `None`: not this one.
+    /// A write to the page cache on a ring's thread. Where the file system can't promise not to wait (ext4), the ring
+    /// has a worker of the kernel do it. That costs several times the write itself, and whole pages hardly ever wait.
+    /// When one did, the workers have the next ones for a while. `None`: not this one.
     pub(crate) fn write_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
         let len = payload.len();
         if self.is_direct() || self.is_device || self.engine == IoEngine::Threads || len > NOW_BYTES {
@@ -368,8 +368,9 @@ impl HostFile {
         rt::to_completion(async move { ThreadPool::io().run(move || work(fd.as_fd())).await }).await
     }
 
-    /// As [`HostFile::call`] for what nearly always is done at once: also on this thread where it has nothing else to wait
-    /// for, for handing it over and waiting takes longer than the call, and a thread to hand it to has to be made first.
+    /// As [`HostFile::call`], for calls that are nearly always done at once. The call is made on this thread if that
+    /// has nothing else to wait for. Handing it over takes longer than the call, and needs a thread that has to be made
+    /// first.
     async fn short_call<T: Send + 'static>(&self, work: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static) -> T {
         match self.engine != IoEngine::Threads && rt::is_alone() {
             true => work(self.fd.as_fd()),

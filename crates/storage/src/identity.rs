@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What two names of one file have in common.
+/// The identity that all names of one file share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FileIdentity {
     /// A file: the device and the inode number of the file system.
@@ -20,7 +20,7 @@ pub enum FileIdentity {
 }
 
 impl FileIdentity {
-    /// What `path` means now, links followed; `None` where nothing is there, or it can't be looked at.
+    /// The identity of the file at `path` now, links followed; `None` where nothing is there, or it can't be looked at.
     pub fn of_path(path: &Path) -> Option<FileIdentity> {
         rustix::fs::stat(path).ok().map(|stat| Self::of(&stat))
     }

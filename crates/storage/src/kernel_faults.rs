@@ -29,12 +29,12 @@ pub(crate) enum Way {
     Thread,
 }
 
-/// What the kernel does instead of what it was asked.
+/// The effect of a faulty kernel call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// Nothing, and it says so by this number.
+    /// It does nothing, and returns this errno.
     Fail(i32),
-    /// At most so many bytes.
+    /// It moves at most so many bytes.
     Short(usize),
 }
 
@@ -95,7 +95,7 @@ impl Drop for KernelFaults {
     }
 }
 
-/// What happens to this call.
+/// The effect on this call.
 pub(crate) fn next(file: impl AsFd, way: Way, call: Call) -> Option<Effect> {
     let mut files = files();
     let faulty = files.get_mut(&file.as_fd().as_raw_fd())?;
@@ -169,12 +169,12 @@ fn with_len(entry: squeue::Entry, change: impl FnOnce(u32) -> u32) -> squeue::En
     let mut bytes: [u8; 64] = unsafe { std::mem::transmute(entry) };
     let len = u32::from_ne_bytes(bytes[LEN].try_into().expect("four bytes"));
     bytes[LEN].copy_from_slice(&change(len).to_ne_bytes());
-    // SAFETY: as above. What it points to is what it pointed to, and not more of it.
+    // SAFETY: as above. Its pointers are as before, and its length is no greater.
     unsafe { std::mem::transmute::<[u8; 64], squeue::Entry>(bytes) }
 }
 
 thread_local! {
-    /// What `io_uring_enter` says on this thread, and how often yet.
+    /// The errno of `io_uring_enter` on this thread, and how many calls still get it.
     static REFUSAL: Cell<(i32, u64)> = const { Cell::new((0, 0)) };
     static REFUSED: Cell<u64> = const { Cell::new(0) };
 }
@@ -189,7 +189,7 @@ pub(crate) fn refused_enters() -> u64 {
     REFUSED.get()
 }
 
-/// What `io_uring_enter` is to say now, if not what the kernel says.
+/// The error that `io_uring_enter` is to return now, in place of the kernel's.
 pub(crate) fn of_enter() -> Option<std::io::Error> {
     let (errno, left) = REFUSAL.get();
     if left == 0 {

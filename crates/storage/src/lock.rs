@@ -91,12 +91,12 @@ impl Not for PermissionSet {
     }
 }
 
-/// What one user of an image does with it, and what it lets others do meanwhile.
+/// The operations of one user of an image, and those that it allows others meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permissions {
-    /// What we do.
+    /// Our operations.
     pub used: PermissionSet,
-    /// What others may do.
+    /// The operations that others may do.
     pub shared: PermissionSet,
 }
 

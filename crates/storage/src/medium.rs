@@ -20,7 +20,7 @@ use crate::{Alignment, DataRange, IoBuf};
 use cowshed_types::Errno;
 use std::sync::Arc;
 
-/// What to do with the space of a range.
+/// The change to the space of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
     /// Give it back; the range reads as zeroes.

@@ -28,7 +28,7 @@ pub enum NbdCall {
     SetFlags = 0xab0a,
 }
 
-/// What the driver does for a device. Tests have devices of their own.
+/// The calls that the driver takes for a device. Tests have devices of their own.
 pub trait NbdControl: Send + Sync {
     /// Makes a call. Calls without a value ignore `value`.
     fn call(&self, call: NbdCall, value: u64) -> std::result::Result<(), Errno>;

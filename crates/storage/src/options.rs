@@ -57,7 +57,7 @@ pub struct NullOptions {
     pub latency: Duration,
 }
 
-/// What O_DIRECT asks of memory, offsets and lengths, in bytes; all 1 without it.
+/// Multiples of memory addresses, offsets and lengths that O_DIRECT needs, in bytes; all 1 without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Of memory addresses.
@@ -75,7 +75,8 @@ pub struct LayoutHints {
     pub extent_bytes: Option<u32>,
 }
 
-/// What the kernel says of a block device's queue; sizes in bytes. `None` where it doesn't say, or there is no limit.
+/// The limits of a block device's queue, as the kernel reports them; sizes in bytes. `None`: no limit, or no report of
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceQueue {
     /// The smallest unit that can be addressed.
@@ -88,7 +89,7 @@ pub struct DeviceQueue {
     pub discard_granularity_bytes: Option<u64>,
 }
 
-/// What the other side of a remote file says of the transfers that it likes, in bytes.
+/// The transfer sizes that the other side of a remote file likes, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferSizes {
     /// The size that costs it least.

@@ -20,7 +20,7 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn is_writable(&self) -> bool;
     /// As after opening it anew for writing.
     fn make_writable(&self);
-    /// What offsets, lengths and memory must be multiples of; 1 without direct I/O.
+    /// The multiple that offsets, lengths and memory need, in bytes; 1 without direct I/O.
     fn alignment(&self) -> Alignment;
     /// Opened with direct I/O.
     fn is_direct(&self) -> bool;

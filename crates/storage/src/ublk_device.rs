@@ -28,7 +28,7 @@ const MAX_BUFFER_BYTES: usize = u16::MAX as usize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum UblkCall {
-    /// Makes a device. What the server wants of it goes in, what was agreed on comes out.
+    /// Makes a device. The server's wishes go in, the agreed parameters come out.
     AddDevice = 0x04,
     /// Removes a device; returns when its char device isn't open any more.
     DeleteDevice = 0x05,
@@ -66,7 +66,7 @@ impl UblkCall {
     }
 }
 
-/// What a command is about.
+/// The object of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkTarget {
     /// Number of the device.

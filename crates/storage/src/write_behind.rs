@@ -22,7 +22,7 @@ struct State {
     waiting: Vec<Waker>,
 }
 
-/// What a file has that the kernel was not told to start on.
+/// The new bytes of a file that the kernel was not told to write yet.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBehind {
     new_bytes: AtomicU64,
@@ -49,7 +49,7 @@ impl WriteBehind {
         true
     }
 
-    /// What was started has ended.
+    /// Ends the write that was started, and wakes the waiting tasks.
     pub(crate) fn end(&self) {
         let mut state = self.state();
         state.running = false;

@@ -82,8 +82,8 @@ struct Repr {
     report: Option<String>,
 }
 
-/// What went wrong: a kind, a message in lower case, and as far as known the file, the field of the format,
-/// its offset and value, and the system's errno.
+/// An error: its kind, a message in lower case, and as far as known the file, the format's field, its offset and value,
+/// and the errno.
 ///
 /// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out what isn't known. The line ends of the
 /// message are line ends, or with `{:#}` each is a [`crate::LINE_END`].
@@ -312,7 +312,7 @@ impl Repr {
 
 impl std::error::Error for Error {}
 
-/// What the system calls the errno.
+/// The system's words for the errno.
 fn system_words(errno: Errno) -> String {
     let text = std::io::Error::from_raw_os_error(errno.0).to_string();
     text.split(" (os error").next().unwrap_or_default().to_owned()

@@ -58,6 +58,6 @@ pub struct Extent {
     pub guest: GuestOffset,
     /// Length in bytes, never 0.
     pub len: u64,
-    /// What it maps to.
+    /// The place of its bytes.
     pub mapping: Mapping,
 }

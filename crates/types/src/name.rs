@@ -11,8 +11,8 @@ use std::borrow::Cow;
 /// The character of byte 0, if that one needed any.
 const ESCAPES: u32 = 0x10_fe00;
 
-/// The end of a line within a message. No name has it, so a name in a message begins no line, whatever it consists of:
-/// [`in_lines`] makes a line end of it, and shows one of a name as `\n`.
+/// The end of a line within a message. No name has it, so a name in a message begins no line, whatever its characters
+/// are. [`in_lines`] makes a line end of it, and shows one of a name as `\n`.
 pub const LINE_END: char = '\u{10fe0a}';
 
 /// A message with its line ends, for what is neither a terminal nor read line by line.
@@ -106,7 +106,7 @@ pub fn visible_name(text: &str) -> Cow<'_, str> {
     Cow::Owned(visible)
 }
 
-/// What an identifier is, as further line of the message that something is none.
+/// The form of identifiers, as a further line of the message that a name isn't one.
 pub const IDENTIFIERS: &str = "Identifiers consist of letters, digits, '-', '.', '_', starting with a letter.";
 
 /// True for an id as QEMU has them: a letter, then letters, digits and `-._`, of any length.

@@ -134,7 +134,7 @@ impl Encoder {
     }
 }
 
-/// What a match saves, in quarters of a byte, more or less: its length counts, a far distance costs bits, and so do the
+/// The gain of a match, roughly, in quarters of a byte. Its length counts; a far distance costs bits, and so do the
 /// literals before it.
 fn gain(found: Match, literals: usize) -> i64 {
     if found.len == 0 {

@@ -41,7 +41,7 @@ impl<'a> Bits<'a> {
     }
 }
 
-/// What a symbol stands for: `base`, and the number that the extra bits give.
+/// The meaning of a symbol: `base`, and the number that the extra bits give.
 #[derive(Clone, Copy)]
 pub(super) struct Symbol {
     pub(super) base: u32,

@@ -86,7 +86,7 @@ fn streams_of_another_encoder_are_unpacked() {
         let stream = packed(&bytes);
         kinds.insert(stream[..4].to_vec());
         assert!(unpacked(&stream, len).unwrap() == bytes, "seed {seed}, {len} bytes");
-        // What stands behind the end means nothing; another length is refused.
+        // Bytes behind the end mean nothing; another length is refused.
         assert!(unpacked(&[&stream[..], b"bvx-"].concat(), len).unwrap() == bytes, "seed {seed}");
         assert!(unpacked(&stream, len + 1).is_err(), "seed {seed}");
         assert!(len == 0 || unpacked(&stream, len - 1).is_err(), "seed {seed}");

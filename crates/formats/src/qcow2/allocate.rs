@@ -156,7 +156,7 @@ impl Qcow2Driver {
         (result, bufs.swap_remove(data_index))
     }
 
-    /// What goes before or behind the data: `None` when nothing has to be written there.
+    /// The bytes before or behind the data: `None` when nothing has to be written there.
     async fn filling(
         &self,
         allocation: &Allocation,
@@ -232,7 +232,7 @@ impl Qcow2Driver {
     }
 }
 
-/// What an allocation brings to the disk: its data and what is copied around them.
+/// The bytes that an allocation writes to the disk: its data and the copies around them.
 fn written_bytes(allocation: &Allocation) -> u64 {
     let copied = |fill, len| if fill == Fill::Copy { len } else { 0 };
     allocation.data_end - allocation.data_start

@@ -55,7 +55,7 @@ struct Known {
     host: Option<u64>,
 }
 
-/// What a layer has of a range.
+/// The content of a range in a layer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Holding {
     Nothing,
@@ -231,7 +231,7 @@ impl ChainMap {
             let owner = index as u8 + 1;
             let mut below = Vec::new();
             for range in open {
-                // What lies past the end of a layer reads as zeroes, whatever is below.
+                // A range past the end of a layer reads as zeroes, whatever is below.
                 let inside = range.start..range.end.min(node.size()).max(range.start);
                 window.note(&(inside.end..range.end), NOWHERE, None);
                 match node.qcow2() {
@@ -329,7 +329,7 @@ impl<'a> Window<'a> {
     /// If there is room in the map.
     fn around(map: &'a ChainMap, granule: u64) -> Option<Window<'a>> {
         let first = granule - granule % WINDOW;
-        // What isn't noted is left to the first that is asked.
+        // A range that isn't noted is left to the first layer that is asked.
         let first_asked = if map.covers_itself && !slip!("passed_over_in_parts") { ITSELF } else { 1 };
         Some(Window { map, chunk: map.chunk(first)?, first, found: vec![u32::from(first_asked); WINDOW as usize] })
     }
@@ -471,7 +471,7 @@ impl Qcow2Driver {
         self.backing.load().is_none() && !self.no_backing
     }
 
-    /// What this layer has of a range, in runs.
+    /// The contents of a range in this layer, in runs.
     async fn holdings(&self, range: Range<u64>) -> Result<Vec<(Range<u64>, Holding)>> {
         let mut runs: Vec<(Range<u64>, Holding)> = Vec::new();
         let mut at = range.start;
@@ -601,7 +601,7 @@ mod tests {
         }
         assert!(map.chunk(0).is_some() && !is_spent());
         assert!(map.chunk(CHUNKS_MAX as u64 * CHUNK).is_none() && is_spent());
-        // What lies behind all slots has nothing to do with it.
+        // An offset behind all slots has nothing to do with it.
         let small = super::tests::map(12, 1);
         assert!(small.chunk(CHUNK).is_none() && !small.is_spent.load(Ordering::Relaxed));
     }

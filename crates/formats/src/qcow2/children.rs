@@ -53,7 +53,7 @@ pub(super) fn encrypt_key(draft: &Draft) -> Option<&str> {
     encrypt_option(draft, "key-secret")
 }
 
-/// What the options say of encryption. The image's own statements need no key.
+/// The options of encryption. The image's own statements need no key.
 fn encryption(opener: &Opener, draft: &Draft, is_encrypted: bool) -> Result<EncryptionOptions> {
     let secret = match encrypt_key(draft) {
         Some(id) if is_encrypted && opener.needs_keys(draft) => Some(opener.secret(id)?),

@@ -107,7 +107,7 @@ pub fn set_limit_bytes(limit_bytes: usize) {
     }
 }
 
-/// What one image has in the store.
+/// The clusters that one image has in the store.
 #[derive(Debug)]
 pub(super) struct Inflated {
     image: u64,
@@ -120,8 +120,8 @@ impl Inflated {
         Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
     }
 
-    /// The cluster that is compressed at `host`, if it is here. What was put in ahead of a reader that takes all of it goes
-    /// out again.
+    /// The cluster that is compressed at `host`, if it is here. A cluster that was put in ahead of a reader that takes
+    /// all of it goes out again.
     pub(super) fn get(&self, host: u64, len: u64, whole: bool) -> Option<Arc<Vec<u8>>> {
         if self.kept.load(Ordering::Relaxed) == 0 {
             return None;

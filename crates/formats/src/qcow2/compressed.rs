@@ -100,8 +100,8 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Writes each gapless run of places by one operation, its last sector filled up with zeroes: but never past the
-    /// cluster that it ends in, which is smaller than a sector of some disks and has neighbours of its own.
+    /// Writes each gapless run of places by one operation, its last sector filled up with zeroes. The filling never
+    /// goes past the run's last cluster, which is smaller than a sector of some disks and has neighbours of its own.
     async fn write_places(&self, places: &[CompressedPlace], batch: &[(u64, Vec<u8>)]) -> Result<()> {
         self.meet(Event::WriteCompressed).await;
         let sector = self.engine.config().sector_bytes;

@@ -14,7 +14,7 @@ use std::future::Future;
 /// How a span is mapped: [`Engine::map`] or [`Engine::map_overwrite`].
 pub(super) type MapSpan = fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>;
 
-/// What a buffer turned into: the bytes done (or the first error), the part that they are in, and the rest.
+/// A buffer cut in parts: the bytes done (or the first error), the part that they are in, and the rest.
 pub(super) type Partly = (Result<u64>, IoBuf, IoBuf);
 
 /// The extents of a span.
@@ -68,8 +68,8 @@ impl Qcow2Driver {
         }
     }
 
-    /// Data must be in its file, at least the beginning of its cluster: the file may end within the last one. What lies past
-    /// the end is lost, and neither zeroes nor a place to write to.
+    /// Data must be in its file, at least the beginning of its cluster: the file may end within the last one. Bytes
+    /// past the end are lost, and neither zeroes nor a place to write to.
     pub(super) fn check_stored(&self, extent: &Extent, file: StoredIn, host: HostOffset) -> Result<()> {
         let file = self.stored_in(file);
         let in_file = |len: u64| host.0 + extent.len <= len.next_multiple_of(self.cluster_size());

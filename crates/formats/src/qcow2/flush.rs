@@ -142,8 +142,8 @@ impl Qcow2Driver {
         self.file.sync().await
     }
 
-    /// Writes metadata side by side and waits for all of it, also after an error: a write that is still on its way
-    /// must not meet the next one to its place.
+    /// Writes metadata side by side and waits for all of it, also after an error. A write that is still on its way must
+    /// not meet the next one to its place.
     pub(super) async fn write_all(&self, writes: &[MetaWrite]) -> Result<()> {
         match self.file.faults() {
             Some(_) => as_metadata(self.write_side_by_side(writes)).await,
@@ -197,8 +197,8 @@ impl Qcow2Driver {
         }
     }
 
-    /// Looks for room in a container that can't grow by itself, for the `tries`th time: it may have become longer
-    /// (a logical volume), and what was freed may be used again once that is durable.
+    /// Looks for room in a container that can't grow by itself, for the `tries`th time. It may have become longer (a
+    /// logical volume), and freed clusters may be used again once that is durable.
     #[cold]
     pub(super) async fn find_room(&self, tries: u32) -> Result<()> {
         if self.engine.container_grew(self.file.measure_len()) {

@@ -13,7 +13,7 @@ impl Qcow2Driver {
     pub(super) async fn with_holes(&self, runs: Vec<StatusExtent>, max_runs: usize) -> Result<Vec<StatusExtent>> {
         let file = self.stored_in(self.data_place());
         let mut found = Vec::with_capacity(runs.len());
-        // What was asked last: runs that follow each other often lie in one range of the file.
+        // The last answer: runs that follow each other often lie in one range of the file.
         let mut known = Known { hole_from: 0, data: DataRange { start: 0, end: 0 } };
         for run in runs {
             let Some(mut host) = run.offset.filter(|_| run.data && !run.zero) else {

@@ -77,7 +77,7 @@ impl Qcow2Driver {
         let recovered = recover_dirty(&self.file).await;
         let again = self.read_anew(options).await;
         self.ahead.go_on();
-        // What an attempt before has left unknown is known by now.
+        // Facts that an attempt before has left unknown are known by now.
         self.abandoned.store(again.is_err(), Ordering::Relaxed);
         recovered.and(again)
     }

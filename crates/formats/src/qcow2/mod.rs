@@ -75,7 +75,7 @@ pub struct Qcow2Driver {
     /// Of an encrypted image: the writers, and their ranges.
     writers: Writers,
     codec: Mutex<Codec>,
-    /// What came out of compressed clusters so far, counted only under a limit; and the limit. In bytes.
+    /// The bytes that compressed clusters gave so far, counted only under a limit; and the limit.
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
     inflated: Arc<cluster_cache::Inflated>,

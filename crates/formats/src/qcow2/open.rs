@@ -277,7 +277,7 @@ pub(super) async fn snapshots_to_keep(
     read.await.map_err(|error| error.context(REFUSAL))
 }
 
-/// What belongs to internal snapshots: their table, their L1 tables, and where asked for their L2 tables.
+/// The metadata of internal snapshots: their table, their L1 tables, and where asked for their L2 tables.
 pub(super) async fn snapshot_metadata(
     file: &File,
     header: &Header,

@@ -169,8 +169,9 @@ impl Qcow2Driver {
         Err(Error::new(ErrorKind::Limit, message))
     }
 
-    /// Fills `out` from `skip` on in a compressed cluster: a whole cluster is inflated straight into it, and one of which
-    /// a part is wanted is kept for the next part. With `guest`, where it is on the disk, sequential readers are noticed.
+    /// Fills `out` from `skip` on in a compressed cluster. A whole cluster is inflated straight into it. A cluster of
+    /// which a part is read is kept for the next part. With `guest`, where it is on the disk, sequential readers are
+    /// noticed.
     async fn read_compressed(
         &self,
         (host, len): (u64, u64),

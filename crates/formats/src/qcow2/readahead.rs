@@ -81,7 +81,7 @@ impl Drop for DecodeGuard {
     }
 }
 
-/// What a reader of a compressed cluster does.
+/// The next step of a reader of a compressed cluster.
 pub(super) enum Next {
     /// It is here.
     Copy(Arc<Vec<u8>>),
@@ -218,7 +218,7 @@ impl Stream {
     }
 }
 
-/// What a task needs to read ahead; its own, since it outlives the request that started it.
+/// The state that a task needs to read ahead; its own, since it outlives the request that started it.
 struct Reader {
     ahead: Arc<Ahead>,
     engine: Arc<Engine>,

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
-    /// Plans from now on as if the backing file had `bytes` bytes, before the image is put on a longer one:
-    /// what reads as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or
+    /// Plans from now on as if the backing file had `bytes` bytes, before the image is put on a longer one. Ranges that
+    /// read as zeroes behind the end of the present one become zeroes of the image's own when they are zeroed or
     /// discarded. No request runs.
     pub fn plan_for_backing_bytes(&self, bytes: u64) {
         self.engine.set_backing_size(Some(bytes));

@@ -44,7 +44,7 @@ impl Qcow2Driver {
         }
         self.grow_l1(size).await?;
         let old = self.size();
-        // What a shrink that was cut off has left there.
+        // Clusters that an interrupted shrink has left there go.
         self.unmap_behind(old).await?;
         // Clusters that are preallocated hold zeroes by that.
         let zeroed = match preallocation {
@@ -126,7 +126,8 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// What a grown disk shows behind its old end is zero, whatever the last cluster or a longer backing file holds.
+    /// Makes the new range behind the old end of a grown disk zero, whatever the last cluster or a longer backing file
+    /// holds.
     async fn zero_new_range(&self, old: u64, new: u64) -> Result<()> {
         let cluster_end = old.next_multiple_of(self.cluster_size()).min(new);
         if old < cluster_end && !self.reads_zero(old, cluster_end - old).await? {

@@ -13,7 +13,7 @@ use cowshed_types::{Error, ErrorKind, Result, without};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// What belongs together: the mapping, its waiting requests, and what was inflated by it.
+/// The parts that belong together: the mapping, its waiting requests, and the clusters inflated by it.
 pub(super) struct Core {
     pub(super) engine: Arc<Engine>,
     pub(super) events: Arc<Events>,

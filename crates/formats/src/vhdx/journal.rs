@@ -102,7 +102,7 @@ impl Journal {
         end: u64,
     ) -> Result<()> {
         let mut state = self.state.lock().await;
-        // What could not be written to its place comes first: the log has no room for many tries.
+        // Sectors that could not be written to their places come first: the log has no room for many tries.
         state.place(file).await?;
         let mut sectors: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
         for (mut at, bytes) in entries {

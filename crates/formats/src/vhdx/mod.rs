@@ -43,12 +43,13 @@ struct Vhdx {
     journal: Journal,
     /// The log held changes when the image was opened.
     had_log: bool,
-    /// What names the disk's content to differences.
+    /// The id of the disk's content, by which differences refer to it.
     data_guid: String,
     parent: Option<VhdxParent>,
 }
 
-/// Opens a VHDX image. What its log holds is carried out: in the file where that is opened for writing, else in memory.
+/// Opens a VHDX image. The changes in its log are carried out: in the file where that is opened for writing, else in
+/// memory.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let mut file = ImageFile::open(opener, draft).await?;
     let is_written = !draft.settings.read_only;
@@ -140,7 +141,7 @@ async fn read_regions(file: &ImageFile) -> Result<VhdxRegions> {
     Err(Error::invalid_image("region table checksum", "wrong", message).offset(REGION_TABLE_OFFSETS[0]))
 }
 
-/// What the log holds: it is newer than the tables.
+/// The changes in the log, which is newer than the tables.
 async fn read_log(file: &ImageFile, header: &VhdxHeader, log: &Table) -> Result<Option<Replay>> {
     file.check_table(log)?;
     if log.bytes > MAX_LOG_BYTES {

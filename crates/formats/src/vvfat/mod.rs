@@ -36,7 +36,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 /// Files that are kept open.
 const OPEN_FILES: usize = 32;
 
-/// What stands in clusters that follow each other.
+/// The content of clusters that follow each other.
 enum Content {
     Directory(Vec<u8>),
     /// The index of a file of the tree.
@@ -114,7 +114,7 @@ fn label_of(text: &str) -> Result<[u8; LABEL_BYTES]> {
     Ok(label)
 }
 
-/// What stands at a place of the disk.
+/// The content of a place of the disk.
 enum Piece<'a> {
     Zero,
     Table(u64),
@@ -162,7 +162,7 @@ impl Vvfat {
         })
     }
 
-    /// What stands at a byte of the disk, and for how many of the `len` bytes from there.
+    /// The content at a byte of the disk, and for how many of the `len` bytes from there it holds.
     fn piece(&self, at: u64, len: u64) -> (Piece<'_>, u64) {
         let (region, there) = self.disk.region(at);
         let len = len.min(there);

@@ -23,7 +23,7 @@ pub struct LuksArea {
 }
 
 impl LuksArea {
-    /// Reads the header. What doesn't make sense is refused by its field.
+    /// Reads the header. A contradictory header is refused by its field.
     pub async fn volume(&self) -> Result<Volume> {
         if self.offset.saturating_add(HEADER_BYTES as u64) > self.file.len() {
             let message = "the LUKS header lies past the end of the file";

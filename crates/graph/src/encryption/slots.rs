@@ -11,7 +11,7 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// What becomes of the key slots (`amend -o encrypt.state=…`).
+/// A change of the key slots (`amend -o encrypt.state=…`).
 #[derive(Clone, Debug)]
 pub enum SlotChange {
     /// One more passphrase opens the volume (`active`).
@@ -63,7 +63,8 @@ pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &Slo
     }
 }
 
-/// What [`change_slots`] refuses before it looks at any key: a slot, or `erases` without one. `by_secret`: with a passphrase.
+/// Refuses a change as [`change_slots`] does before it looks at any key: a slot, or `erases` without one. `by_secret`:
+/// it erases by a passphrase.
 pub async fn check_slot_change(
     area: &LuksArea,
     slot: Option<usize>,

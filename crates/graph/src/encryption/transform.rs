@@ -65,8 +65,8 @@ fn run_here(cipher: &dyn Cipher, guest: GuestOffset, host: HostOffset, bytes: &m
     done
 }
 
-/// The whole sectors that `data` at byte `offset` touches: their range, and their bytes with the data laid over. What
-/// stands at its edges now comes from `read`, which gets an offset and one sector's buffer.
+/// The whole sectors that `data` at byte `offset` touches: their range, and their bytes with the data laid over. The
+/// present bytes at its edges come from `read`, which gets an offset and one sector's buffer.
 pub async fn part_sectors<F>(offset: u64, data: &[u8], read: impl Fn(u64, IoBuf) -> F) -> Result<(Range<u64>, IoBuf)>
 where
     F: Future<Output = (Result<()>, IoBuf)>,

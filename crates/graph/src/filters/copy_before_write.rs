@@ -45,7 +45,7 @@ pub struct CopyBeforeWrite {
     timeout: Option<Duration>,
 }
 
-/// What became of a copy that goes on by itself.
+/// The outcome of a copy that goes on by itself.
 #[derive(Default)]
 struct Attempt {
     result: Mutex<Option<Result<(), CopyFailure>>>,
@@ -93,7 +93,8 @@ impl CopyBeforeWrite {
         self.saver.set_compress(compress);
     }
 
-    /// Discards on the disk what has been copied, from now on. What guests didn't write of a part is lost to them.
+    /// From now on, discards the copied parts on the disk. The bytes of a part that guests didn't write are lost to
+    /// them.
     pub fn set_discard_source(&self, discard: bool) {
         self.saver.set_discard_source(discard);
     }
@@ -103,7 +104,7 @@ impl CopyBeforeWrite {
         self.saver.pending().granularity_bytes()
     }
 
-    /// What the target still lacks, in bytes.
+    /// The part of the disk that the target still lacks, in bytes.
     pub fn pending_bytes(&self) -> u64 {
         self.saver.pending().dirty_bytes().min(self.below().size())
     }
@@ -115,7 +116,7 @@ impl CopyBeforeWrite {
         (range.start < end).then(|| (range.start, end - range.start))
     }
 
-    /// What the target still lacks, in bytes, in whole parts.
+    /// The ranges that the target still lacks, in bytes and whole parts.
     pub fn pending_ranges(&self) -> Vec<std::ops::Range<u64>> {
         let mut ranges = Vec::new();
         let mut at = 0;
@@ -152,8 +153,8 @@ impl CopyBeforeWrite {
         self.saver.copies().idle().await;
     }
 
-    /// The copy counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes on:
-    /// see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
+    /// The copy counts for nothing from now on: no request waits for the target, which may never answer. Operations
+    /// that run there go on: see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
     pub fn abandon(&self) {
         self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
         self.saver.copies().give_up();

@@ -232,7 +232,7 @@ async fn copy_claimed(child: &Arc<Node>, deepest: u32, offset: u64, len: u64) ->
         let runs = child.block_status_chain(at, end - at, STATUS_RUNS).await?;
         let Some(last) = runs.last() else { break };
         let next = last.start + last.len;
-        // What no layer has reads as zeroes without a copy.
+        // Ranges that no layer has read as zeroes without a copy.
         for run in runs.iter().filter(|run| run.present && (1..=deepest).contains(&run.depth)) {
             let bytes = usize::try_from(run.len).map_err(|_| Error::internal("a run longer than asked for"))?;
             let (result, buf) = child.read_boxed(run.start, IoBuf::zeroed(bytes)).await;

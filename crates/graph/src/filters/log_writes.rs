@@ -24,7 +24,7 @@ const MOST_ZEROES_BYTES: u64 = 1 << 20;
 /// Smallest and largest sector, in bytes.
 const SECTOR_BYTES: std::ops::RangeInclusive<u64> = 256..=1 << 22;
 
-/// What the user says of the log.
+/// The user's options for the log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LogOptions {
     /// Entries are added to those that the log has.
@@ -138,7 +138,7 @@ impl LogWrites {
         IoBuf::try_zeroed(usize::try_from(self.sector_bytes).unwrap_or(usize::MAX))
     }
 
-    /// Has the superblock count every entry. What it counts is on the disk before it is.
+    /// Has the superblock count every entry. The counted entries are on the disk before the superblock counts them.
     pub(crate) async fn complete(&self) -> Result<()> {
         let mut log = self.log.lock().await;
         if log.entries == log.counted {

@@ -167,7 +167,8 @@ fn drains_target(drained: &[Arc<Node>], target: &Link, disk: &Below) -> bool {
     nodes_below(&target).iter().any(|node| is_in(drained, node) && !is_in(&disk, node))
 }
 
-/// What filters that must see each write ask of their child: a write past them would not be saved, or not be mirrored.
+/// The rights that a filter needs at its child if it must see each write. A write past it would be neither saved nor
+/// mirrored.
 fn keeps_writers_away(wanted: Permissions) -> Permissions {
     match wanted.used.is_empty() {
         true => wanted,

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 16;
 
-/// What becomes of the answers.
+/// The use of the nodes' answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Agreement {
     /// `blkverify`: the second node, under test, must answer as the first.
@@ -94,7 +94,7 @@ impl Replicas {
         }
         if let Agreement::Votes { rewrite: true, .. } = self.agreement {
             for at in good.iter().copied().filter(|at| bytes(*at) != bytes(winner)) {
-                // What the user reads is right without it.
+                // The user's bytes are right without it.
                 if let Err(error) = nodes[at].write_boxed(offset, IoBuf::copy_from(bytes(winner))).await.0 {
                     tracing::warn!(node = nodes[at].name(), %error, "a copy that differs could not be rewritten");
                 }

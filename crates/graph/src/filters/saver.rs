@@ -41,9 +41,9 @@ pub(super) struct Saver {
     /// The readers of the target, where it reads from the disk what it lacks.
     target_readers: Option<Arc<Readers>>,
     compress: AtomicBool,
-    /// What was copied is given back on the disk.
+    /// Copied parts are discarded on the disk.
     discard_source: AtomicBool,
-    /// Why the target will never hold the disk as it was.
+    /// The reason why the target will never hold the disk's old state.
     broken: Mutex<Option<Error>>,
     /// Copies that go on although their request may have ended.
     copies: Arc<Copies>,

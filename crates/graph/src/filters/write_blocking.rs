@@ -10,9 +10,9 @@ use cowshed_storage::{IoBuf, Permissions};
 use cowshed_types::{Error, Result, slip};
 use std::sync::{Arc, OnceLock};
 
-/// The filter. The mirror's map says which parts of the target aren't what the source has; a write that reached both
-/// leaves its part as clean as it was. What fails on the target, and what is only a hint (a discard), stays dirty, and the
-/// mirror copies it.
+/// The filter. The mirror's map tells the parts of the target that differ from the source. A write that reached both
+/// leaves its part as clean as it was. A write that fails on the target stays dirty, as does a hint (a discard), and
+/// the mirror copies it.
 pub struct WriteBlocking {
     below: Below,
     target: Arc<Link>,
@@ -58,8 +58,8 @@ impl WriteBlocking {
         Claimed(self.ranges.claim(start, len).await)
     }
 
-    /// The mirror counts for nothing from now on: no request waits for the target, which may never answer. What runs there goes
-    /// on: see [`WriteBlocking::idle`].
+    /// The mirror counts for nothing from now on: no request waits for the target, which may never answer. Operations
+    /// that run there go on: see [`WriteBlocking::idle`].
     pub fn abandon(&self) {
         self.copies.give_up();
     }

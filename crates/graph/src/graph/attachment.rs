@@ -13,7 +13,7 @@ use cowshed_types::{Error, ErrorKind, Result, slip};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What an attachment wants.
+/// The wishes of a new attachment: name, rights and kind of user.
 #[derive(Clone, Debug)]
 pub struct AttachRequest {
     name: String,
@@ -231,7 +231,7 @@ impl Attachment {
         if unused { node.close().await } else { Ok(()) }
     }
 
-    /// What went through it so far.
+    /// The requests that went through it so far.
     pub fn statistics(&self) -> AttachmentStats {
         let mut stats = AttachmentStats { accounting: self.accounting(), ..AttachmentStats::default() };
         let mut last_end_ns = 0;
@@ -276,7 +276,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// What counts for latencies and idle time from now on (`stats-account-failed`, `stats-account-invalid`).
+    /// Sets the requests that count for latencies and idle time from now on (`stats-account-failed`,
+    /// `stats-account-invalid`).
     pub fn set_accounting(&self, accounting: Accounting) {
         self.account_failed.store(accounting.failed, Ordering::Relaxed);
         self.account_invalid.store(accounting.invalid, Ordering::Relaxed);
@@ -332,7 +333,7 @@ impl Attachment {
         self.counted && !self.is_observing()
     }
 
-    /// What changes when the node, or what stands below it, does.
+    /// A number that changes when the node does, or a node below it.
     pub(super) fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }

@@ -111,7 +111,7 @@ impl Drop for Drained {
         }
         let attachments = self.closed.attachments().take().unwrap_or_default();
         for attachment in attachments {
-            // What stands below may have changed: nodes that another drain holds may be there by now.
+            // The nodes below may have changed: nodes that another drain holds may be there by now.
             attachment.renew();
             attachment.join_drains();
             attachment.gate().open();
@@ -131,7 +131,7 @@ impl Graph {
         let closed = self.drains.begin(nodes);
         let affected = self.attachments().into_iter().filter(|attachment| closed.is_below(&attachment.node()));
         let drained = Drained::begin(Arc::clone(&closed), affected.collect()).await;
-        // What requests left behind goes on without them. No new ones come to these nodes.
+        // The work that requests left behind goes on without them. No new ones come to these nodes.
         for node in self.snapshot().nodes().filter(|top| closed.is_below(top)) {
             if !slip!("drain_without_what_is_read_ahead") {
                 node.settle(&closed.nodes).await;

@@ -14,7 +14,7 @@ pub struct FailedRequest<'a> {
     pub export: &'a str,
     /// The node that the export stands on.
     pub node: &'a Arc<Node>,
-    /// What it was to do.
+    /// The kind of request.
     pub kind: IoKind,
     /// Why it failed.
     pub error: &'a Error,

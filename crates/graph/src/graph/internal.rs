@@ -10,9 +10,9 @@ use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 impl Graph {
-    /// Takes an internal snapshot of an image under its users; its ID. The name must be new. What was written before is in
-    /// the snapshot, and durable. A future that is dropped while it waits for requests changes nothing; later, the snapshot is
-    /// taken all the same.
+    /// Takes an internal snapshot of an image under its users; its ID. The name must be new. Data written before is in
+    /// the snapshot, and durable. A future that is dropped while it waits for requests changes nothing; later, the
+    /// snapshot is taken all the same.
     pub async fn take_internal_snapshot(self: &Arc<Self>, node: &Arc<Node>, name: &str) -> Result<String> {
         let one_change = self.changing([node]).await;
         let drained = self.drain(&[node]).await;

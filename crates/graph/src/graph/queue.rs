@@ -18,7 +18,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Queue(Rc<QueueState>);
 
-/// What stands at the attachment's place. Requests share it without touching the counts that all threads see.
+/// The node at the attachment's place. Requests share it without touching the counts that all threads see.
 struct CachedRoute {
     node: Arc<Node>,
     /// When `node` is a throttle filter without settings of its own.
@@ -28,9 +28,9 @@ struct CachedRoute {
 /// The way past a throttle filter.
 struct FastPath {
     filter: Arc<Node>,
-    /// What stands behind it.
+    /// The node behind it.
     behind: Arc<Node>,
-    /// What requests may take from the filter's group without asking it; reads, and writes.
+    /// The credit that requests may take from the filter's group without asking it; for reads, and for writes.
     credits: [Credit; 2],
     /// Those that did, for the filter's statistics.
     passed: Arc<PassedCounters>,
@@ -109,7 +109,7 @@ impl FastPath {
     fn count_refused(&self, kind: IoKind, len: u64, start_ns: u64, result: &Result<()>) {
         self.filter.count(kind, 0, len, start_ns, result);
         if outcome_of(result) == RequestOutcome::Invalid {
-            // What can't be is no load.
+            // An impossible request is no load.
             self.credits[direction_of(kind) as usize].give_back(len);
         }
     }
@@ -131,8 +131,7 @@ fn direction_of(kind: IoKind) -> Direction {
 struct QueueState {
     attachment: Arc<Attachment>,
     lane: Arc<Lane>,
-    /// What stands there in some generation: as long as that is the attachment's, no shared counter is touched to hold
-    /// it.
+    /// The route of some generation. While that is the attachment's, no shared counter is touched to hold it.
     seen: RefCell<(u64, Rc<CachedRoute>)>,
 }
 
@@ -307,7 +306,7 @@ impl Queue {
         Queue(Rc::new(QueueState { attachment, lane, seen }))
     }
 
-    /// What the requests go through.
+    /// The attachment that the requests go through.
     pub fn attachment(&self) -> &Arc<Attachment> {
         &self.0.attachment
     }
@@ -411,7 +410,7 @@ impl Queue {
         queue.node().block_status_chain(offset, len, max_runs).await
     }
 
-    /// What a dirty bitmap holds at this moment: of the first node of the chain that has one of this name.
+    /// The bits of a dirty bitmap at this moment, of the first node of the chain that has one of this name.
     pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
         let queue = &*self.0;
         let _passage = queue.attachment.gate().enter(&queue.lane).await;
@@ -434,8 +433,8 @@ impl Queue {
         .await
     }
 
-    /// Waits as a request of `len` bytes would in the throttle filters at its node: for requests that the caller answers
-    /// without reading or writing (a hole, found by its status), and that count all the same.
+    /// Waits as a request of `len` bytes would in the throttle filters at its node. It serves requests that the caller
+    /// answers without reading or writing (a hole, found by its status). They count all the same.
     pub async fn charge(&self, kind: IoKind, len: u64) {
         let queue = &*self.0;
         let start_ns = queue.start_ns();

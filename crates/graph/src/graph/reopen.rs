@@ -30,7 +30,7 @@ struct Plan {
     /// Use of the page cache, where it changes.
     cache: Option<CacheMode>,
     backing: Backing,
-    /// What this filter is to stand on, where that changes.
+    /// The new child of this filter, where that changes.
     file: Option<Arc<Node>>,
 }
 
@@ -42,9 +42,9 @@ enum Backing {
 
 impl Graph {
     /// Gives nodes other options (`blockdev-reopen`): each of `list` names its node and has the options that the node
-    /// is to have from now on. An option that is left out goes back to its default, but for children, `backing` and `discard`,
-    /// which stay. What can't change is refused by name. Either all nodes are reopened or none. A future that is dropped while
-    /// it waits for requests changes nothing; later, the nodes are reopened all the same.
+    /// is to have from now on. An option that is left out goes back to its default, but for children, `backing` and
+    /// `discard`, which stay. An option that can't change is refused by name. Either all nodes are reopened or none. A
+    /// future that is dropped while it waits for requests changes nothing; later, the nodes are reopened all the same.
     pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
         let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
         let mut plans = Vec::with_capacity(list.len());
@@ -143,7 +143,7 @@ impl Graph {
         }
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
         if let Some(CacheMode { direct: false, .. }) = cache {
-            // What can't be opened isn't reopened either.
+            // A file that can't be opened isn't reopened either.
             for file in files_of(&node, &old) {
                 options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
             }
@@ -177,7 +177,7 @@ impl Graph {
         Ok(node.driver().moves_freely().then_some(found))
     }
 
-    /// What can fail for reasons outside of this process.
+    /// Takes the steps that can fail for reasons outside of this process.
     async fn prepare(&self, plan: &Plan, change: &mut Transaction) -> Result<()> {
         plan.node.complete().await?;
         if let Some(live) = plan.node.driver().live_options() {
@@ -212,8 +212,8 @@ fn cache_mode(options: &BlockdevOptions) -> CacheMode {
     CacheMode { direct: flag("direct"), no_flush: flag("no-flush") }
 }
 
-/// The nodes of the files that get a node's use of the page cache: the node itself, or those of the children that were
-/// described with it and said nothing of their own.
+/// The nodes of the files that get a node's use of the page cache. They are the node itself, or its children that were
+/// described with it and without an own setting.
 fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<Arc<Node>> {
     if node.driver_name() != "raw" && node.file().is_some() {
         return vec![Arc::clone(node)];
@@ -295,7 +295,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
     Ok(())
 }
 
-/// What differs between the options of a described child.
+/// The error for the first difference between the options of a described child.
 fn changed_of_child(role: &str, old: &Map<String, Value>, new: &Map<String, Value>) -> Error {
     let counts = |key: &&String| !stays_by_itself(key) && old.get(*key) != new.get(*key);
     if let Some(key) = new.keys().find(counts) {

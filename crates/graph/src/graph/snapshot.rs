@@ -38,9 +38,9 @@ impl Graph {
         .await
     }
 
-    /// Takes a snapshot back: its users stand on the node below again, which takes writes if it did before. What was written
-    /// to the overlay is not in that node. Nothing else may have changed the two nodes since. Dropped futures: as
-    /// [`Graph::take_snapshot`].
+    /// Takes a snapshot back: its users stand on the node below again, which takes writes if it did before. Data
+    /// written to the overlay is not in that node. Nothing else may have changed the two nodes since. Dropped futures:
+    /// as [`Graph::take_snapshot`].
     pub async fn take_snapshot_back(self: &Arc<Self>, taken: SnapshotTaken) {
         let SnapshotTaken { nodes, change } = taken;
         let one_change = self.changing(&nodes).await;

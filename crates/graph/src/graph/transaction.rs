@@ -136,7 +136,7 @@ impl Transaction {
         Ok(())
     }
 
-    /// Has a node take writes. What stores it does already.
+    /// Has a node take writes. The nodes that store its data take writes already.
     pub(super) async fn start_writing(&mut self, node: &Arc<Node>) -> Result<()> {
         node.start_writing().await?;
         self.undo.push(Undo::StartedWriting(Arc::clone(node)));
@@ -184,7 +184,7 @@ impl Undo {
             Undo::Named(image, name, format) => image.change_backing_file(name.as_deref(), format.as_deref()).await?,
             Undo::StoppedWriting(node) => node.start_writing().await?,
             Undo::StartedWriting(node) => {
-                // What it has written since then is to be complete on disk.
+                // Its writes since then are to be complete on disk.
                 let completed = node.complete().await;
                 node.stop_writing()?;
                 completed?;

@@ -35,7 +35,7 @@ pub struct NodeBitmap {
     pub inconsistent: bool,
 }
 
-/// What a bitmap was, to have it back ([`Node::restore_bitmap`]).
+/// A bitmap's former state, for [`Node::restore_bitmap`].
 #[derive(Clone, Debug)]
 pub struct SavedBitmap {
     name: String,
@@ -130,7 +130,7 @@ impl Node {
         }
     }
 
-    /// What a bitmap holds at this moment.
+    /// The bits of a bitmap at this moment.
     pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
         match (self.transient(name), self.stored_bitmaps()) {
             (Some(bitmap), _) => Ok(bitmap.bits),
@@ -307,7 +307,7 @@ impl Node {
         }
     }
 
-    /// What the bitmap of this name is, or that there is none.
+    /// The present state of the bitmap of this name, or its absence.
     pub async fn save_bitmap(&self, name: &str) -> Result<SavedBitmap> {
         let found = self.bitmaps().await?.into_iter().find(|bitmap| bitmap.name == name && !bitmap.inconsistent);
         let was = match found {

@@ -23,9 +23,9 @@ pub trait BackingName: Send + Sync {
     /// True when the image names a backing file that was left out at open.
     fn is_left_out(&self) -> bool;
 
-    /// Plans from now on as if the backing file had `bytes` bytes, for an image that is to come to stand on a longer one. What reads
-    /// as zeroes behind the end of the present one becomes zeroes of the image's own when it is zeroed or discarded. `None`: as
-    /// the backing file is; it may have grown. No request runs.
+    /// Plans from now on as if the backing file had `bytes` bytes, for an image that is to come to stand on a longer
+    /// one. Ranges that read as zeroes behind the end of the present one become zeroes of the image's own when they are
+    /// zeroed or discarded. `None`: for the backing file as it is; it may have grown. No request runs.
     fn plan_for(&self, bytes: Option<u64>);
 
     /// Whether [`Node::make_empty`] can give the image's clusters back.
@@ -43,9 +43,9 @@ pub struct HeaderName {
     pub format: &'static str,
 }
 
-/// What the graph and the node do with a backing file.
+/// The operations of the graph and the node on a backing file.
 pub trait Backing: BackingName {
-    /// Another backing file, or none. What the image says isn't changed.
+    /// Another backing file, or none. The image's own name for it isn't changed.
     fn link(&self, backing: Option<Arc<Node>>);
 
     /// Changes the name that the image holds, and the format with it.
@@ -227,7 +227,7 @@ impl Node {
         self.driver.mapped_bytes()
     }
 
-    /// What a driver lacks, as an error.
+    /// The error of a driver that lacks `what`.
     pub(super) fn lacks(&self, what: &str) -> Error {
         let message = format!("images of the driver '{}' have no {what}", self.driver_name());
         Error::unsupported(message).file(self.filename())

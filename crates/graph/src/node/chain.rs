@@ -15,7 +15,7 @@ pub struct Chain {
     left_out: Vec<String>,
 }
 
-/// What decides how the first bytes of a range read.
+/// The layer that decides how the first bytes of a range read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// So many bytes, at least one.
@@ -84,7 +84,7 @@ impl Chain {
         self.layers.iter().skip(1).chain(&self.filters).cloned().collect()
     }
 
-    /// What decides about the bytes from `at` on, at most `len` of them. They must be inside of the top.
+    /// The layer that decides about the bytes from `at` on, at most `len` of them. They must be inside of the top.
     pub async fn holder(&self, at: u64, len: u64) -> Result<Holder> {
         let mut len = len;
         for (number, layer) in self.layers.iter().enumerate() {

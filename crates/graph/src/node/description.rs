@@ -6,26 +6,26 @@ use cowshed_offline::check::{Counters, Repair};
 use cowshed_types::Result;
 use serde_json::Value;
 
-/// What a format says of itself, for `info` and for the nodes above it.
+/// The properties that a format reports of an image, for `info` and for the nodes above it.
 #[derive(Clone, Debug, Default)]
 pub struct Description {
     /// Allocation unit in bytes, where there is one.
     pub cluster_bytes: Option<u64>,
-    /// QEMU says sizes of such an image and nothing of its state.
+    /// QEMU reports sizes of such an image, and nothing of its state.
     pub only_sizes: bool,
     /// The backing file as the image names it.
     pub backing_name: Option<String>,
     /// The backing file's format as the image names it.
     pub backing_format: Option<&'static str>,
-    /// What names the image's content to disks that are differences to it: lower case hexadecimal.
+    /// The id of the image's content, which differences to it store: lower case hexadecimal.
     pub identity: Option<String>,
     /// The image takes whole clusters, compressed, and each once.
     pub takes_stream: bool,
-    /// What only this format has, with QEMU's keys; null for nothing.
+    /// The properties that only this format has, with QEMU's keys; null for nothing.
     pub specific: Value,
 }
 
-/// What a check of a format without reference counts found.
+/// The result of a check of a format without reference counts.
 #[derive(Clone, Debug, Default)]
 pub struct MappedCheck {
     /// qemu-img's counters; totals of 0 where it has none for the format.
@@ -36,7 +36,7 @@ pub struct MappedCheck {
 
 /// An image of a format without reference counts: what it says of itself, and its check.
 pub trait Described: Send + Sync {
-    /// What the image says of itself.
+    /// The image's description of itself.
     fn describe(&self) -> Description;
 
     /// See [`Node::check_mapped`].
@@ -47,7 +47,7 @@ pub trait Described: Send + Sync {
 }
 
 impl Node {
-    /// What an image of a format without reference counts says of itself.
+    /// The description of an image of a format without reference counts.
     pub fn description(&self) -> Option<Description> {
         self.driver().described().map(|image| image.describe())
     }

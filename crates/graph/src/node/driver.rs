@@ -26,7 +26,7 @@ pub type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
 /// A request without a buffer on its way.
 pub type Work<'a> = LocalFuture<'a, Result<()>>;
 
-/// What keeps a mapped range from getting another owner. It is held until the I/O there is done.
+/// A guard that keeps a mapped range from getting another owner. It is held until the I/O there is done.
 pub(crate) type Guard<'a> = Option<EpochGuard<'a>>;
 
 /// Why a range is mapped.
@@ -38,9 +38,9 @@ pub enum Intent {
     Overwrite,
 }
 
-/// Where plain data of a layer is in the file that has its data, as long as [`super::graph_changes`] gives `changes`. A reader takes
-/// a guard of the layer first and looks at that number then: the layer gives no cluster up while a guard from before is held, and
-/// each change by which it may do so is counted.
+/// Where plain data of a layer is in the file that has its data, as long as [`super::graph_changes`] gives `changes`. A
+/// reader takes a guard of the layer first and looks at that number then. The layer gives no cluster up while a guard
+/// from before is held, and each change by which it may do so is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     /// Where the range begins in the file.
@@ -245,7 +245,7 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
-    /// What it asks of its child when its users have `wanted`, where [`Driver::passes_permissions`].
+    /// The rights that it needs at its child when its users have `wanted`, where [`Driver::passes_permissions`].
     fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
         wanted
     }

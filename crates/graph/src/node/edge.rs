@@ -6,12 +6,12 @@ use arc_swap::{ArcSwapOption, Guard};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What a child is to its parent.
+/// The role of a child for its parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ChildRole {
     /// The file that stores the image, or a filter's only child.
     File,
-    /// What `blkdebug` passes its I/O on to.
+    /// The child that `blkdebug` passes its I/O on to.
     Image,
     /// The external data file.
     DataFile,
@@ -63,7 +63,7 @@ impl ChildRole {
 /// An edge of the graph, seen from the parent.
 #[derive(Clone, Debug)]
 pub struct Child {
-    /// What it is to the parent.
+    /// The child's role for the parent.
     pub role: ChildRole,
     /// The child at the moment of asking.
     pub node: Arc<Node>,
@@ -71,8 +71,8 @@ pub struct Child {
 
 static GRAPH_CHANGES: AtomicU64 = AtomicU64::new(1);
 
-/// Changes so far of edges, and of nodes that became writable, in all graphs: what was derived from a chain of nodes is
-/// good for as long as the number stays.
+/// Changes so far of edges, and of nodes that became writable, in all graphs. Facts derived from a chain of nodes hold
+/// as long as the number stays.
 #[inline]
 pub fn graph_changes() -> u64 {
     GRAPH_CHANGES.load(Ordering::Acquire)
@@ -118,8 +118,8 @@ pub(crate) struct ChildLink {
     pub link: Arc<Link>,
 }
 
-/// The children of one parent. Each has an edge of that parent; dropping the set takes the edges back, so that an
-/// open that fails half-way leaves no permission behind on nodes that were there before.
+/// The children of one parent. Each has an edge of that parent. Dropping the set takes the edges back, so a failed open
+/// leaves no permission behind on older nodes.
 pub struct Children {
     parent: String,
     links: Mutex<Vec<ChildLink>>,

@@ -24,7 +24,7 @@ impl Node {
     async fn read_ends_at(&self, size: u64) -> Result<[IoBuf; 2]> {
         let read = async |start: u64, end: u64| {
             let (result, mut bytes) = self.read_padded(start, IoBuf::zeroed((end - start) as usize)).await;
-            // What a resize cuts off comes back as zeroes.
+            // Bytes that a resize cuts off come back as zeroes.
             let kept = size.saturating_sub(start).min(bytes.len() as u64) as usize;
             bytes[kept..].fill(0);
             result.map(|()| bytes)

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl Node {
-    /// True for a throttle filter that does nothing else to a request: while no change of the graph runs, a request may
-    /// go past it, if the filter's group lets it go and it is counted here all the same.
+    /// True for a throttle filter that does nothing else to a request. While no change of the graph runs, a request may
+    /// go past it if the filter's group lets it go. It is counted here all the same.
     pub(crate) fn is_plain_throttle(&self) -> bool {
         let plain = !self.settings.is_writethrough()
             && !self.settings.is_probed_raw()
@@ -86,7 +86,8 @@ impl Node {
         }
     }
 
-    /// Tells of damage that a request met, once, if it is this image's own. What makes a write impossible has been told.
+    /// Tells of damage that a request met, once, if it is this image's own. Damage that makes a write impossible has
+    /// been told.
     fn tell_corrupt(&self, error: &Error) {
         let own = error.file_name().is_none_or(|file| file == self.filename);
         if !own || !self.driver.tells_damage() || self.told_corrupt.swap(true, Ordering::Relaxed) {
@@ -181,7 +182,7 @@ impl Node {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         let mut passed: Vec<Arc<Node>> = Vec::new();
         let (result, mut buf) = loop {
-            // What has a place is within the disk.
+            // A range with a place is within the disk.
             let checked = if place.is_some() { layer.check_usable() } else { layer.check_range(offset, len) };
             if checked.is_err() {
                 // The layer above knows what becomes of a range behind the end, and says what is wrong otherwise.
@@ -301,9 +302,9 @@ impl Node {
         (result, buf)
     }
 
-    /// `len` bytes were written by a job that goes through the disk once: the kernel may begin with them before the job's
-    /// flush asks for it, and the larger ones of the next writes are done beside the job's thread. A hint; it counts for
-    /// images in files of this machine.
+    /// Notes `len` bytes written by a job that goes through the disk once. The kernel may begin to write them before
+    /// the job's flush asks for it. Larger ones of the next writes are done beside the job's thread. A hint; it counts
+    /// for images in files of this machine.
     pub fn note_bulk_write(&self, len: u64) {
         if let Some(file) = self.driver.content_file() {
             file.note_bulk_write(len);

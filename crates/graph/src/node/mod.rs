@@ -130,7 +130,7 @@ pub struct StatusExtent {
     pub depth: u32,
 }
 
-/// What a write of nothing but zeroes turns into (`detect-zeroes`).
+/// The treatment of a write of nothing but zeroes (`detect-zeroes`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DetectZeroes {
     /// It is written.
@@ -151,11 +151,11 @@ pub struct NodeSettings {
     pub writethrough: bool,
     /// Discards are passed on (`discard=unmap`), else ignored.
     pub discard: bool,
-    /// What a write of nothing but zeroes turns into.
+    /// The treatment of a write of nothing but zeroes.
     pub detect_zeroes: DetectZeroes,
     /// The format "raw" is a guess: block 0 must not turn into another format's header.
     pub probed_raw: bool,
-    /// Opened without what holds its data: it can only be asked about itself.
+    /// Opened without the file that holds its data: it only describes itself.
     pub no_data: bool,
     /// The source of the locks of its file.
     pub locks: LockSource,
@@ -167,7 +167,7 @@ pub enum LockSource {
     /// The way in which the node was opened.
     #[default]
     Opening,
-    /// What its users do and share at the moment. With `share_all` (`force-share`) they share everything.
+    /// The rights that its users use and share at the moment. With `share_all` (`force-share`) they share everything.
     Users {
         /// See there.
         share_all: bool,
@@ -189,7 +189,7 @@ pub struct Node {
     options: Mutex<BlockdevOptions>,
     /// The options as the user gave them.
     given: Vec<(String, serde_json::Value)>,
-    /// What the users of this node (parents, exports, jobs) may do with it.
+    /// The users of this node (parents, exports, jobs), with their rights.
     users: Mutex<Vec<Edge>>,
     counters: NodeCounters,
     tracking: Tracking,
@@ -230,7 +230,7 @@ macro_rules! boxed {
 }
 pub(crate) use boxed;
 
-/// What [`Node::new`] puts together.
+/// The parts of a new node, for [`Node::new`].
 pub(crate) struct NodeParts {
     pub name: String,
     pub filename: String,
@@ -425,7 +425,7 @@ impl Node {
         &*self.home
     }
 
-    /// What the user should know of how the image was opened: guessed formats. Filled for the node that
+    /// Warnings about the opening of the image, for the user: guessed formats. Filled for the node that
     /// [`Drivers::open`](crate::open::Drivers::open) returned.
     pub fn warnings(&self) -> &[String] {
         &self.warnings

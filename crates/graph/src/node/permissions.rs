@@ -5,10 +5,10 @@ use super::ChildRole;
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
 
-/// What one user of a node does with it, and what it lets others do.
+/// The operations of one user of a node, and those that it lets others do.
 #[derive(Clone, Debug)]
 pub(crate) struct Edge {
-    /// The parent's node-name, or what else uses the node.
+    /// The parent's node-name, or the name of another user.
     pub user: String,
     pub permissions: Permissions,
     /// The node's role for the user, for messages.
@@ -75,7 +75,7 @@ impl Edge {
         Edge { is_export, ..self }
     }
 
-    /// What this user keeps from another one for the sake of the length.
+    /// The rights that this user denies another one for the sake of the length.
     fn keeps_length_from(&self, other: &Edge) -> PermissionSet {
         let is_format = ![ROOT_ROLE, HELD_ROLE, ChildRole::DataFile.as_str()].contains(&other.role);
         if self.is_export && is_format { PermissionSet::RESIZE } else { PermissionSet::NONE }

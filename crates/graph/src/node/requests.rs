@@ -150,9 +150,9 @@ impl Node {
         })
     }
 
-    /// Names another backing file in the image, or none. What the image reads from stays what it is: see
-    /// [`crate::graph::Graph::set_backing`]. `name` has at most 1023 bytes. Once polled, it is carried out even when the future
-    /// is dropped.
+    /// Names another backing file in the image, or none. The image's data source stays: see
+    /// [`crate::graph::Graph::set_backing`]. `name` has at most 1023 bytes. Once polled, it is carried out even when
+    /// the future is dropped.
     pub fn change_backing_file(
         &self,
         name: Option<&str>,

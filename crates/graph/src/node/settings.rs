@@ -101,7 +101,7 @@ impl LiveSettings {
     }
 }
 
-/// What becomes of zeroes in a node that passes discards on (`discard`) or not. `path` is for messages.
+/// The treatment of zeroes in a node that passes discards on (`discard`) or not. `path` is for messages.
 pub(crate) fn detect_zeroes(options: &BlockdevOptions, discard: bool, path: &str) -> Result<DetectZeroes> {
     match options.text("detect-zeroes") {
         Some("on") => Ok(DetectZeroes::On),

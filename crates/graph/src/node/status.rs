@@ -7,7 +7,7 @@ use cowshed_types::Result;
 use std::sync::Arc;
 
 impl Node {
-    /// What this layer alone says of a range: runs in order without gaps, `present == false` where the backing file
+    /// The status of a range in this layer alone: runs in order without gaps, `present == false` where the backing file
     /// decides. At least one run, at most `max_runs`; they may end before `offset + len`.
     pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         self.check_range(offset, len)?;
@@ -104,7 +104,7 @@ impl Node {
         image.or_else(|| self.backing().map(|node| (node, 1)))
     }
 
-    /// What a `blkdebug` node stands on where that is no plain file: it knows what is allocated.
+    /// The node below a `blkdebug` node, where that is no plain file: it knows the allocated ranges.
     fn format_below(&self) -> Option<Arc<Node>> {
         self.driver.protocol_file()?;
         self.child(ChildRole::Image).filter(|image| image.file().is_none())

@@ -18,7 +18,7 @@ pub(crate) const MONITOR: &str = "#monitor";
 /// The user that stands for a change of a file's length.
 const RESIZING: &str = "#resize";
 
-/// What all these users together do, and what all of them let others do.
+/// The operations of all these users together, and those that all of them let others do.
 fn sum<'a>(users: impl IntoIterator<Item = &'a Edge>) -> Permissions {
     users.into_iter().fold(Permissions::NONE, |sum, edge| Permissions {
         used: sum.used | edge.permissions.used,
@@ -84,7 +84,7 @@ impl Node {
                 users.remove(at);
             }
             drop(users);
-            // What was granted before is granted again.
+            // The former rights are granted again.
             let _ = self.pass_permissions();
         }
         passed
@@ -157,8 +157,8 @@ impl Node {
         }
     }
 
-    /// What the node asks of its backing node. In a daemon's graph others may write there as long as no user of this node forbids
-    /// it, and nothing is asked while the node has no users.
+    /// The rights that the node needs at its backing node. In a daemon's graph others may write there as long as no
+    /// user of this node forbids it, and nothing is asked while the node has no users.
     pub(crate) fn asked_of_backing(&self) -> Permissions {
         let share_all = match self.settings.locks() {
             LockSource::Opening => false,
@@ -194,7 +194,7 @@ impl Node {
         };
         if passed.is_err() {
             self.lends_backing.store(before, Ordering::Release);
-            // What was granted before is granted again.
+            // The former rights are granted again.
             let _ = self.pass_permissions();
         }
         passed
@@ -219,7 +219,7 @@ impl Node {
         }
     }
 
-    /// What the locks of the node's file must say, where they follow from its users.
+    /// The rights for the locks of the node's file, where they follow from its users.
     fn locks_of(&self, users: &[Edge], file: &File) -> Option<Permissions> {
         let LockSource::Users { share_all } = self.settings.locks() else { return None };
         let wanted = sum(users);

@@ -126,7 +126,7 @@ pub(super) fn without_format(name: &str, files: &dyn Files) -> Result<BlockdevOp
     }
 }
 
-/// What a node is opened as.
+/// The purpose for which a node is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The image that the request names.
@@ -142,7 +142,7 @@ pub enum Role {
 /// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
 #[derive(Clone, Debug)]
 pub struct TreePlace {
-    /// What it is opened as.
+    /// The purpose for which it is opened.
     pub role: Role,
     /// The option path of the node, "" or ending in a dot.
     pub path: String,
@@ -185,15 +185,15 @@ pub struct Opener {
     pub(super) files: Arc<dyn Files>,
     pub(super) policy: Policy,
     deadline: Option<Deadline>,
-    /// Only what the format says of the image is wanted.
+    /// Only the format's description of the image is wanted.
     pub no_io: bool,
-    /// What the guest sees isn't wanted, only where it stands.
+    /// The guest's data isn't wanted, only its places.
     pub no_content: bool,
     /// The size is going to be changed.
     pub(super) resizes: bool,
     /// A user that shares a raw image may not change its size.
     pub(super) keeps_size: bool,
-    /// The locks of files follow from what the users of their nodes do.
+    /// The locks of files follow from the operations of their nodes' users.
     pub(super) locks_by_users: bool,
     pub(super) backing: BackingPolicy,
     /// Damaged images are taken as they are.
@@ -206,7 +206,7 @@ pub struct Opener {
     warnings: RefCell<Vec<String>>,
 }
 
-/// What a driver opens to: the driver, and the node's name for people.
+/// An opened driver, and the node's name for people.
 pub type Opened = Result<(Box<dyn Driver>, String)>;
 
 /// A node's options and what they come to, on the way to its driver.
@@ -217,7 +217,7 @@ pub struct Draft {
     pub options: BlockdevOptions,
     /// Where it stands.
     pub place: TreePlace,
-    /// What they come to for any driver.
+    /// The settings that every driver's options have.
     pub settings: NodeSettings,
     /// The children that are open.
     pub children: Children,
@@ -231,7 +231,7 @@ impl Opener {
         self.warnings.borrow_mut().push(text);
     }
 
-    /// What the images may make us do.
+    /// The rights that images have on this process.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
@@ -497,7 +497,7 @@ impl TreePlace {
             role: Role::Storage,
             path: format!("{}{key}.", self.path),
             writable,
-            // What the parent lets through, its file carries out.
+            // A discard that the parent lets through is carried out by its file.
             discard: true,
             writethrough: false,
             beneath: None,

@@ -3,7 +3,7 @@
 
 use cowshed_types::{Error, Result};
 
-/// What a cache mode means.
+/// The three flags of a cache mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cache {
     /// Bypass the host's page cache (`cache.direct`).

@@ -42,7 +42,7 @@ impl Drivers {
         self.lines().find(|line| line.schema.name == name)
     }
 
-    /// What a format is that is recognised and can't be opened.
+    /// The reason why a recognised format can't be opened.
     pub(super) fn refused(&self, name: &str) -> Option<&'static str> {
         self.refused.iter().find(|(format, _)| format.as_str() == name).map(|(_, about)| *about)
     }

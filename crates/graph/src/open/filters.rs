@@ -109,7 +109,7 @@ async fn compress(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 async fn preallocate(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    /// What QEMU takes where the user says nothing.
+    /// QEMU's defaults.
     const AHEAD_BYTES: u64 = 128 << 20;
     const ALIGN_BYTES: u64 = 1 << 20;
     const SECTOR_BYTES: u64 = 512;
@@ -204,7 +204,7 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 /// Faults below whatever stands on this node: its file is the child's with the rules in front.
 async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let options = BlkdebugOptions::new(&draft.options);
-    // What shares with writers is known of plain files only.
+    // Sharing with writers is defined for plain files only.
     draft.place.share_writes = false;
     draft.settings.locks = LockSource::Opening;
     let spec = spec(draft, "image");
@@ -255,7 +255,7 @@ async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     Ok((Box::new(copy), child.filename()))
 }
 
-/// What the bitmap of a copy-before-write filter says at this moment, if it has one.
+/// The present bits of the bitmap of a copy-before-write filter, if it has one.
 async fn kept_bits(opener: &Opener, draft: &Draft, size: u64) -> Result<Option<Arc<DirtyBits>>> {
     let Some(Value::Object(bitmap)) = draft.options.get("bitmap") else { return Ok(None) };
     let text = |key: &str| bitmap.get(key).and_then(Value::as_str).unwrap_or_default();

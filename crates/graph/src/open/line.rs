@@ -14,14 +14,14 @@ pub(crate) type OpenDriver = for<'a> fn(&'a Rc<Opener>, &'a mut Draft) -> LocalF
 /// Completes the options of a node before the schema checks them, or refuses them in words of the driver.
 pub(crate) type Prepare = fn(&Opener, &mut Draft) -> Result<()>;
 
-/// What a node asks of its file before it has users.
+/// The rights that a node needs at its file before it has users.
 #[derive(Clone, Copy, Debug)]
 pub enum FirstUse {
-    /// What its own opening says.
+    /// The rights that its own opening takes.
     Opening,
     /// Nothing: its users decide later.
     Nothing,
-    /// These rights, where the locks of files follow from their users; else what its opening says.
+    /// These rights, where the locks of files follow from their users; else those that its opening takes.
     WhereUsersLock(Permissions),
 }
 
@@ -80,7 +80,8 @@ impl DriverLine {
         DriverLine { passes_on: true, ..self }
     }
 
-    /// What a node asks of its file before it has users, where it depends on them. `by_users`: the locks of files do.
+    /// The rights that a node needs at its file before it has users, where they depend on its users. `by_users`: the
+    /// locks of files do.
     pub(super) fn asked_at_first(&self, by_users: bool) -> Option<Permissions> {
         match self.first {
             FirstUse::Opening => None,

@@ -37,7 +37,7 @@ use cowshed_offline::snapshots::SnapshotName;
 use cowshed_types::Result;
 use std::sync::Arc;
 
-/// What becomes of the backing file.
+/// The treatment of the backing file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackingPolicy {
     /// It is opened, and its own one, to the end of the chain.
@@ -53,8 +53,8 @@ enum Source {
     Options(BlockdevOptions),
 }
 
-/// What to open and how. By default read-only, format probed, backing chain opened, cache mode `writeback`, discards
-/// passed on.
+/// A request to open an image. By default read-only, format probed, backing chain opened, cache mode `writeback`,
+/// discards passed on.
 #[derive(Clone, Debug)]
 pub struct OpenRequest {
     source: Source,
@@ -112,7 +112,7 @@ impl OpenRequest {
         Self::new(Source::Name(name.into()))
     }
 
-    /// What `--image-opts` takes: `driver=qcow2,file.filename=disk.qcow2`.
+    /// A request from the value of `--image-opts`: `driver=qcow2,file.filename=disk.qcow2`.
     pub fn image_opts(text: &str) -> Result<Self> {
         BlockdevOptions::from_image_opts(text).map(Self::options).map_err(|error| error.file(text))
     }
@@ -174,7 +174,7 @@ impl OpenRequest {
         self.backing(BackingPolicy::None)
     }
 
-    /// What becomes of the backing file.
+    /// Sets the treatment of the backing file.
     #[must_use]
     pub fn backing(mut self, backing: BackingPolicy) -> Self {
         self.backing = backing;
@@ -211,17 +211,18 @@ impl OpenRequest {
         self
     }
 
-    /// The caller asks where the data stands (`map`), which snapshots there are, how large the disk is, not what is in it:
-    /// encrypted images of the chain then open without their keys. All other callers must give them: an encrypted image
-    /// without its key is refused when it is opened, before anything depends on it.
+    /// Declares that the caller asks for places of data (`map`), snapshots or sizes, not for contents. Encrypted images
+    /// of the chain then open without their keys. For all other callers, an encrypted image without its key is refused
+    /// at its opening, before anything depends on it.
     #[must_use]
     pub fn without_content(mut self) -> Self {
         self.no_content = true;
         self
     }
 
-    /// Others may write to the file meanwhile, where the format bears that: a raw image then is locked as qemu-img and
-    /// qemu-io lock it, by what is done with it and not against what others do. Formats with metadata are locked as ever.
+    /// Lets others write to the file meanwhile, where the format bears that. A raw image is then locked as by qemu-img
+    /// and qemu-io: by its user's operations, and not against those of others. Formats with metadata are locked as
+    /// without it.
     #[must_use]
     pub fn sharing_raw(mut self) -> Self {
         self.share_raw = true;
@@ -242,7 +243,7 @@ impl OpenRequest {
         self.sharing_raw()
     }
 
-    /// What the image may make us open.
+    /// Sets the files that the image may make us open.
     #[must_use]
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = policy;

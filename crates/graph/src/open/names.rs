@@ -84,7 +84,7 @@ fn folder_options(name: &str) -> BlockdevOptions {
     options.with("floppy", is_floppy).with("rw", writes)
 }
 
-/// What serves files that no driver here reaches.
+/// The server for files that no driver here reaches.
 pub(super) fn instead_of(protocol: &str) -> Option<&'static str> {
     match protocol {
         "http" | "https" | "ftp" | "ftps" => Some("'nbdkit curl URL' serves what is there over NBD"),

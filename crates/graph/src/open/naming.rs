@@ -69,13 +69,13 @@ const ORDER: &[&str] = &[
 /// The longest name that a header holds, in bytes.
 const MAX_HEADER_NAME_BYTES: usize = 1023;
 
-/// What a name is for.
+/// The purpose of a name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     /// To be shown, with the words of the user.
     Shown,
-    /// To be written into a header. What only watches or slows requests isn't part of the image and is left out, and paths don't
-    /// depend on the working directory.
+    /// To be written into a header. Nodes that only watch or slow requests aren't part of the image and are left out,
+    /// and paths don't depend on the working directory.
     Written,
 }
 
@@ -126,8 +126,9 @@ impl Node {
         }
     }
 
-    /// How the header of the image in file `overlay` is to name this node as its backing file. What opens by that name reads as this
-    /// node does now. Paths are relative where the user gave a relative one and both files are in one folder, else absolute.
+    /// How the header of the image in file `overlay` is to name this node as its backing file. A node opened by that
+    /// name reads as this node does now. Paths are relative where the user gave a relative one and both files are in
+    /// one folder, else absolute.
     ///
     /// # Errors
     /// No name opens the node again, or it is longer than the 1023 bytes of a header.
@@ -261,7 +262,7 @@ impl Node {
             Telling::AllBut(child) => is_own(key, child) && is_given(key),
         });
         for (key, value) in flat.iter_mut().filter(|_| purpose == Purpose::Shown) {
-            // What a reopening has changed is said as it is now.
+            // Options changed by a reopening have their present value.
             if let Some((_, given)) = self.given().iter().find(|(given, _)| given == key)
                 && is_same(given, value)
             {
@@ -361,7 +362,7 @@ fn place(name: &str, overlay: Option<&str>) -> String {
     match path.file_name() {
         Some(last) if path.is_relative() && overlay.as_deref().is_some_and(is_beside) => {
             let last = text_of_path(Path::new(last));
-            // What stands before a colon would be a protocol.
+            // A part before a colon would be a protocol.
             if last.contains(':') { format!("./{last}") } else { last }
         }
         _ => absolute(name),

@@ -11,7 +11,8 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
-/// What an image may make us do. What the user names is always opened; this is about what images name.
+/// The rights that an image has on this process. A name from the user is always opened; this is about names from
+/// images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// Open the backing file that an image names.
@@ -158,7 +159,7 @@ fn has_driver(options: &Value, is_meant: fn(&str) -> bool) -> bool {
     }
 }
 
-/// What kind of thing a name is.
+/// The kind of file that a name leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A regular file.
@@ -186,7 +187,7 @@ impl FileKind {
 pub trait Files: Send + Sync {
     /// Opens `path`.
     fn open(&self, path: &Path, options: &OpenOptions) -> Result<File>;
-    /// What `path` is; `None` where that is unknown or nothing is there.
+    /// The kind of file at `path`; `None` if unknown, or if nothing is there.
     fn kind(&self, path: &Path) -> Option<FileKind>;
 }
 

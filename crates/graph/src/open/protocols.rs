@@ -86,7 +86,7 @@ impl Opener {
         Ok((Box::new(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
     }
 
-    /// What the locks of a file say.
+    /// The rights for the locks of a file.
     fn file_permissions(&self, place: &TreePlace, writes: bool) -> Permissions {
         let permissions = match place.share_writes {
             _ if place.force_share => Edge::of("", writes, true).permissions,

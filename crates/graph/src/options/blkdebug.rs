@@ -39,8 +39,8 @@ impl BlkdebugOptions {
 /// Most bytes of a file with rules.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Puts the rules of the file that `config` names in front of those that the options give, still unchecked: sections
-/// `[inject-error]` and `[set-state]`, in each lines `key = "value"`; comments begin with `#`.
+/// Puts the rules of the file that `config` names in front of those of the options, still unchecked. The file has
+/// sections `[inject-error]` and `[set-state]` with lines `key = "value"`; comments begin with `#`.
 pub(crate) fn read_config(options: &mut BlockdevOptions) -> Result<()> {
     let Some(path) = options.text("config").map(str::to_owned) else { return Ok(()) };
     let text = read_text(&path).map_err(|error| error.file(&path))?;

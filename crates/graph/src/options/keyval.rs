@@ -4,7 +4,7 @@
 use cowshed_types::keyval::next_item;
 use cowshed_types::{Error, Result};
 
-/// What a key without `=` means.
+/// The meaning of a key without `=`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BareKey {
     /// `key=on` (`-o`, `--image-opts`).

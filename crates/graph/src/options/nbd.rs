@@ -36,7 +36,7 @@ pub(crate) fn nbd_of_uri(uri: &NbdUri) -> BlockdevOptions {
     options
 }
 
-/// What the client needs. `credentials` finds those that `tls-creds` names.
+/// The client's options. `credentials` finds the credentials that `tls-creds` names.
 pub(crate) fn nbd_client(
     options: &BlockdevOptions,
     credentials: impl FnOnce(&str) -> Result<ClientTls>,

@@ -8,12 +8,12 @@ use cowshed_types::{Error, LINE_END, Result};
 use serde_json::Value;
 use std::any::Any;
 
-/// What a driver does.
+/// The kind of driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverKind {
     /// Bytes somewhere: the leaves of the graph.
     Protocol,
-    /// Says where the data of a disk is in its children.
+    /// Finds the data of a disk in its children.
     Format,
     /// Passes requests on to its one child.
     Filter,
@@ -24,7 +24,7 @@ pub enum DriverKind {
 pub struct DriverSchema {
     /// The value of `driver`.
     pub name: &'static str,
-    /// What it does.
+    /// The kind of driver.
     pub kind: DriverKind,
     /// One line for people.
     pub about: &'static str,
@@ -43,7 +43,7 @@ pub trait Schemas: Any + Sync {
 pub struct Key {
     /// The key as it is spelled.
     pub name: &'static str,
-    /// What it may hold.
+    /// The type of its value.
     pub value: KeyType,
     /// The default for people; "" when there is none, [`REQUIRED`] when it must be given.
     pub default: &'static str,
@@ -54,7 +54,7 @@ pub struct Key {
 /// In [`Key::default`]: the key must be given.
 pub const REQUIRED: &str = "(required)";
 
-/// What a [`Key`] may hold.
+/// The type of a [`Key`]'s value.
 #[derive(Clone, Copy, Debug)]
 pub enum KeyType {
     /// on or off.

@@ -101,8 +101,8 @@ impl BlockdevOptions {
         self.0.shift_remove(key)
     }
 
-    /// Sets `aio` at the host file below: the first node from the top on that is one. What stands on no host file stays as it
-    /// is. True where there is one.
+    /// Sets `aio` at the host file below: the first node from the top on that is one. A tree without a host file stays
+    /// as it is. True where there is one.
     pub fn set_aio(&mut self, mode: &str) -> bool {
         let mut node = &mut self.0;
         loop {

@@ -12,8 +12,8 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// Makes a range of a file read as zeroes: by giving it back where allowed, by `fallocate`, or by writing.
 pub async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
     if flags.may_unmap {
-        // A hole doesn't make the file longer. What lies behind its end (an odd tail) is written: setting the length
-        // could cut off what a write in flight puts there.
+        // A hole doesn't make the file longer. The range behind its end (an odd tail) is written: setting the length
+        // could cut off the bytes of a write in flight.
         let inside = file.len().saturating_sub(offset).min(len);
         let punched = if inside == 0 { Ok(()) } else { file.punch_hole(offset, inside).await };
         match punched {

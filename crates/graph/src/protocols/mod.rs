@@ -22,7 +22,7 @@ pub(crate) struct FileDriver {
     pub file: File,
     /// For `null-co`: whether reads are promised to give zeroes.
     pub null_reads_zeroes: Option<bool>,
-    /// What a map shows in place of where data is.
+    /// The context that a map shows in place of the places of data.
     pub context: Option<ForeignContext>,
 }
 
@@ -142,8 +142,8 @@ impl FileDriver {
 }
 
 impl ForeignContext {
-    /// What QEMU makes of any context: bit 0 says that there is no data, bit 1 that there are zeroes. Of depths, 2 stands for
-    /// all below the image.
+    /// The status of a range as QEMU reads it from any context: bit 0 stands for the absence of data, bit 1 for zeroes.
+    /// Of depths, 2 stands for all below the image.
     async fn block_status(&self, file: &File, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         let failed =
             |errno| Error::os(errno, "could not ask for the metadata context").file(file.name()).offset(offset);

@@ -170,8 +170,8 @@ impl NodeStats {
         &self.kinds[kind as usize]
     }
 
-    /// What reached a file takes the place of what came through its node: formats go to their files directly. Only what
-    /// the node refused never got there.
+    /// The operations of a file take the place of those of its node: formats go to their files directly. Only requests
+    /// that the node refused never got there.
     pub(crate) fn with_file(mut self, file: &FileStats) -> NodeStats {
         let ops = [
             (IoKind::Read, FileOp::Read),
@@ -211,7 +211,7 @@ impl PassedCounters {
         self.last_end_ns.store(end_ns, Ordering::Relaxed);
     }
 
-    /// What was counted for a kind: operations, bytes and nanoseconds.
+    /// The sums of a kind: operations, bytes and nanoseconds.
     fn sums(&self, kind: IoKind) -> [u64; 3] {
         match kind {
             IoKind::Read => self.sums[0].each_ref().map(|counter| counter.load(Ordering::Relaxed)),

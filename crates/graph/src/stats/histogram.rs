@@ -45,7 +45,7 @@ impl Histogram {
         self.bins[bin].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What was counted so far.
+    /// The counts so far.
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             bounds_ns: self.bounds_ns.to_vec(),

@@ -21,7 +21,7 @@ pub struct LatencyStats {
     pub average_queue_depth_milli: u64,
 }
 
-/// What an interval says at one moment.
+/// The statistics of an interval at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IntervalStats {
     /// Its length in nanoseconds.
@@ -100,7 +100,7 @@ impl Interval {
         });
     }
 
-    /// What it says at `now_ns`.
+    /// The statistics at `now_ns`.
     pub fn snapshot(&self, now_ns: u64) -> IntervalStats {
         let newest = now_ns / self.part_ns;
         let oldest = (newest + 1).saturating_sub(PARTS);

@@ -67,7 +67,7 @@ impl IoKind {
 pub struct AttachmentStats {
     /// Counters, by [`IoKind`] as index.
     pub kinds: [KindStats; KINDS],
-    /// What counts for latencies and idle time.
+    /// The requests that count for latencies and idle time.
     pub accounting: Accounting,
     /// End of the furthest byte written so far.
     pub highest_written_byte: u64,
@@ -88,7 +88,7 @@ impl AttachmentStats {
     }
 }
 
-/// What a result is to the statistics.
+/// The meaning of a result for the statistics.
 pub(crate) fn outcome_of<T>(result: &Result<T>) -> RequestOutcome {
     match result {
         Ok(_) => RequestOutcome::Done,

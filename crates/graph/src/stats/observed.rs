@@ -49,7 +49,7 @@ impl Observed {
         }
     }
 
-    /// What the intervals say now, in the order they were given.
+    /// The present statistics of the intervals, in the order they were given.
     pub(crate) fn intervals(&self, now_ns: u64) -> Vec<IntervalStats> {
         self.intervals.iter().map(|interval| interval.snapshot(now_ns)).collect()
     }

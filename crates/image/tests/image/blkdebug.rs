@@ -204,7 +204,7 @@ fn states_choose_the_second_read() {
     rt::block_on(node.close()).unwrap();
 }
 
-/// What a request does inside of the qcow2 format is told to the faults by QEMU's names.
+/// The steps of a request inside of the qcow2 format reach the faults under QEMU's names.
 #[test]
 fn the_steps_of_the_format_are_events() {
     type Step = fn(&Arc<Node>);

@@ -7,7 +7,7 @@ use cowshed_create::schema::{OptionValues, QCOW2};
 use std::path::Path;
 use std::process::Command;
 
-/// What qemu-img writes.
+/// The file that qemu-img writes.
 fn reference(folder: &Path, options: &str, size: u64, backing: Option<&str>) -> Vec<u8> {
     let mut command = Command::new("qemu-img");
     command.current_dir(folder).args(["create", "-q", "-f", "qcow2"]);
@@ -22,7 +22,7 @@ fn reference(folder: &Path, options: &str, size: u64, backing: Option<&str>) -> 
     std::fs::read(folder.join("a.qcow2")).expect("the image")
 }
 
-/// What we would write.
+/// The file that we would write.
 fn ours(options: &str, size: u64, backing: Option<&str>) -> Vec<u8> {
     let lists: Vec<String> = if options.is_empty() { Vec::new() } else { vec![options.to_owned()] };
     let mut values = OptionValues::parse(QCOW2, &lists).expect("options");

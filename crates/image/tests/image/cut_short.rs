@@ -38,7 +38,7 @@ fn read(node: &Node, at: u64, len: usize) -> Result<IoBuf, cowshed_types::Error>
     result.map(|()| buf)
 }
 
-/// With 64 KiB clusters QEMU puts five clusters of metadata first, so a cut at 9 clusters and 1000 bytes leaves four
+/// With 64 KiB clusters QEMU puts five clusters of metadata first. A cut at 9 clusters and 1000 bytes leaves four
 /// clusters of data and the beginning of a fifth.
 const KEPT: u64 = 9 * 65536 + 1000;
 
@@ -59,7 +59,7 @@ fn data_past_the_end_of_the_file_is_an_error() {
     }
     let text = read(&node, 5 * 65536, 65536).expect_err("data that isn't there").to_string();
     assert!(text.contains("0x50000") && text.contains("0xa0000"), "guest and host offset: {text}");
-    // What has never been written is still zeroes.
+    // Ranges that were never written are still zeroes.
     assert!(read(&node, 8 << 20, 1 << 20).unwrap().iter().all(|byte| *byte == 0));
     // Status: data, and not zero, so that every reader meets the error.
     let runs = rt::block_on(node.block_status(0, 64 << 20, 100)).unwrap();
@@ -109,7 +109,7 @@ fn writable_file() -> cowshed_storage::OpenOptions {
 
 #[test]
 fn leaked_clusters_past_the_end_do_not_stop_a_writer() {
-    // What a crash leaves between counting a cluster and writing to it.
+    // The state that a crash leaves between counting a cluster and writing to it.
     let (_folder, path) = image("cluster_size=64k", "write -P 3 0 256k");
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     let end = file.metadata().unwrap().len().div_ceil(65536);

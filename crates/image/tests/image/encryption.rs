@@ -47,7 +47,7 @@ fn read(node: &Node, at: usize, len: usize) -> Vec<u8> {
     buf.to_vec()
 }
 
-/// What QEMU reads of the whole disk.
+/// The whole disk as QEMU reads it.
 fn qemu_reads(folder: &Path) -> Vec<u8> {
     let image = "driver=qcow2,encrypt.key-secret=s,file.filename=a.qcow2";
     run("qemu-img", folder, &["convert", "--object", SECRET, "--image-opts", image, "-O", "raw", "out.raw"]);

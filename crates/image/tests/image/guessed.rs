@@ -175,7 +175,7 @@ fn racing_requests_complete_no_mark() {
         let kinds =
             refused.iter().all(|(_, result)| result.as_ref().unwrap_err().kind() == ErrorKind::PermissionDenied);
         assert!(refused.len() == 1 && kinds, "round {round}: {format} by {results:?}");
-        // What was accepted is there.
+        // Accepted writes are there.
         let disk = std::fs::read(&path).unwrap();
         for (request, _) in results.iter().filter(|(_, result)| result.is_ok()) {
             let (offset, bytes) = match request {

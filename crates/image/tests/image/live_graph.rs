@@ -222,7 +222,7 @@ fn filters_come_and_go_under_load() {
     assert!(node.user_names().is_empty());
 }
 
-/// What a reopen is given for a node: its options as they are, with these changed.
+/// The options of a node for a reopening: its present ones with these changes.
 fn changed(node: &Node, changes: &str) -> BlockdevOptions {
     let mut options = BlockdevOptions::new().with("node-name", node.name());
     for (key, value) in BlockdevOptions::from_keyval(changes).unwrap().iter() {

@@ -40,7 +40,7 @@ fn an_image_that_takes_too_long_is_let_go() {
             assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
             assert_eq!(error.to_string(), "disk: the time limit of 60 s for this image is used up");
         }
-        // What was written still reaches the disk.
+        // Data written before still reaches the disk.
         node.flush().await.unwrap();
         node.close().await.unwrap();
 

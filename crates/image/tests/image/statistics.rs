@@ -58,7 +58,7 @@ fn outcomes_bytes_and_times_are_counted_apart() {
         assert_eq!((stats.kind(IoKind::WriteZeroes).bytes, stats.kind(IoKind::Flush).operations), (4096, 1));
         assert_eq!((stats.kind(IoKind::Discard).invalid, stats.highest_written_byte), (1, 65536 + 4096));
         assert_eq!((stats.in_flight, stats.idle_ns), (0, Some(2000 * MS)));
-        // What a queue counted stays when it goes, and the nodes count what reaches them.
+        // Counts of a queue stay when it goes, and the nodes count the requests that reach them.
         drop(queue);
         assert_eq!(attachment.statistics().kinds, stats.kinds);
         let node = attachment.node();
@@ -122,7 +122,7 @@ fn what_formats_do_with_their_files_is_counted_there() {
         let reads = stats.kind(IoKind::Read).operations;
         node.read(0, IoBuf::zeroed(4096)).await.0.unwrap();
         assert_eq!(file.statistics().kind(IoKind::Read).operations, reads + 1);
-        // What comes through the node is the same counter, and counted once.
+        // A request through the node has the same counter, and counts once.
         file.read(0, IoBuf::zeroed(512)).await.0.unwrap();
         assert!(file.read(1 << 40, IoBuf::zeroed(512)).await.0.is_err());
         let read = *file.statistics().kind(IoKind::Read);

@@ -206,7 +206,7 @@ fn requests_past_a_filter_are_counted_and_limited() {
         let start = rt::now();
         read(60).await;
         assert_eq!(rt::now(), start, "a tenth of a second's worth goes at once");
-        // What can't be isn't charged, or the bucket were full now.
+        // An impossible request isn't charged, or the bucket were full now.
         for _ in 0..200 {
             assert!(queue.read(1 << 30, IoBuf::zeroed(512)).await.0.is_err());
         }

@@ -35,7 +35,7 @@ fn clusters(node: &Arc<Node>) -> Vec<Option<Vec<u8>>> {
         .collect()
 }
 
-/// What happens to a file of the folder.
+/// A change to a file of the folder.
 type FileChange = fn(&Path);
 
 #[test]
@@ -80,7 +80,7 @@ fn a_file_that_changes_gives_its_old_bytes_or_an_error() {
                 None => failed += 1,
             }
         }
-        // What a file that is gone had may still be read where it is open.
+        // Bytes of a file that is gone may still be read where it is open.
         assert!((30..=66).contains(&failed), "{failed} reads failed");
         let is_same = |bytes: &Option<Vec<u8>>| bytes.as_ref().is_some_and(|bytes| bytes == &[77; 4096]);
         assert_eq!(after.iter().filter(|bytes| is_same(bytes)).count(), 9);

@@ -13,7 +13,7 @@ use cowshed_offline::amend::{self, Amendment, NewBacking};
 use cowshed_types::{Error, LINE_END, Result};
 use std::sync::Arc;
 
-/// What to change.
+/// The options of an amendment.
 #[derive(Clone, Debug, Default)]
 pub struct AmendOptions {
     /// The image.
@@ -44,8 +44,8 @@ struct Wanted {
     values: OptionValues,
 }
 
-/// Amends. What can be refused is refused before anything is changed; after an error or a power cut in between the image
-/// is whole, with some of the changes made.
+/// Amends. Every refusal comes before the first change. After an error or a power cut in between the image is whole,
+/// with some of the changes made.
 pub async fn run(options: &AmendOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     let node = open_bare(&options.image).await?;

@@ -29,13 +29,13 @@ pub(crate) const LIMITED_BYTES: u64 = 512 << 10;
 /// Zeroes may be holes.
 const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
-/// What to take out.
+/// The layers to take out of a chain.
 pub struct MergeRequest {
     /// The image that stands on `top`.
     pub overlay: Arc<Node>,
     /// The highest layer that goes.
     pub top: Arc<Node>,
-    /// The image that gets what the layers hold.
+    /// The image that gets the layers' data.
     pub base: Arc<Node>,
     /// How the overlay's header is to name the base; `None`: by a name that opens it as it is.
     pub backing_file: Option<String>,
@@ -90,7 +90,7 @@ impl Merge {
         job.set_progress(0, end);
         let mut at = 0;
         while at < end {
-            // What has been copied is paid for before the next step, also where that copies nothing.
+            // Copied bytes are paid for before the next step, also if that copies nothing.
             job.throttle(0).await?;
             match self.copy_next(at, size, end, (&source, &target), job).await {
                 Ok(len) => {
@@ -175,7 +175,7 @@ impl Merge {
     }
 }
 
-/// The filters by which backups read the top. What they read stays the same, so they and their users stay.
+/// The filters by which backups read the top. Their data stays the same, so they and their users stay.
 fn readers_of(request: &MergeRequest) -> Vec<Arc<Node>> {
     let above_top = std::iter::successors(request.overlay.backing(), |node| node.child(ChildRole::File));
     let filters = above_top.take_while(|node| !Arc::ptr_eq(node, &request.top));
@@ -228,7 +228,7 @@ pub(crate) async fn relink(
     base: Option<&Arc<Node>>,
     name: BackingName<'_>,
 ) -> Result<()> {
-    // What stands below the base may have changed since the job began.
+    // The chain below the base may have changed since the job began.
     let named = match (base, name.file) {
         (None, _) => None,
         (Some(base), Some(file)) => {

@@ -14,7 +14,7 @@ use cowshed_storage::path_of_text;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
-/// What to commit.
+/// The image to commit, and its target.
 #[derive(Clone, Debug, Default)]
 pub struct CommitOptions {
     /// The image.

@@ -17,7 +17,7 @@ pub(crate) fn reading_one_size() -> Permissions {
     Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL & !PermissionSet::RESIZE }
 }
 
-/// A base that the job may write to. What its overlays read must stay the same.
+/// A base that the job may write to. The data that its overlays read must stay the same.
 pub(crate) struct OpenedBase {
     graph: Arc<Graph>,
     chain: Chain,

@@ -31,7 +31,7 @@ pub struct CopySettings {
     pub zero_unit: usize,
     /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
     pub min_zero_bytes: usize,
-    /// What isn't written reads as zeroes.
+    /// Ranges that aren't written read as zeroes.
     pub target_is_zero: bool,
     /// Compress, in clusters of `cut.unit` bytes.
     pub compressed: bool,
@@ -73,7 +73,7 @@ pub struct Copy<'a> {
     sharing: Sharing<'a>,
 }
 
-/// What the copiers share.
+/// The state that the copiers share.
 struct Work<'a> {
     /// The pieces that no copier has taken, and the number of the next one with data.
     next: Mutex<(Pieces<'a>, u64)>,
@@ -116,7 +116,7 @@ impl<'a> Copy<'a> {
                 copiers.push(self.copy_pieces(&work));
                 work.copiers.set(copiers.len());
             }
-            // What has begun is awaited: a dropped write goes on, and could reach the disk after the job's end.
+            // Begun copies are awaited: a dropped write goes on, and could reach the disk after the job's end.
             let Some(ended) = copiers.next().await else { break };
             work.copiers.set(copiers.len());
             result = result.and(ended);

@@ -30,7 +30,7 @@ const FIRST_CHUNK_BYTES: u64 = 256 << 10;
 /// The longest piece that the kernel copies or shares, in bytes.
 const UNREAD_CHUNK_BYTES: u64 = 64 << 20;
 
-/// What `convert` is to do.
+/// The sources, the target and the options of `convert`.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
     /// The images, concatenated in this order.
@@ -112,7 +112,7 @@ impl ConvertOptions {
     }
 }
 
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Clone, Debug, Default)]
 pub struct ConvertOutcome {
     /// Virtual size of the target, bytes.
@@ -169,7 +169,7 @@ async fn check_bitmap_target(options: &ConvertOptions, sources: &Sources, target
     }
 }
 
-/// What can be refused without opening anything.
+/// Refuses all options that can be refused without opening a file.
 fn check(options: &ConvertOptions) -> Result<()> {
     if options.sources.is_empty() {
         return Err(Error::invalid_argument("no image to convert"));
@@ -282,7 +282,7 @@ fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
     let chunk =
         if options.copy_range && !compressed && options.rate.is_none() { UNREAD_CHUNK_BYTES.max(step) } else { step };
     let no_holes = min_zero_bytes == 0;
-    // What the target holds must not depend on the time that pieces took: their borders may lie anywhere only where each
+    // The target's contents must not depend on the time that pieces took. Their borders may lie anywhere only if each
     // block decides for itself whether it is a hole.
     let is_cut_anywhere = !compressed && min_zero_bytes <= zero_unit && zero_unit <= unit;
     let first_step = if is_cut_anywhere { FIRST_CHUNK_BYTES.max(unit) } else { step };

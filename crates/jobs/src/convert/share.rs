@@ -15,7 +15,7 @@ const BLOCK_BYTES: u64 = 4096;
 /// After so many failures in a row it isn't tried any more.
 const FAILURES_MAX: u32 = 4;
 
-/// What can be taken over, and how often it failed.
+/// The files whose blocks can be shared, and the count of failures.
 pub struct Sharing<'a> {
     sources: &'a Sources,
     target: &'a Node,

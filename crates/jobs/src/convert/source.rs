@@ -7,7 +7,7 @@ use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What the bytes of a run are.
+/// The kind of bytes in a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunKind {
     /// To be read.
@@ -25,7 +25,7 @@ pub struct SourceRun {
     pub start: u64,
     /// First byte behind.
     pub end: u64,
-    /// What it is.
+    /// The kind of bytes.
     pub kind: RunKind,
 }
 
@@ -63,9 +63,9 @@ pub struct Sources {
     parts: Vec<Part>,
     /// Ask the top layer alone: what it leaves to its backing file is left out.
     top_layer_only: bool,
-    /// What can't be looked up is data.
+    /// Ranges that can't be looked up are data.
     salvages: bool,
-    /// What could not be looked up.
+    /// The errors of the ranges that could not be looked up.
     unknown: Mutex<Vec<Error>>,
 }
 
@@ -98,7 +98,7 @@ impl Sources {
         Sources { salvages, ..self }
     }
 
-    /// What could not be looked up so far.
+    /// Takes the errors of lookups so far.
     pub fn take_unknown(&self) -> Vec<Error> {
         std::mem::take(&mut self.unknown.lock().unwrap_or_else(PoisonError::into_inner))
     }

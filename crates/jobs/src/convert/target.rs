@@ -25,13 +25,13 @@ pub struct Target {
     pub is_compressed: bool,
     /// The smallest space that such a format allocates (a subcluster, else a cluster), bytes.
     pub allocation_unit_bytes: Option<u64>,
-    /// What isn't written reads as zeroes.
+    /// Ranges that aren't written read as zeroes.
     pub is_zero: bool,
-    /// What isn't written reads from a backing file.
+    /// Ranges that aren't written read from a backing file.
     pub has_backing: bool,
     /// It has space of its own: preallocated, `nocow`, or there before.
     pub has_own_space: bool,
-    /// What was made for it: nothing where the name was there before.
+    /// The files made for it: none where the name was there before.
     pub created: Created,
 }
 
@@ -178,7 +178,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
     if options.compressed && !plan.opening_options().is_empty() {
         return Err(Error::invalid_argument(COMPRESSED_AND_ENCRYPTED));
     }
-    // What isn't synced while it is copied needn't be before.
+    // A target that isn't synced during the copy needn't be synced before.
     let created = match writable(&options.target).cache.as_deref() == Some("unsafe") {
         true => plan.run_unsynced().await?,
         false => plan.run().await?,

@@ -52,7 +52,7 @@ pub struct Doubtful {
 pub struct OrphanTable {
     /// Host offset in bytes.
     pub offset: u64,
-    /// What it looks like: "l2", "l1" or "unclear".
+    /// The kind of table that it resembles: "l2", "l1" or "unclear".
     pub looks_like: &'static str,
     /// Entries that aren't 0.
     pub entries: u64,
@@ -74,7 +74,7 @@ impl From<Orphan> for OrphanTable {
     }
 }
 
-/// What a rescue found.
+/// The result of a rescue.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RescueMap {
@@ -99,7 +99,7 @@ pub struct RescueMap {
     pub lost_bytes: u64,
     /// Bytes that were read, but are doubtful.
     pub doubtful_bytes: u64,
-    /// What else is to be said.
+    /// Further remarks.
     pub notes: Vec<String>,
     /// The lost ranges.
     pub lost: Vec<Lost>,

@@ -78,7 +78,7 @@ impl Image {
         panic!("the machine is too busy for QEMU to measure its speed");
     }
 
-    /// What opens it, by us and by QEMU.
+    /// Asserts which secrets open it, by us and by QEMU.
     #[track_caller]
     fn expect_ways(&self, expected: &[&str]) {
         let ours = |secret: &&str| {

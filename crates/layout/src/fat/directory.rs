@@ -42,7 +42,7 @@ impl Times {
     }
 }
 
-/// What a folder says of a file or a folder.
+/// The fields of a folder's entry for a file or a folder.
 #[derive(Clone, Copy, Debug)]
 pub struct DirectoryEntry {
     /// It is a folder.

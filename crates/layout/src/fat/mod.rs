@@ -88,7 +88,7 @@ pub struct FatDisk {
     label: [u8; LABEL_BYTES],
 }
 
-/// What stands at a place of the disk.
+/// The kinds of content that a place of the disk has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
     /// Before the tables: see [`FatDisk::heads`].
@@ -184,7 +184,7 @@ impl FatDisk {
         (self.root > 0).then_some(self.root * SECTOR_BYTES)
     }
 
-    /// What stands at a byte of the disk, and for how many bytes from there.
+    /// The kind of content at byte `at` of the disk, and its length in bytes from there.
     pub fn region(&self, at: u64) -> (Region, u64) {
         let mut start = (self.hidden + self.reserved) * SECTOR_BYTES;
         if at < start {
@@ -208,7 +208,8 @@ impl FatDisk {
         (Region::Behind, self.size().saturating_sub(at))
     }
 
-    /// What stands before the tables: places and bytes, in order; all else there is zeroes. `used` clusters are taken, the first ones.
+    /// The areas before the tables that aren't zeroes: places and bytes, in order. The first `used` clusters count as
+    /// taken.
     pub fn heads(&self, used: u64) -> Vec<(u64, Vec<u8>)> {
         let volume = self.hidden * SECTOR_BYTES;
         let mut heads = Vec::new();

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 
 /// Units of UTF-16 in a long name at most.
 const MAX_UNITS: usize = 255;
-/// What may stand in a short name besides capitals and digits.
+/// The marks that a short name may have besides capitals and digits.
 const ALSO_SHORT: &[u8] = b"!#$%&'()-@^_`{}~";
 
 /// The names of one entry.
@@ -28,7 +28,8 @@ pub struct DirectoryNames {
 }
 
 impl DirectoryNames {
-    /// Gives an entry its names. What a name can't hold becomes `_`, and one that is there already gets a number.
+    /// Gives an entry its names. A character that a name can't hold becomes `_`, and a name that is there already gets
+    /// a number.
     pub fn add(&mut self, name: &str) -> Name {
         let wanted = allowed(name);
         let mut long = wanted.clone();
@@ -93,7 +94,7 @@ fn padded(start: &[u8], end: &[u8]) -> [u8; LABEL_BYTES] {
     short
 }
 
-/// What stands before the last dot, and what behind it.
+/// The stem before the last dot, and the ending behind it.
 fn split(name: &str) -> (&str, &str) {
     match name.rsplit_once('.') {
         Some((stem, ending)) if !stem.is_empty() => (stem, ending),

@@ -227,7 +227,7 @@ fn a_gpt_that_says_nonsense_is_refused() {
 }
 
 proptest! {
-    /// What it finds is inside of the disk; what it reads, too (in `find`).
+    /// All partitions that it finds are inside of the disk, and so are its reads (in `find`).
     #[test]
     fn no_table_makes_it_panic_or_run(
         number in 0u32..300, sealed in any::<bool>(), head_is_odd in any::<bool>(), mut head in proptest::collection::vec(any::<u8>(), 64),

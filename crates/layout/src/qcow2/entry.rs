@@ -166,8 +166,9 @@ impl L2Entry {
         })
     }
 
-    /// What the entry says, checked: alignment, the zero flag where the format has none, compression where the format
-    /// forbids it. Reserved bits are ignored (as readers do; `check` reports them by [`L2Entry::reserved_bits`]).
+    /// The cluster that the entry describes. Checked are the alignment, the zero flag where the format has none, and
+    /// compression where the format forbids it. Reserved bits are ignored (as by other readers; `check` reports them by
+    /// [`L2Entry::reserved_bits`]).
     #[inline]
     pub fn cluster(self, format: L2Format) -> Result<Cluster> {
         if self.is_compressed() {
@@ -209,7 +210,7 @@ impl L2Entry {
     }
 }
 
-/// What decides how L2 entries of an image are read.
+/// The properties of an image that decide how its L2 entries are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct L2Format {
     /// Sizes, and whether entries are extended.
@@ -232,7 +233,7 @@ impl L2Format {
     }
 }
 
-/// What an L2 entry says of its guest cluster.
+/// The state of a guest cluster, as its L2 entry gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Cluster {
     /// No host cluster. With extended L2 entries the bitmap may still say "zero" of single subclusters.

@@ -67,7 +67,7 @@ impl Extension {
             types::FEATURE_NAMES => Extension::FeatureNames(FeatureNames { data: data.to_vec() }),
             types::BITMAPS => Extension::Bitmaps(BitmapsExtension::parse(data)?),
             types::ENCRYPTION_HEADER => Extension::EncryptionHeader(EncryptionHeader::parse(data)?),
-            // What isn't as we write it is another's: it is kept, and nothing is believed.
+            // A journal of another form is another program's: it is kept, and nothing in it is believed.
             types::BITMAP_JOURNAL => match BitmapJournal::parse(data) {
                 Some(journal) => Extension::BitmapJournal(journal),
                 None => Extension::Unknown { kind, data: data.to_vec() },

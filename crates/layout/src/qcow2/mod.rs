@@ -31,7 +31,7 @@ pub use validate::limits;
 pub enum Parsed<T> {
     /// The whole structure was there.
     Complete {
-        /// What was parsed.
+        /// The parsed structure.
         value: T,
         /// Bytes it takes, padding included.
         len: usize,

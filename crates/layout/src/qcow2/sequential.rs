@@ -30,7 +30,7 @@ struct Run {
     before: u64,
 }
 
-/// What stands at a place of the file.
+/// The content of a place of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stretch {
     /// So many bytes of metadata: see [`Sequential::fill`].
@@ -123,7 +123,7 @@ impl Sequential {
         self.clusters * CLUSTER
     }
 
-    /// What stands at `offset` bytes, which is in the file, for at most `len` bytes.
+    /// The content at `offset` bytes, which is in the file, for at most `len` bytes.
     pub fn at(&self, offset: u64, len: u64) -> Stretch {
         let data_start = self.data_at * CLUSTER;
         if offset < data_start {

@@ -171,7 +171,7 @@ pub fn parse_table(bytes: &[u8], count: u32) -> Result<Parsed<Vec<Snapshot>>> {
     Ok(Parsed::Complete { value: snapshots, len })
 }
 
-/// What of a damaged table can be read, for a repair.
+/// The readable part of a damaged table, for a repair.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Salvaged {
     /// The entries up to the first one that doesn't end within the bytes at hand.

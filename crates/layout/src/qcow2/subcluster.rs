@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Subclusters of a cluster with extended L2 entries.
 pub const SUBCLUSTERS_PER_CLUSTER: u32 = 32;
 
-/// What a subcluster reads as.
+/// The source of a subcluster's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Subcluster {
     /// Neither bit: from the backing file, or zeroes without one.

@@ -46,7 +46,7 @@ pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages
     Ok(vec![vec![(0, bytes)]])
 }
 
-/// What reaches beyond the first sector is nearly always the feature name table, which is optional: the header is
+/// The part beyond the first sector is nearly always the feature name table, which is optional. So the header is
 /// switched to one without it, and then to one that has it behind everything else.
 fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
     let mut last = new.clone();
@@ -111,7 +111,7 @@ fn atomic(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderSta
     let mut stages = Vec::new();
     let old_extensions = 0..extensions_end(old)?;
     let mut old_name = old_name(old);
-    // What of the new extensions lies beyond the first sector must not change what the old header uses.
+    // New extensions beyond the first sector must not change bytes that the old header uses.
     let changed = |range: &Range<usize>| {
         (SECTOR_BYTES.max(range.start)..body.len().min(range.end)).any(|at| cluster.get(at) != body.get(at))
     };
@@ -180,7 +180,7 @@ fn find_place(cluster_size: usize, len: usize, taken: &[&Range<usize>]) -> Optio
     (at + len <= cluster_size).then_some(at)
 }
 
-/// What of `old` beyond the first sector isn't in `new`.
+/// The parts of `old` beyond the first sector that aren't in `new`.
 fn leftovers(old: &[Range<usize>], new: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut left: Vec<Range<usize>> = old.iter().map(|range| range.start.max(SECTOR_BYTES)..range.end).collect();
     for taken in new {

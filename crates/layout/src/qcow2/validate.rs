@@ -8,8 +8,8 @@ use super::features::{
 use super::{Extension, FeatureNames, Header, V2_HEADER_LENGTH, V3_HEADER_LENGTH_MIN, offset};
 use cowshed_types::{Error, ErrorKind, Result};
 
-/// What we accept where the format allows more. The values are those that QEMU documents or was seen to enforce, so
-/// that every image that it opens is opened here.
+/// Limits of this program where the format allows more. QEMU documents these values or was seen to enforce them, so
+/// every image that it opens is opened here.
 pub mod limits {
     /// Fewest address bits of a cluster.
     pub const CLUSTER_BITS_MIN: u32 = 9;

@@ -41,7 +41,7 @@ impl LogWrite {
     }
 }
 
-/// What a log says is to be done.
+/// The changes that a log demands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Replay {
     /// A file that is shorter was cut off.
@@ -182,7 +182,8 @@ fn head_bytes(descriptors: usize) -> Option<usize> {
     descriptors.checked_mul(DESCRIPTOR_BYTES)?.checked_add(HEADER_BYTES)?.checked_next_multiple_of(SECTOR)
 }
 
-/// What the log, all of it, asks for; `None` where it has no entry with this mark. `place`: where the log is in the file.
+/// The changes that the whole log demands; `None` where it has no entry with this mark. `place`: where the log is in
+/// the file.
 pub fn replay_of(log: &[u8], guid: Guid, place: u64) -> Result<Option<Replay>> {
     let ring = Ring(log);
     let mut newest: Option<(usize, Entry)> = None;
@@ -265,7 +266,7 @@ pub struct NewLogEntry<'a> {
     pub flushed_bytes: u64,
     /// All that is in use ends there; whole MiB.
     pub last_bytes: u64,
-    /// What sectors of 4 KiB are to hold: offset in the file, and contents.
+    /// The new contents of sectors of 4 KiB, with their offsets in the file.
     pub sectors: &'a [(u64, Vec<u8>)],
 }
 

@@ -25,11 +25,11 @@ pub enum MetadataItem {
     FileParameters,
     /// Size of the disk.
     VirtualDiskSize,
-    /// What the disk calls a sector.
+    /// The length of the disk's logical sectors.
     LogicalSectorSize,
 }
 
-/// What the specification knows: the item, whether we read it, and its least length in bytes.
+/// The items of the specification: whether we read them, and their least length in bytes.
 pub(super) const KNOWN: [(Guid, Option<MetadataItem>, u32); 6] = [
     (
         Guid::new(0xcaa1_6737, 0xfa36, 0x4d43, [0xb3, 0xb6, 0x33, 0xf0, 0xaa, 0x44, 0xe7, 0x6b]),
@@ -129,7 +129,7 @@ impl MetadataTable {
     }
 }
 
-/// What the disk is like, checked.
+/// The properties of the disk, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VhdxDisk {
     /// Length of a block in bytes, a power of two from 1 MiB to 256 MiB.

@@ -274,7 +274,7 @@ impl VhdxRegions {
     }
 }
 
-/// What an entry of the BAT says of a payload block.
+/// The state of a payload block, as its entry of the BAT gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VhdxBlock {
     /// Never written: zeroes, or as in the parent.
@@ -290,7 +290,7 @@ pub enum VhdxBlock {
 }
 
 impl VhdxBlock {
-    /// What an entry says: the state in 3 bits, the place in MiB from bit 20 on.
+    /// Parses an entry: the state is in 3 bits, the place in MiB from bit 20 on.
     pub fn of(entry: u64) -> VhdxBlock {
         match entry & 7 {
             // 5 was "unmapped" in version 0.95 of the specification, and is so to QEMU.
@@ -427,7 +427,7 @@ mod tests {
             (40, &[0; 4], "FileOffset"),
             (34, &[0x20], "overlaps"),
         ] {
-            // What follows the second entry is a third one, equal to it.
+            // The bytes behind the second entry are a third one, equal to it.
             let copy = regions(&[])[48..80].to_vec();
             let result = VhdxRegions::parse(&regions(&[(80, &copy), (at, bytes)]), 0x30000).unwrap();
             let error = result.unwrap_err().to_string();

@@ -17,7 +17,7 @@ pub mod limits {
     pub const NAME_BYTES: usize = 1023;
 }
 
-/// What the descriptor says of the disk.
+/// The disk's properties in the descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
     /// Content id: changes with the first write after an open.
@@ -37,7 +37,7 @@ pub struct Descriptor {
 /// One line of the section "Extent description".
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExtentLine {
-    /// What may be done with it.
+    /// The access that the descriptor allows.
     pub access: Access,
     /// Length in sectors.
     pub sectors: u64,

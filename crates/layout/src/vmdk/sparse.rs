@@ -75,7 +75,7 @@ pub enum Grain {
     At(u64),
 }
 
-/// What stands before the data of a compressed grain.
+/// The header in front of the data of a compressed grain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedGrain {
     /// First sector of the grain on the extent.
@@ -225,7 +225,7 @@ impl SparseHeader {
         self.directory_entries().saturating_mul(4)
     }
 
-    /// What an entry of a grain table says.
+    /// The grain that an entry of a grain table leads to.
     pub fn grain(&self, entry: u32) -> Grain {
         match entry {
             0 => Grain::Unallocated,

@@ -64,7 +64,7 @@ fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     bytes
 }
 
-/// What stands behind the grains.
+/// The parts of the file behind the grains.
 pub mod stream_end {
     use super::{DIRECTORY_AT, MARKER_DIRECTORY, MARKER_FOOTER, MARKER_TABLE, SECTOR, marker};
 

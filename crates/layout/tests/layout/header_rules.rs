@@ -328,7 +328,7 @@ proptest! {
         bytes.truncate(cut.max(8));
         let _ = (peek_cluster_bits(&bytes), Header::bytes_needed(&bytes));
         if let Ok(header) = Header::parse(&bytes) {
-            // What was accepted can be written again, and then says the same.
+            // An accepted header can be written again, and then has the same bytes.
             let again = Header::parse(&header.encode().unwrap()).unwrap();
             prop_assert_eq!(again.encode().unwrap(), header.encode().unwrap());
         }

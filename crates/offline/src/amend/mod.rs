@@ -18,7 +18,7 @@ use cowshed_storage::File;
 use cowshed_types::Result;
 use rewrite::Rewrite;
 
-/// What to change; `None` leaves a thing as it is.
+/// The changes to an image; `None` leaves a property as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Amendment {
     /// 2 (`compat=0.10`) or 3 (`compat=1.1`).

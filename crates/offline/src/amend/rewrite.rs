@@ -328,7 +328,7 @@ impl<'a> Rewrite<'a> {
         let per_block = new.refcount_block_entries();
         let mut freed = Vec::new();
         let mut writes = Vec::new();
-        // What the old blocks alone have counted is free afterwards, too.
+        // Clusters that the old blocks alone have counted are free afterwards, too.
         let mut counted = 0;
         for (index, host) in places {
             let mut block = IoBuf::zeroed(new.cluster_size() as usize);

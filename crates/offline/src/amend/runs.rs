@@ -27,7 +27,7 @@ impl Runs {
         }
     }
 
-    /// What of `range` is in the set.
+    /// The parts of `range` that are in the set.
     pub fn within(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let first = self.0.range(..=range.start).next_back().map_or(range.start, |(start, _)| *start);
         self.0

@@ -47,7 +47,7 @@ impl ZeroClusters {
     }
 }
 
-/// What a first look at the tables says.
+/// The result of a first look at the tables.
 #[derive(Default)]
 struct Survey {
     /// Tables to be replaced, in the order of the walk.

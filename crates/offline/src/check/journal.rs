@@ -34,7 +34,7 @@ pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_BYTES: usize = 64;
 pub(super) const UNIT_BYTES: usize = 48;
 pub(super) const RECORD_BYTES: usize = 24;
-/// What identifies an image: its first bytes, which hold the header.
+/// Length of an image's first bytes, which identify it and hold the header.
 pub(super) const HEAD_BYTES_MAX: u64 = 1 << 16;
 pub(super) const KIND_CHANGES: u32 = 1;
 pub(super) const KIND_COMPLETE: u32 = 2;

@@ -7,7 +7,7 @@ use cowshed_qcow2::check::{EditStep, Finding, FindingKind, INACTIVE, give_up_l1,
 use cowshed_types::{Error, Result};
 
 impl CheckSession<'_> {
-    /// Gives up what can't be reached, with a barrier. What hung below it isn't freed in the same run.
+    /// Gives up what can't be reached, with a barrier. Clusters below it aren't freed in the same run.
     pub(super) async fn give_up(&mut self) -> Result<bool> {
         let has_backing = self.header.backing_file.is_some();
         let mut changed = self.give_up_in_tables(has_backing).await?;

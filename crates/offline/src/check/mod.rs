@@ -30,7 +30,7 @@ use session::CheckSession;
 use std::sync::OnceLock;
 pub use undo::{UndoReport, undo};
 
-/// What to repair.
+/// The extent of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Repair {
     /// Nothing.
@@ -45,9 +45,9 @@ pub enum Repair {
 /// How to check.
 #[derive(Clone, Debug)]
 pub struct CheckOptions {
-    /// What to repair; the file must be writable then.
+    /// The extent of the repair; the file must be writable for one.
     pub repair: Repair,
-    /// With [`Repair::All`]: also give up what can't be reached any more, so that it reads as zeroes.
+    /// With [`Repair::All`]: also give up data that can't be reached any more, so that it reads as zeroes.
     pub lossy: bool,
     /// Threads that read and count. 1: everything on the caller's thread.
     pub threads: usize,
@@ -73,22 +73,22 @@ impl Default for CheckOptions {
     }
 }
 
-/// What came out.
+/// The result of a check.
 #[derive(Clone, Debug, Default)]
 pub struct CheckReport {
     /// qemu-img's counters, as they are after the repair.
     pub counters: Counters,
     /// The present findings.
     pub findings: Vec<Finding>,
-    /// What was repaired.
+    /// The findings that the repair has ended.
     pub repaired: Vec<Finding>,
     /// Findings that were counted but not kept.
     pub omitted: u64,
-    /// Why something wasn't repaired, in words.
+    /// The reasons for which findings weren't repaired, in words.
     pub notes: Vec<String>,
     /// True when the repair wrote anything.
     pub changed: bool,
-    /// What a repair can do, or could, about the findings before it.
+    /// The possible effect of a repair on the findings before it.
     pub outlook: Outlook,
 }
 
@@ -103,8 +103,8 @@ impl CheckReport {
 /// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; what
 /// a repair has written until then leaves the image no worse than it was.
 ///
-/// A repair of a file with direct I/O that ends within a sector of the disk, or may come to, goes by way of the page cache, so
-/// no other operation may run on the file then.
+/// A repair goes by way of the page cache if the file has direct I/O and ends within a sector of the disk, or may come
+/// to. No other operation may run on the file then.
 pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     if options.repair != Repair::None && !file.is_writable() {
@@ -118,9 +118,9 @@ pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -
     result
 }
 
-/// Before a repair of a file with direct I/O that ends within a sector, or may come to: a direct write to the last
-/// sector makes the file longer for a moment; a power cut then would bring into being the cluster of an entry past the
-/// end, which the check doesn't count.
+/// Switches direct I/O off before a repair of a file that ends within a sector, or may come to. A direct write to the
+/// last sector makes the file longer for a moment. A power cut then would create the cluster of an entry past the end,
+/// which the check doesn't count.
 fn leave_odd_ends_to_the_cache(session: &CheckSession<'_>) {
     let (file, sector) = (session.file, session.file.alignment().offset);
     let may_be_odd = !file.len().is_multiple_of(sector) || session.geometry.cluster_size() < sector;

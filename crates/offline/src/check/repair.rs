@@ -72,8 +72,8 @@ pub(super) async fn run(
     Ok(report)
 }
 
-/// What was found before and is gone. A flag that was wrong beside a wrong count alone is no finding of its own: such ones are
-/// left out, and the second number says how many they are.
+/// The findings from before that are gone. A flag that was wrong beside a wrong count alone is no finding of its own.
+/// The second number counts these, and the list leaves them out.
 fn repaired_findings(before: Ledger, after: &Ledger, cluster_bits: u32) -> Result<(Vec<Finding>, u64)> {
     let key = |finding: &Finding| (finding.order(), std::mem::discriminant(&finding.kind));
     let mut left = set_for(after.findings.len())?;
@@ -266,7 +266,7 @@ impl CheckSession<'_> {
         if let Some(why) = self.growth_obstacle().filter(|_| self.needs_rebuild) {
             notes.push(why.to_owned());
         } else if self.needs_rebuild {
-            // What moves for other damage takes this way, too.
+            // Structures that move for other damage take this way, too.
             if copies.is_empty() {
                 notes.push(REBUILT.to_owned());
             }

@@ -9,12 +9,13 @@ use cowshed_qcow2::check::{CheckedStructure, Finding, FindingKind, Ledger, Table
 use cowshed_types::memory::expect_memory;
 use cowshed_types::{Error, ErrorKind, Result};
 
-/// What a snapshot points to is judged by the rules of version 2: the fields that version 3 asks for besides are
-/// missing, not wrong, and what the snapshot owns is known without them.
+/// The rules of version 2 hold for the structures of a snapshot. The further fields of version 3 are missing, not
+/// wrong, and the snapshot's clusters are known without them.
 pub(super) const SNAPSHOT_RULES_VERSION: u32 = 2;
 /// "Version 3 images must include extra data at least up to byte 55": size of the VM state and of the disk.
 const EXTRA_BYTES_MIN: usize = 16;
-/// What a repair may write behind the end of the file, at most: a refcount structure, and copies of a few clusters.
+/// The most bytes that a repair may write behind the end of the file: a refcount structure, and copies of a few
+/// clusters.
 const GROWTH_BYTES_MAX: u64 = 4 << 30;
 /// L1 entries of a snapshot are edited so many bytes at a time.
 const L1_PIECE_BYTES: usize = 1 << 20;
@@ -241,7 +242,7 @@ impl CheckSession<'_> {
     }
 }
 
-/// What a repair leaves of a snapshot that it was giving up when it was interrupted: a disk without an L1 table.
+/// True for a snapshot that an interrupted repair was giving up: it has a disk without an L1 table.
 fn is_emptied(snapshot: &Snapshot) -> bool {
     snapshot.l1_size == 0 && snapshot.disk_size_bytes().is_some_and(|bytes| bytes != 0)
 }

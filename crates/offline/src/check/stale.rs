@@ -38,7 +38,7 @@ impl CheckSession<'_> {
         Ok((!is_torn).then_some(stages))
     }
 
-    /// What a repair can do about what was found.
+    /// The possible effect of a repair on the findings.
     pub(super) async fn outlook(&self, ledger: &Ledger) -> Result<Outlook> {
         let bitmaps_stay = self.stale_bitmaps && self.without_bitmaps().await?.is_none();
         let mut outlook =

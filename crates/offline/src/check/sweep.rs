@@ -37,7 +37,7 @@ pub(super) struct OverlapEntry {
     pub weight: u32,
 }
 
-/// What all passes over the tables found beside the ledger.
+/// The findings of all passes over the tables, beside the ledger.
 #[derive(Debug, Default)]
 pub(super) struct Sums {
     stats: ScanStats,
@@ -57,8 +57,8 @@ impl CheckSession<'_> {
         (0..end.div_ceil(window)).map(|index| index * window..((index + 1) * window).min(end)).collect()
     }
 
-    /// What the lists of tables and the buffers of the threads leave, but at least a quarter: with less, an image would
-    /// be read too often.
+    /// The memory that the lists of tables and the buffers of the threads leave, but at least a quarter. With less, an
+    /// image would be read too often.
     fn memory_for_counts(&self) -> u64 {
         let lists = self.tables.len() * size_of::<TableRef>() + (self.l1.len() + self.refcount_table.len()) * 8;
         let taken = (lists as u64).saturating_add(THREAD_BYTES * self.threads() as u64);
@@ -373,7 +373,7 @@ async fn join2(a: impl Future<Output = Result<()>>, b: impl Future<Output = Resu
     a.and(b)
 }
 
-/// What [`CheckSession::read_clusters`] read.
+/// The clusters that [`CheckSession::read_clusters`] read.
 struct Clusters {
     bufs: Vec<IoBuf>,
     cluster_size: usize,

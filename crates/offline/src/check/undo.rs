@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// Bytes compared or copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What an undo did.
+/// The result of an undo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UndoReport {
     /// Bytes that have their old value again.
@@ -124,8 +124,8 @@ impl Undo<'_> {
         Ok(())
     }
 
-    /// After a repair or an undo that was cut off, each byte is one of those that the log knows for its place. What
-    /// lies behind the old end is cut off in any case.
+    /// After a repair or an undo that was cut off, each byte is one of those that the log knows for its place. Bytes
+    /// behind the old end are cut off in any case.
     async fn check_partial(&self, latest: &Parts) -> Result<()> {
         let mut sorted: Vec<&Record> = self.read.records.iter().collect();
         sorted.sort_by_key(|record| record.offset);

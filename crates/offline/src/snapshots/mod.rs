@@ -126,9 +126,10 @@ impl SnapshotName {
         SnapshotName { id: Some(id.into()), ..SnapshotName::of_name(name) }
     }
 
-    /// What `-l` of `convert` and `measure` takes: `snapshot.id=ID`, `snapshot.name=NAME`, both with a comma between, or
-    /// either of the two alone, where `,,` in a value stands for one comma; anything that doesn't start with `snapshot.` is an
-    /// ID or a name as it stands. Refused: other parameters after `snapshot.`, and one without a value.
+    /// Parses the value of `-l` of `convert` and `measure`. It is `snapshot.id=ID`, `snapshot.name=NAME`, both with a
+    /// comma between, or one of the two alone; `,,` in a value stands for one comma. A text that doesn't start with
+    /// `snapshot.` is an ID or a name as it stands. Refused: other parameters after `snapshot.`, and one without a
+    /// value.
     pub fn parse(text: &str) -> Result<SnapshotName> {
         if !text.starts_with("snapshot.") {
             return Ok(SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None });
@@ -227,7 +228,7 @@ fn not_found(wanted: &[u8]) -> Error {
     Error::new(ErrorKind::NotFound, format!("there is no snapshot '{}'", String::from_utf8_lossy(wanted)))
 }
 
-/// Makes the disk what it was when the snapshot was taken. What was written since, and is in no snapshot, is lost.
+/// Makes the disk what it was when the snapshot was taken. Data written since, and in no snapshot, is lost.
 pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<()> {
     named(file, async {
         let mut image = Image::load(file).await?;

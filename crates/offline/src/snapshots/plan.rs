@@ -88,7 +88,7 @@ impl Bits {
     }
 }
 
-/// What the first look at an operation says.
+/// The result of the first look at an operation.
 pub(super) struct Survey {
     /// Refcount blocks, by index, in which a count changes.
     pub blocks: BTreeSet<u64>,

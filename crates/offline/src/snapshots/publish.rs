@@ -29,7 +29,7 @@ pub(super) struct Publication<'a> {
     pub(super) extra: BTreeMap<u64, i64>,
     /// Refcount blocks that change.
     pub(super) blocks: BTreeSet<u64>,
-    /// What loses its last reference, in clusters.
+    /// The clusters that lose their last reference.
     pub(super) freed: Vec<Range<u64>>,
 }
 

@@ -12,7 +12,7 @@ const READS_AT_ONCE: usize = 32;
 
 /// The L1 table of a snapshot, after a look at where the entry says it is.
 pub async fn read_l1(file: &File, snapshot: &Snapshot, version: u32, cluster_bits: u32) -> Result<Vec<u64>> {
-    // What version 3 asks for besides is not needed here.
+    // The further fields of version 3 are not needed here.
     snapshot.validate(version.min(2), cluster_bits)?;
     let end = snapshot.l1_table_offset.saturating_add(u64::from(snapshot.l1_size) * 8);
     if end > file.len() {

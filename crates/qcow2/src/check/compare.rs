@@ -9,9 +9,9 @@ use cowshed_layout::qcow2::refcount;
 pub struct Difference {
     /// Host cluster number.
     pub cluster: u64,
-    /// What the refcount block says; 0 without a block.
+    /// The count in the refcount block; 0 without a block.
     pub stored: u64,
-    /// What was counted.
+    /// The references that the check counted.
     pub references: u64,
 }
 

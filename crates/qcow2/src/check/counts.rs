@@ -17,7 +17,7 @@ const COUNT: u16 = METADATA - 1;
 /// Entries of the overflow map before a check gives up: each stands for a cluster with over 16,000 references.
 const OVERFLOW_MAX: usize = 1 << 20;
 
-/// What a cell said before it was changed.
+/// The value of a cell before a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(u16);
 
@@ -39,8 +39,8 @@ impl Mark {
     }
 }
 
-/// References to the host clusters `first()..end()`. Shared by all threads of a check: the cells are atomic, and each
-/// is independent of the others, so relaxed order is enough (the threads are joined before a sum is read).
+/// References to the host clusters `first()..end()`. All threads of a check share it. The cells are atomic and
+/// independent of each other, so relaxed order is enough: the threads are joined before a sum is read.
 #[derive(Debug)]
 pub struct Counts {
     first: u64,

@@ -33,7 +33,7 @@ pub enum CheckedStructure {
 }
 
 impl CheckedStructure {
-    /// What people call it.
+    /// The structure's name in messages.
     pub const fn name(self) -> &'static str {
         match self {
             CheckedStructure::Header => "header",
@@ -118,7 +118,7 @@ pub enum FindingKind {
 /// Something wrong in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What.
+    /// The kind of fault.
     pub kind: FindingKind,
     /// Host offset in bytes of the faulty entry, where there is one.
     pub entry_offset: Option<u64>,

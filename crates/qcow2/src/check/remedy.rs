@@ -7,7 +7,7 @@ use cowshed_types::Result;
 use cowshed_types::memory::set_for;
 use std::collections::HashSet;
 
-/// What a repair will do about a finding.
+/// The change that a repair makes for a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Remedy {
@@ -35,7 +35,7 @@ pub enum Remedy {
     RebuildRefcounts,
     /// The header no longer says that the external data file is raw.
     EndRawData,
-    /// What can't be reached is given up.
+    /// Data that can't be reached is given up.
     GiveUp,
     /// Subclusters that are allocated and zero at once read as their data.
     TakeData,
@@ -63,12 +63,12 @@ impl Remedy {
     }
 }
 
-/// What decides about remedies beside the finding itself.
+/// The state of the image that decides about remedies, beside the finding itself.
 #[derive(Clone, Debug, Default)]
 pub struct Outlook {
-    /// Why nothing is repaired at all.
+    /// The reasons that forbid every repair.
     pub obstacles: Vec<String>,
-    /// What can't be reached is given up.
+    /// Data that can't be reached may be given up.
     pub lossy: bool,
     /// There is a backing file, which must not show through.
     pub has_backing: bool,
@@ -137,7 +137,7 @@ impl Outlook {
         })
     }
 
-    /// What a repair of everything (`all`) or of leaks alone will do about a finding; `None`: it stays.
+    /// The remedy of a finding in a repair of everything (`all`) or of leaks alone; `None`: the finding stays.
     pub fn remedy(&self, finding: &Finding, all: bool) -> Option<Remedy> {
         let in_clash = |offset: u64| self.clashes.contains(&(offset >> self.cluster_bits));
         let changes_nothing = !self.obstacles.is_empty() || (!all && (self.data_overlaps || self.uncounted));

@@ -8,11 +8,11 @@ use cowshed_types::memory::{no_memory, try_push};
 
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const COPIED: u64 = 1 << 63;
-/// Entries handled at a time: their cells are all loaded before the first is changed, so that the processor can wait
-/// for many cache lines at once (an atomic change waits for its own line alone).
+/// Entries handled at a time. Their cells are all loaded before the first is changed, so the processor waits for many
+/// cache lines at once. An atomic change waits for its own line alone.
 const GROUP: usize = 64;
 
-/// What a scan needs to know of the image.
+/// The properties of the image that a scan needs.
 #[derive(Clone, Copy, Debug)]
 pub struct ScanContext {
     /// Sizes.
@@ -30,8 +30,8 @@ pub struct ScanContext {
 }
 
 impl ScanContext {
-    /// True when a region begins behind the end of the file, or ends a whole cluster or more behind it: the last cluster of a
-    /// file may be incomplete, what lies further out can't have been written.
+    /// True when a region begins behind the end of the file, or ends a whole cluster or more behind it. The last
+    /// cluster of a file may be incomplete; bytes further out can't have been written.
     pub fn is_past_end(&self, offset: u64, len: u64) -> bool {
         let Some(end) = offset.checked_add(len) else { return true };
         offset >= self.file_len || end >= self.file_len.saturating_add(self.geometry.cluster_size())
@@ -72,7 +72,7 @@ impl ScanStats {
     }
 }
 
-/// What a scan of a table found. Reused from table to table.
+/// The findings of a scan of one table. Reused from table to table.
 #[derive(Debug, Default)]
 pub struct ScanOutput {
     /// Sums.

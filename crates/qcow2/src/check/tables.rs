@@ -18,7 +18,7 @@ pub struct TableRef {
     pub offset: u64,
     /// Its index in the active L1 table, or [`INACTIVE`].
     pub l1_index: u32,
-    /// References that each entry of the table stands for: the number of L1 entries that lead here, 0 for the second
+    /// References that each entry of the table stands for: the number of L1 entries that lead here. 0 for the second
     /// and later entries of the active L1 table with the same offset.
     pub weight: u32,
 }

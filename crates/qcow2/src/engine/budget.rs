@@ -41,7 +41,7 @@ impl Budget {
         BUDGET.get_or_init(|| Budget::new(DEFAULT_BYTES))
     }
 
-    /// What it allows, in bytes.
+    /// The limit in bytes.
     pub fn limit_bytes(&self) -> u64 {
         self.limit_bytes.load(Ordering::Relaxed)
     }
@@ -115,7 +115,7 @@ impl Budget {
     }
 }
 
-/// What a walk of the hand through one image came to.
+/// The outcome of the hand's walk through one image.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Walk {
     /// Slices and blocks that went.

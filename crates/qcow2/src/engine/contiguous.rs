@@ -35,7 +35,7 @@ impl RunSearch {
     }
 }
 
-/// What a look at one place says.
+/// The outcome of a look at one place.
 enum Place {
     /// The run fits there, behind new refcount blocks of these indices.
     Free(Vec<u64>),

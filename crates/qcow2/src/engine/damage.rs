@@ -5,7 +5,7 @@ use crate::engine::Engine;
 use cowshed_layout::qcow2::{L1Entry, L2Entry};
 use cowshed_types::{Error, GuestOffset};
 
-/// What a plan that meets a damaged entry is for. QEMU words the two differently.
+/// The request behind a plan that meets a damaged entry. QEMU words the two differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     Read,

@@ -74,7 +74,7 @@ pub struct Statistics {
     pub quarantined: u64,
 }
 
-/// What only the owner, the holder of the engine's lock, sees and changes.
+/// The state that only the holder of the engine's lock sees and changes.
 pub(crate) struct State {
     pub(crate) tables: Tables,
     pub(crate) refcounts: Refcounts,
@@ -101,11 +101,11 @@ pub(crate) struct State {
     pub(crate) want_dirty_bit: bool,
     pub(crate) l2_misses: u64,
     pub(crate) refcount_misses: u64,
-    /// What the budget was told that the image takes, in bytes.
+    /// The memory of the image as the budget last heard it, in bytes.
     pub(crate) accounted_bytes: u64,
     /// L1 indices of L2 tables that share their cluster with other metadata.
     pub(crate) overlapping_tables: Vec<usize>,
-    /// Metadata that mapping and counting don't need: what, where, bytes.
+    /// Metadata that mapping and counting don't need: structure, offset, length in bytes.
     pub(crate) other_metadata: Vec<(Structure, u64, u64)>,
 }
 

@@ -11,7 +11,7 @@ use cowshed_types::{HostOffset, slip};
 use foldhash::HashSet;
 use std::collections::BTreeMap;
 
-/// What a request is going to do with an L2 table that is there.
+/// The edit that a request is going to make in an L2 table that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Edit {
     /// Set entries.

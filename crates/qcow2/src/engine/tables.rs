@@ -52,16 +52,16 @@ pub(crate) struct SliceMeta {
     pub(crate) dirt: Dirt,
     /// Requests that will edit the slice when their I/O is done.
     busy: u32,
-    /// What it counts for in the cache, in bytes; 0 when only its state is known.
+    /// Its share of the cache, in bytes; 0 while only its state is known.
     counted: u32,
 }
 
 /// An L1 entry that is not, or not surely, on disk as it is in memory.
 #[derive(Clone, Copy)]
 pub(crate) struct L1Dirt {
-    /// What the disk holds for sure or held last.
+    /// The value that the disk holds for sure, or held last.
     pub(crate) durable: u64,
-    /// What the running cycle writes.
+    /// The value that the running cycle writes.
     pub(crate) written: Option<u64>,
     /// Changed since that copy was taken.
     pub(crate) dirty: bool,
@@ -92,7 +92,7 @@ fn cap_of(slice_bytes: u64, bytes: u64) -> u64 {
     bytes.max(2 * slice_bytes)
 }
 
-/// What became of a slice that the clock's hand came to.
+/// The fate of a slice under the clock's hand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Visit {
     Stays,

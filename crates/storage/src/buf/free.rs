@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 const MIN_BLOCK_BYTES: usize = 4096;
 /// Larger blocks, of over 4 MiB and what aligns them, are too rare to keep.
 const MAX_BLOCK_BYTES: usize = (4 << 20) + super::IO_ALIGN;
-/// What a thread keeps at most: eight such blocks of 2 MiB.
+/// The most that a thread keeps, in bytes: eight such blocks of 2 MiB.
 const MAX_KEPT_BYTES: usize = (16 << 20) + 8 * super::IO_ALIGN;
 const MAX_KEPT_BLOCKS: usize = 64;
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// Alignment of memory that [`IoBuf`] allocates, in bytes: a page, which satisfies O_DIRECT on every device we know.
 pub const IO_ALIGN: usize = 4096;
 
-/// What [`IoBuf::scratch`] holds in builds with debug assertions: so every test meets old bytes, and can tell them.
+/// The bytes of [`IoBuf::scratch`] in builds with debug assertions. So every test meets old bytes, and can tell them.
 pub const SCRATCH_POISON: u8 = 0xdb;
 
 static POISONS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
@@ -62,8 +62,8 @@ impl Drop for Region {
 }
 
 /// From so many bytes on, new zeroed memory is asked for without alignment and aligned here. The system gives it out as
-/// fresh pages, which are zero; the allocator would write zeroes into aligned memory, and that costs a fault and a write
-/// for each page before the first byte is read.
+/// fresh pages, which are zero. The allocator would write zeroes into aligned memory, at a fault and a write per page
+/// before the first byte is read.
 const FRESH_PAGES_BYTES: usize = 128 << 10;
 
 /// The allocator's layout for a buffer of `len` bytes. `None`: more than `isize::MAX`, which no machine has.
@@ -81,7 +81,7 @@ fn out_of_memory(len: usize) -> ! {
     handle_alloc_error(block_layout(len).unwrap_or(Layout::new::<[u8; IO_ALIGN]>()))
 }
 
-/// What new memory holds.
+/// The contents of new memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     Zero,

@@ -11,14 +11,14 @@ use std::collections::BTreeMap;
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// What a confined thread may do besides its work on files.
+/// The rights of a confined thread besides its work on files.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Extra {
     /// Make sockets and connect them.
     pub connects: bool,
     /// Change the mode of the terminal.
     pub edits_lines: bool,
-    /// Say how files are to lie on their disk, which are attributes of theirs.
+    /// Set attributes of files, which say how they lie on their disk.
     pub places_files: bool,
 }
 
@@ -259,7 +259,7 @@ const ALLOWED: &[i64] = &[
 /// Allowed for memory that is no code.
 const CODE_CALLS: &[i64] = &[libc::SYS_mmap, libc::SYS_mprotect];
 
-/// What a client of a server needs.
+/// The calls that a client of a server needs.
 const CONNECTING: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_socketpair,
@@ -274,9 +274,9 @@ const CONNECTING: &[i64] = &[
     libc::SYS_setsockopt,
 ];
 
-/// Requests of `ioctl`: is it a terminal and how wide (`TCGETS`, `TCGETS2`, `TIOCGWINSZ`), `FIONBIO`; size, sector sizes, discard
-/// and zeroing of block devices (`BLKGETSIZE64`, `BLKSSZGET`, `BLKPBSZGET`, `BLKDISCARD`, `BLKZEROOUT`); shared blocks
-/// (`FICLONE`, `FICLONERANGE`) and attributes of files, to look at (`FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR`).
+/// Requests of `ioctl`. For terminals: `TCGETS`, `TCGETS2`, `TIOCGWINSZ`, and `FIONBIO`. For block devices, their size,
+/// sector sizes, discard and zeroing: `BLKGETSIZE64`, `BLKSSZGET`, `BLKPBSZGET`, `BLKDISCARD`, `BLKZEROOUT`. For files,
+/// shared blocks (`FICLONE`, `FICLONERANGE`) and the reading of attributes (`FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR`).
 const IOCTLS: &[u32] = &[
     0x5401,
     0x802c_542a,

@@ -11,7 +11,7 @@ use cowshed_types::Errno;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What tears and corruptions respect, in bytes.
+/// The unit of tears and corruptions, in bytes.
 const SECTOR_BYTES: u64 = 512;
 
 /// A file in front of another.
@@ -23,7 +23,7 @@ pub(crate) struct FaultyFile {
     max_transfer_bytes: u64,
 }
 
-/// What becomes of a read or write.
+/// The fate of a read or write.
 enum Turn {
     /// It moves at most so many bytes.
     Move { limit: u64 },
@@ -217,7 +217,7 @@ impl FaultyFile {
     }
 }
 
-/// What was cut off: the rest of the buffer that was cut, and the buffers behind it.
+/// The bytes behind a cut: the rest of the buffer that was cut, and the buffers behind it.
 type Rest = (Option<IoBuf>, Vec<IoBuf>);
 
 /// Takes everything off the payload that lies more than `limit` bytes behind its first `skip`.

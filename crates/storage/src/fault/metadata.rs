@@ -10,7 +10,8 @@ thread_local! {
     static IS_METADATA: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `work` does to files with faults causes no [`super::Event::ReadAio`] and no [`super::Event::WriteAio`].
+/// Runs `work` so that its operations on files with faults cause neither [`super::Event::ReadAio`] nor
+/// [`super::Event::WriteAio`].
 pub fn as_metadata<F: Future>(work: F) -> AsMetadata<F> {
     AsMetadata(Box::pin(work))
 }

@@ -57,7 +57,7 @@ impl IoType {
 
 macro_rules! events {
     ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {
-        /// What happens in the file and in the qcow2 format above it, by QEMU's names. A rule waits for its event, and sees
+        /// An event in the file or in the qcow2 format above it, by QEMU's name. A rule waits for its event, and sees
         /// the operations from then on, the one that caused the event included.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Event {
@@ -190,7 +190,7 @@ impl Event {
     }
 }
 
-/// What happens to an operation that a rule hits.
+/// The effect on an operation that a rule hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultAction {
     /// It fails, and nothing of it happens.
@@ -221,7 +221,7 @@ pub enum FaultAction {
 /// A rule: which operations it hits, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultRule {
-    /// What it waits for.
+    /// The event that the rule waits for.
     pub event: Event,
     /// Its event counts only in this state; a rule without event counts only in this state. `None`: in any.
     pub state: Option<u32>,
@@ -238,7 +238,7 @@ pub struct FaultRule {
     pub probability_percent: u8,
     /// How long an operation that is hit waits before anything happens to it.
     pub delay: Duration,
-    /// What happens to it.
+    /// The effect on the operation.
     pub action: FaultAction,
 }
 
@@ -396,12 +396,12 @@ impl Faults {
         self.table().happen(event);
     }
 
-    /// What an operation has to wait for before it begins.
+    /// The hold that an operation has to wait for before it begins.
     pub(super) fn hold_before(&self, io: IoType) -> Option<Held> {
         if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(Event::before(io)) } else { None }
     }
 
-    /// What a write that succeeded has to wait for.
+    /// The hold that a write has to wait for after its success.
     pub(super) fn hold_after_write(&self) -> Option<Held> {
         if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(&[Event::PwritevDone]) } else { None }
     }

@@ -34,7 +34,7 @@ impl HostFile {
                 let Some(range) = seek_data(fd, is_device, at, len)?.filter(|range| range.start < end) else { break };
                 at = range.end.max(at + 1);
                 match ranges.last_mut() {
-                    // What was a hole behind the known run has been written.
+                    // A hole behind the known run has been written.
                     Some(last) if last.end == range.start => last.end = range.end,
                     _ => ranges.push(range),
                 }

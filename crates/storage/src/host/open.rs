@@ -113,7 +113,7 @@ pub(super) fn check_ring() -> Result<()> {
     }
 }
 
-/// What O_DIRECT asks of this file.
+/// The alignment that O_DIRECT needs for this file.
 pub(super) fn direct_alignment(fd: &OwnedFd, is_device: bool) -> Result<Alignment> {
     if is_device {
         let size = sys::device_block_size(fd).map_err(|errno| Error::os(errno, "could not read the block size"))?;

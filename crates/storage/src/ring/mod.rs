@@ -129,7 +129,7 @@ impl Ring {
         base().build(SUBMISSION_ENTRIES)
     }
 
-    /// Queues an entry. What it points to must be owned by the slot whose number is its user data.
+    /// Queues an entry. The memory that its pointers name must be owned by the slot whose number is its user data.
     fn push(&self, entry: &squeue::Entry) {
         loop {
             {

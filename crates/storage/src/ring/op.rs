@@ -12,13 +12,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// What the kernel may use until the completion.
+/// Memory that the kernel may use until the completion.
 pub(super) struct Held {
     payload: Payload,
     /// Pointers into `payload`, for the vectored operations.
     #[allow(dead_code, reason = "read by the kernel")]
     vectors: Vec<libc::iovec>,
-    /// What a message to a socket consists of: pointers into `payload` too.
+    /// The parts of a message to a socket: pointers into `payload` too.
     message: Option<Box<SocketMessage>>,
     /// Set when the future is gone, whose borrow kept the descriptor open until then.
     #[allow(dead_code, reason = "held for its drop")]
@@ -37,7 +37,7 @@ pub(super) struct Slot {
     held: Held,
     /// Others than a disk complete it, if they ever do.
     waits_for_peer: bool,
-    /// What a fault has its completion say.
+    /// The result that a fault puts into its completion.
     #[cfg(test)]
     told: Option<i32>,
 }

@@ -12,7 +12,7 @@ thread_local! {
     static CANCELLED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What the tasks of one client share: whether that client is gone.
+/// The shared state of one client's tasks: whether that client is gone.
 #[derive(Debug, Default)]
 pub struct Cancel {
     cancelled: Cell<bool>,

@@ -51,7 +51,7 @@ pub trait Simulation {
     }
 }
 
-/// What other threads see of an executor.
+/// The part of an executor that other threads see.
 struct Shared {
     /// Tasks woken by other threads.
     remote: Mutex<Remote>,
@@ -238,7 +238,7 @@ impl Local {
     /// When called inside of another `block_on`.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let _entered = Entered::new(&self.state);
-        // What the future leaves behind when it is dropped must end too.
+        // Obligations of the future, left behind when it is dropped, must end too.
         let output = self.run(future);
         self.state.end_obligations();
         output
@@ -473,7 +473,7 @@ impl LocalState {
             polling.requests_came();
         }
         if ring.waits_for_disk() {
-            // What the page cache has is there as soon as it is asked for.
+            // Data in the page cache are there as soon as they are asked for.
             if is_quiet {
                 ring.poll();
             }

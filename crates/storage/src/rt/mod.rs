@@ -35,9 +35,9 @@ pub fn prepare() -> Result<()> {
     executor::prepare_thread().map_err(|error| Error::io(&error, "could not make an executor"))
 }
 
-/// From now on this thread looks for news itself, for as long as that has paid and `limit` allows, before it sleeps: for
-/// threads that answer others, whose next request often comes before a sleep would have been worth it. Looking keeps a core
-/// busy. Without effect in a simulation and where there is no io_uring.
+/// Makes this thread look for completions itself before it sleeps, for as long as that has paid and `limit` allows. It
+/// serves threads that answer others: their next request often comes before a sleep would have been worth it. Looking
+/// keeps a core busy. Without effect in a simulation and where there is no io_uring.
 ///
 /// # Panics
 /// Outside of [`block_on`].
@@ -124,10 +124,10 @@ pub async fn run_on_cpu_pool<T: Send + 'static>(work: impl FnOnce() -> T + Send 
     ThreadPool::cpu().run(work).await
 }
 
-/// Runs what `work` makes on another thread, on an executor of that thread: for requests that keep a core busy in system
-/// calls, as copying out of the page cache does. It runs to its end even when this future is dropped. On this thread where
-/// there is no other core, no thread or no file descriptor for an executor, and under the simulator. A panic of the
-/// work continues here.
+/// Runs the future of `work` on another thread, on an executor of that thread. It serves requests that keep a core busy
+/// in system calls, as copying out of the page cache does. It runs to its end even when this future is dropped. It
+/// stays on this thread where another core, a thread or a file descriptor for an executor is missing, and under the
+/// simulator. A panic of the work continues here.
 pub async fn beside<T: Send + 'static, F: Future<Output = T> + 'static>(
     work: impl FnOnce() -> F + Send + 'static,
 ) -> T {
@@ -187,7 +187,8 @@ pub fn now_ns() -> u64 {
     u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What a clock of the system says, in nanoseconds. Not `Instant`: taking one from another costs several times what the clock costs.
+/// The time of a clock of the system, in nanoseconds. Not `Instant`: taking one from another costs several times what
+/// the clock costs.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec of ours. The call can't fail: every Linux has the clocks that are asked for here.
@@ -215,8 +216,8 @@ fn since_start_ns() -> u64 {
     now_ns.saturating_sub(start_ns) + 1
 }
 
-/// As [`now`] in nanoseconds, but looks at the clock once in a round of this thread's executor (a round runs the tasks
-/// that can run, then looks for completions): for statistics, many a time in a request.
+/// As [`now`] in nanoseconds, but looks at the clock once in a round of this thread's executor. A round runs the tasks
+/// that can run, then looks for completions. It serves statistics, which need the time many times in a request.
 #[inline]
 pub fn round_now_ns() -> u64 {
     match executor::ROUND_NS.get() {

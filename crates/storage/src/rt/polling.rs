@@ -41,7 +41,7 @@ impl PollLimit {
         self.0.store(u64::try_from(most.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// What it is now.
+    /// The present limit.
     pub fn get(&self) -> Duration {
         Duration::from_nanos(self.as_nanos())
     }
@@ -59,7 +59,7 @@ impl Default for PollLimit {
 
 /// The first look.
 const FIRST_NS: u64 = 10_000;
-/// What comes within so many times the limit came soon.
+/// A completion came soon within so many times the limit.
 const SOON: u64 = 4;
 /// So many looks in vain, of the whole limit, and the thread rests.
 const VAIN_LOOKS: u32 = 8;
@@ -83,7 +83,7 @@ pub(super) enum Wait {
     LostCore,
 }
 
-/// What a thread has learnt of its waits. Times are of one clock, in nanoseconds.
+/// The experience of a thread with its waits. Times are of one clock, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Polling {
     look_ns: u64,
@@ -304,17 +304,17 @@ mod tests {
         assert_eq!(polling.look_ns(LIMIT, 0), Some(LIMIT), "what was learnt is kept");
     }
 
-    /// What a request waits for before it is answered.
+    /// The condition that a request waits for before it is answered.
     #[derive(Clone, Copy)]
     enum Needs {
         Nothing,
         /// A file in the page cache.
         Cached,
-        /// What takes as long as a disk: a pipe that gets a byte after a while.
+        /// A wait as long as a disk's: a pipe that gets a byte after a while.
         Disk,
     }
 
-    /// What the other thread is asked for.
+    /// A demand on the other thread.
     enum Ask {
         Disk,
         Wake(Waker),
@@ -380,7 +380,7 @@ mod tests {
                 }
             }
             let found = local().found.get();
-            // What was learnt doesn't keep timers waiting, nor rings them early.
+            // The experience of waits neither delays timers nor rings them early.
             for _ in 0..10 {
                 let (start, pause) = (Instant::now(), Duration::from_micros(300));
                 sleep(pause).await;

@@ -27,7 +27,7 @@ impl Timers {
     }
 }
 
-/// What [`Timers::next`] found.
+/// The result of [`Timers::next`].
 pub(super) enum Next {
     Due(Waker),
     At(Instant),

@@ -20,7 +20,7 @@ static PLACES: [Place; MAX_MAPPINGS] =
     [const { Place { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_lost: AtomicBool::new(false) } };
         MAX_MAPPINGS];
 
-/// What was in force before, leaked: for faults that aren't ours.
+/// The handlers that were in force before, leaked: for faults that aren't ours.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
 
 static INSTALL: Once = Once::new();

@@ -51,7 +51,7 @@ pub enum Want {
     All,
 }
 
-/// What [`Socket::hung_up`] found.
+/// The result of [`Socket::hung_up`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HangUp {
     /// The peer sends nothing more; it may still receive.

@@ -204,7 +204,7 @@ fn ways_out_are_closed() {
         for call in missing {
             assert_eq!(raw(call, [0; 6]), Err(libc::ENOSYS), "{call}");
         }
-        // What work needs still works: threads, waking them, waiting, its own limits.
+        // Calls that work needs still work: threads, waking them, waiting, its own limits.
         assert_eq!(raw(libc::SYS_tgkill, [own, own, 0, 0, 0, 0]), Ok(0));
         let mut old = [0u64; 2];
         assert_eq!(raw(libc::SYS_prlimit64, [0, 7, 0, old.as_mut_ptr() as u64, 0, 0]), Ok(0));

@@ -224,7 +224,7 @@ fn runs_of_data_are_those_that_are_found_one_by_one() {
         let ask = async |offset, end, max| file.data_ranges(offset, end, max).await.expect("seek");
         assert_eq!(starts(&ask(0, 20 * BLOCK, 100).await), starts(&singly));
         assert_eq!(starts(&ask(0, 20 * BLOCK, 2).await), starts(&singly[..2]));
-        // What begins before the end counts whole; what reaches over the start counts from there on.
+        // A run that begins before the end counts whole; a run that reaches over the start counts from there on.
         assert_eq!(starts(&ask(512, 3 * BLOCK, 100).await), [(512, BLOCK), (2 * BLOCK, 4 * BLOCK)]);
         assert_eq!(starts(&ask(8 * BLOCK, 12 * BLOCK, 100).await), []);
     });
@@ -293,7 +293,8 @@ fn a_thread_ends_with_operations_in_flight() {
         })
         .join()
         .expect("thread");
-        // What had begun has ended with the thread: nothing of it lands on later writes, or holds a lock on a block.
+        // Operations that had begun have ended with the thread: none of them lands on later writes, or holds a lock on
+        // a block.
         let bytes = std::fs::read(&path).expect("file");
         assert!(bytes == [7; 100 * 8192], "{options:?}: a write goes on");
         block_on(async {
@@ -448,7 +449,7 @@ fn page_cache_use_changes_on_an_open_file() {
                 file.set_cache_mode(mode).unwrap();
                 assert_eq!(file.cache_mode(), mode);
                 assert_eq!(file.alignment().offset > 1, mode.direct);
-                // What the one wrote the other reads, also parts of blocks and the odd tail.
+                // The bytes that one wrote the other reads, also parts of blocks and the odd tail.
                 assert_eq!(read(&file, model.len(), 0).await, model);
                 let (at, bytes) = (round as usize * 5_000 + 123, pattern(round + 7, 9_001));
                 write(&file, &bytes, at as u64).await;

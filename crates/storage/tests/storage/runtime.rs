@@ -155,7 +155,7 @@ fn other_threads_wake_an_executor_that_sleeps() {
     }
 }
 
-/// What others wait for ends before the thread does, and the thread ends then: nothing else will ever wake it.
+/// Obligations to others end before the thread does, and the thread ends then: nothing else will ever wake it.
 #[test]
 fn a_thread_ends_with_its_last_obligation() {
     async fn leave_obligations(with_ring: bool) {
@@ -239,7 +239,7 @@ fn work_beside_has_its_own_executor_on_two_cores() {
         let mine = std::thread::current().id();
         let work = |number: u64| {
             beside(move || async move {
-                // What an executor is for: timers and tasks, also those that are left behind as obligations.
+                // The duties of an executor: timers and tasks, also those that are left behind as obligations.
                 sleep(Duration::from_millis(1)).await;
                 let task = spawn(async move { number + 1 });
                 let (left, looked) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));

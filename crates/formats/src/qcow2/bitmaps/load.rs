@@ -117,7 +117,7 @@ impl Qcow2Driver {
         Ok(self.bitmaps.known().maps.iter().map(status).collect())
     }
 
-    /// What a bitmap holds at this moment.
+    /// The bits of a bitmap at this moment.
     pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
         self.know_bitmaps().await?;
         let found = self.bitmaps.known().find(name);

@@ -49,7 +49,7 @@ struct StoredBitmap {
     entry: BitmapEntry,
     /// The entries of its table that aren't 0, once read.
     table: Option<BTreeMap<u64, u64>>,
-    /// What it holds, once read.
+    /// Its bits, once read.
     bits: Option<Arc<DirtyBits>>,
     /// `bits` are to be written to a table of its own.
     is_new: bool,

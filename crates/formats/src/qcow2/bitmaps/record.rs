@@ -24,7 +24,7 @@ struct Step {
     map: usize,
     piece: u64,
     bytes: Box<[u8]>,
-    /// What changes in it.
+    /// The changed range in it.
     changed: Range<usize>,
     /// Its entry in the table, where that changes.
     entry: Option<u64>,
@@ -94,7 +94,7 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// What changes in the bitmaps.
+    /// The changes to the bitmaps.
     fn steps(&self, ranges: &[Range<u64>]) -> Vec<Step> {
         let known = self.bitmaps.known();
         let mut steps = Vec::new();
@@ -266,7 +266,7 @@ impl Qcow2Driver {
     }
 }
 
-/// What differs, in whole sectors.
+/// The range of differing bytes, in whole sectors.
 fn changed_sectors(old: &[u8], new: &[u8]) -> Range<usize> {
     let differs = |at: &usize| old[*at..*at + SECTOR_BYTES] != new[*at..*at + SECTOR_BYTES];
     let mut sectors = (0..new.len()).step_by(SECTOR_BYTES).filter(differs);

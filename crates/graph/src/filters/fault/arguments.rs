@@ -7,14 +7,14 @@ use crate::options::{BareKey, BlockdevOptions, check_list, parse_list};
 use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
 
-/// What decides about chance; it stands beside the keys of any rule, or alone.
+/// The key of the seed of chance; it stands beside the keys of any rule, or alone.
 const SEED: &str = "seed";
 
-/// The options of a `fault` node, without its name and its file, by what a command line says: each text is a rule
-/// (`op=read,errno=5,…`), or the name of a file with rules. `None` where it says nothing.
+/// The options of a `fault` node, without its name and its file, from the values of a command line. Each text is a rule
+/// (`op=read,errno=5,…`), or the name of a file with rules. `None` without a text.
 ///
 /// # Errors
-/// For what is no rule, a rule that can have no effect, and a second file or seed. The file is read when the node is opened.
+/// For a text that is no rule, a rule without effect, a second file or seed. The node's opening reads the file.
 pub fn fault_options(texts: &[String]) -> Result<Option<BlockdevOptions>> {
     let (mut rules, mut scenario, mut seed) = (Vec::new(), None, None);
     for text in texts {

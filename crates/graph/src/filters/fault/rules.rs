@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 const FOREVER: u64 = u64::MAX;
-/// What tears, corruptions and stuck places respect, in bytes.
+/// The unit of tears, corruptions and stuck places, in bytes.
 pub(super) const SECTOR_BYTES: u64 = 512;
 /// The longest delay, in milliseconds: a day.
 const MAX_MS: u64 = 86_400_000;
@@ -80,7 +80,7 @@ impl FaultOp {
     }
 }
 
-/// What happens to a request that a rule hits.
+/// The effect on a request that a rule hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultAction {
     /// It fails with the rule's error.
@@ -132,7 +132,7 @@ impl FaultAction {
 pub struct FaultRule {
     /// The kind of request.
     pub op: FaultOp,
-    /// What happens to it.
+    /// The effect on the request.
     pub action: FaultAction,
     /// The error of the request.
     pub errno: Errno,
@@ -145,7 +145,7 @@ pub struct FaultRule {
     pub times: u64,
     /// How many of the matching requests are hit, in percent.
     pub probability_percent: u8,
-    /// What arrives of a torn request, in bytes; `None`: half of it.
+    /// The part of a torn request that arrives, in bytes; `None`: half of it.
     pub bytes: Option<u64>,
     /// How far a misdirected request goes astray, in bytes.
     pub distance: u64,

@@ -44,7 +44,7 @@ struct State {
     lent: Vec<Arc<AtomicU64>>,
 }
 
-/// What a queue may still let pass without asking the group.
+/// The requests and bytes that a queue may still let pass without asking the group.
 #[derive(Debug, Default)]
 pub(crate) struct Credit {
     /// Requests of fewer bytes go: longer ones count as more than one operation (`iops-size`). 0, set by the group: it wants
@@ -71,7 +71,7 @@ impl Credit {
         true
     }
 
-    /// What a request of `bytes` took, which wasn't carried out after all, is there for the next one.
+    /// Returns the credit of a request of `bytes` that wasn't carried out to the next one.
     #[cold]
     pub(crate) fn give_back(&self, bytes: u64) {
         self.fill(self.requests.get().saturating_add(1), self.bytes.get().saturating_add(bytes));
@@ -88,7 +88,7 @@ struct Sleeper {
     released: bool,
 }
 
-/// What a waiting request does next.
+/// The next step of a waiting request.
 enum Turn {
     Go,
     /// The client is gone.

@@ -153,7 +153,7 @@ impl Meter {
         }
     }
 
-    /// What a request counts for in a bucket.
+    /// The cost of a request in a bucket: bytes, or operations.
     fn amount(&self, kind: Limited, bytes: u64) -> f64 {
         match (kind, self.limits.iops_size) {
             (Limited::BpsTotal | Limited::BpsRead | Limited::BpsWrite, _) => bytes as f64,

@@ -14,7 +14,7 @@ pub type Ticket = u64;
 /// A member of the group.
 pub type MemberId = usize;
 
-/// What [`Schedule::enter`] says.
+/// The answer of [`Schedule::enter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// It may go.
@@ -99,7 +99,7 @@ impl Schedule {
         self.members.len()
     }
 
-    /// What the requests of a member waited.
+    /// The waits of a member's requests.
     pub fn waits(&self, member: MemberId) -> ThrottleWaits {
         self.members.get(member).map_or_else(ThrottleWaits::default, |member| ThrottleWaits {
             count: member.waits,
