@@ -21,7 +21,7 @@ pub const SERVE: &str = "--serve-bare";
 const DIRECT: &str = "direct";
 /// Of several files each has every so many of these: what is served is one after the other.
 pub const GRANULE_BYTES: u64 = 64 << 10;
-/// What memory for direct I/O is a multiple of.
+/// Multiple that memory for direct I/O needs, in bytes.
 const ALIGNMENT: usize = 4096;
 /// Bytes received at once, beside the data of writes.
 const INPUT_BYTES: usize = 64 << 10;
@@ -94,7 +94,7 @@ impl Disk {
     }
 }
 
-/// What the started process does, until it is ended; behind the files there may be [`DIRECT`].
+/// Serves the files until the process is ended; behind the files there may be [`DIRECT`].
 pub fn serve(socket: &str, files: &[String]) -> Result<(), String> {
     let fail = |e: io::Error| format!("bare server of {}: {e}", files.join(", "));
     let (files, direct) = match files.split_last() {

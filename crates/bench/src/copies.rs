@@ -78,7 +78,7 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> R
         for output in [&ours, &theirs].into_iter().filter(|output| output.exists()) {
             std::fs::remove_file(output).map_err(|e| format!("{}: {e}", output.display()))?;
         }
-        // What the run before left to be written or given back isn't this one's to wait for.
+        // Writes and freed space of the run before aren't this one's to wait for.
         done(&mut Command::new("sync"))?;
         memory::back(BACKED_MIB.max(3 * settings.size_mib / 2))
     };
@@ -114,7 +114,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // What can't be removed is left in the folder of images; the next run makes it anew.
+        // A file that can't be removed is left in the folder of images; the next run makes it anew.
         let _ = done(Command::new("umount").arg(&self.folder));
         let _ = std::fs::remove_file(&self.file);
         let _ = std::fs::remove_dir(&self.folder);

@@ -22,7 +22,7 @@ struct Format {
     driver: &'static str,
     /// Of `create` and `convert`.
     options: &'static str,
-    /// What a conversion to it should show.
+    /// The goal of a conversion to it.
     target: &'static str,
     /// Whether a virtual machine has its disks in it: it is served, too.
     is_served: bool,

@@ -82,8 +82,8 @@ fn both(settings: &Settings, name: &str, target: &'static str, how: &[&str], fil
     Ok(row(name, target, Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 }))
 }
 
-/// `commit` of an overlay with a quarter of the disk into its backing file; then only what of it is work of the processor:
-/// nothing is flushed, and the overlay's space isn't given back, which is as much waiting for the disk with both.
+/// `commit` of an overlay with a quarter of the disk into its backing file. Then only its work of the processor:
+/// nothing is flushed, and the overlay's space isn't given back. Both tools wait for the disk as long for these.
 pub fn commit(settings: &Settings) -> Result<Vec<Row>, String> {
     let layers = Layers::of(settings)?;
     let rows: [(&str, &'static str, &[&str]); 2] = [
@@ -115,7 +115,7 @@ pub fn rebase(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(vec![row(name, "≥ 1.5× where CPU-bound", Outcome::Pair { pairs, our_bytes: 0, their_bytes: 0 })])
 }
 
-/// What a command does with the backing file.
+/// The use of the backing file by a command.
 #[derive(Clone, Copy)]
 enum Base {
     Read,
@@ -164,7 +164,7 @@ impl Layers {
     /// Fresh images in the place of those that the last run changed, complete on the disk: no run waits for writing them.
     fn refresh(&self, settings: &Settings, base: Base) -> Result<(), String> {
         let copy = |from: &Path, to: &Path| {
-            // What it takes on the disk goes first: there may be no room for both.
+            // The file goes first, to free its space: there may be no room for both.
             let _ = std::fs::remove_file(to);
             let copied = std::fs::copy(from, to).and_then(|_| std::fs::File::open(to)?.sync_all());
             copied.map_err(|e| format!("{}: {e}", to.display()))

@@ -47,7 +47,7 @@ usage: cowshed-bench [OPTION]... CASE...|all|list
 
 Build the tool first: cargo build --release -p cowshed";
 
-/// What the command line says.
+/// The settings from the command line.
 #[derive(Clone)]
 pub struct Settings {
     /// Our tool.
@@ -111,7 +111,7 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
     let (mut rows, mut failed) = (Vec::new(), None);
     for case in cases::CASES.iter().filter(|case| all || names.iter().any(|name| name == case.name)) {
         eprintln!("{}: {}", case.name, case.about);
-        // What was measured before is printed all the same.
+        // Earlier measurements are printed all the same.
         match (case.run)(&settings) {
             Ok(more) => {
                 if let Some(folder) = &settings.plots {
@@ -184,7 +184,7 @@ fn newest_qemu() -> PathBuf {
 mod tests {
     use super::*;
 
-    /// What the command line says when it says nothing.
+    /// The settings of an empty command line.
     pub fn settings() -> Settings {
         parse(Vec::new()).expect("the defaults").0
     }

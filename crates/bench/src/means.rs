@@ -26,7 +26,7 @@ const GIB: u64 = 1 << 30;
 
 /// One row.
 struct Means {
-    /// What it is.
+    /// Its name.
     name: &'static str,
     /// How the program is started with it.
     with: How,
@@ -55,7 +55,7 @@ const fn switched(name: &'static str, off: &'static str, load: Load) -> Means {
 
 type Image = fn(&Settings) -> Result<PathBuf, String>;
 
-/// What both sides do.
+/// The work of both sides.
 enum Load {
     /// Reads of a qcow2 image over NBD.
     Reads {
@@ -366,7 +366,7 @@ pub fn run(settings: &Settings) -> Result<Vec<Row>, String> {
     let chosen: Vec<(String, &Means)> = named.filter(|(name, _)| wanted(name)).collect();
     knows_switches(&settings.without)?;
     let row = |(name, means): (String, &Means)| {
-        // What one row can't have, such as a file system, the others don't need.
+        // A resource that one row can't have, such as a file system, isn't needed by the others.
         let result = measured(settings, means).unwrap_or_else(Outcome::Failed);
         Ok(Row::new(name, instead(means)?, result))
     };

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use wait4::Wait4;
 
-/// What one run took.
+/// The time and memory of one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     /// From start to exit.
@@ -69,7 +69,7 @@ pub fn once(mut command: Command) -> Result<Sample, String> {
 fn tail_of(mut log: std::fs::File) -> String {
     use std::io::{Read, Seek};
     let mut text = String::new();
-    // What can't be read adds nothing to the error that is being told.
+    // A log that can't be read adds nothing to the error that is being told.
     let _ = log.rewind().and_then(|()| log.read_to_string(&mut text));
     text.lines().last().unwrap_or_default().to_owned()
 }

@@ -21,7 +21,7 @@ pub fn back(mib: u64) -> Result<(), String> {
     if status.success() { Ok(()) } else { Err(format!("touching {mib} MiB of memory: {status}")) }
 }
 
-/// What processes may use without swapping.
+/// The memory that processes may use without swapping, in MiB.
 fn available_mib() -> Result<u64, String> {
     let path = "/proc/meminfo";
     let text = std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
@@ -30,7 +30,7 @@ fn available_mib() -> Result<u64, String> {
     kib.map(|kib| kib >> 10).ok_or_else(|| format!("{path} has no MemAvailable"))
 }
 
-/// What the started process does: writes to each page once.
+/// Writes to each page once, in a started process.
 pub fn touch(mib: &str) -> Result<(), String> {
     let mib: usize = mib.parse().map_err(|_| format!("{mib} is no number"))?;
     let mut pages = vec![0u8; mib << 20];

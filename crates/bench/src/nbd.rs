@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What fio does to a server.
+/// The load that fio puts on a server.
 struct Load {
     pattern: &'static str,
     block: &'static str,
@@ -42,7 +42,7 @@ const LOADS: &[Load] = &[
     load("write", "1m", 8, 1, "CPU ≤ 0.5"),
 ];
 
-/// What one run of a load on a server gave.
+/// The measurements of one run of a load on a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Served {
     /// Operations per second.
@@ -51,8 +51,8 @@ pub struct Served {
     pub cpu_microseconds: f64,
     /// Peak resident memory of the server during the run, in bytes.
     pub peak_bytes: u64,
-    /// What the disk was given to write for each operation, up to a sync after the run, in bytes; `None` where nothing was
-    /// written.
+    /// The bytes that the disk was given to write for each operation, up to a sync after the run; `None` without
+    /// writes.
     pub written_bytes: Option<f64>,
     /// Operations of the run.
     pub operations: f64,
@@ -184,7 +184,8 @@ impl Server {
         })
     }
 
-    /// What a client's run costs the server. The client gives its operations, and how many of them it has done a second.
+    /// Measures the cost of a client's run for the server. The client gives its operations, and how many of them it has
+    /// done a second.
     pub fn measure(
         &self,
         written: Option<&Path>,
@@ -358,8 +359,8 @@ fn memory_of(pid: u32, field: &str) -> Result<u64, String> {
     kib.map(|kib| kib << 10).ok_or_else(|| format!("{path} has no {field}"))
 }
 
-/// Bytes that the disk below a file has written so far. (What a process is charged for, `write_bytes` of its `io` file, counts a
-/// large page of the page cache as a whole, however little of it has changed.)
+/// Bytes that the disk below a file has written so far. (The count of a process, `write_bytes` of its `io` file, counts
+/// a large page of the page cache as a whole, however little of it has changed.)
 pub fn written_bytes(file: &Path) -> Result<u64, String> {
     const SECTOR_BYTES: u64 = 512;
     let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();

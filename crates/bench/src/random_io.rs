@@ -17,7 +17,7 @@ const REQUEST_BYTES: u64 = 4096;
 /// Requests of each side in a round.
 const REQUESTS: u64 = 200_000;
 
-/// What the requests go to.
+/// The target of the requests.
 #[derive(Clone)]
 enum Target {
     Image(Arc<Node>),

@@ -19,7 +19,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const TARGET_MAPPING: &str = "≥ 5× at 1 MiB, CPU ≤ 0.5, ≥ 0.95 of the raw file";
 
-/// What fio reads.
+/// The reads of fio.
 #[derive(Clone, Copy)]
 pub struct Load {
     /// fio's `rw`.
@@ -36,7 +36,7 @@ const fn random_4k(bytes: u64) -> Load {
     Load { pattern: "randread", block: "4k", depth: 32, bytes }
 }
 
-/// What a row compares.
+/// The comparison in a row.
 pub struct Case<'a> {
     /// Name of the row.
     pub name: String,
@@ -52,7 +52,7 @@ pub struct Case<'a> {
     pub limit: Option<&'a Path>,
     /// The load.
     pub load: Load,
-    /// What the row should show.
+    /// The goal of the row.
     pub target: &'static str,
 }
 
@@ -61,8 +61,9 @@ fn cached<'a>(name: String, image: &'a Path, load: Load, target: &'static str) -
     Case { name, image, options: "", their_options: None, direct: false, limit: None, load, target }
 }
 
-/// Random reads against the size of the L2 cache: the disk is mapped from end to end. Its data are holes, which are read
-/// past the page cache without the disk: what is seen is the mapping, and what its tables cost when they have to be read.
+/// Random reads against the size of the L2 cache: the disk is mapped from end to end. Its data are holes, which are
+/// read past the page cache without the disk. So the mapping shows, and the cost of its tables when they have to be
+/// read.
 pub fn mapping(settings: &Settings) -> Result<Vec<Row>, String> {
     let full = mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)?;
     let raw_20g = sparse(settings, 20 * GIB)?;
@@ -89,8 +90,8 @@ pub fn mapping(settings: &Settings) -> Result<Vec<Row>, String> {
     Ok(rows)
 }
 
-/// The sizes of that cache against each other and the raw file: all five servers are up and loaded in turns, so what the machine
-/// does meanwhile is in the rounds of each.
+/// The sizes of that cache against each other and the raw file. All five servers are up and loaded in turns, so other
+/// work of the machine is in the rounds of each.
 pub fn mapping_sizes(settings: &Settings) -> Result<Vec<Row>, String> {
     let full = mapped(settings, "mapped-20g", "cluster_size=64k", 20 * GIB)?;
     let raw = sparse(settings, 20 * GIB)?;
@@ -160,9 +161,9 @@ pub fn chains(settings: &Settings) -> Result<Vec<Row>, String> {
 /// The depth of the longest chain.
 const DEEPEST: u64 = 64;
 
-/// The longest chain against one image, served read-only as that is and with its uppermost image writable; and the limit of
-/// that: as many raw files as it has layers, against one, behind the bare server, which has no layers to look into. All the servers
-/// are up and loaded in turns.
+/// The longest chain against one image, served read-only as that is and with its uppermost image writable. The limit of
+/// that follows: as many raw files as it has layers, against one, behind the bare server, which looks into no layers.
+/// All the servers are up and loaded in turns.
 pub fn chain_depths(settings: &Settings) -> Result<Vec<Row>, String> {
     let bare = |name: &str, files: u64| {
         let socket = settings.folder.join(name);
@@ -330,7 +331,7 @@ pub enum Side {
     Limit,
 }
 
-/// What a server may do with an image, and how.
+/// The server's access to an image.
 #[derive(Clone, Copy)]
 pub struct Access {
     /// Write to it.

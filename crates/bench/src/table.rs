@@ -10,9 +10,9 @@ use std::time::Duration;
 
 /// One line of the table.
 pub struct Row {
-    /// What was done.
+    /// The measured operation.
     pub name: String,
-    /// What the issue wants, in words; empty where there is no target.
+    /// The goal in words; empty where there is none.
     pub target: &'static str,
     /// The measurements.
     pub result: Outcome,
@@ -36,18 +36,18 @@ pub struct Written {
     pub bytes: u64,
 }
 
-/// What one run took on one side of a means of speed.
+/// The costs of one run on one side of a means of speed.
 #[derive(Clone, Copy, Debug)]
 pub struct Cost {
     /// Wall time of a request, or of the command.
     pub seconds: f64,
     /// User and system time of the same.
     pub cpu_seconds: f64,
-    /// Bytes of what the row says.
+    /// Bytes of the kind that the row names.
     pub bytes: u64,
 }
 
-/// What a row shows.
+/// The measurements in a row.
 pub enum Outcome {
     /// A load with a means of speed and without it.
     Means {
@@ -57,7 +57,7 @@ pub enum Outcome {
         without: Vec<Cost>,
         /// Times are of one request.
         requests: bool,
-        /// What the bytes are.
+        /// The kind of bytes.
         bytes: &'static str,
     },
     /// A means that could not be measured, and why.
@@ -294,7 +294,7 @@ fn paired(pairs: &Pairs) -> String {
     format!("{sides} | **{wall:.2}** ({least:.2}–{most:.2}) | {cpu:.2}")
 }
 
-/// What an option does to one side.
+/// The effect of an option on one side, as text.
 fn turns(turns: &Turns, is_command: bool) -> String {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
     let pair = |of: &dyn Fn(&Taken) -> Option<f64>| {

@@ -26,14 +26,14 @@ struct Case {
     target: &'static str,
 }
 
-/// What of a raw file a case is compared with.
+/// The measurement of a raw file to which a case is compared.
 #[derive(Clone, Copy)]
 enum Limit {
     None,
     /// The same load on a file with this preallocation.
     File(&'static str),
-    /// A request that is the first one in a block copies all of it: the disk can't write more such blocks than when it is
-    /// given nothing but whole blocks of so many KiB.
+    /// The first request in a block copies all of it. The disk can't write more such blocks than under a load of
+    /// nothing but whole blocks of so many KiB.
     Copies(u64),
 }
 
@@ -159,7 +159,7 @@ pub fn written(
         let mut file = std::fs::File::open(base).map_err(|e| format!("{}: {e}", base.display()))?;
         std::io::copy(&mut file, &mut std::io::sink()).map_err(|e| format!("{}: {e}", base.display()))?;
     }
-    // What the page cache takes must not be the host's to find first.
+    // The host must not have to find the memory of the page cache first.
     memory::back(3 * fresh.mib / 2)?;
     let server = start(&image)?;
     let before = written_bytes(&image)?;

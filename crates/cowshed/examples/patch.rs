@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::process::ExitCode;
 use std::rc::Rc;
 
-/// What one request compares and, if need be, writes.
+/// The range that one request compares and, if need be, writes, in bytes.
 const PIECE_BYTES: u64 = 64 << 10;
 /// Requests in flight.
 const DEPTH: usize = 16;

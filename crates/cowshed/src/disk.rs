@@ -46,7 +46,7 @@ impl Disk {
         self.node.is_read_only()
     }
 
-    /// What the user should know of how the image was opened: formats that had to be guessed.
+    /// Warnings about the opening of the image, for the user: formats that had to be guessed.
     pub fn warnings(&self) -> &[String] {
         self.node.warnings()
     }
@@ -80,12 +80,13 @@ impl Disk {
 /// A disk as one thread uses it, in tasks of [`crate::block_on`]. Not `Send`: another thread makes its own from the
 /// [`Disk`].
 ///
-/// **Dropped futures.** A request that was never polled does nothing. Once polled, a request that changes the disk (all but
-/// [`Queue::read`] and [`Queue::map`]) is carried out to its end even when its future is dropped, by a `select` for example: the
-/// kernel can't take back a write that it has begun. The caller then no longer learns the result, and the request's buffer is
-/// freed at its end. Until then the range of a write reads as before or as written, sector by sector. [`Queue::flush`] covers
-/// requests that have completed, so it need not cover such a one. [`crate::block_on`] returns only after these requests have
-/// ended, so a throttle doesn't hold them back, and [`Disk::close`] waits for them. A dropped read has no effect.
+/// **Dropped futures.** A request that was never polled does nothing. Once polled, a request that changes the disk is
+/// carried out to its end even when its future is dropped, by a `select` for example. These are all requests but
+/// [`Queue::read`] and [`Queue::map`]. The kernel can't take back a write that it has begun. The caller then no longer
+/// learns the result, and the request's buffer is freed at its end. Until then the range of a write reads as before or
+/// as written, sector by sector. [`Queue::flush`] covers requests that have completed, so it need not cover such a one.
+/// [`crate::block_on`] returns only after these requests have ended, so a throttle doesn't hold them back.
+/// [`Disk::close`] waits for them. A dropped read has no effect.
 #[derive(Clone, Debug)]
 pub struct Queue {
     node: LocalNode,

@@ -16,8 +16,8 @@ use std::sync::Arc;
 /// The signal of a write or a change of length past the limit of file sizes (`ulimit -f`).
 const SIGXFSZ: i32 = 25;
 
-/// Lets the process have as many files open as it may: the usual soft limit of 1024 is for programs with `select`, and a split disk
-/// has a file for every 2 GiB.
+/// Lets the process have as many files open as it may. The usual soft limit of 1024 is for programs with `select`, and
+/// a split disk has a file for every 2 GiB.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {

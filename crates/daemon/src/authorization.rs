@@ -14,7 +14,7 @@ use std::time::SystemTime;
 pub(crate) enum Authorization {
     /// The one with this name.
     Simple { identity: String },
-    /// What the first rule says that fits a name; else the policy.
+    /// The first rule that fits a name decides; else the policy.
     List(Rules),
     /// The same from a file, as it was when the object was made, or (`refresh`) as it is.
     ListFile { path: PathBuf, refresh: bool, loaded: Mutex<Loaded> },
@@ -34,7 +34,7 @@ struct Rule {
     allows: bool,
 }
 
-/// What a file said when it had this time and length.
+/// The rules of a file when it had this time and length.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     stamp: Option<(SystemTime, u64)>,
@@ -218,7 +218,7 @@ impl Authorizations {
         };
     }
 
-    /// What asks the object `id`, which need not be there yet: until then every client is refused.
+    /// An authorizer that asks the object `id`, which need not be there yet: until then every client is refused.
     pub fn authorizer(&self, id: &str) -> Authorizer {
         let (all, id) = (self.clone(), id.to_owned());
         Authorizer(Arc::new(move |identity| {

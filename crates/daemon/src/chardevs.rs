@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a character device is.
+/// The kind of a character device.
 enum Backend {
     /// A socket that listens, or the standard streams.
     Place(Bound),
@@ -38,7 +38,7 @@ impl Ring {
     }
 }
 
-/// What a character device is to be.
+/// The description of a character device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChardevOptions {
     pub backend: BackendOptions,

@@ -20,10 +20,10 @@ use std::time::Duration;
 /// So long may the last messages take to reach the monitors' clients.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// What to start.
+/// The daemon to start.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// What there is to be, in this order.
+    /// The parts of the daemon, in this order.
     pub steps: Vec<Step>,
     /// Threads that serve clients: 1 to 256.
     pub queues: usize,
@@ -36,7 +36,8 @@ pub struct Setup {
     /// Memory for the data of all clients' requests, in bytes, at least [`MIN_REQUEST_MEMORY_BYTES`]. Each connection has 1 MiB
     /// besides.
     pub request_memory_bytes: u64,
-    /// What unmounts files that are served when this process has gone. `None`: a killed daemon leaves its mounts behind.
+    /// The program that unmounts served files when this process has gone. `None`: a killed daemon leaves its mounts
+    /// behind.
     pub mount_guard: Option<GuardProgram>,
 }
 
@@ -52,7 +53,7 @@ pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 /// [`Setup::turn_limit`] where nothing else is said.
 pub const TURN_LIMIT: Duration = Duration::from_secs(30);
 
-/// What a daemon that has started can be reached by.
+/// The addresses of a daemon that has started.
 #[derive(Clone, Debug)]
 pub struct Ready {
     /// Monitors, with the ports that were found free.

@@ -37,9 +37,9 @@ struct Shared {
 pub struct EventBus(Arc<Shared>);
 
 impl EventBus {
-    /// As [`EventBus::emit`], for events that come in floods: at most one of this name about `about` in a second. What
-    /// comes too early is held back, the newest of it; then returns how long until [`EventBus::emit_due`] is to be called,
-    /// unless that has been said before.
+    /// As [`EventBus::emit`], for events that come in floods: at most one of this name about `about` in a second. An
+    /// event that comes too early is held back, the newest of it. The result is then the time until
+    /// [`EventBus::emit_due`] is to be called, unless an earlier call has returned it.
     pub fn emit_limited(&self, name: &'static str, about: &str, data: Value) -> Option<Duration> {
         let now = Instant::now();
         {

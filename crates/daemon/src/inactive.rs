@@ -41,7 +41,7 @@ impl InactiveNodes {
         self.0.borrow().contains_key(name)
     }
 
-    /// What `query-named-block-nodes` says of them.
+    /// Their descriptions for `query-named-block-nodes`.
     pub fn described(&self) -> Vec<Value> {
         self.0.borrow().values().map(|closed| Value::Object(closed.described.clone())).collect()
     }

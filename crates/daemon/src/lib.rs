@@ -49,7 +49,7 @@ pub use warnings::{OPENING, print_warnings};
 pub use state::Served;
 pub use version::version;
 
-/// What a client needs to ask a server for its exports.
+/// The parts by which a client asks a server for its exports.
 pub mod client {
     pub use cowshed_nbd::{ClientOptions, ListedExport, device, list_exports};
     pub use cowshed_nbd_proto::flags::TransmissionFlags;

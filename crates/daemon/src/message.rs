@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Takes a command's result, on the control thread: so it comes in order with the events that follow it.
 pub type Reply = Box<dyn FnOnce(QmpResult<Value>) + Send>;
 
-/// What the control thread is told.
+/// A message to the control thread.
 pub enum Message {
     /// A monitor's client wants a command run.
     Run {

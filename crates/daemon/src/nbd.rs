@@ -24,8 +24,8 @@ use std::time::Duration;
 /// So long may the server take to stop, where nothing else is said; half of it is for requests in flight.
 pub(crate) const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// So long the removal of an export is waited for: longer than clients may take to receive their last replies. What takes
-/// longer goes on by itself.
+/// So long the removal of an export is waited for: longer than clients may take to receive their last replies. A longer
+/// removal goes on by itself.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
 
 /// The name of the type.
@@ -81,7 +81,7 @@ pub(crate) struct Exported {
     pub number: u64,
     /// Unique among all exports.
     pub id: String,
-    /// What clients ask for.
+    /// The name by which clients choose it.
     pub name: String,
     pub attachment: Arc<Attachment>,
     pub writable: bool,
@@ -105,7 +105,7 @@ impl Exported {
     }
 }
 
-/// What an export is to be.
+/// The description of a new export.
 #[derive(Debug)]
 pub(crate) struct ExportSpec {
     pub id: String,

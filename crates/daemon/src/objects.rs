@@ -148,7 +148,7 @@ impl Object {
         let mut limits = group.limits();
         match (property, value) {
             ("limits", Value::Object(given)) => {
-                // What isn't named stays as it is.
+                // Limits that aren't named stay as they are.
                 let mut all = limits.to_json();
                 for (name, value) in given {
                     all.insert(name.clone(), value.clone());
@@ -259,8 +259,8 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
     }
 }
 
-/// What an `iothread` says of its polling and its workers: kept and shown. `poll-max-ns` counts where it is given: for all
-/// threads that serve ([`Objects::poll_limit`]).
+/// The settings of an `iothread` for its polling and its workers: kept and shown. `poll-max-ns` counts where it is
+/// given: for all threads that serve ([`Objects::poll_limit`]).
 #[derive(Debug)]
 pub(crate) struct IoThreadProperties(Mutex<IoThreadValues>);
 
@@ -354,7 +354,7 @@ impl Secret {
         Ok(Secret { bytes, file: file.map(str::to_owned), is_base64 })
     }
 
-    /// What images are opened with.
+    /// The bytes by which images are opened.
     pub fn bytes(&self) -> &secret::Secret {
         &self.bytes
     }

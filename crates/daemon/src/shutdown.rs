@@ -63,7 +63,7 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
             None => late.push("the closing of a disk".to_owned()),
         }
     }
-    // What answers is completed beside what doesn't.
+    // Nodes that answer are completed beside those that don't.
     late.extend(close_each(daemon, nodes, end).await);
     daemon.chardevs.clear();
     log(&result);

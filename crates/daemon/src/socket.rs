@@ -48,7 +48,7 @@ pub fn bind_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
 fn failed(path: &Path, error: &io::Error) -> Error {
     let name = path.display().to_string();
     match error.raw_os_error() {
-        // What the system calls an invalid argument is a name that doesn't fit.
+        // The system's "invalid argument" is a name that doesn't fit.
         None => Error::new(ErrorKind::InvalidArgument, format!("could not bind the socket: {error}")).file(name),
         Some(errno) => {
             let sentence = format!("Failed to bind socket to {name}");

@@ -42,7 +42,7 @@ pub struct Served {
     pub writable: bool,
 }
 
-/// What a daemon is set up with, beside the steps of its start.
+/// The settings of a daemon, beside the steps of its start.
 pub(crate) struct Settings {
     pub queues: usize,
     pub request_memory_bytes: u64,
@@ -66,11 +66,11 @@ pub(crate) struct Daemon {
     pub schema: Arc<Schema>,
     /// To the control thread itself.
     pub control: Sender<Message>,
-    /// What `object-add` made.
+    /// The objects that `object-add` made.
     pub objects: Objects,
     /// Background jobs.
     pub jobs: Rc<Jobs>,
-    /// What images from strangers are held to.
+    /// The limits of images from strangers.
     pub untrusted: Untrusted,
     /// Commands that run.
     pub commands: Commands,
@@ -89,7 +89,7 @@ pub(crate) struct Daemon {
     nbd: RefCell<Option<Rc<Nbd>>>,
     /// The exports that have a server each.
     pub servers: Rc<Servers>,
-    /// What unmounts files when this process has gone.
+    /// The program that unmounts files when this process has gone.
     pub mount_guard: Option<GuardProgram>,
     /// Where monitors are and can be.
     pub chardevs: Devices,

@@ -113,7 +113,7 @@ fn interval(stats: &IntervalStats) -> Value {
 fn of_node_counters(stats: &NodeStats) -> Value {
     let mut map = counters(|kind| *stats.kind(kind));
     map.insert("wr_highest_offset".into(), stats.highest_written_byte.into());
-    // What an export leaves out of its latencies is its own affair.
+    // The requests that an export leaves out of its latencies are its own affair.
     map.insert("account_invalid".into(), true.into());
     map.insert("account_failed".into(), true.into());
     let idle_ns = (stats.last_end_ns != 0).then(|| rt::now_ns().saturating_sub(stats.last_end_ns));

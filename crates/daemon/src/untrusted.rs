@@ -75,7 +75,7 @@ fn is_loosened(policy: &Policy) -> bool {
         || policy.max_snapshots > usual.max_snapshots
 }
 
-/// Refuses an image that `inspect` calls suspicious. What it asks for is the policy's affair.
+/// Refuses an image that `inspect` calls suspicious. The policy decides about the files that it names.
 async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
     let is_raw =
         options.text("driver").is_some_and(|driver| ["raw", "file", "host_device", "host_cdrom"].contains(&driver));

@@ -163,7 +163,7 @@ struct Ticket {
     command: String,
     names: BTreeSet<String>,
     runs: bool,
-    /// What it reached when it began to run.
+    /// The names that it reached when it began to run.
     began_with: BTreeSet<String>,
     waker: Option<Waker>,
 }

@@ -51,7 +51,7 @@ pub mod features {
 pub struct Malformed {
     /// The field and the rule.
     pub what: &'static str,
-    /// What was there.
+    /// The value that was found.
     pub value: u64,
 }
 

@@ -53,7 +53,7 @@ pub fn attributes_changed() -> Vec<u8> {
     [&head(0, NOTIFY_INVAL_INODE, body.len())[..], &body].concat()
 }
 
-/// What the file is.
+/// The attributes of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of stat; times in seconds and nanoseconds")]
 pub struct Attributes {
@@ -92,7 +92,7 @@ impl Attributes {
     }
 }
 
-/// What we answer to `INIT`.
+/// Our answer to `INIT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitReply {
     /// Features of both sides.

@@ -43,7 +43,7 @@ pub enum Time {
     At(i64, u32),
 }
 
-/// What `SETATTR` changes.
+/// The attributes that `SETATTR` changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of stat")]
 pub struct Changes {
@@ -57,7 +57,7 @@ pub struct Changes {
     pub mtime: Option<Time>,
 }
 
-/// What the kernel wants.
+/// The kind of request from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// The first one: versions and features.

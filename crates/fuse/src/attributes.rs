@@ -47,7 +47,7 @@ struct State {
     ctime: Moment,
 }
 
-/// What the file has besides its bytes. It lives as long as the export.
+/// The attributes of the file besides its bytes. It lives as long as the export.
 #[derive(Debug)]
 pub(crate) struct FileAttributes {
     state: Mutex<State>,
@@ -77,7 +77,7 @@ impl FileAttributes {
         }
     }
 
-    /// What the kernel is told.
+    /// The attributes as the kernel gets them; `size` in bytes.
     pub fn look(&self, node: &Node, size: u64) -> Attributes {
         let mut state = lock(&self.state);
         if self.was_written.swap(false, Ordering::Relaxed) {
@@ -134,7 +134,7 @@ impl FileAttributes {
     }
 }
 
-/// What the image's own files take of their file systems; nothing where one of them can't say.
+/// The space that the image's own files take in their file systems, in bytes; nothing if one of them can't tell.
 pub(crate) fn allocated_bytes(node: &Node) -> Option<u64> {
     if let Some(file) = node.file() {
         return file.allocated_bytes().ok();

@@ -118,9 +118,9 @@ pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
     result
 }
 
-/// Syncs a file that another process serves, and unmounts it. `lazily`: also while programs have it open, which go on then. That
-/// takes no sync: the server flushes when the last program has closed the file, and a disk that doesn't answer would hold up this
-/// process so that nothing could end it.
+/// Syncs a file that another process serves, and unmounts it. `lazily`: also while programs have it open, which go on
+/// then. That takes no sync: the server flushes when the last program has closed the file. A disk that doesn't answer
+/// would hold this process up so that nothing could end it.
 ///
 /// # Errors
 /// Those of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.

@@ -41,7 +41,7 @@ mod seek {
     pub const HOLE: u32 = 4;
 }
 
-/// What a request gives: bytes that stand for themselves, data of the disk, or the number of an error.
+/// The result of a request: bytes that stand for themselves, data of the disk, or the number of an error.
 pub(crate) type Outcome = std::result::Result<Given, Errno>;
 
 #[derive(Debug)]
@@ -220,7 +220,8 @@ impl Work {
         }
     }
 
-    /// Changes the size, with the right to for so long. What other users of the disk have in flight ends before.
+    /// Changes the size, and holds the right to do so meanwhile. Requests in flight from other users of the disk end
+    /// before.
     async fn resize(&self, size: u64) -> Result<()> {
         // A job may put another node in its place while this waits.
         while !self.resize_node(&self.node(), size).await? {}

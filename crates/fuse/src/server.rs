@@ -38,14 +38,15 @@ pub struct ServerConfig {
     pub threads: usize,
     /// How long the threads look for requests before they sleep.
     pub poll_limit: PollLimit,
-    /// What unmounts the file when this process has gone. Without it a killed process leaves a mount behind.
+    /// The program that unmounts the file when this process has gone. Without it a killed process leaves a mount
+    /// behind.
     pub guard: Option<GuardProgram>,
 }
 
 /// Called once, when another process than the server has unmounted the file system.
 pub type OnUnmount = Box<dyn FnOnce() + Send>;
 
-/// What the owner and the threads share.
+/// The part of a server that the owner and the threads share.
 pub(crate) struct Shared {
     pub config: ServerConfig,
     pub attachment: Arc<Attachment>,

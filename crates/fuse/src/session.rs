@@ -48,7 +48,7 @@ type Running = LocalBoxFuture<'static, u64>;
 /// A wait for requests.
 type Ready = LocalBoxFuture<'static, std::result::Result<(), Errno>>;
 
-/// What a session has waited for.
+/// The event that a session has waited for.
 enum News {
     Told,
     Request(std::result::Result<(), Errno>),
@@ -272,8 +272,8 @@ fn answer(shared: &Shared, device: &FuseDevice, unique: u64, outcome: Outcome) {
     }
 }
 
-/// Features of use. With `ATOMIC_O_TRUNC` the kernel takes the file for empty, and drops the pages of mappings: a disk of
-/// a fixed length, which stays as it is, answers a change of its size instead.
+/// Features of use. With `ATOMIC_O_TRUNC` the kernel takes the file for empty and drops the pages of mappings. So a
+/// disk of a fixed length doesn't use it, and answers a change of its size instead.
 fn wanted(growable: bool) -> u64 {
     match growable {
         true => features::WANTED,

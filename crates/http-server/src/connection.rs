@@ -36,7 +36,7 @@ fn host_of(peer: &str) -> &str {
     peer.rsplit_once(':').map_or(peer, |(host, _)| host)
 }
 
-/// What the server serves, and how.
+/// The contents that the server serves, and its settings.
 pub(crate) struct Site {
     pub contents: Arc<Contents>,
     pub config: ServerConfig,
@@ -390,7 +390,7 @@ impl Connection<'_> {
     }
 }
 
-/// What ends a response in chunks (RFC 9112, 7.1).
+/// The end of a response in chunks (RFC 9112, 7.1).
 const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
 /// A chunk with what is sent of a piece.
@@ -449,7 +449,7 @@ impl Sending<'_> {
             0 => (Ok(()), IoBuf::default()),
             len => self.reading.read(range.start, IoBuf::try_scratch(len)?).await,
         };
-        // What was sent so far must not be taken for a disk that never was.
+        // The bytes sent so far must not be taken for a disk that never was.
         let result = result.and_then(|()| match self.reading.version() == self.version {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::Busy, "the disk was written to while it was sent")),

@@ -22,7 +22,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub struct ServerConfig {
     /// Credentials; none: no encryption.
     pub tls: Option<ServerTls>,
-    /// What clients may take of this process.
+    /// The resources that clients may take from this process.
     pub limits: Limits,
     /// Called for what is sent, on the thread that serves: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
@@ -36,7 +36,7 @@ impl ServerConfig {
     }
 }
 
-/// What happened.
+/// An event of the server.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
@@ -85,7 +85,7 @@ impl std::fmt::Debug for EventHandler {
     }
 }
 
-/// What clients may take of this process.
+/// The resources that clients may take from this process.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Connections at a time. For the next one, the connection that has waited longest for a request is closed; if all have
@@ -113,7 +113,7 @@ impl Default for Limits {
     }
 }
 
-/// What the thread is asked to do.
+/// A task of the thread.
 enum Message {
     Listen(Listener),
     Serve(Socket),
@@ -124,7 +124,7 @@ enum Message {
 #[derive(Clone)]
 pub(crate) struct Offered {
     pub content: Arc<dyn Content>,
-    /// What a browser gets that doesn't ask for the download.
+    /// The page that a browser gets without asking for the download.
     pub page: Option<Arc<dyn Content>>,
 }
 

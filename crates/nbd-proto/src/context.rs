@@ -8,7 +8,7 @@ pub const QEMU_ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
 /// In front of the name of a dirty bitmap.
 pub const QEMU_DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
-/// What a query is for.
+/// The option behind a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// `NBD_OPT_LIST_META_CONTEXT`: wildcards work.

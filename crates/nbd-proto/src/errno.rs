@@ -20,8 +20,8 @@ impl NbdErrno {
 }
 
 impl NbdErrno {
-    /// What a server says for an error of its system: QEMU's choice. What the protocol has no number for is `EINVAL`, and so is
-    /// `EACCES`.
+    /// The number that a server sends for an error of its system: QEMU's choice. Errors without a number in the
+    /// protocol are `EINVAL`, and so is `EACCES`.
     pub fn from_errno(errno: Errno) -> NbdErrno {
         const ESHUTDOWN: i32 = 108;
         const EOVERFLOW: i32 = 75;
@@ -38,7 +38,7 @@ impl NbdErrno {
         }
     }
 
-    /// What a client takes it for: a number that the protocol doesn't know is treated as `EINVAL`.
+    /// The client's reading of the number: one that the protocol doesn't know is treated as `EINVAL`.
     pub fn to_errno(self) -> Errno {
         const ESHUTDOWN: i32 = 108;
         const EOVERFLOW: i32 = 75;

@@ -41,7 +41,7 @@ macro_rules! flags {
 }
 
 flags! {
-    /// What the server offers in its greeting.
+    /// The server's flags in its greeting.
     HandshakeFlags(u16) {
         /// Options other than `NBD_OPT_EXPORT_NAME` work.
         FIXED_NEWSTYLE = 0,
@@ -51,7 +51,7 @@ flags! {
 }
 
 flags! {
-    /// What the client answers to the greeting.
+    /// The client's flags in its answer to the greeting.
     ClientFlags(u32) {
         /// The client may send options other than `NBD_OPT_EXPORT_NAME`.
         FIXED_NEWSTYLE = 0,
@@ -61,7 +61,7 @@ flags! {
 }
 
 flags! {
-    /// What an export can do.
+    /// The abilities of an export.
     TransmissionFlags(u16) {
         /// Always set.
         HAS_FLAGS = 0,

@@ -29,7 +29,7 @@ pub fn encode(flags: HandshakeFlags) -> [u8; GREETING_BYTES] {
     bytes
 }
 
-/// What the server offers; unknown flags are left out, as a client should.
+/// The server's flags; unknown ones are left out, as a client should.
 pub fn parse(bytes: &[u8; GREETING_BYTES]) -> Result<HandshakeFlags, Malformed> {
     let mut cursor = Cursor::new(bytes);
     if cursor.u64()? != INIT_MAGIC {

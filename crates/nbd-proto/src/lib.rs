@@ -26,5 +26,5 @@ pub const MAX_STRING_BYTES: usize = 4096;
 /// Port of the protocol, assigned by IANA.
 pub const DEFAULT_PORT: u16 = 10809;
 
-/// What a client may ask for in one request without having learned more, in bytes: 32 MiB.
+/// The longest request that a client may send without having learned more, in bytes: 32 MiB.
 pub const PORTABLE_PAYLOAD_BYTES: u32 = 1 << 25;

@@ -58,7 +58,7 @@ pub mod info {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// What stands in front of an option's data.
+/// The header in front of an option's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionHeader {
     /// `NBD_OPT_…`, also one that this version doesn't know.
@@ -231,14 +231,14 @@ pub enum OptionReply<'a> {
     Server {
         /// Its name.
         name: &'a str,
-        /// What people should know of it.
+        /// Its description for people.
         description: &'a str,
     },
     /// Size in bytes and flags.
     Export(u64, TransmissionFlags),
     /// The export's canonical name.
     Name(&'a str),
-    /// What people should know of the export.
+    /// The export's description for people.
     Description(&'a str),
     /// The export's block sizes.
     BlockSize(BlockSizes),
@@ -347,7 +347,7 @@ impl<'a> OptionReply<'a> {
     }
 }
 
-/// What stands in front of an option reply's data.
+/// The header in front of an option reply's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionReplyHeader {
     /// The option that this answers.

@@ -32,13 +32,13 @@ pub mod kind {
     pub const ERROR_OFFSET: u16 = ERROR_BIT + 2;
 }
 
-/// What was negotiated for replies.
+/// The negotiated form of replies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReplyStyle {
     /// Simple replies only.
     #[default]
     Simple,
-    /// Structured chunks; what has no data may still be a simple reply.
+    /// Structured chunks; a reply without data may still be a simple one.
     Structured,
     /// Extended headers on everything.
     Extended,
@@ -143,7 +143,7 @@ pub fn error(extended: bool, to: Answered, errno: NbdErrno, message_bytes: u16) 
 pub struct StatusRun {
     /// Length in bytes, not 0.
     pub len: u64,
-    /// What the context says of the run.
+    /// The context's flags for the run.
     pub flags: u32,
 }
 

@@ -9,7 +9,7 @@ pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 /// Magic of an extended request.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 
-/// What was negotiated for the headers.
+/// The negotiated form of request headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HeaderStyle {
     /// 28 bytes, lengths of 32 bits.
@@ -88,9 +88,9 @@ impl Command {
 /// A request's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What to do.
+    /// The command.
     pub command: Command,
-    /// How.
+    /// Its flags.
     pub flags: CommandFlags,
     /// The client's mark, which every reply repeats.
     pub cookie: u64,

@@ -73,7 +73,7 @@ const PARKED_OF_ONE: usize = PARKED / 2;
 /// Places or seats, and the connections that wait for one.
 #[derive(Debug, Default)]
 struct Line {
-    /// What peers have.
+    /// The connections that each peer has.
     held: BTreeMap<Origin, usize>,
     /// The connections that wait, in the order of their coming.
     waiting: VecDeque<(u64, Origin)>,
@@ -189,7 +189,7 @@ impl Standing {
     }
 }
 
-/// What newcomers need.
+/// The room that newcomers need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
     Seat,

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-/// What a connection has for itself, in bytes: it goes on when the pool is empty.
+/// The share that a connection has for itself, in bytes: it goes on when the pool is empty.
 pub(crate) const OWN_BYTES: u64 = 1 << 20;
 
-/// What a longer request has of that at a time when the pool has nothing for it, in bytes.
+/// The part of that share that a longer request gets at a time when the pool has nothing for it, in bytes.
 pub(crate) const PIECE_BYTES: u64 = OWN_BYTES / 2;
 /// So long a request waits for the pool before it goes on in pieces.
 const POOL_PATIENCE: Duration = Duration::from_millis(250);
@@ -26,7 +26,7 @@ pub(crate) struct Budget {
     limit_bytes: u64,
     /// Of all requests that may begin.
     used_bytes: Cell<u64>,
-    /// What of the connection's own share is taken.
+    /// The taken part of the connection's own share, in bytes.
     own_bytes: Cell<u64>,
     pool: Arc<Pool>,
     pub account: Arc<Account>,
@@ -87,7 +87,7 @@ impl Budget {
         })
     }
 
-    /// What it was made with.
+    /// The limit that it was made with, in bytes.
     pub(crate) fn limit_bytes(&self) -> u64 {
         self.limit_bytes
     }

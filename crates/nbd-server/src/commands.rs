@@ -60,7 +60,7 @@ impl<D: Disk> Session<D> {
         if self.is_durable(request) { self.disk.flush().await } else { Ok(()) }
     }
 
-    /// What has no data in either direction.
+    /// A request without data in either direction.
     async fn plain(&self, request: &Request) -> Result<()> {
         let Request { offset, length, flags, .. } = *request;
         match request.command {

@@ -16,7 +16,7 @@ pub struct ServerConfig {
     pub queues: usize,
     /// How long a queue may look for requests before it sleeps, where that pays; it keeps a core busy meanwhile.
     pub poll_limit: PollLimit,
-    /// What clients may take of this process.
+    /// The resources that clients may take from this process.
     pub limits: Limits,
     /// Credentials; none: no encryption.
     pub tls: Option<ServerTls>,
@@ -67,13 +67,13 @@ impl ServerConfig {
     }
 }
 
-/// What clients may take of this process.
+/// The resources that clients may take from this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time that have sent an option; further ones wait. One that negotiates and has sent no option for a
-    /// second gives its place to one that waits: the one that is silent for longest of the peer (IP address or user) that has
-    /// most of them. 64 connections are accepted besides, in the same way. A peer with most connections in negotiation gives some
-    /// up for peers with fewer.
+    /// Connections at a time that have sent an option; further ones wait. A negotiating connection that has sent no
+    /// option for a second gives its place to a waiting one. It is the one silent for longest of the peer (IP address
+    /// or user) with most of them. 64 connections are accepted besides, in the same way. A peer with most connections
+    /// in negotiation gives some up for peers with fewer.
     pub max_connections: usize,
     /// Places beyond `max_connections`: when all others are taken a peer that has fewer than four may have one.
     pub spare_connections: usize,
@@ -81,10 +81,10 @@ pub struct Limits {
     pub max_requests: usize,
     /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
     pub max_bytes_in_flight: u64,
-    /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection has 1 MiB
-    /// of its own besides. The requests of one export take at most three quarters. What disks have held for longer than
-    /// `stall_limit` is left out; at least a quarter and one longest request then remain for other exports. A longer read or write
-    /// that waits for it in vain goes in pieces through its connection's own memory.
+    /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection
+    /// has 1 MiB of its own besides. The requests of one export take at most three quarters. Memory that disks have
+    /// held for longer than `stall_limit` is left out; at least a quarter and one longest request then remain for other
+    /// exports. A longer read or write that waits for it in vain goes in pieces through its connection's own memory.
     pub memory_bytes: u64,
     /// A client that holds such memory while others wait for it, and that neither sends its data nor takes its replies for so
     /// long, is cut off. 256 KiB in a second, on average, are enough to stay.
@@ -116,7 +116,7 @@ impl Default for Limits {
 #[derive(Clone)]
 pub struct Authorizer(pub Arc<Check>);
 
-/// What an [`Authorizer`] calls.
+/// The function that an [`Authorizer`] calls with a client's name; an error has the reason of a refusal.
 pub type Check = dyn Fn(&str) -> std::result::Result<(), String> + Send + Sync;
 
 impl fmt::Debug for Authorizer {
@@ -125,7 +125,7 @@ impl fmt::Debug for Authorizer {
     }
 }
 
-/// What happened.
+/// An event in the life of a client or of the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
@@ -142,7 +142,7 @@ pub enum Event {
         export: String,
         /// The client for people.
         peer: String,
-        /// What was wrong; none: it said goodbye, or was told to go.
+        /// The fault; none: it said goodbye, or was told to go.
         error: Option<String>,
     },
     /// A client was sent away, or went away, before it had chosen an export.

@@ -91,7 +91,7 @@ pub trait DiskQueue: 'static {
     }
 }
 
-/// The runs of a bitmap from `offset` on. What lies past the end of the bitmap's disk is clean.
+/// The runs of a bitmap from `offset` on. Bytes past the end of the bitmap's disk are clean.
 fn dirty_runs(bits: &DirtyBits, offset: u64, len: u64, max_runs: usize) -> Vec<DirtyRun> {
     let end = offset.saturating_add(len);
     let mut at = offset;

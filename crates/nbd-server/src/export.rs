@@ -9,7 +9,8 @@ use cowshed_types::{Error, Result};
 /// A disk, and how it is shown to clients.
 #[derive(Debug)]
 pub struct Export<D> {
-    /// What clients ask for: any text without NUL, at most 4,096 bytes. "" is what a client gets that asks for nothing.
+    /// The name by which clients choose it: any text without NUL, at most 4,096 bytes. "" is the export of a client
+    /// that names none.
     pub name: String,
     /// For people; may be empty.
     pub description: String,

@@ -40,7 +40,7 @@ pub(crate) struct Job {
     pub permit: Option<Permit>,
 }
 
-/// What came from the client.
+/// A message from the client.
 enum Taken {
     Job(Job),
     /// It said goodbye.
@@ -65,7 +65,7 @@ pub(crate) enum Work {
     Fail(NbdErrno, &'static str),
 }
 
-/// What a request is received for.
+/// The purpose of receiving a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     /// It begins at once.

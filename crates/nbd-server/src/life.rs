@@ -27,7 +27,7 @@ impl Life {
         self.cancel.is_cancelled()
     }
 
-    /// True when the client sends nothing more. What has been received begins only when a goodbye is at its end.
+    /// True when the client sends nothing more. Received requests begin only when a goodbye is at their end.
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.get() && !slip!("requests_of_a_dead_connection")
     }

@@ -60,7 +60,7 @@ impl Context {
     }
 }
 
-/// What client and server have agreed on.
+/// The options on which client and server have agreed.
 #[derive(Clone, Debug)]
 pub(crate) struct NegotiatedOptions {
     pub replies: ReplyStyle,
@@ -148,7 +148,7 @@ struct Negotiation<'a, D: Disk> {
     out: Vec<u8>,
 }
 
-/// What follows an option.
+/// The step after an option.
 enum Next<D: Disk> {
     Option,
     Transmission(Box<(ClientGuard<D>, NegotiatedOptions)>),
@@ -434,7 +434,7 @@ impl<D: Disk> Negotiation<'_, D> {
         Some((stay, self.terms(served)))
     }
 
-    /// What the export offers to a client that has negotiated what this one has.
+    /// The export's terms for a client that has negotiated as this one has.
     fn terms(&self, served: &Arc<Served<D>>) -> NegotiatedOptions {
         type Flags = TransmissionFlags;
         let export = &served.export;

@@ -15,8 +15,8 @@ use std::task::{Poll, Waker};
 
 /// Buffers of one system call.
 const MAX_BUFFERS: usize = 256;
-/// Bytes of one system call, about: enough for the wire, few enough that other clients of the thread come in between, and
-/// that a peer that takes nothing is told from one that is slow.
+/// Bytes of one system call, about. They are enough for the wire, and few enough to let other clients of the thread
+/// come in between. They also tell a peer that takes nothing from a slow one.
 const MAX_BYTES: usize = 1 << 20;
 /// Room for the headers of one system call.
 const HEAD_BYTES: usize = 4096;
@@ -28,7 +28,7 @@ const MAX_WAITING: usize = 1024;
 pub(crate) enum ReplyPart {
     Head(Head),
     Data(IoBuf),
-    /// What the data before it counted for, given back when it is sent.
+    /// The permit of the data before it, given back when it is sent.
     Sent(Permit),
 }
 

@@ -18,7 +18,8 @@ use std::time::Duration;
 
 /// How often a request that waits looks for peers that keep memory from it.
 const LOOK: Duration = Duration::from_millis(250);
-/// What a peer must move on average while it keeps shared memory from others: 256 KiB in a second, in ns for one byte.
+/// The rate that a peer must keep on average while it holds shared memory from others: 256 KiB in a second, in ns for
+/// one byte.
 const NS_PER_BYTE: u64 = 1_000_000_000 / (256 << 10);
 
 /// The shared memory of a server.
@@ -83,7 +84,7 @@ impl ExportShare {
     }
 }
 
-/// What one connection holds of the pool, and whether its peer does its part.
+/// The memory of the pool that one connection holds, and whether its peer does its part.
 #[derive(Debug)]
 pub(crate) struct Account {
     socket: Socket,
@@ -109,14 +110,14 @@ pub(crate) struct Patience {
     begun_ns: AtomicU64,
 }
 
-/// What a pool has at the moment.
+/// The state of a pool at the moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
     /// All of it, in bytes.
     pub limit_bytes: u64,
-    /// What requests hold, in bytes. More than all of it only with `stuck_bytes`.
+    /// Memory that requests hold, in bytes. More than all of it only with `stuck_bytes`.
     pub used_bytes: u64,
-    /// What of that requests hold which their disks have not answered for longer than [`crate::Limits::stall_limit`].
+    /// The part of it that requests hold whose disks haven't answered for longer than [`crate::Limits::stall_limit`].
     pub stuck_bytes: u64,
     /// Requests that wait for memory.
     pub waiting: usize,
@@ -530,7 +531,7 @@ mod tests {
             assert!(poll!(&mut small).is_pending());
             drop(large);
             assert_eq!(poll!(&mut small), Poll::Ready(true));
-            // What was granted and not taken goes back.
+            // Granted memory that was not taken goes back.
             let mut late = Box::pin(pool.take(&b, 70, NEVER));
             assert!(poll!(&mut late).is_pending());
             pool.give(&a, 75);

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Between two attempts to accept a client when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What a queue is asked to do.
+/// A task of a queue.
 pub(crate) enum QueueMessage<D: Disk> {
     /// Accept clients and hand them to the queues in turn.
     Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<QueueMessage<D>>>>, next: Arc<AtomicUsize> },

@@ -21,7 +21,7 @@ const HARD_GRACE: Duration = Duration::from_secs(5);
 /// So long may clients whose connections have ended keep an export from being removed.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
 
-/// What all threads of a server share.
+/// The part of a server that all its threads share.
 #[derive(Debug)]
 pub(crate) struct Registry<D> {
     pub config: ServerConfig,
@@ -47,7 +47,7 @@ struct Exports<D> {
 #[derive(Debug)]
 pub(crate) struct Served<D> {
     pub export: Export<D>,
-    /// What its requests hold of the memory that all share.
+    /// The part of the shared memory that its requests hold.
     pub memory: Arc<ExportShare>,
     clients: Watched<Clients>,
 }

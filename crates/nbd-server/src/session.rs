@@ -94,7 +94,7 @@ pub(crate) async fn run<D: Disk>(
         return Err(Error::new(ErrorKind::Limit, "the client kept memory from others and neither sent nor received"));
     }
     match error {
-        // What was cut off on purpose is no fault of the client.
+        // A client that was cut off on purpose has no fault.
         Some(error) if !session.stay.client.is_closing() => Err(error),
         _ => Ok(()),
     }
@@ -122,7 +122,7 @@ impl<D: Disk> Session<D> {
             }
             self.carry_out(job).await;
             let busy = self.workers.get() - self.idle.get() - usize::from(self.reading.get());
-            // What needs no waiting is carried out at once, so that the next one's reply may come as soon.
+            // A request that needs no waiting is carried out at once, so that the next one's reply may come as soon.
             let crowded = busy > 1 || self.has_more.get();
             self.outbox.send(&self.stream, &self.life, &self.budget.account, crowded).await;
         }

@@ -18,7 +18,7 @@ const MAX_RUNS: usize = 1024;
 /// Runs that are looked at when the client wants only one.
 const RUNS_FOR_ONE: usize = 16;
 
-/// What a block status of so many contexts takes at most, in bytes.
+/// The longest block status of so many contexts, in bytes.
 pub(crate) fn status_bytes(request: &Request, contexts: usize) -> u64 {
     let runs = if request.flags.contains(CommandFlags::REQ_ONE) { RUNS_FOR_ONE } else { MAX_RUNS };
     // Lengths and flags of 64 bits each, and a header.
@@ -82,7 +82,7 @@ fn dirty(run: &DirtyRun) -> StatusRun {
     StatusRun { len: run.len, flags: if run.dirty { STATE_DIRTY } else { 0 } }
 }
 
-/// What holds of a block of which one part is a hole, or zero, and another isn't: neither.
+/// The flags of a block of which one part is a hole, or zero, and another isn't: neither.
 fn both(a: u32, b: u32) -> u32 {
     a & b
 }

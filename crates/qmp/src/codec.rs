@@ -19,7 +19,7 @@ pub struct Timestamp {
 pub struct Event {
     /// Its name, in capitals.
     pub name: &'static str,
-    /// What belongs to it; empty for none.
+    /// Its members; empty for none.
     pub data: Map<String, Value>,
     /// When it happened.
     pub timestamp: Timestamp,

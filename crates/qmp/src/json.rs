@@ -8,7 +8,7 @@ use serde_json::{Map, Number, Value};
 /// Deepest nesting of objects and lists that is taken.
 pub const MAX_DEPTH: usize = 1024;
 
-/// What QEMU says of a text that is longer than it takes.
+/// QEMU's sentence for a text that is longer than it takes.
 pub(crate) const TOO_LONG: &str = "JSON token size limit exceeded";
 
 /// The value of a text, or what is wrong with it.
@@ -39,7 +39,7 @@ enum Open {
     Object(Map<String, Value>, String),
 }
 
-/// What may come next.
+/// The tokens that may come next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Expected {
     #[default]
@@ -223,7 +223,7 @@ fn number(text: &[u8]) -> Value {
     text.parse::<f64>().ok().and_then(Number::from_f64).map_or(Value::Null, Value::Number)
 }
 
-/// What a token in quotes says.
+/// The text in a token in quotes.
 fn text(token: &[u8], place: Position) -> Parsed<String> {
     let mut bytes = token.get(1..token.len().saturating_sub(1)).unwrap_or_default();
     let mut result = String::new();

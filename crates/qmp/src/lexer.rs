@@ -8,7 +8,7 @@ pub(crate) struct Position {
     pub column: usize,
 }
 
-/// What a token is.
+/// The kind of a token.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Kind {
     /// One of `{}[]:,`.
@@ -18,7 +18,7 @@ pub(crate) enum Kind {
     Number(Vec<u8>),
     /// Small letters.
     Word(Vec<u8>),
-    /// What begins no token, or ends one too early: all of its bytes so far.
+    /// Bytes that begin no token, or end one too early: all of its bytes so far.
     Stray(Vec<u8>),
     /// More bytes than one token may have.
     TooLong,

@@ -19,12 +19,12 @@ use crate::types::{Alternative, Member, ObjectType, Type};
 pub(crate) enum Definition {
     Object(ObjectType),
     Other(Alternative),
-    /// What it takes, and what it returns: nothing, if `None`.
+    /// Its arguments and its result, which is absent if `None`.
     Command(Arguments, Option<Type>),
     Event(ObjectType),
 }
 
-/// What a command takes.
+/// The arguments of a command.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Arguments {
     /// Members of its own.
@@ -74,7 +74,7 @@ fn definition(line: &str) -> Option<(String, Definition)> {
     (!name.is_empty()).then(|| (name.to_owned(), definition))
 }
 
-/// What stands behind the colon; nothing at all is an empty body.
+/// The text behind the colon; nothing at all is an empty body.
 fn body(rest: &str) -> Option<&str> {
     if rest.is_empty() { Some("") } else { rest.strip_prefix(':').map(str::trim) }
 }

@@ -311,12 +311,12 @@ impl Schema {
         })
     }
 
-    /// What `query-commands` returns.
+    /// The result of `query-commands`.
     pub fn query_commands(&self) -> Value {
         self.commands.keys().map(|name| json!({"name": name})).collect()
     }
 
-    /// What `query-qmp-schema` returns.
+    /// The result of `query-qmp-schema`.
     pub fn query_schema(&self) -> Value {
         let mut entries: Vec<Value> = Vec::new();
         for (name, command) in &self.commands {

@@ -16,11 +16,11 @@ pub struct Command {
     pub name: String,
     /// Its arguments, checked.
     pub arguments: Map<String, Value>,
-    /// What the reply carries along.
+    /// The client's mark, which the reply carries along.
     pub id: Option<Value>,
 }
 
-/// What came out of a client's bytes, in order.
+/// The messages in a client's bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Incoming {
     /// To be sent back as it is.
@@ -101,7 +101,7 @@ impl Session {
         }
     }
 
-    /// What a message calls. Of several faults the first one counts, in QEMU's order of members.
+    /// The call in a message. Of several faults the first one counts, in QEMU's order of members.
     fn called(&self, message: &Map<String, Value>) -> QmpResult<Called> {
         let wrong = |what: String| Err(QmpError::generic(format!("QMP input {what}")));
         let mut execute: Option<(&String, String)> = None;
@@ -136,7 +136,7 @@ impl Session {
     }
 }
 
-/// What a message calls.
+/// The call in a message.
 struct Called {
     name: String,
     arguments: Map<String, Value>,

@@ -31,7 +31,7 @@ pub enum Type {
 pub struct Member {
     /// Its key.
     pub name: String,
-    /// What it holds.
+    /// The type of its value.
     pub value: Type,
     /// May be left out.
     pub optional: bool,

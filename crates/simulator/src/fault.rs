@@ -21,7 +21,7 @@ pub enum OpKind {
     CopyRange,
 }
 
-/// What happens to an operation that a [`Fault`] has chosen.
+/// The effect on an operation that a [`Fault`] has chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them. One that a
@@ -52,7 +52,7 @@ pub struct Fault {
     pub times: u64,
     /// In so many of 1000 cases.
     pub per_mille: u64,
-    /// What happens.
+    /// The effect on the operation.
     pub effect: Effect,
 }
 

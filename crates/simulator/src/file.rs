@@ -52,7 +52,7 @@ impl SimFile {
         self.writable.store(true, Ordering::Relaxed);
     }
 
-    /// What offsets, lengths and memory must be multiples of; 1 without direct I/O.
+    /// The multiple that offsets, lengths and memory need, in bytes; 1 without direct I/O.
     pub fn alignment(&self) -> Alignment {
         let alignment = self.alignment.load(Ordering::Relaxed);
         Alignment { memory: alignment as usize, offset: alignment }
@@ -190,7 +190,7 @@ impl SimFile {
     }
 
     fn check_writable(&self) -> Result<(), Errno> {
-        // What a write on a descriptor opened for reading gets.
+        // The error of a write on a descriptor opened for reading.
         const EBADF: Errno = Errno(9);
         if self.is_writable() { Ok(()) } else { Err(EBADF) }
     }

@@ -9,7 +9,7 @@ pub type OpId = u64;
 /// Index of a file of a [`World`](super::World).
 pub type FileId = usize;
 
-/// What an operation does to a file.
+/// The change that an operation makes to a file.
 #[derive(Clone)]
 pub enum Change {
     /// Bytes at an offset; the file grows as needed.
@@ -91,14 +91,14 @@ pub enum Event {
         op: OpId,
         /// Its file.
         file: FileId,
-        /// What it does.
+        /// The change.
         change: Change,
     },
     /// It ended.
     Completed {
         /// The operation.
         op: OpId,
-        /// What reached the volatile contents.
+        /// The part that reached the volatile contents.
         applied: Applied,
     },
     /// A barrier was asked for. It covers what completed before.

@@ -234,7 +234,7 @@ fn hash_page(bytes: &[u8; PAGE_BYTES as usize]) -> u128 {
     (u128::from(mix(a.wrapping_add(b.rotate_left(17)))) << 64) | u128::from(mix(a ^ b.rotate_left(41)))
 }
 
-/// What page `index` with content hash `hash` adds to the sum over the file.
+/// The part of the sum over the file that page `index` with content hash `hash` adds.
 fn place(index: u64, hash: u128) -> u128 {
     if hash == 0 {
         return 0;

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// What was asked for. It owns its memory until it ends, also without a waiter.
+/// The request. It owns its memory until it ends, also without a waiter.
 pub(super) enum Request {
     Read { offset: u64, buf: IoBuf },
     Write { change: Change, bufs: Vec<IoBuf> },
@@ -69,7 +69,7 @@ pub(super) struct Pending {
     pub abandoned: bool,
 }
 
-/// What an operation gives back.
+/// The value that an operation returns.
 #[derive(Clone, Copy)]
 pub(super) enum Value {
     Count(u64),

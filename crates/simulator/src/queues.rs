@@ -19,7 +19,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// What one queue runs: called on the queue's thread, the future is driven to its end there.
+/// The work of one queue: called on the queue's thread, the future is driven to its end there.
 pub type QueueStart<'a> = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send + 'a>;
 
 /// Rounds in which every queue looks for work in vain before they count as stuck.
@@ -205,7 +205,7 @@ fn run_queue(turns: &Arc<Turns>, me: usize, start: QueueStart<'_>) -> Option<Box
     QUEUE.with(|queue| *queue.borrow_mut() = None);
     match outcome {
         Ok(()) => {
-            // What it says about being stuck is for those that still wait.
+            // A panic about being stuck is for those that still wait.
             let passed = catch_unwind(AssertUnwindSafe(|| turns.pass(me, Standing::Ended)));
             passed.err().inspect(|_| turns.fail())
         }

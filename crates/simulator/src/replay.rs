@@ -106,7 +106,7 @@ impl CutChange {
         self.file
     }
 
-    /// What was asked for.
+    /// The change that was asked for.
     pub fn change(&self) -> &Change {
         &self.change
     }
@@ -309,7 +309,7 @@ impl<'a> Replay<'a> {
         self.position
     }
 
-    /// What a reader sees of the file named `name` at this point.
+    /// The contents of the file named `name` that a reader sees at this point.
     pub fn contents(&self, name: &str) -> Option<&PageMap> {
         let id = self.trace.files.iter().position(|(other, _)| other == name)?;
         Some(&self.files[id].volatile)
@@ -373,7 +373,7 @@ impl<'a> Replay<'a> {
             }
             replay.named |= change.create;
             change.apply(&mut replay.durable, &Choice::Everything, sector);
-            // What was dropped earlier can't come back over what is durable now.
+            // Bytes dropped earlier can't come back over durable ones.
             for dropped in rest.iter_mut().filter(|earlier| earlier.dropped) {
                 change.pieces.iter().map(Piece::range).for_each(|(from, to)| subtract(&mut dropped.pieces, from, to));
                 if change.len.is_some() {
@@ -427,7 +427,7 @@ impl Cut {
         self.position
     }
 
-    /// What the disk writes in one piece, in bytes.
+    /// The unit that the disk writes in one piece, in bytes.
     pub fn sector_bytes(&self) -> u64 {
         self.sector_bytes
     }

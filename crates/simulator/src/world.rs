@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::Duration;
 
-/// What the file system of a [`World`] can do beyond reading and writing.
+/// The abilities of a [`World`]'s file system beyond reading and writing.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Features {
@@ -38,15 +38,15 @@ impl Default for Features {
 pub struct Config {
     /// Where chance starts from.
     pub seed: u64,
-    /// What the disk writes in one piece, in bytes (512 or 4096); also the alignment of direct I/O.
+    /// The unit that the disk writes in one piece, in bytes (512 or 4096); also the alignment of direct I/O.
     pub sector_bytes: u64,
     /// Every file is opened for direct I/O, whatever the options say.
     pub direct: bool,
     /// Bytes on the disk; a write that needs more gets `ENOSPC`.
     pub capacity_bytes: Option<u64>,
-    /// Files that are there from the start keep their length, as block devices do: what would be past the end gets `ENOSPC`.
+    /// Files that are there from the start keep their length, as block devices do: a write past the end gets `ENOSPC`.
     pub fixed_length: bool,
-    /// What the file system can do.
+    /// The abilities of the file system.
     pub features: Features,
     /// A sync of a new file makes its name durable too, as ext4, XFS and btrfs do.
     pub sync_covers_name: bool,
@@ -70,7 +70,7 @@ impl Config {
     }
 }
 
-/// What [`World::step`] did.
+/// The outcome of [`World::step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// It ended an operation or let a timer ring.
@@ -85,13 +85,13 @@ pub type Snapshot = BTreeMap<String, PageMap>;
 /// All that is needed to work out power cuts: the durable start and everything that happened since.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    /// What the disk writes in one piece, in bytes.
+    /// The unit that the disk writes in one piece, in bytes.
     pub sector_bytes: u64,
     /// A sync of a new file makes its name durable too.
     pub sync_covers_name: bool,
     /// Name and durable contents of every file when the log began; no contents: the file was created later.
     pub files: Vec<(String, Option<PageMap>)>,
-    /// What happened.
+    /// The operations and their ends, in order.
     pub log: Vec<Event>,
 }
 
@@ -291,8 +291,8 @@ impl World {
         Sleep::new(self.clone(), now_ns.saturating_add(duration_ns))
     }
 
-    /// Ends one operation, chosen by chance among those under way, or lets the next timer ring. What waits for it is
-    /// woken. The executor calls this when every task waits.
+    /// Ends one operation, chosen by chance among those under way, or lets the next timer ring. Tasks that wait for it
+    /// are woken. The executor calls this when every task waits.
     pub fn step(&self) -> Step {
         let wakers = self.lock().step();
         let progress = wakers.is_some();

@@ -42,7 +42,7 @@ const CLUSTER: u64 = 65536;
 const WINDOW: u64 = 8 << 20;
 const LAYERS: u64 = 8;
 
-/// What a request does.
+/// The kind of a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -197,7 +197,7 @@ fn place(number: u64) -> u64 {
     number * 0x9e37_79b9 % (WINDOW / BYTES) * BYTES
 }
 
-/// What exports are of, below a throttle node where that is wanted.
+/// An attachment for exports, above a throttle node where that is wanted.
 async fn attached(graph: &Arc<Graph>, path: &Path, throttled: bool) -> Arc<Attachment> {
     let options = format!("driver=qcow2,node-name=n,file.driver=file,file.filename={}", path.display());
     let node = graph.add(BlockdevOptions::from_keyval(&options).expect("options")).await.expect("the image opens");
@@ -245,7 +245,7 @@ fn served(path: &Path, throttled: bool, count: u64) {
 /// Requests that a client has in flight: what their replies take fits into the buffer of a socket.
 const IN_FLIGHT: usize = 32;
 
-/// An NBD client without a thread of its own: it has its turn when the server has nothing left to do. What it does itself is
+/// An NBD client without a thread of its own: it has its turn when the server has nothing left to do. Its own work is
 /// two system calls for each window of requests.
 struct Client {
     socket: UnixStream,

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// A test that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(900);
 
-/// What became of a test.
+/// The outcome of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     Fails,

@@ -7,7 +7,7 @@ use cowshed_simulator::PageMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What was found besides errors.
+/// The findings besides errors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Audit {
     /// Clusters counted more often than they are used.

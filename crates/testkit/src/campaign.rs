@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a long run does.
+/// The settings of a long run.
 #[derive(Clone, Debug)]
 pub struct Campaign {
     /// The first seed.
@@ -27,10 +27,10 @@ pub struct Campaign {
     pub failures_max: usize,
 }
 
-/// What came of it.
+/// The result of a long run.
 #[derive(Debug, Default)]
 pub struct CampaignReport {
-    /// What was tried.
+    /// The states that were tried.
     pub tally: Tally,
     /// Cases that ran.
     pub cases: u64,
@@ -60,7 +60,7 @@ impl CampaignReport {
     }
 }
 
-/// What goes wrong in the case of a seed: nothing in most, else one failed barrier, write or read, or a full disk.
+/// The faults in the case of a seed: none in most, else one failed barrier, write or read, or a full disk.
 pub fn weather(seed: u64, effort: &Effort) -> (Effort, Vec<Fault>) {
     let skip = seed / 16;
     let fault = |effect, kind, skip| vec![Fault::new(effect).kind(kind).skip(skip)];

@@ -149,7 +149,7 @@ impl Victim {
 /// A piece of metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// What it is part of.
+    /// The structure that it is part of.
     pub what: &'static str,
     /// Host offset in bytes.
     pub start: u64,

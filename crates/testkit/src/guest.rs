@@ -73,7 +73,7 @@ pub struct Guest {
     console: Receiver<String>,
     /// Its console's other direction.
     pub keyboard: ChildStdin,
-    /// What it has said so far.
+    /// The text of its console so far.
     pub said: String,
 }
 
@@ -129,8 +129,8 @@ impl Guest {
         }
     }
 
-    /// What it said until it turned itself off. Linux takes its virtual disk away before the machine ends (since 6.14), and a
-    /// read-ahead of that moment is then reported as an I/O error, though no server failed it.
+    /// Its text until it turned itself off. Linux takes its virtual disk away before the machine ends (since 6.14), and
+    /// a read-ahead of that moment is then reported as an I/O error, though no server failed it.
     pub fn said_while_up(&self) -> &str {
         ["sysrq: Power Off", "reboot: Power down"]
             .iter()

@@ -65,7 +65,7 @@ impl Follower {
     /// Checks what the whole disk reads as after the process is gone.
     ///
     /// # Errors
-    /// What may not be so.
+    /// The first byte or size that isn't allowed.
     pub fn check(&self, content: &[u8]) -> Result<(), String> {
         let position = self.lines + 1;
         self.model.check_size_after_cut(position, content.len() as u64)?;

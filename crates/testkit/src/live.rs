@@ -230,7 +230,7 @@ impl LiveScene {
         LiveScene { scene, prepared, overlay_options: Some(overlay_options.to_owned()) }
     }
 
-    /// What makes the case special, in words.
+    /// The special features of the case, in words.
     pub fn features(&self) -> String {
         let snapshots = self
             .overlay_options
@@ -255,7 +255,7 @@ impl LiveScene {
     /// Runs the case and cuts its power everywhere; says how many snapshots were taken.
     ///
     /// # Errors
-    /// What went wrong, and the fewest requests that show it.
+    /// The failure, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: &[Fault]) -> std::result::Result<(CrashReport, usize), String> {
         let steps = self.steps(effort.requests);
         self.run_steps(effort, faults, &steps).map_err(|first| {

@@ -143,7 +143,7 @@ impl CrashScene {
         scene
     }
 
-    /// What can be amended in every image of these features.
+    /// An amendment that is possible in every image of these features.
     fn amendment(&self, random: &mut Random) -> &'static str {
         let spec = self.spec();
         let is_plain = !spec.extended_l2 && spec.data_file.is_none() && self.encryption.is_empty();
@@ -222,7 +222,7 @@ impl CrashScene {
         if words.is_empty() { "plain".to_owned() } else { words.join(" + ") }
     }
 
-    /// What makes this case special, a word each, for counting states.
+    /// The special features of this case, a word each, for counting states.
     pub fn features(&self) -> Vec<String> {
         let spec = self.spec();
         let mut words = vec![
@@ -307,7 +307,7 @@ impl CrashScene {
     /// Runs the case.
     ///
     /// # Errors
-    /// What went wrong, and the fewest requests that show it.
+    /// The failure, and the fewest requests that show it.
     pub fn run(&self, effort: &Effort, faults: Vec<Fault>) -> Result<CrashReport, String> {
         let prepared = self.prepared_with(effort);
         let steps = self.steps(&prepared, effort.requests);
@@ -320,7 +320,7 @@ impl CrashScene {
     /// Runs the case with the guest's requests given; a failure is not shrunk.
     ///
     /// # Errors
-    /// What went wrong.
+    /// The failure.
     pub fn run_steps(&self, effort: &Effort, faults: Vec<Fault>, steps: Vec<Step>) -> Result<CrashReport, String> {
         let prepared = self.prepared_with(effort);
         prepared.crash(&self.trial_on(&prepared, steps, effort, faults))

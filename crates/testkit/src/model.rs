@@ -12,7 +12,7 @@ use crate::random::Random;
 /// Unit of atomicity in bytes: a sector of the guest holds one version or another, never a mixture.
 pub const GUEST_SECTOR_BYTES: u64 = 512;
 
-/// What a version holds.
+/// The content of a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     /// [`fill`] with this stamp.
@@ -108,7 +108,8 @@ impl Model {
         self.len() == 0
     }
 
-    /// A resize begins; nothing else is under way. What a shrink cuts off reads as zeroes when the disk grows again.
+    /// A resize begins; nothing else is under way. Bytes that a shrink cuts off read as zeroes when the disk grows
+    /// again.
     pub fn begin_resize(&mut self, bytes: u64, position: usize) -> RequestId {
         let old = self.len();
         let cut = if bytes < old { Some(self.begin(bytes, old - bytes, Content::Zero, position)) } else { None };
@@ -135,7 +136,7 @@ impl Model {
     /// Checks the size of the disk after a power cut with `position` entries in the log.
     ///
     /// # Errors
-    /// What it might have been.
+    /// The sizes that were possible.
     pub fn check_size_after_cut(&self, position: usize, bytes: u64) -> Result<(), String> {
         let settled = self.settled(position);
         let is_settled = |size: &Size| size.ended.is_some_and(|ended| ended.tick <= settled);
@@ -224,8 +225,9 @@ impl Model {
         self.check(offset, bytes, position, self.settled(position))
     }
 
-    /// Checks a copy of the disk, from `offset` on, that shows it as it was at one moment: not before the read began that
-    /// [`Model::begin_read`] called `began`, and not after the event `position`. Each sector is checked by itself.
+    /// Checks a copy of the disk, from `offset` on, that shows it at one moment. That moment is not before the begin of
+    /// the read that [`Model::begin_read`] called `began`, and not after the event `position`. Each sector is checked
+    /// by itself.
     ///
     /// # Errors
     /// The first byte or sector that may not be so, and what it might have been.
@@ -233,10 +235,10 @@ impl Model {
         self.check(offset, bytes, position, began)
     }
 
-    /// Ranges of the disk that requests under way at a power cut, or not covered by the flush before the last one that
-    /// was acknowledged, have changed: what they allocated or freed may be leaked. In units of `unit_bytes`, each unit
-    /// once for each request. Flushes that overlap count as one: one round of writes may serve both, and what it frees
-    /// goes out with the round after it.
+    /// Ranges of the disk that unsettled requests have changed: those under way at a power cut, or not covered by the
+    /// last acknowledged flush but one. Their allocated or freed clusters may be leaked. In units of `unit_bytes`, each
+    /// unit once for each request. Flushes that overlap count as one: one round of writes may serve both, and the round
+    /// after it writes the freed counts.
     pub fn unsettled_units(&self, position: usize, unit_bytes: u64) -> u64 {
         let ended = |flush: &Flush| flush.ended.filter(|moment| moment.position <= position).map(|moment| moment.tick);
         let last_began = self.flushes.iter().filter(|flush| ended(flush).is_some()).map(|flush| flush.began.tick).max();
@@ -248,7 +250,7 @@ impl Model {
         unsettled.map(|version| version.end.div_ceil(unit_bytes) - version.start / unit_bytes).sum()
     }
 
-    /// What ended before this tick is durable after a power cut at `position`.
+    /// The tick before which ended requests are durable after a power cut at `position`.
     fn settled(&self, position: usize) -> u64 {
         let acknowledged =
             self.flushes.iter().filter(|flush| flush.ended.is_some_and(|moment| moment.position <= position));

@@ -16,7 +16,7 @@ mod ownership;
 pub struct Mutant {
     /// Its name.
     pub name: &'static str,
-    /// What goes wrong.
+    /// The broken rule.
     pub about: &'static str,
     /// The test that fails: its module below `tests/`, and the name of the function. In front of the module stands the folder of
     /// its crate, unless that is this one: `nbd/outages`.
@@ -30,7 +30,7 @@ pub struct Place {
     pub krate: &'static str,
     /// The test program that holds it: `tests/PROGRAM/MODULE.rs`, or `tests/PROGRAM.rs`.
     pub program: String,
-    /// What stands before the names of its functions: `MODULE::`, or nothing where the program is one file.
+    /// The prefix of its functions' names: `MODULE::`, or nothing where the program is one file.
     pub prefix: String,
     /// Its file.
     pub file: PathBuf,

@@ -137,7 +137,7 @@ pub fn print_steps(steps: &[Step]) -> String {
     steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ")
 }
 
-/// What requests to make.
+/// The requests to generate.
 #[derive(Clone, Debug)]
 pub struct OpGen {
     /// Size of the disk in bytes.

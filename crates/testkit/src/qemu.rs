@@ -16,7 +16,7 @@ pub struct Qemu {
     folder: Option<PathBuf>,
 }
 
-/// What a run of a tool gave.
+/// The result of a run of a tool.
 #[derive(Clone, Debug)]
 pub struct Output {
     /// Exit code; -1 when a signal ended it.
@@ -57,7 +57,7 @@ pub struct CheckVerdict {
     pub leaks: u64,
     /// The whole JSON object, `Null` when the tool gave none.
     pub json: Value,
-    /// What it said on standard error.
+    /// Its standard error.
     pub stderr: String,
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Shared ranges begin at a multiple of it in the pool, in bytes.
 const POOL_ALIGN_BYTES: u64 = 1 << 16;
 
-/// An image. What covers whole units of a write is shared, as far as the image can; the rest is written.
+/// An image. Ranges that cover whole units of a write are shared, as far as the image can; the rest is written.
 pub struct SharingDisk {
     disk: ImageDisk,
     pool: File,

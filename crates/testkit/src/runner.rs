@@ -35,13 +35,13 @@ pub trait GuestDisk: 'static {
     }
 }
 
-/// What came of a run.
+/// The result of a run.
 pub struct Outcome {
     /// The model after it.
     pub model: Model,
-    /// Requests that failed, and how.
+    /// Requests that failed, with their errors.
     pub errors: Vec<(Step, Error)>,
-    /// Reads that gave what they may not.
+    /// Reads with bytes that aren't allowed.
     pub wrong_reads: Vec<String>,
     /// Length of the machine's log when the disk was closed.
     pub closed_at: usize,

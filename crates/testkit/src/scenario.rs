@@ -123,7 +123,7 @@ impl GuestDisk for ImageDisk {
 pub struct Trial {
     /// The machine.
     pub config: Config,
-    /// What goes wrong on it. With faults, requests may fail; without, none may.
+    /// The faults of the machine. With faults, requests may fail; without, none may.
     pub faults: Vec<Fault>,
     /// Options of the driver, as `--image-opts` takes them.
     pub options: &'static str,
@@ -165,7 +165,7 @@ pub struct Prepared {
     pub top: String,
     /// All files, by their paths.
     pub files: Snapshot,
-    /// What the guest's disk holds.
+    /// The contents of the guest's disk.
     pub content: Vec<u8>,
     spec: Qcow2Spec,
     leaks_at_start: u64,
@@ -229,8 +229,8 @@ impl Prepared {
         }
     }
 
-    /// An encrypted image of our own making with `options` (`encrypt.…`, as `-o` takes them), to which the real QEMU has
-    /// written `writes`, each an offset and a length in bytes; with snapshots and bitmaps as [`Prepared::with`].
+    /// An encrypted image of our own making with `options` (`encrypt.…`, as `-o` takes them). The real QEMU has written
+    /// `writes`, each an offset and a length in bytes, to it. It has snapshots and bitmaps as [`Prepared::with`].
     pub fn encrypted(
         spec: &Qcow2Spec,
         options: &str,
@@ -300,7 +300,7 @@ impl Prepared {
         more.iter().map(|&text| text.to_owned()).chain(named).collect()
     }
 
-    /// What the real QEMU reads of the disk.
+    /// The disk's data as the real QEMU reads it.
     fn content_by_qemu(&self) -> Vec<u8> {
         if !self.is_encrypted {
             return self.qemu.content(Path::new(&self.top), "qcow2");
@@ -360,7 +360,7 @@ impl Prepared {
     /// Runs the trial and cuts its power everywhere.
     ///
     /// # Errors
-    /// What went wrong, with what the cut lost.
+    /// The failure, with the data that the cut lost.
     pub fn crash(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
         let world = self.world(trial);
         let outcome = told(|| self.run(&world, trial))?;
@@ -392,8 +392,8 @@ impl Prepared {
     /// Runs the trial on its machine, without a cut.
     ///
     /// # Errors
-    /// What went wrong: a failed request where none may fail, a read of data that were never written, metadata
-    /// written twice at once, leaks after closing.
+    /// The failure: a failed request where none may fail, a read of data that were never written, metadata written
+    /// twice at once, leaks after closing.
     pub fn run(&self, world: &World, trial: &Trial) -> std::result::Result<Outcome, String> {
         let model = Model::new(self.content.clone());
         let failed = |error: Error| format!("the run itself: {error}");
@@ -465,8 +465,8 @@ impl Prepared {
         }
     }
 
-    /// What the design allows a cut to leak: what requests since the flush before the last one have allocated, what they
-    /// have freed, an L2 table for each of their clusters at most, and tables that were just moved.
+    /// Checks the leaks against the design's bound for a cut. It counts the clusters that requests since the last flush
+    /// but one have allocated or freed. For each of them an L2 table may be added, and the tables that were just moved.
     fn check_leak_bound(&self, model: &Model, case: &CrashCase<'_>, found: &Audit) -> std::result::Result<(), String> {
         let units = model.unsettled_units(case.position, self.spec.cluster_size);
         let tables = found.moving_table_clusters;
@@ -568,7 +568,7 @@ impl Prepared {
         }
     }
 
-    /// What a flushed write has changed is dirty in every enabled bitmap.
+    /// Checks that the changes of flushed writes are dirty in every enabled bitmap.
     async fn check_bitmaps(
         &self,
         disk: &ImageDisk,
@@ -636,7 +636,7 @@ impl Prepared {
     /// As [`Prepared::crash`]; a failure comes with the fewest requests that still show one.
     ///
     /// # Errors
-    /// What went wrong, and how to see it again.
+    /// The failure, and the way to see it again.
     pub fn crash_or_shrink(&self, trial: &Trial) -> std::result::Result<CrashReport, String> {
         // 0 where only the failure itself counts.
         let most_tries = std::env::var("COWSHED_SHRINK_TRIES").ok().and_then(|text| text.parse().ok()).unwrap_or(300);

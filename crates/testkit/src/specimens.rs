@@ -4,8 +4,8 @@
 use crate::qemu::{Qemu, temp_dir};
 use std::path::{Path, PathBuf};
 
-/// What an image is made of: options of `create`, then commands of qemu-io (several in one run by "; "), "snapshot
-/// NAME" and "bitmap NAME".
+/// The recipe of an image: options of `create`, then commands of qemu-io (several in one run by `; `), `snapshot NAME`
+/// and `bitmap NAME`.
 pub struct Specimen {
     /// Its name.
     pub name: &'static str,

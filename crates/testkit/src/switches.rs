@@ -25,7 +25,7 @@ pub fn cargo(root: &Path, cfg: &str, arguments: &[&str]) -> Command {
     command.args(arguments).current_dir(root).env("RUSTC_WORKSPACE_WRAPPER", wrapper);
     command.env("CARGO_BUILD_BUILD_DIR", root.join("target"));
     command.env("CARGO_TARGET_DIR", root.join(format!("target/{cfg}-build")));
-    // What `cargo run` says of this program would have build scripts run again.
+    // Variables that `cargo run` sets for this program would make build scripts run again.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_", "CARGO_BIN_"].iter().any(|start| text.starts_with(start)) {

@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub struct Guest {
     /// The memory as the front end has it.
     pub memory: SharedMemory,
-    /// What back ends map.
+    /// The file that back ends map.
     pub file: Arc<OwnedFd>,
     /// The index of the available ring, for each ring.
     pub next: [u16; 2],

@@ -7,7 +7,7 @@ use crate::{MAX_DEPTH, MAX_REQUEST_BYTES, Malformed, SECTOR_BYTES};
 /// A new device gets the first free number.
 pub const ANY_DEVICE: u32 = u32::MAX;
 
-/// What a device can do and the driver and its server agree on.
+/// The features of a device, on which the driver and its server agree.
 pub mod features {
     #![allow(missing_docs, reason = "the names are those of linux/ublk_cmd.h")]
     pub const USER_RECOVERY: u64 = 1 << 3;
@@ -37,7 +37,7 @@ pub enum State {
 /// Bytes of a [`DeviceInfo`].
 pub const INFO_BYTES: usize = 64;
 
-/// What the driver and a server know of a device (`ublksrv_ctrl_dev_info`).
+/// The facts that the driver and a server share about a device (`ublksrv_ctrl_dev_info`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Queues.

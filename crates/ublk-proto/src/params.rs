@@ -26,7 +26,7 @@ mod parts {
     pub const DISCARD: u32 = 1 << 1;
 }
 
-/// What a device is like.
+/// The properties of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Params {
     /// Sectors.
@@ -37,7 +37,7 @@ pub struct Params {
     pub has_cache: bool,
     /// Logical block in bytes: a power of two from 512 to [`MAX_BLOCK_BYTES`].
     pub block_bytes: u32,
-    /// What the image allocates at once, in bytes: the grain that the kernel is told of.
+    /// The allocation unit of the image in bytes, which the kernel gets as the grain of discards.
     pub grain_bytes: u32,
     /// The longest data of a request, in bytes.
     pub max_request_bytes: u32,

@@ -12,7 +12,7 @@ mod flags {
     pub const NO_UNMAP: u32 = 1 << 15;
 }
 
-/// What a request wants.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Data of the disk.
@@ -42,7 +42,7 @@ impl Operation {
     }
 }
 
-/// What the driver keeps to.
+/// The limits that the driver keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The longest data, in bytes.
@@ -56,11 +56,11 @@ pub struct Limits {
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it wants.
+    /// The kind of request.
     pub operation: Operation,
-    /// Where, in bytes.
+    /// First byte on the disk.
     pub offset: u64,
-    /// How much, in bytes: 0 for a flush.
+    /// Length in bytes: 0 for a flush.
     pub len: u64,
 }
 

@@ -22,7 +22,7 @@ enum Turn {
     Gone,
 }
 
-/// What the end of a wait means.
+/// The meaning of the end of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// There is a request.

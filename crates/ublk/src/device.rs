@@ -27,7 +27,7 @@ const DEATH_PATIENCE: Duration = Duration::from_secs(30);
 /// The same, where the server seems to be alive: it may be about to end.
 const DYING_PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
-/// What every device of ours has.
+/// The features that every device of ours has.
 const NEEDED: u64 = features::USER_RECOVERY | features::USER_RECOVERY_REISSUE | features::CMD_IOCTL_ENCODE;
 /// In the driver's note of a device of ours, above the name of its export.
 const MARK: u64 = 0xc057 << 48;
@@ -35,7 +35,7 @@ const MARK: u64 = 0xc057 << 48;
 /// Opens the control device of the kernel's driver.
 ///
 /// # Errors
-/// What to do where it is missing, or not for this user.
+/// A missing driver, or no right to use it; the message names the remedy.
 pub fn open_driver() -> Result<UblkControl> {
     UblkControl::open().map_err(|Errno(number)| {
         let is = |number_of: Number| number == number_of.raw_os_error();
@@ -61,7 +61,7 @@ fn no_permission() -> Error {
     Error::new(ErrorKind::PermissionDenied, message)
 }
 
-/// What a name is in the driver's note: the 64-bit FNV-1a hash, without its upper bits.
+/// The driver's note for a name: the 64-bit FNV-1a hash, without its upper bits.
 fn note_of(id: &str) -> u64 {
     let hash = id
         .bytes()
@@ -153,7 +153,7 @@ fn worded(doing: &str) -> impl FnOnce(Errno) -> Error {
     move |errno| Failure::Driver(errno).worded(doing)
 }
 
-/// What the driver can do.
+/// The features of the driver.
 fn driver_features(driver: &impl UblkDriver, unprivileged: bool) -> Result<u64> {
     let mut bytes = [0; 8];
     let target = UblkTarget { device: ANY_DEVICE, value: 0, path_bytes: 0 };
@@ -461,7 +461,7 @@ fn patience<D: UblkDriver>(calls: &Calls<'_, D>, before: &DeviceInfo) -> Duratio
     }
 }
 
-/// What the last server has promised of a device, the next one has to keep.
+/// Refuses a device whose last server has promised more than the next one can keep.
 fn check_takeover(config: &Config, info: &DeviceInfo, params: &Params, size: u64) -> Result<()> {
     let number = info.device;
     let refused =

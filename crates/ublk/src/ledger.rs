@@ -107,7 +107,7 @@ impl Ledger {
         }
     }
 
-    /// What [`Ledger::end_flush`] needs of the beginning.
+    /// The state that [`Ledger::end_flush`] needs from the beginning of a flush.
     pub fn begin_flush(&self) -> u64 {
         lock(&self.state).changes
     }

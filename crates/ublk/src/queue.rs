@@ -23,7 +23,7 @@ const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
 /// The driver refuses a command at once or not at all.
 const REFUSAL: Duration = Duration::from_millis(1);
 
-/// What all queues of a device have in common.
+/// The settings that all queues of a device have in common.
 #[derive(Clone)]
 pub(crate) struct Common {
     pub ways: Ways,
@@ -78,7 +78,7 @@ pub(crate) fn spawn<D: UblkDevice>(
     spawned.map(drop).map_err(|error| Error::io(&error, "could not start a thread"))
 }
 
-/// What the tasks of a thread share.
+/// The state that the tasks of a thread share.
 struct Shared<Q> {
     common: Common,
     queue: Q,

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 /// Called once, when another process than the server has removed the device.
 pub type OnEnd = Box<dyn FnOnce() + Send>;
 
-/// What the owner wants.
+/// An order of the owner.
 enum Order {
     LookAtSize,
 }
@@ -58,7 +58,7 @@ impl Server {
     /// behind.
     ///
     /// # Errors
-    /// What the driver refuses, and what to do about it. Nothing is left behind then.
+    /// The driver's refusals, with their remedies. Nothing is left behind then.
     pub async fn start<D: UblkDriver>(
         driver: D,
         config: Config,

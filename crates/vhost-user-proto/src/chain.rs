@@ -106,9 +106,9 @@ impl<P: Shared> Pieces<P> {
 pub struct DescriptorChain<P> {
     /// Its number in the ring.
     pub head: u16,
-    /// What the device reads.
+    /// The bytes that the device reads.
     pub readable: Pieces<P>,
-    /// What the device writes.
+    /// The bytes that the device writes.
     pub writable: Pieces<P>,
 }
 
@@ -143,7 +143,7 @@ impl Descriptor {
 }
 
 impl<P: Shared> DescriptorChain<P> {
-    /// Walks the chain that begins at `head` of `table`. What was written to memory meanwhile doesn't matter: each descriptor is
+    /// Walks the chain that begins at `head` of `table`. Memory written meanwhile doesn't matter: each descriptor is
     /// copied once.
     ///
     /// An error is a driver that breaks the protocol. The chain up to there comes along, so that its status can be told where it

@@ -8,7 +8,7 @@ pub const CONFIG_BYTES: usize = 60;
 /// Where the switch of the write cache is: the only field that a driver may write.
 pub const WRITEBACK_AT: u32 = 32;
 
-/// What the config space says.
+/// The fields of the config space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Size of the disk in bytes; a part of a sector at its end is not shown.

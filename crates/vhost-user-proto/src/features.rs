@@ -28,7 +28,7 @@ pub const EVENT_IDX: u64 = 1 << 29;
 /// `VIRTIO_F_VERSION_1`: little-endian, and any layout of a request.
 pub const VERSION_1: u64 = 1 << 32;
 
-/// What a writable device offers.
+/// The features that a writable device offers.
 pub const OFFERED: u64 = BLK_SEG_MAX
     | BLK_SIZE
     | BLK_FLUSH
@@ -42,7 +42,7 @@ pub const OFFERED: u64 = BLK_SEG_MAX
     | EVENT_IDX
     | VERSION_1;
 
-/// What a device offers that can't be written.
+/// The features that a read-only device offers.
 pub const OFFERED_READ_ONLY: u64 = (OFFERED & !(BLK_DISCARD | BLK_WRITE_ZEROES)) | BLK_RO;
 
 /// The protocol features.

@@ -31,7 +31,7 @@ pub fn region_bytes(queues: u16, size: u16) -> usize {
 
 /// Bytes of our own note behind the parts of the queues.
 pub const NOTE_BYTES: usize = 64;
-/// What it begins with once it is in use.
+/// The first number of a note that is in use.
 const NOTE_MARK: u16 = 0xc05e;
 const FLAG_AT: usize = 2;
 

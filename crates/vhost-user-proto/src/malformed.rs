@@ -8,7 +8,7 @@ use std::fmt;
 pub struct Malformed {
     /// The field and the rule.
     pub what: &'static str,
-    /// What was there.
+    /// The value that was found.
     pub value: u64,
 }
 

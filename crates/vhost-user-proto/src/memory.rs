@@ -22,8 +22,8 @@ pub trait Shared {
     /// Copies bytes in.
     fn write(&self, at: usize, from: &[u8]);
 
-    /// The little-endian number at `at`, in one access where the address is even. What was written before the number was is seen
-    /// afterwards.
+    /// The little-endian number at `at`, in one access where the address is even. Bytes written before the number was
+    /// are seen afterwards.
     fn load(&self, at: usize) -> u16;
 
     /// Stores a little-endian number, in one access where the address is even. Earlier writes are seen before it.

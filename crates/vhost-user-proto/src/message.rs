@@ -59,7 +59,7 @@ pub mod request {
 /// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageHeader {
-    /// What it asks for.
+    /// The kind of request.
     pub request: u32,
     /// An answer is wanted also where the message has none of its own.
     pub needs_reply: bool,

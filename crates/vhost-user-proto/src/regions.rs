@@ -119,7 +119,8 @@ impl<T> Regions<T> {
         self.list.is_empty()
     }
 
-    /// What stands for the byte at a guest's address, its place there, and how many bytes follow in the region, that one included.
+    /// The region with the byte at a guest's address, its place there, and how many bytes follow in the region, that
+    /// one included.
     pub fn find(&self, address: u64) -> Option<(&T, u64, u64)> {
         let at = self.list.partition_point(|(region, _)| region.guest_address <= address).checked_sub(1)?;
         let (region, bytes) = self.list.get(at)?;

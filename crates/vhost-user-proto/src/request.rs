@@ -32,7 +32,7 @@ pub enum Status {
     Unsupported = 2,
 }
 
-/// What the checks of a request go by.
+/// The limits by which a request is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
     /// Size of the disk in bytes, now.
@@ -54,7 +54,7 @@ pub struct Segment {
     pub offset: u64,
     /// Its length in bytes, not 0.
     pub len: u64,
-    /// What lies there may be freed.
+    /// The space of the range may be freed.
     pub unmap: bool,
 }
 

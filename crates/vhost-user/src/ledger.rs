@@ -58,7 +58,7 @@ impl<P: Shared> Ledger<P> {
         }
     }
 
-    /// What [`Ledger::end_flush`] needs of the beginning.
+    /// The state that [`Ledger::end_flush`] needs from the beginning of a flush.
     pub fn begin_flush(&self) -> u64 {
         lock(&self.0).changes
     }

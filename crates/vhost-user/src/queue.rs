@@ -33,7 +33,7 @@ const LOOK_PAUSE: Duration = Duration::from_micros(100);
 pub(crate) struct Ways<P = MemoryPiece> {
     /// The export's name.
     pub id: Arc<str>,
-    /// What requests are checked by; the size is looked up for each.
+    /// The limits by which requests are checked; the size is looked up for each.
     pub limits: RequestLimits,
     /// Each change is durable before its status is told, whatever the driver says.
     pub writethrough: bool,
@@ -49,7 +49,7 @@ impl<P> Ways<P> {
     }
 }
 
-/// What may change while a ring runs.
+/// The descriptors that may change while a ring runs.
 #[derive(Debug, Default)]
 pub(crate) struct Line {
     pub call: Mutex<Option<EventCounter>>,

@@ -21,7 +21,7 @@ pub(crate) struct Ended {
     pub head: u16,
     /// Bytes that were written to the chain; `None`: it has no place for a status.
     pub written: Option<u32>,
-    /// What it took of the ring's memory.
+    /// The part of the ring's memory that it took.
     pub bytes: u64,
     /// It fails because changes of an earlier life are lost.
     pub tells_loss: bool,

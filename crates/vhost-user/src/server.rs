@@ -58,7 +58,7 @@ impl ServerConfig {
     }
 }
 
-/// What the owner and the control thread share.
+/// The state that the owner and the control thread share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub config: ServerConfig,

@@ -46,7 +46,7 @@ struct RingSetup {
     base: u16,
     /// A kick was set: with a descriptor, or with none.
     kick: Option<Option<EventCounter>>,
-    /// What the front end said; nothing: as the features have it.
+    /// The front end's setting; none: by the features.
     enabled: Option<bool>,
     line: Arc<Line>,
     is_running: bool,
@@ -251,7 +251,7 @@ impl Session<'_> {
             Message::SetVringCall { ring, has_descriptor } => {
                 let call = counter(has_descriptor)?;
                 let line = &self.ring(ring)?.line;
-                // What ended before is heard of by the new one.
+                // The new descriptor gets the news of requests that ended before.
                 if let Some(call) = &call {
                     call.signal();
                 }
@@ -362,7 +362,7 @@ impl Session<'_> {
         }
     }
 
-    /// What the guest reads of the disk.
+    /// The config space that the guest reads.
     fn space(&self) -> DeviceConfig {
         let config = &self.shared.config;
         let node = self.shared.attachment.node();

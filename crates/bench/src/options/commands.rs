@@ -129,7 +129,7 @@ fn once(settings: &Settings, side: Side, options: &[&str], source: &Path) -> Res
     let program = if side == Side::Ours { &settings.cowshed } else { &settings.qemu };
     let output = Output(settings.folder.join("option.out"));
     memory::back(settings.size_mib)?;
-    // What others have left to write isn't this run's.
+    // Writes that others have left aren't this run's.
     rustix::fs::sync();
     let before = written_bytes(source)?;
     let arguments = [&["convert", "-f", "raw", "-O", "qcow2"], options].concat();

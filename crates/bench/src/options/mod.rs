@@ -10,7 +10,7 @@ use crate::measure::median;
 use crate::reads::Side;
 use crate::table::Row;
 
-/// What one run took.
+/// The costs of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
     /// For one request of a load, or for a whole command; in seconds.
@@ -19,9 +19,9 @@ pub struct Taken {
     pub cpu_seconds: f64,
     /// Peak resident memory in bytes, or what is resident at the end, as the row's name says.
     pub peak_bytes: u64,
-    /// What the disk was given to write, in bytes; `None` where nothing was written.
+    /// The bytes that the disk was given to write; `None` without writes.
     pub written_bytes: Option<f64>,
-    /// What the image takes on disk afterwards, in bytes; `None` where it stays what it is.
+    /// The space of the image on disk afterwards, in bytes; `None` where it doesn't change.
     pub size_bytes: Option<u64>,
 }
 

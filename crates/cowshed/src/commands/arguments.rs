@@ -32,7 +32,7 @@ pub enum OutputFormat {
     Json,
 }
 
-/// What `--object` defines, by its ids.
+/// The objects that `--object` defines, by their ids.
 #[derive(Clone, Debug, Default)]
 pub struct Objects {
     /// For encrypted images.
@@ -53,7 +53,7 @@ impl Objects {
     }
 }
 
-/// What a file is that isn't taken for a raw disk.
+/// The reason why a file isn't taken for a raw disk.
 pub const IS_PACKAGE: &str = "it is a package of a virtual machine (OVA, OVF): `cowshed ova` shows and unpacks it, \
                               `cowshed convert` reads a disk out of it";
 
@@ -78,7 +78,7 @@ pub struct NamingArgs {
 }
 
 impl NamingArgs {
-    /// What `--object` defines, read once: a file may be a pipe.
+    /// The objects that `--object` defines, read once: a file may be a pipe.
     pub fn objects(&self) -> Result<Objects, Failure> {
         if let Some(loaded) = self.loaded.get() {
             return Ok(loaded.clone());
@@ -161,7 +161,7 @@ impl FaultArgs {
 /// The properties of a secret.
 const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
 
-/// What `--object` defines.
+/// The objects that `--object` defines.
 pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
     let mut objects = Objects::default();
     for definition in definitions {

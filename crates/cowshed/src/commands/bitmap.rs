@@ -135,7 +135,7 @@ fn actions(matches: &ArgMatches) -> Vec<BitmapAction> {
     placed.into_iter().map(|(_, action)| action).collect()
 }
 
-/// What contradicts itself, in qemu-img's words.
+/// Refuses contradictory arguments, in qemu-img's words.
 fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
     let merges = !args.merge.is_empty();
     for (wrong, message) in [

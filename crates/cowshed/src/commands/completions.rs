@@ -60,7 +60,7 @@ fn with_values(command: Command) -> Command {
     command.mut_subcommands(with_values)
 }
 
-/// What an option takes, by the name of its value.
+/// The possible values of an option, by the name of its value.
 fn values(arg: &Arg) -> Option<Vec<String>> {
     let name = arg.get_value_names()?.first()?.as_str();
     let texts = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());

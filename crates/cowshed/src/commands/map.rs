@@ -75,7 +75,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 /// Prints runs as they come: an image can have millions.
 enum Writer {
     Json {
-        /// What stands before the next run.
+        /// The text before the next run.
         opening: &'static str,
         /// Used again for each run.
         line: String,

@@ -169,7 +169,7 @@ fn parse(invocation: &Invocation, console: &mut Console) -> Result<Option<(&'sta
     }
     let arguments = parser::shield_negative_size(&invocation.arguments);
     let argv = || std::iter::once(invocation.persona.name()).chain(arguments.iter().map(String::as_str));
-    // What looks like the verb nearly always is it.
+    // A word that resembles the verb nearly always is it.
     if let Some(word) = verb_word(&arguments)
         && let Ok(mut matches) = parser::root_for(invocation.persona, word).try_get_matches_from_mut(argv())
         && let Some((verb, matches)) = chosen(&mut matches).filter(|(verb, _)| verb.name == word)

@@ -132,7 +132,7 @@ pub fn tool(tool: &Verb) -> Command {
         })
 }
 
-/// What `--version` prints after the name.
+/// The text of `--version` after the name.
 fn version(persona: Persona) -> String {
     match persona {
         Persona::Cowshed | Persona::Tool(_) => env!("CARGO_PKG_VERSION").to_owned(),

@@ -81,7 +81,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// What qemu-img says where the image can't be opened and the size is wrong too, after its warnings about the image.
+/// qemu-img's message where the image can't be opened and the size is wrong too, after its warnings about the image.
 fn opened_to_write(persona: Persona, naming: &NamingArgs, image: &ImageSpec, later: Failure) -> Failure {
     if persona != Persona::QemuImg || naming.untrusted.is_on() {
         return later;
@@ -112,7 +112,7 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         message if message.contains("which has snapshots can't be resized") => {
             Failure::new("Can't resize a v2 image which has snapshots")
         }
-        // What was asked for is wrong, not the image.
+        // The request is wrong, not the image.
         message
             if ["Preallocation can", "The new size must be a multiple", "Unsupported preallocation", "Bitmap '"]
                 .iter()

@@ -32,7 +32,7 @@ pub struct UntrustedArgs {
     time_limit: Option<String>,
 }
 
-/// What an image from a stranger is held to.
+/// The limits of an image from a stranger.
 #[derive(Args, Clone, Debug)]
 pub struct PolicyArgs {
     /// The image may be hostile: no other file is opened on its word, its tables have tighter limits, and the process
@@ -63,7 +63,7 @@ enum Allowed {
     Probe,
 }
 
-/// What a verb does with a file of its command line.
+/// The use of a file of the command line by a verb.
 pub enum Use<'a> {
     /// Reads an image.
     Read(&'a ImageSpec),
@@ -102,7 +102,7 @@ impl PolicyArgs {
         self.allow.contains(&what)
     }
 
-    /// What the images of the command line are held to.
+    /// The policy for the images of the command line.
     pub fn policy(&self) -> Result<Policy, Failure> {
         if !self.untrusted {
             return Ok(Policy::default());
@@ -141,7 +141,7 @@ impl UntrustedArgs {
         self.of_image.allows(what)
     }
 
-    /// What the images of the command line are held to.
+    /// The policy for the images of the command line.
     pub fn policy(&self) -> Result<Policy, Failure> {
         let time_limit = if self.is_on() { self.time_limit()? } else { None };
         Ok(Policy { time_limit, ..self.of_image.policy()? })
@@ -259,7 +259,8 @@ fn path_of_name(name: &str) -> PathBuf {
     path_of_text(plain.unwrap_or(name))
 }
 
-/// The files that the user's words name. What can't be read here can't be opened either, and says so then.
+/// The files that the user's words name. A file that can't be read here can't be opened either; its opening reports
+/// that.
 fn paths_of(image: &ImageSpec) -> Vec<PathBuf> {
     let options = match image.image_opts {
         true => Some(BlockdevOptions::from_keyval(&image.name)),

@@ -85,10 +85,10 @@ fn reason(error: Error) -> Error {
 /// A job that takes less needs no thread that waits for signals: its start would take longer than they could wait.
 const SHORT: Duration = Duration::from_millis(20);
 
-/// What a signal leaves behind.
+/// The message about the remains after a signal.
 const INCOMPLETE: &str = "what was written so far is incomplete";
 
-/// What the shell adds to the number of the signal that ended a process.
+/// The number that the shell adds to that of the signal that ended a process.
 const SIGNAL_EXIT_BASE: usize = 128;
 
 /// A job in the foreground.
@@ -105,7 +105,7 @@ pub struct Foreground {
     says_end_again: bool,
     /// Errors after which 100 % is said all the same.
     ends_with: fn(&Error) -> bool,
-    /// What a signal leaves behind.
+    /// The message about the remains after a signal.
     leaves: &'static str,
 }
 
@@ -226,7 +226,7 @@ pub fn run_quietly<T, F: Future<Output = Result<T, Error>>>(work: impl FnOnce(Jo
     rt::block_on(work(handle)).map_err(reason)
 }
 
-/// What qemu-img reports where an image can't be opened and an argument is wrong too: it opens the images first. Images of
+/// qemu-img's message where an image can't be opened and an argument is wrong too: it opens the images first. Images of
 /// strangers aren't opened for that.
 pub fn opened_first(persona: Persona, naming: &NamingArgs, images: &[&ImageSpec], later: Failure) -> Failure {
     if persona != Persona::QemuImg || naming.untrusted.is_on() {

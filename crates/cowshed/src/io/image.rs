@@ -29,7 +29,7 @@ pub(super) async fn flush(shell: &mut Shell) -> Done {
 
 pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     let preallocation = arguments.value('m').map_or(Ok(Preallocation::Off), arguments::preallocation)?;
-    // What stands behind the size counts for nothing, as in qemu-io.
+    // Words behind the size count for nothing, as in qemu-io.
     let [size, ..] = &arguments.operands[..] else { return Err(CommandFailed::usage()) };
     // As qemu-io, which names the command's first word, where flags come before all else.
     let first = arguments.first_flags.as_deref().unwrap_or(size);

@@ -3,7 +3,7 @@
 
 use cowshed_types::Error;
 
-/// What a command comes to.
+/// The result of a command.
 pub type Done = Result<(), CommandFailed>;
 
 /// A command that failed: the shell goes on, and its exit code is 1 in the end.

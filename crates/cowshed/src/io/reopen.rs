@@ -54,7 +54,7 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     }
     let changes_cache_only = spec.read_only == before.read_only && !arguments.has('o');
     if before.snapshot && changes_cache_only {
-        // What the overlay takes is gone with the shell, whatever its cache.
+        // The overlay's data is gone with the shell, whatever its cache.
         return Ok(());
     }
     if before.snapshot {

@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// The filter that keeps what was read from a backing file.
 const COPY_ON_READ: &str = "copy-on-read";
 
-/// What to open and how.
+/// The image to open, and the way to do it.
 #[derive(Clone, Debug, Default)]
 pub struct OpenSpec {
     /// A file name, or with `image_opts` an option list.
@@ -47,9 +47,9 @@ pub struct OpenSpec {
     pub aio: Option<String>,
     /// Share with writers.
     pub force_share: bool,
-    /// Keep what is read from the backing file.
+    /// Keep data read from the backing file.
     pub copy_on_read: bool,
-    /// What the image may make us do.
+    /// The rights that the image has on this process.
     pub policy: Policy,
     /// `--object secret`, by their id.
     pub secrets: Vec<(String, Secret)>,
@@ -138,7 +138,7 @@ impl OpenSpec {
             Some(graph) => request.graph(Arc::clone(graph)),
             None => request,
         };
-        // What the shell writes is durable when it says so, unless another mode is asked for.
+        // Writes are durable when the shell reports them, unless another mode is asked for.
         request.cache(self.cache.as_deref().unwrap_or("writethrough"))
     }
 }
@@ -184,7 +184,7 @@ async fn open_to_use(spec: &OpenSpec) -> Result<Arc<Node>> {
     Ok(node)
 }
 
-/// The options with the filter above. What has no backing file has nothing to keep.
+/// The options with the filter above. An image without backing file has nothing to keep.
 fn keeping_what_is_read(tree: BlockdevOptions) -> BlockdevOptions {
     match tree.text("driver") {
         // Guessed to be raw: that it was guessed stays known.
@@ -262,7 +262,7 @@ fn refusal(shell: &Shell, name: &str, named: bool, error: &Error) -> CommandFail
             let reason = Failure::open(Persona::QemuImg, name, error).message;
             // Unlike qemu-img it has no frame of its own around the reason.
             let reason = reason.strip_prefix(&format!("Could not open '{name}': ")).unwrap_or(&reason);
-            // What image options name, the reason names.
+            // The reason names the files of image options.
             let device = if named { format!(" device {name}") } else { String::new() };
             CommandFailed::complaint(format!("can't open{device}: {reason}"))
         }

@@ -25,11 +25,11 @@ pub struct ShellCommand {
     pub needs_image: bool,
     /// It changes the image.
     pub writes: bool,
-    /// What stands behind the name in its usage.
+    /// The words behind the name in its usage.
     pub syntax: &'static str,
     /// One line for people.
     pub about: &'static str,
-    /// More of them.
+    /// More lines of help.
     pub details: &'static [&'static str],
     /// Does it.
     pub run: CommandFn,

@@ -23,7 +23,7 @@ pub fn size(bytes: f64) -> String {
     format!("{} {unit}", whole.unwrap_or(&number))
 }
 
-/// What a request did, for its report.
+/// The facts of a request, for its report.
 #[derive(Clone, Copy, Debug)]
 pub struct Report<'a> {
     /// The verb, in the past: "read", "wrote".

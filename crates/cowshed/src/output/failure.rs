@@ -6,12 +6,12 @@ use cowshed_create::NO_EXPORT;
 use cowshed_image::open::is_nbd_name;
 use cowshed_types::{Error, ErrorKind, LINE_END};
 
-/// What ends a verb early.
+/// The early end of a verb.
 #[derive(Debug)]
 pub struct Failure {
     /// Without the program's name; may have several lines. Empty when everything has been said.
     pub message: String,
-    /// What programs that carry a name of QEMU print instead, where that differs.
+    /// The message of programs that carry a name of QEMU, where that differs.
     pub sentence: Option<String>,
     /// The exit code.
     pub code: u8,
@@ -96,7 +96,7 @@ impl Failure {
             Persona::QemuImg if error.message() == "can't find the snapshot" => {
                 Self::new("Failed to load snapshot: Can't find snapshot")
             }
-            // What can't be made, or is no target for this, is no matter of opening.
+            // A target that can't be made, or isn't one for this, is no matter of opening.
             Persona::QemuImg if UNFRAMED.iter().any(|start| error.sentence().starts_with(start)) => {
                 match error.kind() {
                     // Of damage QEMU says the system's words only; here it is said, with the image.
@@ -164,7 +164,7 @@ fn backing_reason(error: &Error) -> Option<String> {
     error.sentence().starts_with(BELOW).then(|| reason_behind("", error)).flatten()
 }
 
-/// What qemu-img says of the file that could not be opened, where the sentence begins with `start`.
+/// qemu-img's reason for the file that could not be opened, where the sentence begins with `start`.
 pub fn reason_behind(start: &str, error: &Error) -> Option<String> {
     let text = error.sentence();
     let mut rest = text.strip_prefix(start)?;
@@ -184,7 +184,7 @@ fn lock_words(file: &str, error: &Error, message: &str) -> Option<String> {
     is_locked.then(|| format!("Failed to get {lock}{LINE_END}Is another process using the image [{file}]?"))
 }
 
-/// What qemu-img says with the name of the file in it.
+/// qemu-img's reason with the name of the file in it.
 fn named_reason(file: &str, error: &Error, sentence: &str) -> Option<String> {
     if let Some((_, rest)) = sentence.strip_prefix(DATA).and_then(|named| named.split_once("': ")) {
         return Some(named_reason(file, error, rest).unwrap_or_else(|| rest.to_owned()));
@@ -227,7 +227,7 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
     if ["address resolution failed for ", "Failed to connect to '"].iter().any(|start| sentence.starts_with(start)) {
         return sentence;
     }
-    // What image options name isn't said again.
+    // Names in image options aren't repeated.
     let reason = terse(if names_file(name, file) { file } else { name }, error);
     match sentence.strip_prefix("could not change the size: ") {
         Some(rest) => format!("Could not resize file: {rest}"),

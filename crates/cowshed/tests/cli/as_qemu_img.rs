@@ -180,7 +180,7 @@ fn create() {
     oracle.verdict();
 }
 
-/// What goes wrong at `create`: exit code and the line with the reason.
+/// Refusals of `create`: exit code and the line with the reason.
 #[test]
 fn create_refusals() {
     let oracle = Oracle::new();
@@ -206,7 +206,7 @@ fn create_refusals() {
     oracle.verdict();
 }
 
-/// What `resize` says, and what becomes of the image.
+/// The messages of `resize`, and the image afterwards.
 #[test]
 fn resize() {
     let oracle = Oracle::new();
@@ -244,7 +244,7 @@ fn resize() {
     oracle.verdict();
 }
 
-/// What `convert` and `dd` leave behind reads the same.
+/// The targets of `convert` and `dd` read the same.
 #[test]
 fn convert_and_dd() {
     let oracle = Oracle::new();

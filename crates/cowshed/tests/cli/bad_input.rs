@@ -217,8 +217,8 @@ fn without_space(name: &str) -> String {
     )
 }
 
-/// "No space left on device" for each verb that writes to an image that is there: one line that says so, exit code 1, as
-/// from the real tool, and the image is whole and reads as before.
+/// "No space left on device" for each verb that writes to an existing image. The error is one line, with exit code 1,
+/// as from the real tool, and the image is whole and reads as before.
 #[test]
 fn a_full_disk_is_one_clear_error_of_every_verb() {
     let oracle = Oracle::new();

@@ -12,7 +12,7 @@ use std::process::Command;
 const STEPS: usize = 14;
 const KIB: u64 = 1 << 10;
 
-/// What a session has made so far, as far as the next step asks for it.
+/// The state of a session, as far as the next step depends on it.
 struct Session {
     random: Random,
     is_v2: bool,

@@ -83,7 +83,7 @@ fn qcow_images_are_compressed_and_then_written_to_in_turns() {
                     let option = if is_whole && random.chance(70) { "-c " } else { "" };
                     line.extend(["-c".to_owned(), format!("write {option}-P {pattern} {at} {len}")]);
                     model[at..at + len].fill(pattern);
-                    // What was compressed is read before it is flushed.
+                    // Compressed data are read before they are flushed.
                     line.extend(["-c".to_owned(), format!("read -P {pattern} {at} {len}")]);
                 }
                 line.push("image".to_owned());

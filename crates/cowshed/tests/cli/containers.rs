@@ -38,7 +38,7 @@ fn footer(kind: u8) -> Vec<u8> {
     footer
 }
 
-/// What can't be read, with what `info` says of it.
+/// Files that can't be read, with the words of `info` about them.
 #[test]
 fn what_can_not_be_read_is_refused_by_name() {
     let oracle = Oracle::new();

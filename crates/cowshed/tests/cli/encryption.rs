@@ -56,7 +56,7 @@ fn what_is_read_of_encrypted_images() {
     oracle.verdict();
 }
 
-/// What the real tool reads of an image in one of its folders.
+/// The content of an image in one of the folders, as the real tool reads it.
 fn content(oracle: &Oracle, folder: &Path, image: &str) -> Vec<u8> {
     let line = format!("convert {OBJECT} {image} -O raw content.raw");
     let said = oracle.real(folder, &words(&line));
@@ -207,7 +207,7 @@ fn a_secret_may_be_encrypted_with_another() {
     oracle.verdict();
 }
 
-/// What opens the image: QEMU's tool says.
+/// True if the passphrase opens the image: QEMU's tool decides.
 fn opens(oracle: &Oracle, folder: &Path, image: &str, data: &str) -> bool {
     let line = format!("convert --object secret,id=s,data={data} {image} -O raw opened.raw");
     oracle.real(folder, &words(&line)).code == Some(0)

@@ -6,7 +6,7 @@ use std::path::Path;
 
 #[test]
 fn golden() {
-    // What an earlier run has made would be in the way of this one.
+    // Files of an earlier run would be in the way of this one.
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/golden/flow.in");
     for entry in std::fs::read_dir(&folder).expect("the folder of the main job") {
         let path = entry.expect("an entry").path();

@@ -45,7 +45,7 @@ impl Bench {
 
     fn cowshed(&self, line: &str) -> Output {
         let program = env!("CARGO_BIN_EXE_cowshed");
-        // What the lines before have made is overwritten.
+        // Targets of the lines before are overwritten.
         let line = match line.strip_prefix("convert ") {
             Some(rest) if !rest.starts_with("-n ") => format!("convert --force {rest}"),
             _ => line.to_owned(),
@@ -75,7 +75,7 @@ impl Bench {
         contains_secret(&bytes)
     }
 
-    /// What `inspect` says of `name`: exit code and JSON.
+    /// The verdict of `inspect` about `name`: exit code and JSON.
     fn inspect(&self, name: &str) -> (Option<i32>, serde_json::Value) {
         let output = self.cowshed(&format!("inspect --output=json {name}"));
         (output.status.code(), serde_json::from_slice(&output.stdout).expect("JSON"))
@@ -246,7 +246,7 @@ fn null_disks_in_images() {
         bench.expect_ok("info evil");
         bench.expect_refused(&format!("create -f qcow2 -F raw -b {name} new 64k"), "a disk that is nothing");
     }
-    // What the user names is opened, and reads as zeroes.
+    // A disk that the user names is opened, and reads as zeroes.
     bench.expect_ok("convert -O raw --image-opts driver=null-co,size=64k,read-zeroes=off out");
     assert!(std::fs::read(bench.path("out")).unwrap().iter().all(|byte| *byte == 0));
 }
@@ -558,8 +558,8 @@ fn time_limits() {
     bench.expect_ok("compare --untrusted --time-limit 600 disk disk");
 }
 
-/// A target that is there already is a stranger's as much as the source is; and what stands below a backing file is
-/// named by that file, not by the user.
+/// A target that is there already is a stranger's as much as the source is. The files below a backing file are named by
+/// that file, not by the user.
 #[test]
 fn targets_are_not_trusted_either() {
     let bench = Bench::new();

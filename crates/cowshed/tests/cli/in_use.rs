@@ -201,7 +201,7 @@ const HOLDERS: &[&str] = &[
      --nbd-server addr.type=unix,addr.path=SOCKET --export nbd,id=n,node-name=n,writable=on",
 ];
 
-/// What comes beside them.
+/// The programs beside them.
 const COMERS: &[&str] = &[
     "qemu-io -f F -c read_0_512 a",
     "qemu-io -f F -c write_0_512 a",
@@ -285,7 +285,7 @@ fn hold(tools: &Tools, line: &str, format: &str, folder: &Path) -> Holder {
     }
 }
 
-/// What a comer says where a lock is in its way; `None` where it gets in.
+/// A program's message where a lock is in its way; `None` where it succeeds.
 fn refusal(tools: &Tools, line: &str, format: &str, folder: &Path) -> Option<String> {
     let (words, socket) = (words(line, format, folder), folder.join("beside"));
     let (_, _) = (std::fs::remove_file(folder.join("t")), std::fs::remove_file(&socket));
@@ -305,7 +305,7 @@ fn refusal(tools: &Tools, line: &str, format: &str, folder: &Path) -> Option<Str
     said.to_lowercase().contains("failed to get").then_some(said)
 }
 
-/// What runs beside what, with QEMU's tools and with ours: the locks of each holder, and the programs that run beside
+/// The same pairs run side by side with QEMU's tools and with ours: the locks of each holder, and the programs beside
 /// it.
 #[test]
 fn the_same_runs_beside_the_same_as_with_qemus_tools() {

@@ -20,7 +20,7 @@ fn sections(page: &str) -> Vec<(&str, Vec<&str>)> {
     sections.filter(|(_, lines): &(_, Vec<_>)| !lines.is_empty()).collect()
 }
 
-/// What each section finds: `sample.raw`, 8 MiB with data in three places, and the same as `image.qcow2`.
+/// The files for each section: `sample.raw`, 8 MiB with data in three places, and the same as `image.qcow2`.
 fn prepare(folder: &Path, qemu: &Qemu) {
     fs::create_dir(folder).expect("a folder");
     let sample = folder.join("sample.raw");

@@ -320,7 +320,7 @@ const EXAMPLES: &[Example] = &[
     },
 ];
 
-/// What newer versions word otherwise than the one that is installed may: QEMU 11's words.
+/// Newer versions may word errors otherwise than the installed one: QEMU 11's words.
 #[test]
 fn wrong_numbers_of_bench_are_refused_as_qemu_11_does() {
     let oracle = Oracle::new();

@@ -143,7 +143,7 @@ fn ours(oracle: &Oracle, arguments: &[&str]) -> Said {
     finish(Command::new(env!("CARGO_BIN_EXE_cowshed")).args(arguments).current_dir(oracle.work()))
 }
 
-/// What asks for no content works without a key: more than QEMU does, and harmless.
+/// Commands that need no content work without a key. That is more than QEMU does, and harmless.
 #[test]
 fn what_stands_where_is_told_without_a_key() {
     let oracle = Oracle::new();

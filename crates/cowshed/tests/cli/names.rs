@@ -105,7 +105,7 @@ fn a_data_file_is_named_with_the_protocol_or_without() {
             std::fs::remove_file(at("y")).expect("the data file");
         }
     }
-    // What no image finds again is not made.
+    // An image whose data file no program finds again is not made.
     for name in ["nbd:unix:t.sock", "nbd+unix:///?socket=t.sock", "nbd://localhost/x"] {
         let line = format!("create -q -f qcow2 -o data_file={name} new.qcow2 1M");
         let output = folder.run(env!("CARGO_BIN_EXE_cowshed"), &line);

@@ -109,7 +109,7 @@ impl Oracle {
         finish(Command::new(&self.ours).args(arguments).current_dir(folder))
     }
 
-    /// What we say when `line` is refused; it must be, with code 1 and in one go.
+    /// Our message when `line` is refused; it must be, with code 1 and in one go.
     #[track_caller]
     pub fn refused(&self, line: &str) -> String {
         let said = self.ours(&self.work(), &words(line));
@@ -141,8 +141,8 @@ impl Oracle {
         }
     }
 
-    /// Several runs, one after the other, of each tool on its own copy of the folder: what they say is compared, and
-    /// afterwards what is in each of `images` (name and format).
+    /// Several runs of each tool, one after the other, on its own copy of the folder. Compared are their messages, and
+    /// afterwards the content of each of `images` (name and format).
     pub fn compare_session(&self, lines: &[&str], images: &[(&str, &str)]) {
         let (theirs, own) = self.copies();
         let (qemu, version) = self.judge();
@@ -210,7 +210,8 @@ impl Oracle {
         }
     }
 
-    /// What the installed tool refuses in words that QEMU 11 has changed, and what both say where ours says more.
+    /// The installed tool's message in QEMU 11's words, where those have changed, and without the part that only ours
+    /// has.
     fn as_newer(&self, said: Said) -> Said {
         let mut err = said.err;
         for (older, newer) in NEWER_WORDS {
@@ -244,7 +245,7 @@ impl Oracle {
         assert!(differences.is_empty(), "our qemu-img differs\n{differences}");
     }
 
-    /// What differed so far.
+    /// The differences so far.
     pub fn differences(&self) -> String {
         self.differences.borrow().clone()
     }
@@ -336,7 +337,7 @@ fn masked(said: Said) -> Said {
     Said { out: said.out.lines().map(line).collect(), ..said }
 }
 
-/// What the real tool says of an image, but for what depends on place and time.
+/// The real tool's description of an image, without the parts that depend on place and time.
 fn described(qemu: &Qemu, path: &Path, format: &str) -> String {
     let said = qemu.img(["info", "--output=json", "-f", format, &path.display().to_string()]);
     if said.code != 0 {
@@ -353,7 +354,7 @@ fn described(qemu: &Qemu, path: &Path, format: &str) -> String {
             }
         }
     }
-    // What info shows of a raw image is rounded up to sectors.
+    // The length of a raw image in `info` is rounded up to sectors.
     let file_bytes = (format == "raw").then(|| path.metadata().map(|metadata| metadata.len()).ok());
     format!("{info}, {file_bytes:?}")
 }

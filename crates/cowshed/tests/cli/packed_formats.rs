@@ -145,7 +145,7 @@ fn reads_as(oracle: &Oracle, name: &str, format: &str, disk: &[u8]) {
     assert!(fs::read(work.join("out.raw")).unwrap() == disk, "dd: another disk");
 }
 
-/// What Apple's own program wrote, as QEMU reads it.
+/// An image of Apple's own program, as QEMU reads it.
 #[test]
 fn apples_own_image_is_read_as_qemu_reads_it() {
     let oracle = Oracle::new();
@@ -177,7 +177,7 @@ fn each_packing_of_a_dmg_is_unpacked() {
     // 7-Zip takes each table for a file.
     let theirs = Command::new("7z").args(["e", "-so", "a.dmg"]).current_dir(oracle.work()).output().expect("7z runs");
     assert!(theirs.status.success() && theirs.stdout == disk, "{}", String::from_utf8_lossy(&theirs.stderr));
-    // What QEMU reads of them.
+    // The pieces that QEMU reads.
     let theirs = |kind| matches!(kind, 0 | 1 | 2 | 0x8000_0005);
     let (file, disk) = dmg(&pieces().into_iter().filter(|(kind, ..)| theirs(*kind)).collect::<Vec<_>>());
     fs::write(oracle.work().join("b.dmg"), file).unwrap();
@@ -242,7 +242,7 @@ fn untabled_part_of_a_dmg_is_no_zeroes() {
     assert!(message.contains("no table of the image has this part"), "{message}");
 }
 
-/// What comes out of a piece bounds what is read for it.
+/// A piece's unpacked length bounds the bytes that are read for it.
 #[test]
 fn a_packed_piece_far_longer_than_its_content_is_refused() {
     let oracle = Oracle::new();
@@ -293,7 +293,7 @@ fn entry_at(index: usize, field: usize) -> usize {
     204 + 40 * index + field
 }
 
-/// What no piece has isn't zeroes: QEMU fails there, too.
+/// Bytes that no piece has aren't zeroes: QEMU fails there, too.
 #[test]
 fn a_gap_between_the_pieces_of_a_dmg_is_an_error() {
     let oracle = Oracle::new();

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// What the list says of one command line.
+/// The list's expectation for one command line.
 enum Expected<'a> {
     /// The first line of the system's tool; where the newest says something else, the list has its words.
     AsInstalled,
@@ -69,7 +69,7 @@ fn refusals_have_qemus_words_and_change_nothing() {
         let (code, text) = match expected {
             Expected::Text(text) => (ours.code, format!("qemu-img: {text}")),
             Expected::AsInstalled => {
-                // What the real tool leaves behind is not for the next line.
+                // Files that the real tool leaves behind are not for the next line.
                 let real = oracle.real_of_system(&theirs, &arguments);
                 if files(&theirs).len() != before.len() || !real.err.is_empty() && line.contains("-o data_file=a.raw") {
                     oracle.folders();

@@ -174,8 +174,8 @@ fn end_of(mut child: Child) -> (String, Option<i32>, Duration) {
     (said, status.code(), started.elapsed())
 }
 
-/// The process waits in the kernel for something to happen; twice in a row with a pause that is longer than a job may take
-/// before its signals are watched for.
+/// Waits until the process sleeps in the kernel, twice in a row. The pause between is longer than a job may take before
+/// its signals are watched for.
 fn await_sleep(child: &Child) {
     let sleeps = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).expect("a process");

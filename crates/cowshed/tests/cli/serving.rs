@@ -104,7 +104,7 @@ fn folders_of_killed_daemons_block_no_later_one() {
     assert!(serving.wait().success() && !folder.exists());
 }
 
-/// What a client sees of an export under this name; `None`: the server doesn't know it.
+/// A client's view of an export under this name; `None`: the server doesn't know it.
 fn seen(oracle: &Oracle, name: &str) -> Option<String> {
     let uri = format!("nbd+unix:///{name}?socket={}", oracle.work().join("n.sock").display());
     let said = oracle.qemu.img(["info", &uri]);

@@ -149,7 +149,7 @@ fn rebase_gives_the_new_base_its_key() {
     oracle.io(&["write -P 4 128k 64k"], "t.qcow2");
     let base = r#"json:{"driver":"qcow2","encrypt.key-secret":"s","file.driver":"file","file.filename":"nb.qcow2"}"#;
     let there = format!("rebase {SECRET} -b {base} -F qcow2 t.qcow2");
-    // What was kept is seen over no base at all.
+    // The kept data shows without any base.
     oracle.compare_session(&[&there, "rebase -u -b '' t.qcow2"], &[("t.qcow2", "qcow2")]);
     oracle.verdict();
 }
@@ -176,7 +176,7 @@ fn rebase_between_sparse_bases() {
             oracle.make(&format!("create -q -f qcow2 -o cluster_size={cluster_size} -b {base} -F {format} t {size}"));
             oracle.io(&["write -P 7 3M 1k", "write -z 2M 64k"], "t");
             for to in ["-b new -F qcow2", "-b short.raw -F raw", "-b ''"] {
-                // What was kept is seen over no base at all.
+                // The kept data shows without any base.
                 oracle.compare_session(&[&format!("rebase {to} t"), "rebase -u -b '' t"], &[("t", "qcow2")]);
             }
         }

@@ -151,7 +151,7 @@ fn an_image_in_another_node_is_repaired_there() {
     }
 }
 
-/// What an image is stored in is read in any case: its key is needed also where the image's own would not be.
+/// The container of an image is read in any case: its key is needed also where the image's own would not be.
 #[test]
 fn a_volume_below_an_image_needs_its_key() {
     let oracle = Oracle::new();

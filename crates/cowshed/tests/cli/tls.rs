@@ -10,8 +10,8 @@ use std::process::Command;
 const OBJECT: &str = "--object tls-creds-x509,id=t,dir=client,endpoint=client";
 const EXPORT: &str = "driver=nbd,server.type=unix,server.path=n.sock,tls-creds=t,tls-hostname=localhost";
 
-/// A folder with credentials, the server's in it and the client's in `client`, and a qcow2 image, which the server of the
-/// newest QEMU offers as it is in its file.
+/// A folder with a qcow2 image and with credentials: the server's in it, and the client's in `client`. The server of
+/// the newest QEMU offers the image as it is in its file.
 fn served() -> (Oracle, Server) {
     let oracle = Oracle::new();
     credentials::make_credentials(&oracle.work());

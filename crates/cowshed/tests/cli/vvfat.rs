@@ -180,7 +180,7 @@ fn folders_that_make_no_disk_are_refused() {
         let message = String::from_utf8(plain.unwrap().stderr).unwrap();
         assert!(said.err.contains(part) || message.contains(part), "{line}: {} {message}", said.err);
     }
-    // What QEMU refuses, and FAT32 holds.
+    // QEMU refuses these, and FAT32 holds them.
     ours(&oracle, "info fat:32:big");
     ours(&oracle, "convert -O raw fat:32:many out.raw");
     assert_eq!(unpacked(&oracle, "out.raw", false).len(), 300);

@@ -116,7 +116,7 @@ fn new_content_id_keeps_the_rest_of_a_descriptor() {
     }
 }
 
-/// What stands behind the text of a descriptor is no part of it, and doesn't become one.
+/// Bytes behind the text of a descriptor are no part of it, and don't become one.
 #[test]
 fn a_new_content_id_changes_nothing_behind_the_text() {
     let oracle = Oracle::new();
@@ -268,7 +268,7 @@ fn with_extension(oracle: &Oracle, feature_flags: u64) -> Vec<u8> {
     bytes
 }
 
-/// What a write changes, the bitmaps aren't told: they go, and before the first change.
+/// The bitmaps don't hear of a write: they go, and before the first change.
 #[test]
 fn a_written_parallels_image_has_no_format_extension() {
     for command in ["write -P 5 128k 64k", "write -P 5 0 4k", "write -z 0 64k"] {

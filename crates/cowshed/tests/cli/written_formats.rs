@@ -218,7 +218,7 @@ fn without_cid(mut bytes: Vec<u8>) -> Vec<u8> {
     if let Some(start) = start {
         let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_hexdigit()).count();
         bytes.drain(start..start + digits);
-        // What an image has behind its text stays where it was.
+        // Bytes behind an image's text stay where they were.
         let end = bytes[start..].iter().position(|byte| *byte == 0).map(|end| start + end);
         if let Some(end) = end {
             bytes.splice(end..end, vec![0; digits]);
@@ -508,7 +508,7 @@ fn qed_and_parallels_are_repaired_as_qemu_does() {
             let mut command = Command::new(&link);
             let output = command.current_dir(&work).args(["-f", "qed", "-c", "write -P 9 9M 64k", "ours"]).output();
             assert!(output.unwrap().status.success());
-            // What the entry led to is lost, as in QEMU's repair.
+            // The entry's cluster is lost, as in QEMU's repair.
             let check = oracle.real(&work, &words("check --output=json -f qed ours"));
             assert!(check.code == Some(3) && !check.out.contains("corruptions"), "{}", check.out);
         }

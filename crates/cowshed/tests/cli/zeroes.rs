@@ -40,7 +40,7 @@ const REQUESTS: &[(&str, &[&str])] = &[
 /// Start, depth, whether it is allocated, whether it is zeroes without data.
 type Run = (u64, u64, bool, bool);
 
-/// What the guest sees, its runs, and the bytes of a data file.
+/// The guest's data, its runs, and the bytes of a data file.
 type Answer = (Vec<u8>, Vec<Run>, Option<Vec<u8>>);
 
 /// Tools of one kind in a folder, with images of its own.
@@ -70,7 +70,7 @@ impl Side {
         self.run(&self.io, &arguments);
     }
 
-    /// What the guest sees, where its clusters are allocated, and what a raw data file holds.
+    /// The guest's data, its allocated clusters, and the contents of a raw data file.
     fn result(&self, judge: &Qemu, image: &str) -> Answer {
         let path = self.folder.join(image);
         assert_eq!(judge.check(&path, "qcow2").code, 0, "{image}");

@@ -7,7 +7,7 @@ use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::Path;
 use std::process::Command;
 
-/// What the library makes of both kinds of output, one line each.
+/// The library's reading of both kinds of output, one line each.
 const READ: &str = r#"
 import subprocess, sys
 from oslo_utils import imageutils

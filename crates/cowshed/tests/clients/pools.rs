@@ -104,7 +104,7 @@ fn pools_of_libvirt_are_the_same_with_our_tools() {
         let read = |libvirt: &Libvirt| fs::read(libvirt.path("pool").join(volume)).expect("a volume");
         assert!(read(&ours) == read(&theirs), "{volume}");
     }
-    // What one encrypts, the other opens.
+    // Each one opens the images that the other encrypts.
     for (volume, options) in [
         ("locked.raw", "driver=luks,key-secret=s,file.filename="),
         ("locked.qcow2", "driver=qcow2,encrypt.key-secret=s,file.filename="),

@@ -35,7 +35,7 @@ pub fn io_sessions(seed: u64) -> Case {
         let flags = session_flags(&mut random, options);
         let commands: String =
             (0..1 + random.below(5)).map(|_| format!(" -c '{}'", io_command(&mut random, name))).collect();
-        // What runs in the background ends where it is waited for: the order is the same each time.
+        // Background commands end at the command that waits for them: the order is the same each time.
         let commands = with_waits(&commands);
         case.lines.push(format!("qemu-io {flags}{commands} {name}"));
     }

@@ -17,7 +17,7 @@ const TOOLS: [&str; 4] = ["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemo
 /// Bounds every command line.
 const LIMIT_SECONDS: &str = "30";
 
-/// What one line gave.
+/// The result of one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Said {
     code: Option<i32>,
@@ -57,7 +57,7 @@ pub struct Runner<'a> {
     qemu: &'a Qemu,
     theirs: PathBuf,
     ours: PathBuf,
-    /// What the prepared folder was made by.
+    /// The lines that made the prepared folder.
     prepared: RefCell<Vec<String>>,
 }
 

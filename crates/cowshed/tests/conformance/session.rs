@@ -22,7 +22,7 @@ pub const MARKS: [&str; 5] = ["> ", ">> ", "< ", "! ", "~ "];
 /// The id of commands that are repeated.
 const REPEATED: &str = "repeated";
 
-/// What a session gave.
+/// The result of a session.
 pub struct Outcome {
     pub code: Option<i32>,
     pub out: String,
@@ -207,8 +207,8 @@ fn ended(child: &mut Child) -> Option<i32> {
     }
 }
 
-/// Without what differs from run to run: times, versions, and numbers of generated names. What QEMU prints about new images
-/// among the answers is left out.
+/// The text without the parts that differ from run to run: times, versions, and numbers of generated names. QEMU's
+/// lines about new images among the answers are left out.
 pub fn masked(text: &str) -> String {
     let mut masked = String::new();
     for line in text.lines().filter(|line| !line.starts_with("Formatting '")) {

@@ -29,7 +29,7 @@ while [ ! -b /dev/vda ]; do /bin/busybox sleep 0.1; done
 exec /bin/busybox switch_root /disk /sbin/work
 ";
 
-/// What the guest does. It says on its console where it is and reads from there when to go on; between the two it writes
+/// The guest's work. It reports its place on its console and reads from there when to go on. Between the two it writes
 /// all the time, each file durable before the next.
 const WORK: &str = "#!/bin/bash
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
@@ -79,7 +79,7 @@ fn file_system_of(image: &Path, qemu: &Qemu) -> PathBuf {
     raw
 }
 
-/// What the guest has in its folder, copied out of a file system.
+/// The guest's folder, copied out of a file system.
 fn work_folder_of(raw: &Path) -> PathBuf {
     let folder = raw.with_extension("files");
     fs::create_dir(&folder).expect("a folder");
@@ -137,7 +137,7 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     for top in &tops {
         qemu.expect_clean(top);
     }
-    // What the guest left, unmounted.
+    // The guest's last state, unmounted.
     let raw = file_system_of(&tops[2], &qemu);
     run_to_code("e2fsck", &["-fn", text(&raw)], &[0]);
     let work = work_folder_of(&raw);
@@ -148,8 +148,8 @@ fn a_guest_runs_from_a_served_image_through_live_snapshots() {
     let checked = Command::new("sha256sum").args(["--check", "--quiet", "sums"]).current_dir(&work).output();
     let checked = checked.expect("sha256sum runs");
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
-    // What a snapshot has is what a power cut at that moment would have left: the journal brings it in order, and what
-    // the guest had synced is there.
+    // A snapshot has the state that a power cut at that moment would have left. The journal brings it in order, and the
+    // guest's synced files are there.
     for older in &tops[..2] {
         let raw = file_system_of(older, &qemu);
         run_to_code("e2fsck", &["-fp", text(&raw)], &[0, 1]);

@@ -40,7 +40,7 @@ for folder in dev proc sys; do mount -o move /$folder /disk/$folder; done
 exec switch_root /disk /sbin/work $disk
 ";
 
-/// What every guest begins and ends with.
+/// The beginning and the end of every guest's script.
 const BEGIN: &str = "#!/bin/busybox sh
 export PATH=/bin
 /bin/busybox --install -s /bin

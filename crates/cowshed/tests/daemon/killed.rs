@@ -38,7 +38,7 @@ fn clear(folder: &Path) {
     }
 }
 
-/// What stands under the name of the command: false where there is nothing.
+/// True if a whole image has the name of the command; false without a file.
 fn is_whole(folder: &Path, qemu: &Qemu, case: &str) -> bool {
     let new = folder.join("new.qcow2");
     let Ok(bytes) = std::fs::read(&new) else { return false };

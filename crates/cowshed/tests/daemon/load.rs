@@ -133,7 +133,7 @@ fn killed_clients_cost_others_nothing() {
 fn a_daemon_told_to_end_under_load_ends_in_order() {
     let folder = temp_dir();
     let (serving, mut monitor) = serving(folder.path());
-    // What this client wrote was answered and not flushed; it is still there when the daemon ends.
+    // This client's writes were answered and not flushed; it is still there when the daemon ends.
     let mut writer = Killed(
         Command::new(Qemu::system().io_path())
             .args(["-f", "raw", &uri(folder.path())])

@@ -116,7 +116,7 @@ fn a_daemon_goes_on_without_readers_of_its_words() {
     }
 }
 
-/// What the first process of `--daemonize` has to say may be lost, too.
+/// Messages of the first process of `--daemonize` may be lost, too.
 #[test]
 fn a_daemon_goes_into_the_background_without_readers_of_its_words() {
     let folder = temp_dir();

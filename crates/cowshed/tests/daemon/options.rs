@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What a program that can't start says, on standard error; no socket is left.
+/// The message of a program that can't start, on standard error; no socket is left.
 #[track_caller]
 fn refusal(folder: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(COWSHED);

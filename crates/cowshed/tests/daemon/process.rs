@@ -147,7 +147,7 @@ impl Monitor {
         reply["return"].take()
     }
 
-    /// What a command says that must be refused.
+    /// The error of a command that must be refused.
     #[track_caller]
     pub fn refusal(&mut self, name: &str, arguments: &Value) -> String {
         let reply = self.reply(name, arguments);
@@ -155,7 +155,7 @@ impl Monitor {
         reason.unwrap_or_else(|| panic!("{name} {arguments} must be refused: {reply}")).to_owned()
     }
 
-    /// What an export's clients have written, in bytes.
+    /// The bytes that an export's clients have written.
     pub fn bytes_written(&mut self) -> u64 {
         let stats = self.command("query-blockstats", json!({}));
         stats[0]["stats"]["wr_bytes"].as_u64().unwrap_or_else(|| panic!("{stats}"))

@@ -208,7 +208,7 @@ fn a_monitor_can_be_the_standard_streams() {
         let mut stdin = daemon.0.stdin.take().expect("a pipe");
         let mut lines = BufReader::new(daemon.0.stdout.take().expect("a pipe")).lines();
         let mut message = || -> Value {
-            // What serve tells people is no JSON.
+            // Messages of `serve` for people are no JSON.
             let text = lines.by_ref().map(|line| line.expect("text")).find(|line| line.starts_with('{'));
             serde_json::from_str(&text.expect("a message")).expect("JSON")
         };
@@ -545,7 +545,7 @@ fn a_refused_command_changes_nothing_and_says_why() {
     let mut serving = Serving::start(folder.path(), &arguments);
     let lines = [serving.line(), serving.line(), serving.line()];
     assert!(lines[2].contains("m2.sock"), "{lines:?}");
-    // What one client does, another sees.
+    // Each client sees the effects of the other.
     let mut monitor = Monitor::connect(&folder.path().join("m.sock"));
     let mut watcher = Monitor::connect(&folder.path().join("m2.sock"));
     let small = json!({"driver": "qcow2", "node-name": "small", "file": {"driver": "file", "filename": "small.qcow2"}});

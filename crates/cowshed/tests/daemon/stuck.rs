@@ -63,8 +63,8 @@ impl Bench {
         disk.map(|node| node["stats"]["rd_operations"].as_u64().expect("a number")).sum()
     }
 
-    /// Waits until a job has read more of `disk` than `before`, and waits with all of it for the silent target: reads are counted
-    /// before what they read is looked at and sent.
+    /// Waits until a job has read more of `disk` than `before`, and waits with all of it for the silent target. Reads
+    /// are counted before their data is looked at and sent.
     fn await_piece(&self, monitor: &mut Monitor, before: u64) {
         let (mut last, mut equal) = (before, 0);
         await_that("a piece is on its way", || {

@@ -127,7 +127,7 @@ fn exports_come_and_go_by_the_monitor() {
     daemon.stop();
 }
 
-/// What one place of the disk holds: the value of the last write that has ended, and of one in flight.
+/// The value of one place of the disk: of the last write that has ended, and of one in flight.
 #[derive(Clone, Copy, Default)]
 struct Place {
     known: u8,
@@ -208,7 +208,7 @@ fn outlives(format: &str, more: &str) {
             daemon.stop();
             break;
         }
-        // What was given back before the end counts.
+        // Requests given back before the end count.
         while driver.used(0) != driver.guest.seen[0] {
             let (head, _) = driver.wait_used(0);
             let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
@@ -223,7 +223,8 @@ fn outlives(format: &str, more: &str) {
     }
 }
 
-/// A flush promises changes of which the guest was told before. What died with a daemon must not be promised by the next one.
+/// A flush promises changes that were acknowledged to the guest before. The next daemon must not promise changes that
+/// died with the last one.
 #[test]
 fn a_guest_hears_of_changes_that_died_with_a_daemon() {
     const WRITE: u32 = 1;

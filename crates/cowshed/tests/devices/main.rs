@@ -15,7 +15,7 @@ const MIB: usize = 1 << 20;
 #[track_caller]
 fn cowshed(arguments: &[&str]) -> String {
     let mut arguments = arguments.to_vec();
-    // What the cases before have made is overwritten.
+    // Targets of earlier cases are overwritten.
     if matches!(arguments[0], "convert" | "create") && !arguments.contains(&"-n") {
         arguments.insert(1, "--force");
     }
@@ -84,7 +84,7 @@ fn images_are_converted_onto_devices_and_from_them() {
     let mut bytes = vec![0; 4 * MIB];
     bytes[MIB..2 * MIB + 777].fill(7);
     std::fs::write(&source, &bytes).unwrap();
-    // What was on the device must not show through: it isn't zero before.
+    // Old data of the device must not show through: it isn't zero before.
     std::fs::write(&below, vec![0xee; 8 * MIB]).unwrap();
     let device = Loop::new(Path::new(&below));
     let qemu = Qemu::system();
@@ -114,7 +114,7 @@ fn images_are_converted_onto_devices_and_from_them() {
     let limits = cowshed(&["info", "--limits", "-f", "raw", &device.0]);
     assert!(limits.contains("max hw transfer: ") && limits.contains("max hw iov: "), "{limits}");
 
-    // What doesn't fit is refused before anything is written.
+    // A disk that doesn't fit is refused before anything is written.
     std::fs::write(&source, vec![1; 16 * MIB]).unwrap();
     let before = std::fs::read(&below).unwrap();
     let refused = Command::new(env!("CARGO_BIN_EXE_cowshed"))
@@ -401,7 +401,7 @@ fn an_image_lives_in_an_export_as_in_a_file() {
     }
 }
 
-/// What a LUKS volume grows by decrypts to noise, which no part of a new cluster may show.
+/// The bytes by which a LUKS volume grows decrypt to noise, which no part of a new cluster may show.
 #[test]
 fn an_image_in_a_growing_luks_volume_has_no_noise() {
     let qemu = Qemu::system();
@@ -442,8 +442,8 @@ impl Drop for Daemon {
     }
 }
 
-/// A client's write gets ENOSPC, an event says so, reads and writes in place go on, and with room again all is well; the
-/// image is sound and holds what was acknowledged.
+/// A client's write gets ENOSPC and an event reports it, while reads and writes in place go on. With room again all
+/// writes succeed; the image is sound and holds the acknowledged data.
 #[test]
 #[ignore = "mounts a file system: root only; scripts/test runs it where it can"]
 fn a_daemon_lives_through_a_full_disk() {
@@ -481,7 +481,7 @@ fn a_daemon_lives_through_a_full_disk() {
         }
     };
     assert!(event.contains("\"nospace\": true") && event.contains("\"operation\": \"write\""), "{event}");
-    // What needs no room goes on.
+    // Requests that need no room go on.
     let said = io(&["read -P 1 0 2M", "write -P 3 0 1M", "flush", "read -P 3 0 1M", "read -P 1 1M 1M"]);
     assert!(!said.contains("failed") && !said.contains("error"), "{said}");
     std::fs::remove_file(&filler).expect("room again");
@@ -565,8 +565,8 @@ fn a_device_is_not_copied_onto_itself_by_another_node() {
     }
 }
 
-/// A device that takes no writes is refused where it is opened for writing, and a device of fixed size isn't resized: in the words of
-/// qemu-img, and the device keeps its bytes.
+/// A device that takes no writes is refused where it is opened for writing, and a device of fixed size isn't resized.
+/// Both come in the words of qemu-img, and the device keeps its bytes.
 #[test]
 #[ignore = "needs root and loop devices"]
 fn a_read_only_device_is_read_and_never_opened_for_writing() {

@@ -65,7 +65,7 @@ fn requests_are_smaller_than_the_sectors_of_a_device() {
                 if format == "qcow2" {
                     qemu.expect_clean(Path::new(&devices[0].0));
                 }
-                // What a discard leaves is each one's own affair where it is no whole cluster.
+                // The data after a discard of a part of a cluster is each program's own choice.
                 if format == "qcow2" && !options.contains("extended_l2") {
                     assert_eq!(compared.code, 0, "{what}: {}{}", compared.stdout, compared.stderr);
                 }

@@ -177,7 +177,7 @@ pub(super) async fn take_back(daemon: &Rc<Daemon>, opened: Vec<String>) {
 
 /// Adds a node that is inactive from the start: it is looked at, without locks, and closed again.
 pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) -> QmpResult<()> {
-    // What it stands on stays as it is; an inactive node needs nothing of it.
+    // The nodes below stay as they are; an inactive node needs nothing of them.
     let opened = activate_named(daemon, &options).await?;
     let looked_at = options.clone().with("read-only", true).with("force-share", true);
     let added = daemon.untrusted.add(&daemon.graph, looked_at).await.map_err(failed);

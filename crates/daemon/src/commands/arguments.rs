@@ -5,7 +5,7 @@ use crate::waiting::TurnId;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value};
 
-/// The arguments of one call. What the schema demands is there, with the type that it says.
+/// The arguments of one call. The members that the schema demands are there, with its types.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Arguments {
     map: Map<String, Value>,

@@ -95,7 +95,7 @@ pub(super) fn speed(arguments: &Arguments) -> QmpResult<u64> {
     Ok(arguments.number("speed").map_err(negative)?.unwrap_or(0))
 }
 
-/// What becomes of errors, by the argument of this name.
+/// The treatment of errors, by the argument of this name.
 pub(super) fn on_error(arguments: &Arguments, key: &str) -> OnError {
     arguments.maybe_text(key).and_then(OnError::parse).unwrap_or_default()
 }
@@ -112,7 +112,7 @@ async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     prepare_mirror(&daemon, &arguments, &source, &target, false).await?.start(&daemon, None)
 }
 
-/// What a mirror is to copy at first. It has no use for bitmaps, as in QEMU.
+/// The parts that a mirror copies at first. It has no use for bitmaps, as in QEMU.
 pub(super) fn mirror_sync(arguments: &Arguments) -> QmpResult<Sync> {
     match arguments.text("sync") {
         "top" => Ok(Sync::Top),
@@ -179,8 +179,8 @@ fn named_filter(
     Ok(Some(JobFilter { held, driver, below: Arc::clone(below) }))
 }
 
-/// The node whose place the target of a mirror takes. What its users see must not change with that, so it is the disk, or a
-/// filter between the disk and its users.
+/// The node whose place the target of a mirror takes. Its users must not see other data after that, so it is the disk,
+/// or a filter between the disk and its users.
 fn replaced(daemon: &Daemon, arguments: &Arguments, source: &Arc<Node>) -> QmpResult<Option<Arc<Node>>> {
     let Some(name) = arguments.maybe_text("replaces") else { return Ok(None) };
     let node = daemon.node(name)?;

@@ -72,7 +72,7 @@ async fn query_backends(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult
     Ok(["memory", "null", "ringbuf", "socket", "stdio"].into_iter().map(|name| json!({"name": name})).collect())
 }
 
-/// What the arguments describe.
+/// The device that the arguments describe.
 fn options(arguments: &Arguments) -> QmpResult<ChardevOptions> {
     let described = arguments.object("backend").cloned().unwrap_or_default();
     let kind = described.get("type").and_then(Value::as_str).unwrap_or_default();
@@ -133,7 +133,7 @@ async fn chardev_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
     nothing()
 }
 
-/// What a device is made of changes only while no monitor is there.
+/// A device's back end changes only while no monitor is there.
 async fn chardev_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     daemon.chardevs.change(arguments.text("id"), &options(&arguments)?).map_err(failed)?;
     nothing()

@@ -70,7 +70,8 @@ impl Target {
         let is_discarding = arguments.flag("unmap", true);
         options.insert("discard", if is_discarding { "unmap" } else { "ignore" });
         if options.text("driver") == Some("qcow2") {
-            // The disk itself can't stand below: it is being written. What the copy lacks of it isn't read by the job.
+            // The disk itself can't stand below: it is being written. The job doesn't read the part that the copy
+            // lacks.
             let below = below.filter(|_| arguments.text("sync") == "top");
             options.insert("backing", below.map_or(Value::Null, |node| node.name().into()));
         }
@@ -170,7 +171,7 @@ impl DrivePlan {
     }
 
     pub(super) async fn discard(self, daemon: &Rc<Daemon>) {
-        // What it holds of the target goes first.
+        // The backup holds the target, so it goes first.
         let DrivePlan { backup, target } = self;
         drop(backup);
         target.discard(daemon).await;

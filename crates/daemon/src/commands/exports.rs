@@ -181,7 +181,7 @@ pub(super) fn place(given: Option<&Map<String, Value>>, is_starting: bool) -> Qm
     }
 }
 
-/// What an `InetSocketAddress` says beside host and port.
+/// The members of an `InetSocketAddress` beside host and port.
 fn listen_options(members: &Map<String, Value>) -> QmpResult<ListenOptions> {
     let flag = |key: &str| members.get(key).and_then(Value::as_bool);
     let number = |key: &str| members.get(key).and_then(Value::as_u64);

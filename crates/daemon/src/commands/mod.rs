@@ -147,7 +147,7 @@ async fn call_with(daemon: &Rc<Daemon>, name: &str, arguments: Arguments) -> Qmp
     }
 }
 
-/// What a command returns that has nothing to say.
+/// The empty result of a command.
 pub(crate) fn nothing() -> QmpResult<Value> {
     Ok(json!({}))
 }

@@ -293,7 +293,7 @@ mod tests {
         assert!(error.description.contains("a file of this name already"), "{error}");
         std::os::unix::fs::symlink(at("elsewhere"), at("link")).expect("a link");
         rt::block_on(make(request("link"), None)).expect_err("a link is in the way");
-        // What fails leaves nothing behind.
+        // A failed creation leaves nothing behind.
         let wrong = CreateRequest { options: vec!["cluster_size=3".to_owned()], ..request("wrong") };
         rt::block_on(make(wrong, None)).expect_err("a wrong option");
         let list = std::fs::read_dir(folder.path()).expect("a folder");

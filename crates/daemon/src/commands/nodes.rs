@@ -399,7 +399,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "cache": {"writeback": !node.is_writethrough(), "direct": cache.direct, "no-flush": cache.no_flush},
     });
-    // What can't be read now is left out.
+    // Bitmaps that can't be read now are left out.
     let asked = Arc::clone(node);
     let bitmaps = rt::spawn(async move { super::bitmaps::list(&asked).await });
     let bitmaps = within(ANSWER_LIMIT, bitmaps).await.unwrap_or_default();

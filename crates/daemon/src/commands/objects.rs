@@ -77,7 +77,7 @@ command qom-list-get: paths: [str] -> [ObjectPropertiesValues]
     ],
 };
 
-/// What `object-add` says of an id. On the command line a further line says what identifiers are.
+/// The error of `object-add` for an id. On the command line a further line describes identifiers.
 pub(crate) const NO_IDENTIFIER: &str = "Parameter 'id' expects an identifier";
 
 async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {

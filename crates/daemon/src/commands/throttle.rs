@@ -27,7 +27,7 @@ command block_set_io_throttle: device?: str, id?: str, bps: int, bps_rd: int, bp
 /// Names of filters that the command puts in start so.
 const FILTER_PREFIX: &str = "throttle-";
 
-/// What limits are set for.
+/// The object whose limits are set.
 enum Target {
     /// One export: others that use the same node aren't touched.
     Export(Arc<Attachment>),
@@ -92,7 +92,8 @@ async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpR
     throttle(&daemon, &target, &name, arguments.maybe_text("group"), Some(limits)).await
 }
 
-/// What `throttling.…` of a drive asks for, for its export: without limits it only joins the group, which must be there.
+/// Sets the limits in `throttling.…` of a drive for its export. Without limits it only joins the group, which must be
+/// there.
 pub(crate) async fn throttle_export(
     daemon: &Rc<Daemon>,
     id: &str,

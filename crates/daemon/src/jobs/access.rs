@@ -23,7 +23,7 @@ impl Job {
         has(&self.readable, node)
     }
 
-    /// What it has copied goes from its source.
+    /// Makes copied parts go from their source.
     pub fn set_empties_source(&self, empties: bool) {
         self.empties_source.set(empties);
     }

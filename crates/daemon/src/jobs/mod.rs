@@ -69,7 +69,7 @@ impl Status {
     }
 }
 
-/// What the user wants of a job that is ready.
+/// The user's wish for a job that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wish {
     /// Go on.
@@ -94,7 +94,7 @@ pub(crate) struct Job {
     nodes: RefCell<Vec<Arc<Node>>>,
     /// Those of them that a backup may read all the same.
     readable: Vec<Arc<Node>>,
-    /// What becomes of errors of the source, and of the target.
+    /// The treatment of errors of the source, and of the target.
     on_error: (OnError, OnError),
     /// A `BlockDeviceIoStatus`.
     io_status: Cell<&'static str>,
@@ -108,7 +108,7 @@ pub(crate) struct Job {
     /// Its target has had all of the disk once.
     was_ready: Cell<bool>,
     error: RefCell<Option<String>>,
-    /// What the target of a mirror lacks whose writes go to both ends.
+    /// The parts that the target lacks, of a mirror whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
     /// Its mirror, while that can be told to do something else.
     mirror: RefCell<Option<Rc<Mirror>>>,
@@ -436,7 +436,7 @@ impl Finish {
     }
 }
 
-/// What a job is to be.
+/// The description of a new job.
 pub(crate) struct JobSpec {
     pub id: String,
     pub kind: &'static str,
@@ -446,7 +446,7 @@ pub(crate) struct JobSpec {
     pub nodes: Vec<Arc<Node>>,
     /// Those of them that a backup may read all the same.
     pub readable: Vec<Arc<Node>>,
-    /// What becomes of errors of the source, and of the target.
+    /// The treatment of errors of the source, and of the target.
     pub on_error: (OnError, OnError),
 }
 

@@ -101,16 +101,16 @@ pub(crate) struct Closing {
     pub node: Arc<Node>,
     /// Removes the file that was made for it, unless it is used by then.
     pub remove: Option<Box<dyn FnOnce()>>,
-    /// What counts on the target when the job fails.
+    /// The use of the target when the job fails.
     pub needed: Needed,
 }
 
-/// What has been given up in favour of the target of a job that fails.
+/// The data that was given up in favour of the target of a job that fails.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Needed {
-    /// The source, or a bitmap, lacks what has been copied.
+    /// The source, or a bitmap, lacks the copied parts.
     pub parts: bool,
-    /// A bitmap lacks what has been copied once the copy is whole.
+    /// A bitmap lacks the copied parts once the copy is whole.
     pub whole: bool,
 }
 

@@ -49,7 +49,7 @@ fn accept(listener: &TcpListener, control: &Sender<Message>) {
     }
 }
 
-/// What a scraper does.
+/// The state of a scraper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     /// Its request isn't complete.

@@ -140,7 +140,7 @@ fn buckets(family: &mut Family<'_>, export: &str, kind: IoKind, histogram: &Hist
     family.line("_count", &[("export", export), ("kind", kind.name())], count);
 }
 
-/// What all images take together, and may take.
+/// The memory of all images together, and its limit.
 fn budget(page: &mut String) {
     let budget = Budget::process_wide();
     for (name, help, value) in [
@@ -156,7 +156,7 @@ fn budget(page: &mut String) {
     }
 }
 
-/// What the requests of all NBD clients together hold, and may hold.
+/// The memory of the requests of all NBD clients together, and its limit.
 fn request_memory(daemon: &Daemon, page: &mut String) {
     let memory = daemon.nbd().map(|nbd| nbd.memory()).unwrap_or_default();
     for (name, help, value) in [

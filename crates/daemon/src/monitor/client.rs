@@ -144,7 +144,7 @@ impl Listener for Outlet {
     }
 }
 
-/// What the end of a client's input means.
+/// The meaning of the end of a client's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InputEnd {
     /// The client has gone.
@@ -243,7 +243,7 @@ fn converse(
     }
 }
 
-/// What became of a command.
+/// The outcome of a command.
 enum Ran {
     /// The reply is in the outlet.
     Answered,

@@ -21,17 +21,17 @@ use crate::monitor_properties::MonitorProperties;
 use cowshed_qmp::Schema;
 use std::sync::Arc;
 
-/// What every client's threads need.
+/// The parts that every client's threads need.
 #[derive(Clone)]
 pub struct MonitorContext {
     /// To the control thread.
     pub control: Sender<Message>,
     /// The commands there are.
     pub schema: Arc<Schema>,
-    /// Where events come from.
+    /// The source of events.
     pub events: EventBus,
-    /// What the monitor's object says.
+    /// The properties of the monitor's object.
     pub properties: Arc<MonitorProperties>,
-    /// Takes a copy of what is sent.
+    /// Gets a copy of the sent bytes.
     pub log: Option<Arc<Log>>,
 }

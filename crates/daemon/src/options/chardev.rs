@@ -109,7 +109,7 @@ fn check_fixed(pairs: &mut BTreeMap<String, String>) -> Result<()> {
     Ok(())
 }
 
-/// What the log is to be. As in QEMU the two flags alone do nothing.
+/// The options of the log. As in QEMU the two flags alone do nothing.
 fn log(pairs: &mut BTreeMap<String, String>) -> Result<Option<LogOptions>> {
     let (append, timestamps) = (flag(pairs, "logappend")?, flag(pairs, "logtimestamp")?);
     let (append, timestamps) = (append.unwrap_or(false), timestamps.unwrap_or(false));

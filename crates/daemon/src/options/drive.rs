@@ -34,7 +34,7 @@ pub struct Drive {
     copies: bool,
     /// The disk is this partition of the image's.
     partition: Option<u32>,
-    /// What a stranger's image is held to.
+    /// The limits of a stranger's image.
     policy: Option<Policy>,
     /// Its only user is its export.
     exported_alone: bool,
@@ -43,7 +43,7 @@ pub struct Drive {
     controls: Controls,
 }
 
-/// What a drive says of its export: limits, and what is counted.
+/// The settings of a drive for its export: limits, and statistics.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Controls {
     limits: Option<Limits>,
@@ -219,8 +219,8 @@ impl Drive {
         self.apart = true;
     }
 
-    /// Nothing but the export of the drive uses its node, now and later: a raw image is then locked as far as the export needs
-    /// it, so that others may read and write beside it, as with qemu-nbd.
+    /// Declares that only the export of the drive uses its node, now and later. A raw image is then locked as far as
+    /// the export needs it. Others may read and write beside it, as with qemu-nbd.
     pub fn export_alone(&mut self) {
         self.exported_alone = true;
     }
@@ -259,7 +259,7 @@ impl Drive {
             daemon.untrusted.hold(&options, policy);
         }
         let (cache, snapshot) = (self.cache, self.snapshot);
-        // What stands below an overlay must not change.
+        // The nodes below an overlay must not change.
         let shares = self.exported_alone && !self.apart && !copies;
         let more = |request: OpenRequest| {
             let request = request.cache_mode(cache).snapshot(snapshot);

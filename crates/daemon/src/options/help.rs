@@ -49,7 +49,8 @@ fn listed(title: &str, lines: impl Iterator<Item = String>) -> String {
     format!("{title}{}", lines.concat())
 }
 
-/// What `--object` prints when its value asks for help: the types, or the options of one. `None` when it doesn't.
+/// The text that `--object` prints when its value asks for help: the types, or the options of one. `None` when it
+/// doesn't.
 pub fn object_help(text: &str) -> Result<Option<String>> {
     let Some(kind) = asked(text) else { return Ok(None) };
     let schema = crate::schema::build()?;

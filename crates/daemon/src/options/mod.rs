@@ -62,7 +62,7 @@ enum What {
     /// Bytes that the metadata of all images may take.
     MetadataBudget(u64),
     Drive(Box<Drive>),
-    /// What a drive says of its export, by the export's id.
+    /// The settings of a drive for its export, by the export's id.
     Controls(String, Box<Controls>),
     /// An NBD server on the sockets that a service manager passed, or at an address.
     Serve {
@@ -78,7 +78,7 @@ enum What {
     Refused(Error),
 }
 
-/// What stands behind an option: JSON, or `key=value` with dotted keys. A first word without `=` is the value of
+/// Parses the value of an option: JSON, or `key=value` with dotted keys. A first word without `=` is the value of
 /// `implied`.
 fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>, Strictness)> {
     if text.trim_start().starts_with('{') {
@@ -339,7 +339,8 @@ impl Step {
         Step { option: option.to_owned(), what: What::Refused(error) }
     }
 
-    /// What a drive says of the export with its id: limits, and what is counted. After the export.
+    /// The step that applies a drive's settings to the export with its id: limits, and statistics. It comes after the
+    /// export.
     pub fn controls(option: &str, drive: &Drive) -> Step {
         Step { option: option.to_owned(), what: What::Controls(drive.id.clone(), Box::new(drive.controls())) }
     }

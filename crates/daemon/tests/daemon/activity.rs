@@ -110,7 +110,7 @@ fn another_process_uses_an_image_while_its_node_is_inactive() {
     let nodes = client.command("query-named-block-nodes", json!({}));
     let q = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("is listed");
     assert_eq!(q["image"]["virtual-size"], 24 << 20);
-    // What the other process wrote is recorded too: 2 MiB were ours.
+    // The other process's writes are recorded too: 2 MiB were ours.
     let bitmap = &q["dirty-bitmaps"][0];
     assert_eq!((&bitmap["name"], &bitmap["recording"]), (&json!("b"), &json!(true)), "{bitmap}");
     assert_eq!(bitmap["count"], (2 << 20) + 65536, "{bitmap}");

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 const IMAGES: [&str; 4] = ["a.qcow2", "b.qcow2", "o.qcow2", "t.qcow2"];
 
-/// Members that only one side has, by the end of their path: of ours those that came with later versions of QEMU than the
-/// one that Debian has, or that are our own (`x-`).
+/// Members that only one side has, by the end of their path. Ours came with later versions of QEMU than Debian's, or
+/// are our own (`x-`).
 const OURS_ONLY: &[&str] =
     &["active", "children[].child", "children[].node-name", "actively-synced", "format-specific.data", "idle_time_ns"];
 
@@ -104,7 +104,7 @@ fn shape_of(value: &Value) -> BTreeSet<String> {
 fn compare(about: &str, ours: &Value, theirs: &Value) {
     let (ours, theirs) = (shape_of(ours), shape_of(theirs));
     let missing: Vec<&String> = theirs.difference(&ours).collect();
-    // What our own names say, and what QEMU has from version 8.1 on (limits of images from 10.1 on).
+    // Our own names, and members that QEMU has from version 8.1 on (limits of images from 10.1 on).
     let is_known = |path: &str| {
         let path = path.split(": ").next().unwrap_or_default();
         [".x-", "zone_append_", "image.limits."].iter().any(|part| path.contains(part))

@@ -174,7 +174,7 @@ fn bitmaps_that_cannot_be_are_refused_by_name() {
         let refusal = client.refusal("block-export-add", export(bitmaps, writable));
         assert!(refusal.contains(words), "{refusal}");
     }
-    // What was refused holds nothing.
+    // A refused command holds nothing.
     client.command("block-dirty-bitmap-remove", on("a"));
     daemon.stop().expect("stopped in order");
 }

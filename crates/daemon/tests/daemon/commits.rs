@@ -12,7 +12,7 @@ pub const SIZE: u64 = 8 << 20;
 /// Pattern, offset, length.
 type Writes = &'static [(u8, usize, usize)];
 
-/// What the layers of the chain hold, base first.
+/// The data of the chain's layers, base first.
 pub const LAYERS: &[(&str, u64, Writes)] = &[
     ("b", SIZE, &[(1, 0, 4 << 20), (2, 6 << 20, 2 << 20)]),
     // Shorter than the others: what the base has behind its end is not to be seen.

@@ -90,7 +90,7 @@ fn await_no_jobs(client: &mut Client) {
     }
 }
 
-/// What comes to nodes of the chain, and whether it writes.
+/// The late users of the chain's nodes, and whether they write.
 const LATE: [(&str, bool); 4] = [("plain", false), ("plain", true), ("qcow2", false), ("throttle", false)];
 
 fn all_refusals(client: &mut Client, folder: &Path) -> Vec<(String, Option<String>)> {

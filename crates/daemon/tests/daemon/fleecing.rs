@@ -33,7 +33,7 @@ fn unexport(client: &mut Client, id: &str) {
     client.event("BLOCK_EXPORT_DELETED");
 }
 
-/// What `top` stands on from now on.
+/// Puts `top` onto another node.
 fn stand_on(client: &mut Client, file: &str) {
     let options = json!({"driver": "throttle", "node-name": "top", "throttle-group": "g", "file": file});
     client.command("blockdev-reopen", json!({"options": [options]}));
@@ -92,7 +92,7 @@ fn the_past_of_a_disk_is_exported_while_clients_write() {
         let copy = daemon.path("three.raw");
         tool("nbdcopy", &[&uri(&daemon, "past"), copy.to_str().expect("text")]);
         assert!(std::fs::read(&copy).expect("a copy") == before, "not as it was");
-        // What it needs stays; what stands in the way is named.
+        // Nodes that it needs stay; the refusal names the node in the way.
         for used in ["filter", "scratch", "t"] {
             assert!(client.refusal("blockdev-del", json!({"node-name": used})).contains("in use"));
         }
@@ -128,7 +128,7 @@ fn bitmap_limits_what_fleecing_keeps() {
     works(&daemon, "past", &["read -P 11 1M 128k", "read -P 12 3M 64k"]);
     fails(&daemon, "past", "read 0 64k", "read failed");
     fails(&daemon, "past", "read 960k 128k", "read failed");
-    // What isn't kept isn't saved.
+    // A part that isn't kept isn't saved.
     works(&daemon, "disk", &["write -P 21 0 1M", "write -P 22 4M 1M"]);
     assert_eq!(wr_bytes(&mut client, "scratch"), 0);
     works(&daemon, "disk", &["write -P 23 1100k 1k"]);

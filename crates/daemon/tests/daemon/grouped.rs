@@ -52,7 +52,7 @@ fn await_end(client: &mut Client) {
     }
 }
 
-/// What becomes of both jobs.
+/// The outcome of both jobs.
 fn outcome(client: &mut Client) -> Vec<String> {
     let mut found = Vec::new();
     for job in client.command("query-jobs", json!({})).as_array().expect("a list") {

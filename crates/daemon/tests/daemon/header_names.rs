@@ -15,7 +15,7 @@ struct Case {
     about: &'static str,
     /// Commands that add the node `a`; names of files are relative.
     nodes: Vec<(&'static str, Value)>,
-    /// What the disk reads as.
+    /// The disk's data.
     content: Vec<u8>,
 }
 
@@ -160,7 +160,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// What QEMU reads from an image, by its header alone, in another folder than the daemon's.
+/// The data that QEMU reads from an image, by its header alone, in another folder than the daemon's.
 fn content(path: &Path) -> Vec<u8> {
     let raw = path.with_extension("content");
     let arguments = ["convert", "--object", SECRET, "-f", "qcow2", "-O", "raw"].map(std::ffi::OsStr::new);
@@ -462,7 +462,7 @@ fn copy_files(from: &Path, to: &Path) {
     }
 }
 
-/// What a conversation gives with the newest QEMU and with ours.
+/// The results of a conversation with the newest QEMU and with ours.
 fn with_both(mut talk: impl FnMut(&mut Client, &Path) -> Value) -> [Value; 2] {
     let (theirs, mut client) = Theirs::start_newest();
     let found = talk(&mut client, theirs.folder.path());

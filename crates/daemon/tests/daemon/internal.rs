@@ -27,7 +27,7 @@ fn take(client: &mut Client, name: &str) {
     client.command("blockdev-snapshot-internal-sync", json!({"device": "e", "name": name}));
 }
 
-/// What a snapshot holds, as qemu-img reads it.
+/// The data of a snapshot, as qemu-img reads it.
 fn content_of(qemu: &Qemu, folder: &Path, name: &str) -> Vec<u8> {
     let (image, raw) = (folder.join("a.qcow2"), folder.join("snapshot.raw"));
     let arguments = ["convert", "-O", "raw", "-l", &format!("snapshot.name={name}")].map(str::to_owned);

@@ -33,7 +33,7 @@ fn a_mirror_under_a_writing_client_takes_over_complete() {
     assert_eq!(client.event("BLOCK_JOB_READY")["device"], "m");
     let jobs = client.command("query-block-jobs", json!({}));
     assert_eq!((&jobs[0]["type"], &jobs[0]["ready"]), (&json!("mirror"), &json!(true)));
-    // What works on the same nodes is refused meanwhile.
+    // Commands on the same nodes are refused meanwhile.
     let overlay = json!({"node-name": "q", "snapshot-file": daemon.path("o.qcow2"), "snapshot-node-name": "o"});
     assert!(client.refusal("blockdev-snapshot-sync", overlay).contains("in use by block job: mirror"));
     client.command("job-complete", json!({"id": "m"}));
@@ -84,7 +84,7 @@ fn write_blocking_mirror_writes_to_the_target_first() {
     let filter = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "both").expect("a filter");
     assert_eq!((&filter["drv"], filter["children"].as_array().map(Vec::len)), (&json!("mirror"), Some(2)));
     run(100);
-    // What was written, the target has, with nothing left to be copied but what a discard left open.
+    // The target has the written data. Nothing is left to be copied but ranges that a discard left open.
     let in_step = |client: &mut Client| client.command("query-block-jobs", json!({}))[0]["actively-synced"].clone();
     while in_step(&mut client) != json!(true) {}
     qemu.io(["-f", "raw", "-c", "write -P 200 123 10000", "-c", "write -z 1M 64k", &uri]).expect_ok();

@@ -12,9 +12,9 @@ use std::sync::LazyLock;
 
 mod known;
 
-/// The nodes, by their place:
-/// `root` alone, `file` its file, `base` below `over`, `below` under the filter `filter`, `served` and `shown` exported for writing and
-/// reading, `source` and `target` of a mirror, `fixed` read-only, `old` the disk below the snapshot `new`. There is no node `none`, and
+/// The nodes, by their place. `root` is alone, `file` is its file, `base` is below `over`, and `below` is under the
+/// filter `filter`. `served` and `shown` are exported for writing and reading, and `source` and `target` are those of a
+/// mirror. `fixed` is read-only, and `old` is the disk below the snapshot `new`. There is no node `none`, and
 /// `served-id` is an export.
 const KINDS: &[&str] = &[
     "root",

@@ -40,7 +40,7 @@ const NONE: &[u64] = &[];
 const READ: &[u64] = &[100, 203];
 const WRITE: &[u64] = &[100, 101, 203];
 
-/// What QEMU 7.2 and QEMU 11.1 do, step by step.
+/// The steps of QEMU 7.2 and QEMU 11.1.
 fn cases() -> Vec<(&'static str, Vec<Step>)> {
     let filter = |driver: &str| add(json!({"driver": driver, "node-name": "f", "file": "r", "throttle-group": "g"}));
     let luks = json!({"driver": "file", "filename": "a.luks"});

@@ -108,8 +108,8 @@ fn io(folder: &Path, export: &str, commands: &[&str]) {
     assert!(!said.stdout.contains("failed"), "{commands:?}: {}", said.stdout);
 }
 
-/// What virtnbdbackup's own modules read of the past: all data by its allocation for a full backup, and the dirty parts by the bitmap
-/// for an incremental one, with the content's sums.
+/// The past as virtnbdbackup's own modules read it, with the content's sums. A full backup reads all data by its
+/// allocation, an incremental one the dirty parts by the bitmap.
 const VIRTNBDBACKUP: &str = r#"
 import hashlib, sys
 from libvirtnbdbackup import nbdcli
@@ -175,7 +175,7 @@ fn a_backup_is_pulled_as_libvirt_does_it() {
     daemon.stop().expect("stopped in order");
 }
 
-/// What was left behind would be in the way of a second backup.
+/// Remains of the first backup would be in the way of a second one.
 fn begin_again(client: &mut Client) {
     client.command("block-dirty-bitmap-remove", json!({"node": "libvirt-1-format", "name": "second"}));
     begin(client);

@@ -26,7 +26,7 @@ fn troubles() -> Vec<Trouble> {
     ]
 }
 
-/// What a daemon tells of all troubles.
+/// A daemon's answers and events in all troubles.
 fn told(client: &mut Client, folder: &Path) -> Vec<Value> {
     let qemu = Qemu::newest();
     client.files_in(folder);

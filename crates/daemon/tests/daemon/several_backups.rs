@@ -119,7 +119,7 @@ fn add_empty(client: &mut Client, names: &[&str]) {
     }
 }
 
-/// What each said to a command.
+/// The answers of both to a command.
 fn say(clients: &mut [Client; 2], command: &str, arguments: &Value) -> Option<String> {
     let [ours, theirs] = clients.each_mut().map(|client| {
         let said = client.execute(command, arguments.clone());

@@ -45,7 +45,7 @@ fn exports_count_what_clients_do() {
     let nodes = client.command("query-blockstats", json!({"query-nodes": true}));
     let node = nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == "q").expect("is listed");
     assert_eq!(node["stats"]["wr_bytes"], 131072);
-    // What the format reads and writes in its file is counted there.
+    // The format's reads and writes in its file are counted there.
     let file = &node["parent"];
     assert!(file["node-name"].is_string(), "{node}");
     assert!(file["stats"]["wr_bytes"].as_u64() > Some(131_072), "data and metadata: {file}");

@@ -89,7 +89,7 @@ pub(super) fn run_job(client: &mut Client, command: &str, mut arguments: Value) 
     completed
 }
 
-/// What the image holds itself, once both daemons are gone.
+/// The image's own data, once both daemons are gone.
 fn own_data(ours: Running, theirs: Theirs, [ours_client, mut theirs_client]: [Client; 2]) -> [Vec<MapEntry>; 2] {
     drop(ours_client);
     theirs_client.command("quit", json!({}));

@@ -104,7 +104,7 @@ fn a_reopening_for_writing_repairs_the_image_first() {
     expect(&folder.path().join("a"), &["read -P 1 0 64k", "read -P 4 512k 256k"]);
 }
 
-/// What can't be repaired stays as it was, and is read on.
+/// An image that can't be repaired stays as it was, and is read on.
 #[test]
 fn an_image_that_can_not_be_repaired_stays_readable() {
     let daemon = Running::start_in(temp_folder(), Vec::new());

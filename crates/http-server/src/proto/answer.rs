@@ -32,7 +32,7 @@ impl Tag {
     }
 }
 
-/// What a response says of a content.
+/// The description of a content in a response.
 #[derive(Clone, Debug)]
 pub struct About<'a> {
     /// Length in bytes.
@@ -54,7 +54,7 @@ pub struct Answer {
     pub status: u16,
     /// The fields, each with its end of line; without `Date` and `Connection`.
     pub fields: String,
-    /// What follows the head, in order. Empty for `HEAD`.
+    /// The parts behind the head, in order. Empty for `HEAD`.
     pub body: Vec<AnswerPart>,
 }
 
@@ -67,8 +67,8 @@ pub enum AnswerPart {
     Part(Range<u64>),
 }
 
-/// What separates the parts of a response with several ranges. The content is no text, so it can't be looked for there; the
-/// lengths in the parts' heads say where they end.
+/// The separator between the parts of a response with several ranges. The content is no text, so it can't be looked for
+/// there; the lengths in the parts' heads say where they end.
 const BOUNDARY: &str = "cowshed-byteranges-7f3a91c4";
 
 /// The reason phrase of a status code.

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Most ranges of a request; a client that asks for more gets none.
 pub const MAX_RANGES: usize = 32;
 
-/// What a field `Range` asks for of a content of some length.
+/// The ranges that a field `Range` names in a content of some length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// All: the field has another unit, or isn't as the grammar wants it, so it doesn't count.
@@ -17,7 +17,7 @@ pub enum Wanted {
     Nothing,
 }
 
-/// What the value of a field `Range` asks for of `len` bytes.
+/// The ranges that the value of a field `Range` names in `len` bytes.
 pub fn wanted(field: &str, len: u64) -> Wanted {
     let Some((unit, set)) = field.split_once('=') else { return Wanted::All };
     if !unit.trim().eq_ignore_ascii_case("bytes") {

@@ -7,14 +7,14 @@ pub const MAX_HEAD_BYTES: usize = 16 << 10;
 /// Most fields of a head.
 const MAX_FIELDS: usize = 64;
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Request {
     /// The method, as it was spelled.
     pub method: String,
     /// The path of the target, with `%XX` decoded and without the query.
     pub path: String,
-    /// What stands behind the `?` of the target, as it came.
+    /// The text behind the `?` of the target, as it came.
     pub query: Option<String>,
     /// `Accept` names `text/html`: the client is a browser, and shows pages.
     pub shows_pages: bool,

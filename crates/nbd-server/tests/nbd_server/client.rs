@@ -216,7 +216,7 @@ fn images_and_backing_files_may_be_on_a_server() {
     qemu.expect_clean(&base);
 }
 
-/// What qemu-img says of the same: start, length, data, zero, present.
+/// A line of qemu-img's for the same: start, length, data, zero, present.
 type Shown = (u64, u64, bool, bool, bool);
 
 fn shown_by_qemu(options: &str) -> Vec<Shown> {

@@ -194,8 +194,8 @@ fn old_write_never_lands_after_a_new_connection() {
     }
 }
 
-/// The client's connection ends at a proxy, which keeps its own to the server for a while. What the client left lies there and
-/// in the proxy's buffers; the client writes over another connection meanwhile.
+/// The client's connection ends at a proxy, which keeps its own to the server for a while. The client's requests lie
+/// there and in the proxy's buffers; the client writes over another connection meanwhile.
 #[test]
 fn lingering_proxy_brings_no_old_write_later() {
     for how in [LettingGo::Reset, LettingGo::HalfClosed, LettingGo::Shutdown] {

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 const NONE: CommandFlags = CommandFlags(0);
 const MIB: u64 = 1 << 20;
-/// What a long request has at a time when the pool is taken.
+/// The memory of a long request at a time when the pool is taken.
 const PIECE_BYTES: u64 = 512 << 10;
 const PATIENCE: Duration = Duration::from_secs(60);
 

@@ -25,7 +25,7 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 40 * MIB;
 const LIBNBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nbd_server/served/libnbd.py");
 
-/// What the disk holds at first: every 64 KiB another byte.
+/// The first contents of the disk: every 64 KiB another byte.
 fn initial() -> Vec<u8> {
     let mut content = vec![0; SIZE as usize];
     for (index, chunk) in content.chunks_mut(65536).enumerate() {
@@ -34,7 +34,7 @@ fn initial() -> Vec<u8> {
     content
 }
 
-/// What it holds after the work of a client.
+/// The contents after the work of a client.
 fn worked() -> Vec<u8> {
     let mut content = initial();
     let mut fill = |byte, from: u64, length: u64| content[from as usize..(from + length) as usize].fill(byte);

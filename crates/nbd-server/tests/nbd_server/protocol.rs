@@ -188,7 +188,7 @@ fn every_command_in_every_style_is_what_the_model_says() {
                 }
                 4 => {
                     assert_eq!(wire.ask(Command::Trim, fua, offset, length).errno, 0, "{context}");
-                    // What a trimmed range holds is the server's choice; ours: what it held, or zeroes.
+                    // A trimmed range's contents are the server's choice; ours: the old bytes, or zeroes.
                     let now = wire.ask(Command::Read, NONE, offset, length).data;
                     for (now, before) in now.iter().zip(&mut model[range]) {
                         assert!(*now == *before || *now == 0, "{context}");
@@ -307,7 +307,7 @@ fn errors_are_those_of_the_protocol() {
     served.stop();
 }
 
-/// What a write brings is never taken for a request, whatever is wrong with the write.
+/// The data of a write is never taken for a request, whatever is wrong with the write.
 #[test]
 fn the_data_of_a_refused_write_is_no_request() {
     let served = serve();

@@ -18,7 +18,7 @@ const LONG: u64 = 32 << 20;
 const SMALL: u64 = 4096;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What happened on the server's thread, in order.
+/// The events on the server's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     LongBegins,

@@ -43,13 +43,13 @@ pub(crate) enum Failure {
     Lost,
 }
 
-/// What a request came to.
+/// The result of a request.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub result: std::result::Result<(), Failure>,
     /// The memory of a read or write.
     pub buf: IoBuf,
-    /// Of a block status.
+    /// The runs of a block status.
     pub runs: Vec<StatusRun>,
 }
 

@@ -15,7 +15,7 @@ const MAX_REPLIES: usize = 1024;
 /// The longest read or write that this client sends, in bytes, whatever the server allows.
 const MAX_REQUEST_BYTES: u32 = PORTABLE_PAYLOAD_BYTES;
 
-/// What both sides have agreed on.
+/// The options on which both sides have agreed.
 #[derive(Clone, Debug)]
 pub(crate) struct Agreed {
     pub facts: ExportFacts,
@@ -33,7 +33,7 @@ pub(super) struct Handshake<'a> {
     pub said: Said,
 }
 
-/// What the server said that only a list wants.
+/// The parts of the server's answers that only a list needs.
 #[derive(Debug, Default)]
 pub(super) struct Said {
     /// Exports with their descriptions.
@@ -120,7 +120,8 @@ pub(crate) async fn choose_export(stream: &Stream, receiver: &mut Receiver, opti
 }
 
 impl Handshake<'_> {
-    /// The first bytes in both directions. What an oldstyle server says of its export is all that there is to know.
+    /// The first bytes in both directions. An oldstyle server's first words about its export are all that there is to
+    /// know.
     async fn greet(&mut self) -> Result<Style> {
         if self.receiver.peek(self.stream, 16).await?.is_some_and(greeting::is_oldstyle) {
             self.receiver.consume(16);
@@ -280,7 +281,7 @@ pub(super) fn insists_on_tls(option: &str, message: &str) -> Error {
         .qemu(format!("{sentence}{}", reported(message)))
 }
 
-/// What the server says, as QEMU adds it to an error.
+/// The server's message, in the form in which QEMU adds it to an error.
 fn reported(message: &str) -> String {
     if message.is_empty() {
         return String::new();

@@ -92,12 +92,12 @@ impl ClientOptions {
     }
 }
 
-/// What the server says of the export.
+/// The server's description of the export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportFacts {
     /// Size in bytes.
     pub size: u64,
-    /// What it can do.
+    /// Its abilities.
     pub flags: TransmissionFlags,
     /// Its block sizes, those of the protocol where it doesn't say.
     pub block_sizes: BlockSizes,
@@ -140,7 +140,7 @@ struct State {
     failed_at: Option<Duration>,
 }
 
-/// What a request comes to.
+/// The result of a request.
 pub type Reply<T> = std::result::Result<T, Errno>;
 
 impl Client {
@@ -168,7 +168,7 @@ impl Client {
         &self.name
     }
 
-    /// What the server said of the export.
+    /// The server's description of the export.
     pub fn facts(&self) -> &ExportFacts {
         &self.facts
     }
@@ -270,8 +270,8 @@ impl Client {
         self.in_pieces(Command::Trim, CommandFlags::default(), offset, length).await
     }
 
-    /// What `base:allocation` says of a range: at least one run, from `offset`, which may end before the range does; none
-    /// where the server doesn't know.
+    /// The status of a range by `base:allocation`: at least one run, from `offset`, which may end before the range
+    /// does. None where the server doesn't know.
     pub async fn block_status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
         if !self.facts.has_status {
             return Ok(Vec::new());
@@ -279,8 +279,8 @@ impl Client {
         self.status(offset, length).await
     }
 
-    /// What the context of [`ClientOptions::context`] says of a range: at least one run, from `offset`, which may end before
-    /// the range does. `ENOTSUP` where no context was asked for.
+    /// The status of a range by the context of [`ClientOptions::context`]: at least one run, from `offset`, which may
+    /// end before the range does. `ENOTSUP` where no context was asked for.
     pub async fn context_status(&self, offset: u64, length: u64) -> Reply<Vec<StatusRun>> {
         if self.options.context.is_none() {
             return Err(Errno::ENOTSUP);
@@ -302,8 +302,8 @@ impl Client {
         Ok(())
     }
 
-    /// A request without data. Returns the length that it was for, which may be shorter than `length`, and the runs of a block
-    /// status; none where the server doesn't know, or its blocks are too large for the range.
+    /// A request without data. Returns its length, which may be shorter than `length`, and the runs of a block status.
+    /// There are none where the server doesn't know, or its blocks are too large for the range.
     async fn simple(
         &self,
         command: Command,

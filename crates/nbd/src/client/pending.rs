@@ -27,7 +27,7 @@ pub(crate) struct Pending {
     pub length: u64,
     /// A read: the reply must cover the range.
     pub reads: bool,
-    /// What the reply has covered, in order of arrival, neighbours joined.
+    /// The ranges that the reply has covered, in order of arrival, neighbours joined.
     pub covered: Vec<(u64, u64)>,
     /// Parts of the reply without data so far.
     pub remarks: u16,

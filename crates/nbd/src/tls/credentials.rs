@@ -121,7 +121,7 @@ impl ClientTls {
         Ok(ClientTls { config: Arc::new(config) })
     }
 
-    /// As [`ClientTls::from_dir`] without files: any server will do. What `tls-verify-peer=0` asks for.
+    /// As [`ClientTls::from_dir`] without files: any server will do. `tls-verify-peer=0` asks for it.
     pub fn unverified() -> Result<ClientTls> {
         let provider = Arc::new(ring::default_provider());
         let config = ClientConfig::builder_with_provider(Arc::clone(&provider))
@@ -185,7 +185,7 @@ fn revoked(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     if lists.is_empty() { Err(no_list(&path, NO_BASE64)) } else { Ok(lists) }
 }
 
-/// What QEMU says of a text that is no PEM.
+/// QEMU's sentence for a text that is no PEM.
 const NO_BASE64: &str = "Base64 decoding error.";
 
 fn no_list(path: &Path, reason: &str) -> Error {

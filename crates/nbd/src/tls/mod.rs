@@ -33,7 +33,7 @@ pub(crate) use session::TlsSession;
 
 use cowshed_types::{Error, ErrorKind};
 
-/// What a decryption found.
+/// The result of a decryption.
 #[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "made by TLS alone"))]
 pub(crate) enum Plain {
     Bytes(usize),

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What a device was asked for, in order.
+/// The calls that a device got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
     Call(NbdCall),

@@ -170,7 +170,7 @@ impl Aligned {
     }
 }
 
-/// What stands in a MiB of the disk, by its number.
+/// The bytes of a MiB of the disk, by its number.
 fn fill(bytes: &mut [u8], first_mib: u64) {
     for (index, piece) in bytes.chunks_mut(8).enumerate() {
         let word = (first_mib << 40) + index as u64;

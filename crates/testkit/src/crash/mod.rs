@@ -70,7 +70,7 @@ pub fn explore(
                 None
             }
             Event::SyncDone { .. } | Event::SyncFailed { .. } => None,
-            // What can be on the disk is what could be there before.
+            // The possible states of the disk are the same as before.
             Event::Completed { .. } | Event::SyncIssued { .. } | Event::FolderSynced => continue,
         };
         search.try_cut(&replay.cut(), newest, &mut verify)?;

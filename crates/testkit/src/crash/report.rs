@@ -5,7 +5,7 @@ use cowshed_simulator::{Choice, CrashState, Cut};
 use std::collections::HashSet;
 use std::fmt;
 
-/// What was tried.
+/// The states that were tried.
 #[derive(Clone, Debug, Default)]
 pub struct CrashReport {
     /// Points at which the power was cut.
@@ -51,7 +51,7 @@ pub struct CrashFailure {
     pub lost: Vec<String>,
     /// The disk.
     pub state: CrashState,
-    /// What was tried until then.
+    /// The states that were tried until then.
     pub report: CrashReport,
 }
 

@@ -12,7 +12,7 @@ use cowshed_nbd_proto::{Chunk, HeaderStyle, NbdUri, ReplyHeader, ReplyStyle, Req
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("nbd_client", client), ("nbd_server", server), ("nbd_uri", uri)];
 
-/// What a client sends: flags, options, requests. An accepted message can be written again and then says the same.
+/// A client's messages: flags, options, requests. An accepted message can be written again, with the same bytes.
 pub fn client(data: &[u8]) {
     let Some((first, data)) = data.split_first_chunk::<4>() else { return };
     let _ = greeting::parse_client_flags(*first);
@@ -42,7 +42,7 @@ pub fn client(data: &[u8]) {
     }
 }
 
-/// What a server sends: option replies, then replies.
+/// A server's messages: option replies, then replies.
 pub fn server(data: &[u8]) {
     let mut rest = data;
     while let Some((header, behind)) = rest.split_first_chunk() {

@@ -47,7 +47,7 @@ pub struct Built {
     pub format: &'static str,
     /// Every image file from the base up.
     pub files: Vec<PathBuf>,
-    /// What the guest sees in the top.
+    /// The guest's data in the top.
     pub content: Content,
 }
 

@@ -3,7 +3,7 @@
 
 use super::ops::Op;
 
-/// What every byte of a virtual disk may read as: one value, or that value or zero where a discard left it open.
+/// The allowed values of every byte of a virtual disk: one value, or that value or zero where a discard left it open.
 #[derive(Clone, Debug, Default)]
 pub struct Content {
     bytes: Vec<u8>,

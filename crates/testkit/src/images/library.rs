@@ -126,7 +126,7 @@ impl Reader {
         buffer
     }
 
-    /// What `qemu-img map` says, by [`Node::block_status_chain`].
+    /// The runs as `qemu-img map` prints them, by [`Node::block_status_chain`].
     #[track_caller]
     pub fn map(&self) -> Vec<MapEntry> {
         let (mut entries, mut offset) = (Vec::new(), 0);

@@ -142,7 +142,7 @@ impl Client {
     /// Connects to the export `name` on the socket `path`.
     ///
     /// # Errors
-    /// What the system or the server says.
+    /// The system's error, or the server's.
     pub fn connect(path: &Path, name: &str, dialect: Dialect) -> std::io::Result<Client> {
         let mut socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(Duration::from_secs(ANSWER_LIMIT_S)))?;

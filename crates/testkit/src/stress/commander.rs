@@ -58,7 +58,7 @@ pub struct Commander<'a> {
     pub random: Random,
     /// Set when the life ends.
     pub stop: &'a AtomicBool,
-    /// What was done.
+    /// The counts of the work.
     pub tally: &'a Tally,
     /// Makes names unique within a run.
     pub prefix: String,
@@ -78,7 +78,7 @@ impl Commander<'_> {
     /// Runs commands until the life ends.
     ///
     /// # Errors
-    /// What no correct daemon does.
+    /// The behaviour that no correct daemon shows.
     pub fn command_it(mut self) -> Result<(), String> {
         let mut stops = self.server.stops();
         while !self.is_over() {

@@ -16,7 +16,7 @@ const FLAG_FUA: u16 = 1;
 const LONGEST_BYTES: u64 = 192 << 10;
 /// Requests in flight over one connection, at most.
 const MOST_IN_FLIGHT: u64 = 12;
-/// What a whole disk is read in, in bytes.
+/// The piece in which a whole disk is read, in bytes.
 const PIECE_BYTES: u32 = 1 << 20;
 
 /// A disk: its model, and where it is now.
@@ -30,11 +30,11 @@ pub struct Disk {
     /// The file that holds the disk, the uppermost of its chain. The lock is held while that changes.
     pub top: Mutex<PathBuf>,
     size: u64,
-    /// Size that was asked for last, in bytes. What lies behind the first size is never written to.
+    /// Size that was asked for last, in bytes. Bytes behind the first size are never written to.
     grown: AtomicU64,
     /// Held for reading while requests are in flight, and for writing at a quiet point.
     quiet: RwLock<()>,
-    /// What was asked for, and what the commands were.
+    /// The requests and the commands so far.
     pub trace: Arc<Trace>,
 }
 
@@ -152,7 +152,7 @@ impl Disk {
     /// Sends random requests over connections to the server on `socket` until `stop` says so.
     ///
     /// # Errors
-    /// What no correct server does: wrong data, a refused request, silence.
+    /// The behaviour that no correct server shows: wrong data, a refused request, silence.
     pub fn use_it(&self, socket: &Path, seed: u64, stop: &AtomicBool, tally: &Tally) -> Result<(), String> {
         let mut random = Random::new(seed);
         while !stop.load(Ordering::Relaxed) {

@@ -33,7 +33,7 @@ const LEFT_OUT: &[&str] = &[
 /// Gives commands until the life ends.
 ///
 /// # Errors
-/// What no correct daemon does.
+/// The behaviour that no correct daemon shows.
 pub fn meddle(mut monitor: Monitor, mut random: Random, stop: &AtomicBool, tally: &Tally) -> Result<(), String> {
     let Answer::Done(commands) = monitor.command("query-commands", &json!({}))? else { return Ok(()) };
     let names: Vec<String> = commands

@@ -41,7 +41,7 @@ const END_LIMIT_S: u64 = 60;
 /// Memory that the daemon may have at most, in KiB: far above what its disks need.
 const MOST_MEMORY_KIB: u64 = 1 << 20;
 
-/// What to run.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The program `cowshed`.
@@ -58,7 +58,7 @@ pub struct Config {
     pub connections: usize,
 }
 
-/// What a run has done.
+/// The counts of a run.
 #[derive(Default)]
 pub struct Report {
     /// Lives of the daemon.

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a command came to.
+/// The result of a command.
 #[derive(Debug)]
 pub enum Answer {
     /// Its result.
@@ -28,7 +28,7 @@ impl Monitor {
     /// Connects to the socket `path` and leaves negotiation behind.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub fn connect(path: &Path) -> std::io::Result<Monitor> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(Duration::from_secs(ANSWER_LIMIT_S)))?;

@@ -224,7 +224,7 @@ fn qemu_and_we_amend_alike() {
         subject.create();
         for _ in 0..4 {
             subject.fill("image");
-            // What QEMU refuses half-way (a snapshot where counts have no room) it leaves behind as leaks.
+            // Clusters of an amendment that QEMU refuses half-way (a snapshot where counts have no room) stay as leaks.
             let left = subject.qemu.check_with(&subject.path("image"), "qcow2", &["-r", "leaks"]);
             assert_eq!(left.code, 0, "{}", left.json);
             subject.amend();

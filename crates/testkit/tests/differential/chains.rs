@@ -243,7 +243,7 @@ fn writable_layer_forgets_its_cached_places() {
         }
         let (gone, new) = ((2 + round) * CLUSTER, (8 + round) * CLUSTER);
         rt::block_on(mid.discard(gone as u64, CLUSTER as u64)).unwrap();
-        // What was given up can be used again after a flush.
+        // Discarded clusters can be used again after a flush.
         rt::block_on(mid.flush()).unwrap();
         model[gone..gone + CLUSTER].fill(0);
         fill += 1;

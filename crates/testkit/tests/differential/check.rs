@@ -61,7 +61,7 @@ fn run_with_undo_log(bench: &Workbench, image: &Path, repair: Repair, lossy: boo
     (outcome, std::fs::read(&copy).expect("image"))
 }
 
-/// What our own reader makes of the disk, piece by piece; `None` where it can't read.
+/// The disk as our own reader reads it, piece by piece; `None` where it can't read.
 fn pieces(image: &Path) -> Vec<Option<Vec<u8>>> {
     const PIECE_BYTES: u64 = 4096;
     let spec = ImageSpec::file(image.to_str().expect("text path")).format("qcow2");
@@ -339,7 +339,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What LUKS images of qemu-img own besides is counted, also without the secret; repairs keep the data.
+/// The other clusters of qemu-img's LUKS images are counted, also without the secret; repairs keep the data.
 #[test]
 fn encrypted_images() {
     let bench = Workbench::new();
@@ -448,7 +448,7 @@ fn damaged_images() {
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
 }
 
-/// What QEMU has repaired is clean for us too.
+/// An image that QEMU has repaired is clean for us too.
 #[test]
 fn images_that_qemu_repaired() {
     let bench = Workbench::new();

@@ -233,7 +233,7 @@ async fn content(lossy: bool) -> cowshed_types::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// What could cost data: counts below the references, and rights to write in place that shouldn't be.
+/// The findings that could cost data: counts below the references, and wrong rights to write in place.
 fn dangers(report: &CheckReport) -> Vec<(u8, u64)> {
     let dangerous = report.findings.iter().filter(|finding| match finding.kind {
         FindingKind::RefcountLow { .. } => true,
@@ -257,7 +257,7 @@ struct Expected<'a> {
     config: Config,
 }
 
-/// What stays because a snapshot can't be read.
+/// True for a finding that stays because a snapshot can't be read.
 fn is_of_unread_snapshot(finding: &Finding) -> bool {
     matches!(
         finding.kind,

@@ -65,8 +65,8 @@ fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
     }
 }
 
-/// QEMU opens the backing file and wants the key of an encrypted image; it judges the place of a snapshot table that isn't
-/// there and of a backing file's name of no length; it knows no extra data of bitmaps.
+/// QEMU opens the backing file and wants the key of an encrypted image. It judges the place of a snapshot table that
+/// isn't there, and of an empty backing file name. It knows no extra data of bitmaps.
 const OPENS_MORE: [&str; 5] = [
     "backing file",
     "encrypt.key-secret",
@@ -79,7 +79,7 @@ const OPENS_MORE: [&str; 5] = [
 const REFUSED_HERE: [&str; 3] =
     ["bitmaps bit set without", "contains a NUL byte", "header length is not a multiple of 8"];
 
-/// What QEMU doesn't look at.
+/// True for a fault that QEMU doesn't look for.
 fn only_ours(finding: &Finding) -> bool {
     match finding.kind {
         FindingKind::DataFileOffset { .. } => true,

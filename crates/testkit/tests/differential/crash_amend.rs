@@ -141,7 +141,7 @@ async fn run_check() -> Result<(CheckReport, Header)> {
     Ok((report, Header::parse(&bytes)?))
 }
 
-/// What every disk that a power cut leaves must be.
+/// The expectations of every disk that a power cut leaves.
 struct Expected<'a> {
     qemu: &'a Qemu,
     folder: &'a Path,
@@ -248,7 +248,7 @@ fn amend_and_cut(on_a_device: bool, max_distinct: usize) {
             assert!(report.is_clean(), "{} on {}: {:#?}", case.amend, case.create, report.findings);
             let reads_base = !case.amend.contains("long/way");
             let after = (header, world.run(contents(reads_base)).unwrap_or_else(|error| case.fail(&error)));
-            // What the guest reads stays, unless it has lost its backing file.
+            // The guest's data stays, unless the disk has lost its backing file.
             if reads_base && !case.amend.contains("backing_file=") {
                 assert!(before.1 == after.1, "{} on {}: reads otherwise", case.amend, case.create);
             }

@@ -19,7 +19,7 @@ use std::path::Path;
 
 const NAME: &str = "image.qcow2";
 const SIZE: u64 = 1 << 20;
-/// What a device has behind the image, and it isn't zero.
+/// The room of a device behind the image; its bytes aren't zero.
 const DEVICE_ROOM_BYTES: usize = 1 << 20;
 
 /// The operation under way when the power is cut.
@@ -120,7 +120,7 @@ async fn run_check() -> Result<CheckReport> {
     check(&file, &CheckOptions::default(), &|_, _| true).await
 }
 
-/// What every disk that a power cut leaves must be.
+/// The expectations of every disk that a power cut leaves.
 struct Expected<'a> {
     qemu: &'a Qemu,
     folder: &'a Path,

@@ -75,12 +75,12 @@ impl GuestDisk for Disk {
     }
 }
 
-/// What a run left.
+/// The result of a run.
 struct Run {
     outcome: Outcome,
     /// The job was over at this position of the log.
     finished: usize,
-    /// What the copy is to hold then.
+    /// The copy's expected contents then.
     expected: Vec<u8>,
 }
 

@@ -15,7 +15,7 @@ use std::path::Path;
 
 const NAME: &str = "image.qcow2";
 const SIZE: u64 = 1 << 20;
-/// What a device has behind the image, and it isn't zero.
+/// The room of a device behind the image; its bytes aren't zero.
 const DEVICE_ROOM_BYTES: usize = 1 << 20;
 
 /// The operation under way when the power is cut.
@@ -113,7 +113,7 @@ fn is_dirty(files: &Snapshot) -> bool {
     header[7] >= 3 && header[79] & 1 == 1
 }
 
-/// What every disk that a power cut leaves must be.
+/// The expectations of every disk that a power cut leaves.
 struct Expected<'a> {
     qemu: &'a Qemu,
     folder: &'a Path,

@@ -72,7 +72,7 @@ fn compare_maps(built: &Built, qemu: &Qemu) {
     assert_eq!(ours.len(), theirs.len(), "the longer map goes on after the end of the other");
 }
 
-/// What of an entry two readers must agree on.
+/// The part of an entry on which two readers must agree.
 fn normal(mut entry: MapEntry, knows_compressed: bool) -> MapEntry {
     if !knows_compressed {
         // QEMU before 8.2.

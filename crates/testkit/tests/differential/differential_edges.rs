@@ -359,7 +359,7 @@ fn a_discard_hides_the_backing_file_as_in_qemu() {
     }
 }
 
-/// What the guest zeroed or discarded, by offset, length and kind; kinds as `qemu-io` names them.
+/// The ranges that the guest zeroed or discarded, by offset, length and kind; kinds as `qemu-io` names them.
 const ZEROED: [&[(&str, u64, u64)]; 7] = [
     &[("write -z", 0, 1 << 20), ("write -z -u", 2 << 20, 1 << 16), ("write -z", 3 << 20, 1 << 16)],
     &[("discard", 0, 1 << 20), ("discard", 2 << 20, 1 << 16)],
@@ -441,7 +441,7 @@ fn guest_zeroes_survive_another_backing_file() {
     }
 }
 
-/// What an image holds as data: position and length of each run in bytes, and the layer.
+/// The data of an image: position and length of each run in bytes, and the layer.
 fn data_runs(qemu: &Qemu, path: &Path) -> Vec<(u64, u64, u64)> {
     let mut runs: Vec<(u64, u64, u64)> = Vec::new();
     for entry in qemu.map(path, "qcow2").into_iter().filter(|entry| entry.data) {
@@ -542,7 +542,7 @@ fn space_that_was_freed_is_used_again_without_a_flush() {
     }
 }
 
-/// What a shrink cuts off is given back, also where guests' discards are ignored.
+/// Clusters that a shrink cuts off are given back, also where guests' discards are ignored.
 #[test]
 fn a_shrink_gives_space_back_whatever_discard_says() {
     for fixture in Fixture::all() {

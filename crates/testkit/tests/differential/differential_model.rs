@@ -18,7 +18,7 @@ fn the_model_agrees_with_qemu() {
     }
 }
 
-/// What the seeded tests draw by default must reach each value of each option; a new option gets its line here.
+/// The default draws of the seeded tests must reach each value of each option; a new option gets its line here.
 #[test]
 fn the_default_seeds_cover_the_matrix() {
     let specs: Vec<Qcow2Spec> = (0..40)

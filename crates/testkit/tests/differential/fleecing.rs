@@ -46,7 +46,7 @@ async fn add(graph: &Arc<Graph>, options: &str) -> Result<Arc<Node>> {
     graph.add(BlockdevOptions::from_keyval(options)?).await
 }
 
-/// What the readers know of the parts of the disk as it was.
+/// The readers' knowledge of the parts of the disk as it was.
 #[derive(Default)]
 struct Known {
     /// Never kept.

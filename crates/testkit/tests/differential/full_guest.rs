@@ -35,7 +35,7 @@ const CASES: &[Case] = &[
     Case { options: "cluster_size=4k,data_file=data,data_file_raw=on", size: 32 << 20, step: 256 << 10 },
 ];
 
-/// What the guest wrote, by place, as it was acknowledged.
+/// The acknowledged writes of the guest, by place.
 type Written = BTreeMap<u64, u8>;
 
 fn image_of(qemu: &Qemu, folder: &Path, case: &Case) -> Snapshot {

@@ -195,7 +195,7 @@ fn listed(path: &Path) -> Vec<Snapshot> {
     })
 }
 
-/// What an entry says besides where its table is.
+/// An entry without the place of its table.
 fn told(snapshot: &Snapshot) -> Snapshot {
     Snapshot { l1_table_offset: 0, l1_size: 0, ..snapshot.clone() }
 }

@@ -57,7 +57,7 @@ impl Drop for QemuIo {
     }
 }
 
-/// What `qemu-io` says when it can't have the image; `None` when it can.
+/// The error of `qemu-io` when it can't have the image; `None` when it can.
 fn refusal(path: &Path, options: &[&str]) -> Option<String> {
     let output = Command::new("qemu-io").args(options).args(["-c", "read 0 512"]).arg(path).output().expect("qemu-io");
     match output.status.success() {

@@ -29,7 +29,7 @@ use std::path::Path;
 const SIZE: u64 = 1 << 20;
 const FILES: &[&str] = &["base", "top", "other", "leaky"];
 
-/// What each image reads as, its snapshots behind it.
+/// The data of each image, its snapshots behind it.
 type Contents = Vec<Vec<Vec<u8>>>;
 
 fn prepare(qemu: &Qemu, folder: &Path, options: &str) -> Snapshot {
@@ -313,7 +313,7 @@ fn no_verb_loses_anything_on_a_full_disk() {
                 again.unwrap_or_else(|error| panic!("{verb} on {options}, with room again: {error}"));
             }
             assert!(done > 0, "{verb} on {options} needs more than 64 MiB");
-            // What only frees, or changes in place, may need no room at all.
+            // A verb that only frees, or changes in place, may need no room at all.
             let may_need_none = matches!(*verb, "snapshot -d" | "snapshot -a" | "resize metadata");
             assert!(refused > 0 || may_need_none, "{verb} on {options} was never refused");
         }
@@ -332,8 +332,8 @@ fn on_devices(files: &Snapshot, room: u64) -> Snapshot {
     devices
 }
 
-/// A device of any length, or an export: all that has room in it goes as in a file, and what hasn't is refused by one clear
-/// error, with nothing lost.
+/// A device of any length, or an export. A verb that has room in it goes as in a file. Any other is refused by one
+/// clear error, with nothing lost.
 #[test]
 fn every_verb_uses_the_room_of_a_device() {
     let (qemu, folder) = (Qemu::system(), temp_dir());

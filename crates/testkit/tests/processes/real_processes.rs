@@ -123,8 +123,8 @@ fn a_killed_writer_loses_nothing_that_was_flushed() {
     });
 }
 
-/// What differs from an empty disk is dirty: by our own reading of what the killed writer left, and by QEMU's once we have
-/// opened and closed the image.
+/// Ranges that differ from an empty disk are dirty. This holds for our own reading of the killed writer's file, and for
+/// QEMU's once we have opened and closed the image.
 #[test]
 fn a_killed_writer_loses_no_bit_of_its_bitmaps() {
     let qemu = Qemu::system();
@@ -262,7 +262,7 @@ fn a_full_file_system_leaves_a_sound_image() {
         let load = load_from(&image, empty, &case, seed as u64, 3, None, usize::MAX);
         assert!(matches!(load.code, Some(0 | 5)), "{:?}: {}", load.code, load.stderr);
         assert!(load.follower.failures.iter().any(|text| text.contains("No space")), "{:?}", load.follower.failures);
-        // What counts is what is on the disk, not what is in the page cache.
+        // The disk's bytes count, not those in the page cache.
         small.unmount();
         small.mount();
         let copy = small.folder.path().join("end.qcow2");
@@ -305,7 +305,7 @@ fn a_full_file_system_keeps_what_it_acknowledged() {
             let (acknowledged, refused) = write_until_full(image.to_str().expect("text path"), SIZE);
             assert!(!acknowledged.is_empty() && !refused.is_empty(), "{acknowledged:x?}, {refused:x?}");
             if kind == "ext4" {
-                // What counts is what is on the disk, not what is in the page cache.
+                // The disk's bytes count, not those in the page cache.
                 small.unmount();
                 small.mount();
             }

@@ -137,7 +137,7 @@ fn a_failing_disk_leaves_a_sound_image() {
     });
 }
 
-/// What a machine that stays up leaves: no error, flushed data there, the rest old or new.
+/// Checks the file after a kill, on a machine that stays up: no error, flushed data there, the rest old or new.
 fn judge(qemu: &Qemu, name: &str, model: &Model) {
     let path = Path::new(name);
     let bytes = std::fs::read(path).expect("the image is there");

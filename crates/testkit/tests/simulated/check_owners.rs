@@ -163,8 +163,8 @@ fn bitmaps_go_when_a_repair_gives_parts_of_the_disk_up() {
     }
 }
 
-/// Owners that can't be read stand in the way of every repair, and of every writer: what can be saved of them is, and the rest is
-/// given up on demand only.
+/// Owners that can't be read stand in the way of every repair, and of every writer. The readable part of them is saved,
+/// and the rest is given up on demand only.
 #[test]
 fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
     // Name, image, damage, whether it takes `lossy`, snapshots left.
@@ -268,7 +268,7 @@ fn check_as(image: ImageSpec, repair: Repair, lossy: bool) -> CheckOutcome {
     rt::block_on(check::run(&options, &JobHandle::new())).expect("a check").expect("qcow2 is checked")
 }
 
-/// What only stays because a snapshot can't be read.
+/// True for a finding that only stays because a snapshot can't be read.
 fn is_of_unread_snapshot(kind: &FindingKind) -> bool {
     matches!(
         kind,

@@ -72,7 +72,7 @@ fn a_cut_creation_leaves_a_whole_image_or_none() {
             }
         });
         let tried = tried.unwrap_or_else(|failure| panic!("case {case}: {failure}"));
-        // What two cases have in common (the empty file, say) counts in each.
+        // Disks that two cases have in common (the empty file, say) count in each.
         distinct += tried.distinct();
         report.add(&tried);
     }

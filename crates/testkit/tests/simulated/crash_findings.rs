@@ -43,7 +43,7 @@ fn compressed_data_is_not_padded_past_its_cluster() {
     survives(vec![layer(512, 64, 128 << 10, vec![written])], &config, &[], requests);
 }
 
-/// What a shrink cuts off lost its zero clusters before the disk had lost them, and showed the backing file.
+/// Clusters that a shrink cut off lost their zero flags before the disk had lost them, and showed the backing file.
 #[test]
 fn a_shrink_never_shows_the_backing_file() {
     let base = layer(512, 16, 64 << 10, vec![Op::Write { offset: 0, len: 64 << 10, texture: Texture::Random(2) }]);

@@ -77,7 +77,7 @@ fn work(world: &World, kind: Kind, seed: u64, packs: bool) -> Vec<Step> {
     steps
 }
 
-/// What each sector may hold after a cut at `position`.
+/// The allowed values of each sector after a cut at `position`.
 fn allowed(steps: &[Step], position: usize) -> Vec<Vec<u8>> {
     let mut allowed = vec![vec![0]; SECTORS];
     let flushed = steps.iter().rfind(|step| step.write.is_none() && step.range.1 <= position);

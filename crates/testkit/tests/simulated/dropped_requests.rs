@@ -260,7 +260,7 @@ impl Kind {
         }
     }
 
-    /// What it writes there, where it doesn't write zeroes.
+    /// The byte that it writes there, where it doesn't write zeroes.
     fn byte(self) -> u8 {
         match self {
             Kind::InPlace | Kind::CopyOnWrite | Kind::Allocate | Kind::Durable | Kind::Compressed => 0xd5,
@@ -448,7 +448,7 @@ impl Case {
         guest.graph.add(keyval(&options)).await.expect("the overlay opens");
     }
 
-    /// What others do then: they free what the request used, and take new clusters.
+    /// Other requests then free the clusters that the request used, and take new ones.
     async fn go_on(&self, guest: &Guest, random: &mut Random, allowed: &mut Allowed) {
         let range = self.kind.range();
         if !range.is_empty() && self.kind != Kind::Shrink && random.chance(70) {
@@ -478,8 +478,8 @@ async fn write(guest: &Guest, allowed: &mut Allowed, range: &Range<u64>, byte: u
     allowed.is(range, byte);
 }
 
-/// Drops requests of every kind after each number of polls, and goes on: only their own sectors may have changed, drains wait for
-/// them, and after closing nothing is lost or leaked.
+/// Drops requests of every kind after each number of polls, and goes on. Only their own sectors may have changed,
+/// drains wait for them, and after closing nothing is lost or leaked.
 #[test]
 fn requests_dropped_at_every_poll_harm_nothing() {
     let (base, top) = (image(SIZE, BASE), image(SIZE, TOP));

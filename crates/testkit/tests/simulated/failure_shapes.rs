@@ -85,8 +85,8 @@ fn touches(change: &Change, range: &Range<u64>) -> bool {
     start < range.end && range.start < end
 }
 
-/// What was submitted between submission and end of the first change that touches `range` and suits `kind`; and whether
-/// a barrier ended meanwhile.
+/// The changes submitted between submission and end of the first change that touches `range` and suits `kind`; and
+/// whether a barrier ended meanwhile.
 fn meanwhile(trace: &Trace, range: &Range<u64>, is_kind: fn(&Change) -> bool) -> (Vec<Change>, bool) {
     let first = trace.log.iter().position(
         |event| matches!(event, Event::Submitted { change, .. } if touches(change, range) && is_kind(change)),
@@ -271,9 +271,9 @@ fn narrow_refcounts_never_overflow() {
 /// The guest cluster that is used: its place is behind what opening looks at.
 const SLOW: u64 = 28;
 
-/// A request with the right to use guest cluster `SLOW` is slow. Meanwhile the cluster is discarded, that is flushed, and
-/// new clusters are written: none of them may get the old one's place before the slow request has ended, and one gets it
-/// afterwards. Gives what the slow request gave.
+/// A request with the right to use guest cluster `SLOW` is slow. Meanwhile the cluster is discarded, that is flushed,
+/// and new clusters are written. None of them may get the old one's place before the slow request has ended, and one
+/// gets it afterwards. Returns the slow request's result.
 fn no_request_gets_the_place_of_a_slow_one<T: 'static>(
     kind: OpKind,
     request: impl AsyncFn(&ImageDisk) -> T + 'static,
@@ -437,7 +437,7 @@ fn a_cluster_that_is_shared_is_copied_before_a_write() {
     let mut prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..64 << 10)] });
     let range = host_range(&prepared, 3, 4096);
     prepared.patch(|file| {
-        // What sharing means on disk: a count of two, and no right to write in place.
+        // The marks of sharing on disk: a count of two, and no right to write in place.
         let word = |at: u64| {
             let mut bytes = [0; 8];
             file.read(at, &mut bytes);

@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// What a sector may hold: one value, or several where a write to it failed.
+/// The values that a sector may have: one, or several where a write to it failed.
 type Model = Vec<Vec<u8>>;
 
 /// Requests in groups that run together; each group is flushed. Returns how many of them failed.

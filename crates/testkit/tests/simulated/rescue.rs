@@ -46,7 +46,7 @@ fn reasons(map: &RescueMap) -> Vec<(u64, u64, &'static str)> {
     map.lost.iter().map(|lost| (lost.start, lost.length, lost.reason)).collect()
 }
 
-/// What isn't listed as lost is as it was; what is, is zero.
+/// Ranges that aren't listed as lost are as they were; those that are, are zero.
 fn assert_rest_is_whole(map: &RescueMap, before: &[u8], after: &[u8]) {
     let mut expected = before.to_vec();
     for lost in &map.lost {
@@ -315,7 +315,7 @@ fn internal_snapshots_are_read_on_demand() {
                 assert_eq!(map.snapshot, options.snapshot.map(|snapshot| snapshot.name));
                 assert!(map.snapshots.iter().any(|listed| listed.name == name && listed.id == number.to_string()));
             }
-            // What only the disk uses is no orphan while a snapshot is read.
+            // A table that only the disk uses is no orphan while a snapshot is read.
             let scan = RescueOptions { scan: true, target: None, ..options(&image, &bench.path("none")) };
             let told = try_rescue(&reading(name, scan)).expect("a map");
             assert_eq!(told.orphans, [], "{} {name}", specimen.name);

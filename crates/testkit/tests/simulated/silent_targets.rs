@@ -154,7 +154,7 @@ fn a_disk_keeps_its_size_while_a_job_copies_it() {
     seen.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// What lies behind the end of a layer reads zeroes; a longer base below has data there.
+/// Ranges behind the end of a layer read as zeroes; a longer base below has data there.
 #[test]
 fn an_overlay_keeps_its_size_while_a_layer_below_it_goes() {
     let world = world();

@@ -42,7 +42,7 @@ const DISK_BYTES: u64 = 1 << 20;
 /// One place of the disk as the guest knows it.
 #[derive(Clone, Debug)]
 struct Cell {
-    /// What the last flush may have left there.
+    /// The values that the last flush may have left there.
     base: Vec<u32>,
     /// The writes since, in order.
     newer: Vec<u32>,
@@ -239,7 +239,7 @@ fn number(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// What survives a back end, but for its files.
+/// The parts of a machine that survive a back end, but for its files.
 #[derive(Clone)]
 struct Machine {
     bytes: Vec<u8>,
@@ -437,7 +437,7 @@ fn a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing() {
     }
 }
 
-/// What the back end's memory had of a qcow2 image is gone. No flush says that it is there.
+/// The image's changes in the back end's memory are gone. No flush promises them.
 #[test]
 fn a_flush_after_a_kill_promises_nothing_that_is_lost() {
     let mut failed = 0;

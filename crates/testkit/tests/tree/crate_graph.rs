@@ -169,7 +169,7 @@ const PURE: &[&str] = &[
     "cowshed-vhost-user-proto",
 ];
 
-/// What none of [`PURE`] may reach, however far down.
+/// The crates that none of [`PURE`] may reach, however far down.
 const RUNTIMES: &[&str] = &[
     "async-task",
     "compio",
@@ -335,7 +335,7 @@ fn only_the_folder_of_qcow2_knows_its_driver() {
 const CHOOSE_BY_TABLE: &[&str] =
     &["open/build.rs", "open/line.rs", "graph/reopen.rs", "node/permissions.rs", "options/schema.rs"];
 
-/// What these still say of a driver: what a probe gives for no format, and words of QEMU.
+/// The drivers that these still name: a probe's result for no format, and words of QEMU.
 const STILL_NAMED: &[(&str, &[&str])] = &[
     ("open/build.rs", &["raw"]),
     ("graph/reopen.rs", &["raw"]),

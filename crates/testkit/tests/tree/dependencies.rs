@@ -96,8 +96,8 @@ fn deny_lines(after: &str, until: &str) -> Vec<String> {
     text[start..start + end].lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect()
 }
 
-/// A crate in two versions is built twice, and a mended one may still be there unmended: each has a line in deny.toml that
-/// says for whose sake, and none has a line without need.
+/// A crate in two versions is built twice, and a mended one may still be there unmended. Each has a line in deny.toml
+/// with the reason, and none has a line without need.
 #[test]
 fn crates_in_several_versions_are_those_of_the_list() {
     let mut versions: std::collections::BTreeMap<String, BTreeSet<String>> = Default::default();
@@ -124,7 +124,7 @@ fn crates_in_several_versions_are_those_of_the_list() {
     assert_eq!(needed, skipped, "deny.toml skips what isn't there twice");
 }
 
-/// What cargo-deny is told, where it runs: nothing is waved through.
+/// The settings of cargo-deny, where it runs: nothing is waved through.
 #[test]
 fn advisories_and_sources_are_denied() {
     let advisories = deny_lines("[advisories]", "\n[");

@@ -65,7 +65,7 @@ fn arrows(krate: &str) -> Arrows {
     arrows.remove("lib");
     arrows.remove("main");
     let modules: BTreeSet<String> = arrows.keys().cloned().collect();
-    // What else stands behind `crate::` are functions and macros of the crate's root.
+    // Other names behind `crate::` are functions and macros of the crate's root.
     arrows.values_mut().for_each(|named| named.retain(|name| modules.contains(name)));
     arrows
 }

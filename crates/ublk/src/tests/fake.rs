@@ -113,7 +113,7 @@ impl Dev {
         }
     }
 
-    /// What the kernel does when the server's process has gone.
+    /// Does as the kernel when the server's process has gone.
     fn lose_server(&mut self) {
         self.life += 1;
         self.is_lost = true;

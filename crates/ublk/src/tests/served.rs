@@ -96,7 +96,7 @@ impl Served {
     pub fn die(&mut self) {
         self.fake.kill(0);
         self.fake.wait_closed(0);
-        // What its owner does in a dead process, it doesn't do.
+        // A dead process doesn't do its owner's work.
         let dead = self.server.take().unwrap();
         std::mem::forget(dead);
         self.config.recover = Recover::On;

@@ -59,7 +59,7 @@ fn run_model(served: &Served, random: &mut Random, rounds: u32) {
     assert!(model.agrees(0, &served.disk(0, DISK_BYTES as usize)), "the disk is as the model");
 }
 
-/// What programs have written.
+/// The data that programs have written.
 struct Model {
     bytes: Vec<u8>,
     /// Bytes that read as before or as zero.

@@ -297,7 +297,7 @@ fn check_values(args: &ConvertArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What contradicts itself, in qemu-img's words.
+/// Refuses contradictory arguments, in qemu-img's words.
 fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
     for (wrong, message) in [
         (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
@@ -335,7 +335,7 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
     Ok(())
 }
 
-/// What the target's format can't do, in qemu-img's words.
+/// Refuses options that the target's format can't have, in qemu-img's words.
 fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
     let format = args.target_format.as_deref().unwrap_or("raw");
     if args.no_create {
@@ -507,7 +507,7 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     if persona == Persona::QemuImg && about_target && !options.skip_create {
         let format = target.format.as_deref().unwrap_or("raw");
         let reason = qemu_reason(&target.name, error);
-        // What -o says wrongly is no conversion that failed.
+        // An error in `-o` is no failed conversion.
         let expects = reason.starts_with("Parameter '") && reason.contains("' expects ");
         let plain = ["Invalid parameter '", "Value '", "Format driver '", "Unknown protocol '"]
             .iter()

@@ -106,7 +106,7 @@ fn find(word: &str, format: Option<&str>, target: &str) -> Result<Platform, Fail
     Ok(platform)
 }
 
-/// What `--for` asks of the target; the format and its options are set then.
+/// The platform that `--for` names for the target; the format and its options are set then.
 pub fn settle(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
     let Some(word) = &args.platform else { return Ok(None) };
     let platform = find(word, args.target_format.as_deref(), target)?;

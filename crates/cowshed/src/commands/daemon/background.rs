@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 /// Tells the second process that it is the one.
 const MARK: &str = "COWSHED_BACKGROUND";
 
-/// What the second process says when it is up.
+/// The second process's message that it is up.
 const UP: &[u8] = b"up";
 
 /// Which of the two processes this is.
@@ -48,7 +48,7 @@ impl Background {
         if let Some(mut output) = child.stdout.take() {
             output.read_to_end(&mut said).map_err(failed)?;
         }
-        // What it had to say before that is for the user.
+        // Its text before that is for the user.
         if let Some(message) = said.strip_suffix(UP) {
             let _ = io::stdout().write_all(message);
             return Ok(Background::Parent(0));

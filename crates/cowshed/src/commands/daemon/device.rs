@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What the page cache holds of a device goes to the server within this time.
+/// The time limit for writing the page cache of a device to the server.
 const SYNC_LIMIT: Duration = Duration::from_secs(60);
 /// The same for a daemon that stops.
 const STOP_SYNC_LIMIT: Duration = Duration::from_secs(10);
 
-/// What `--connect` asks for.
+/// The device and the socket that `--connect` names.
 #[derive(Clone, Debug)]
 pub(super) struct DeviceLink {
     /// The device, wherever the process is.
@@ -37,7 +37,7 @@ pub(super) fn default_socket(device: &str) -> String {
     format!("/var/lock/qemu-nbd-{}", device.rsplit('/').next().unwrap_or_default())
 }
 
-/// What the threads of a daemon with a device share.
+/// The state that the threads of a daemon with a device share.
 #[derive(Clone, Default)]
 pub(super) struct DeviceState {
     attached: Arc<Mutex<Option<Arc<NbdDevice>>>>,

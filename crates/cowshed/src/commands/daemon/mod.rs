@@ -45,7 +45,7 @@ struct Running {
     /// Go to the root folder once it is up, as QEMU's, so that the folder's file system can be unmounted.
     leaves_folder: bool,
     pid_file: Option<String>,
-    /// What QEMU says in front where that file can't be made.
+    /// QEMU's words in front of the error where that file can't be made.
     pid_frame: &'static str,
     /// The process of the pid file is stopped first.
     takes_over: bool,
@@ -69,7 +69,7 @@ fn as_it_is(error: &Error) -> Failure {
     Failure { sentence: Some(sentence), ..Failure::new(error.to_string()) }
 }
 
-/// What a daemon keeps to.
+/// The limits of a daemon.
 #[derive(Args, Clone, Debug)]
 struct BoundArgs {
     /// Stop in order within so many seconds, and end then whatever hangs; 0: however long it takes
@@ -108,7 +108,7 @@ const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
     /// The filter of the log. QEMU's programs say nothing about writable exports on the network, so neither do ours
-    /// under their names. What they print about images is printed there as well, in place of lines of the log.
+    /// under their names. Their messages about images are printed there as well, in place of lines of the log.
     fn log_filter(&self) -> String {
         let mut filter = self.log_level.to_owned();
         if !has_name_of_qemu() {
@@ -180,7 +180,7 @@ impl Running {
         match (result, trouble.or_else(|| device.failure())) {
             (_, Some(failure)) => Err(failure),
             (Ok(StopReason::Quit | StopReason::Signal(_) | StopReason::Idle), None) => Ok(0),
-            // What goes wrong at the end is about no option.
+            // An error at the end concerns no option.
             (Err(error), None) if is_up.get() => Err(as_it_is(&error)),
             (Err(error), None) => Err(worded(&error)),
         }

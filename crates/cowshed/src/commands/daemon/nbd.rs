@@ -38,11 +38,11 @@ pub const WRONG_COUNT: &str = "Invalid number of arguments";
 /// The port that NBD has from IANA.
 const DEFAULT_PORT: u16 = 10809;
 
-/// What errors of the server are about.
+/// The subject of the server's errors.
 const SERVER: &str = "the NBD server";
-/// What errors of the export are about.
+/// The subject of the export's errors.
 const EXPORT: &str = "the export";
-/// What errors of options are about that come behind those of the server.
+/// The subject of errors of options that come behind those of the server.
 const LATE: &str = "the options of the image";
 
 /// The name of the one node.
@@ -463,7 +463,7 @@ fn unopened(file: &str, error: &Error) -> Failure {
     Failure { sentence: Some(sentence), ..failure }
 }
 
-/// What the daemon could not do at its start.
+/// The failure of a daemon's start.
 fn unstarted(file: &str, error: &Error) -> Failure {
     match error.file_name() {
         Some(SERVER) => {

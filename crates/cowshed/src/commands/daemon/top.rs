@@ -132,7 +132,7 @@ impl Counts {
     }
 }
 
-/// What an export's nodes have counted: throttle filters and mapping caches, also those below.
+/// The counts of an export's nodes: throttle filters and mapping caches, also those below.
 #[derive(Clone, Copy, Debug, Default)]
 struct Nodes {
     waits: u64,
@@ -185,7 +185,7 @@ struct Look {
     nodes: Nodes,
 }
 
-/// What all images keep in memory, and may keep.
+/// The memory of all images, and its limit.
 fn budget_line(budget: &Value) -> String {
     let number = |key: &str| budget[key].as_u64().unwrap_or(0);
     let (used, limit) = (human(number("used-bytes")), human(number("limit-bytes")));
@@ -231,7 +231,7 @@ impl Width {
         format!("{above}\n{:<16} {:<16} {columns} {columns} {last}", "export", "node")
     }
 
-    /// What an export did within `seconds`.
+    /// The work of an export within `seconds`.
     fn row(self, id: &str, node: &str, did: Look, seconds: f64) -> String {
         if self == Width::Narrow {
             let [read, write] = did.counts.map(|counts| counts.rates(seconds));

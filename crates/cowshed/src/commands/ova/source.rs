@@ -18,13 +18,13 @@ pub struct Chosen {
     pub spec: ImageSpec,
     /// Its length by the descriptor, in bytes.
     capacity_bytes: Option<u64>,
-    /// What messages call it in place of the name in `spec`.
+    /// Its name in messages, in place of the name in `spec`.
     pub shown: String,
     /// The manifest that its files were compared with.
     has_manifest: bool,
     /// Its files as they were before that.
     stamps: Stamps,
-    /// What messages may call it.
+    /// The names that messages may have for it.
     names: [String; 2],
     /// The file that pieces were put together in.
     joined: Option<NamedTempFile>,

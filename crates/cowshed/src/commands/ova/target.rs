@@ -119,9 +119,9 @@ fn disk_options(importer: Importer) -> String {
     format!("subformat=streamOptimized,adapter_type=lsilogic,hwversion={hardware},toolsversion=2147483647")
 }
 
-/// What a new package became.
+/// The result of packing: the disks and the length.
 pub struct Packed {
-    /// Of each disk.
+    /// The result of each disk's conversion.
     pub disks: Vec<ConvertOutcome>,
     /// The length of the package in bytes.
     pub len: u64,
@@ -181,7 +181,7 @@ fn unread(error: &std::io::Error) -> Error {
     Error::io(error, "could not read the disk")
 }
 
-/// What the names of a package's files begin with.
+/// The beginning of the names of a package's files.
 fn stem_of(target: &Path) -> String {
     file_name(target.file_stem().and_then(|stem| stem.to_str()).unwrap_or("machine"))
 }

@@ -51,7 +51,7 @@ pub const VERB: Verb = Verb {
 };
 
 fn arguments(command: clap::Command) -> clap::Command {
-    // What listens can't be confined to files.
+    // A listening process can't be confined to files.
     let help = "The image may be hostile: no other file is opened on its word, and its tables have tighter limits";
     ShareArgs::augment_args(command).mut_arg("untrusted", |argument| argument.help(help))
 }
@@ -119,7 +119,7 @@ struct ShareArgs {
     files: Vec<String>,
 }
 
-/// What to share, and how.
+/// The shared image's form, and the server's settings.
 struct Plan {
     shape: Shape,
     once: bool,
@@ -271,7 +271,7 @@ async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Con
     })
 }
 
-/// What clients have of the content.
+/// The parts of the content that clients have.
 #[derive(Default)]
 struct Downloads(Mutex<Sent>);
 

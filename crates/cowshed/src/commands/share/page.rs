@@ -3,17 +3,17 @@
 
 use crate::output::size::human;
 
-/// What the page says.
+/// The facts on the page.
 #[derive(Clone, Debug)]
 pub struct Facts {
     pub file_name: String,
     /// Virtual size in bytes.
     pub disk_bytes: u64,
-    /// What a download takes, in bytes, where that is known.
+    /// The length of a download in bytes, where that is known.
     pub file_bytes: Option<u64>,
     /// SHA-256 of the download, as hexadecimal digits.
     pub digest: Option<String>,
-    /// Why there is no digest.
+    /// The reason of a missing digest.
     pub trouble: Option<&'static str>,
 }
 

@@ -28,7 +28,7 @@ pub const TRIM: u16 = 4;
 pub const WRITE_ZEROES: u16 = 6;
 pub const BLOCK_STATUS: u16 = 7;
 
-/// What a connection offers, and how it ends.
+/// The answers of a connection's server, and its end.
 #[derive(Clone, Copy, Debug)]
 pub struct Offer {
     pub size: u64,
