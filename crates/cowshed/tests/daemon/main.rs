@@ -4,6 +4,7 @@
 mod device;
 mod exposure;
 mod faults;
+mod floods;
 mod fuse;
 mod guest;
 mod guest_disks;

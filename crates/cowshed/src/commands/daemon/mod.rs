@@ -3,6 +3,7 @@
 
 mod background;
 mod device;
+mod floods;
 mod keys;
 mod list;
 mod logging;
@@ -134,7 +135,7 @@ impl Running {
             },
             false => None,
         };
-        logging::start(self.log, &self.log_filter())?;
+        let log = logging::start(self.log, &self.log_filter())?;
         if has_name_of_qemu() {
             cowshed_daemon::print_warnings(warning::print);
         }
@@ -174,6 +175,7 @@ impl Running {
         };
         let result = cowshed_daemon::run_with(self.setup, started, |error| {
             drop(left.take());
+            log.tell_left_out();
             work::end_process(error.to_string(), 1)
         });
         drop(left);
