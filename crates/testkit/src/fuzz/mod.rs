@@ -3,6 +3,7 @@
 
 pub mod engine;
 pub mod fuse;
+pub mod http;
 pub mod image;
 pub mod layout;
 pub mod nbd;

@@ -2,7 +2,7 @@
 //! The fuzzer's inputs through the fuzzer's entry points, on a stable compiler.
 
 use cowshed_testkit::fuzz::replay::{mutate, replay};
-use cowshed_testkit::fuzz::{engine, fuse, image, layout, nbd, ova, ublk, vhost};
+use cowshed_testkit::fuzz::{engine, fuse, http, image, layout, nbd, ova, ublk, vhost};
 
 #[test]
 fn inputs_of_the_layout() {
@@ -42,6 +42,16 @@ fn inputs_of_fuse() {
 #[test]
 fn mutations_of_fuse() {
     mutate(fuse::ENTRIES, 20_000);
+}
+
+#[test]
+fn inputs_of_http() {
+    replay(http::ENTRIES);
+}
+
+#[test]
+fn mutations_of_http() {
+    mutate(http::ENTRIES, 20_000);
 }
 
 #[test]

@@ -136,6 +136,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-image",
             "cowshed-jobs",
             "cowshed-fuse-proto",
+            "cowshed-http-server",
             "cowshed-nbd-proto",
             "cowshed-ublk-proto",
             "cowshed-vhost-user-proto",
