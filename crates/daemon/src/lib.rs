@@ -41,7 +41,7 @@ pub use message::{Message, StopReason};
 pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;
 pub use options::{
-    Chardevs, Drive, Step, chardev_help, check_object, check_server_credentials, client_credentials,
+    Chardevs, Drive, OFFSET, Step, chardev_help, check_object, check_server_credentials, client_credentials,
     is_object_of_machines, object_help, refused_object, tls_credentials,
 };
 pub use warnings::{OPENING, print_warnings};

@@ -8,6 +8,7 @@ use crate::parse::{self, Arguments, Definition};
 use crate::types::{Alternative, Member, ObjectType, Type};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 /// Most words of an enumeration that an error lists: a longer list is no help.
 const MOST_WORDS: usize = 12;
@@ -230,12 +231,12 @@ impl Schema {
                 }
             }
             (Type::Number, value @ Value::Number(_)) => Ok(value),
-            (Type::Bool, Value::String(text)) if texts => flag(&text)
-                .map(Value::Bool)
-                .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects 'on' or 'off', not '{text}'"))),
-            (Type::Int | Type::Uint64, Value::String(text)) if texts => size(&text)
-                .map(Value::from)
-                .ok_or_else(|| QmpError::generic(format!("Parameter '{path}' expects integer, not '{text}'"))),
+            (Type::Bool, Value::String(text)) if texts => flag(&text).map(Value::Bool).ok_or_else(|| {
+                with_more(format!("Parameter '{path}' expects 'on' or 'off'"), format_args!(", not '{text}'"))
+            }),
+            (Type::Int | Type::Uint64, Value::String(text)) if texts => size(&text).map(Value::from).ok_or_else(|| {
+                with_more(format!("Parameter '{path}' expects integer"), format_args!(", not '{text}'"))
+            }),
             (Type::List(element), Value::Array(items)) => {
                 let items = items.into_iter().enumerate();
                 let check = |(index, item)| self.check_value(element, item, &format!("{path}[{index}]"), strictness);
@@ -261,10 +262,10 @@ impl Schema {
                     }
                     // A program has the schema.
                     let is_helpful = strictness == Strictness::Texts && words.len() <= MOST_WORDS;
-                    Err(QmpError::generic(match is_helpful {
-                        true => format!("{message}: one of {}", words.join(", ")),
-                        false => message,
-                    }))
+                    Err(match is_helpful {
+                        true => with_more(message, format_args!(": one of {}", words.join(", "))),
+                        false => QmpError::generic(message),
+                    })
                 }
                 _ => Err(QmpError::generic(format!("Invalid parameter type for '{path}', expected: string"))),
             },
@@ -434,6 +435,12 @@ fn flag(text: &str) -> Option<bool> {
         "off" | "no" | "false" | "n" => Some(false),
         _ => None,
     }
+}
+
+/// An error in QEMU's words, and what command lines of ours say besides.
+fn with_more(message: String, more: fmt::Arguments<'_>) -> QmpError {
+    let whole = format!("{message}{more}");
+    QmpError::generic(message).with_whole(whole)
 }
 
 /// A whole number, perhaps with one of the binary suffixes.

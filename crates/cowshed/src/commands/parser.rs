@@ -98,6 +98,106 @@ const OURS: &[&str] = &[
 const OURS_OF: &[(&str, &str)] =
     &[("bench", "output"), ("check", "progress"), ("convert", "force"), ("create", "force"), ("dd", "force")];
 
+/// Long options of verbs and tools that begin alike, in the order in which QEMU's parser lists them.
+const ALIKE: &[(&str, &[&str])] = &[
+    ("amend", &["format", "options", "force", "object"]),
+    ("bench", &["format", "cache", "count", "flush-interval", "no-drain", "native", "offset", "force-share", "object"]),
+    ("bitmap", &["remove", "remove-all", "source-file", "source-format"]),
+    ("check", &["format", "output", "force-share", "object"]),
+    (
+        "convert",
+        &[
+            "source-format",
+            "source-cache",
+            "snapshot",
+            "target-format",
+            "target-image-opts",
+            "target-format-options",
+            "target-cache",
+            "target-is-zero",
+            "bitmaps",
+            "skip-broken-bitmaps",
+            "salvage",
+            "sparse-size",
+            "backing",
+            "backing-format",
+            "parallel",
+            "oob-writes",
+            "progress",
+            "object",
+        ],
+    ),
+    ("create", &["options", "backing", "backing-format", "backing-unsafe", "object"]),
+    ("dd", &["format", "output-format", "force-share", "object"]),
+    ("info", &["format", "output", "force-share", "object"]),
+    ("map", &["format", "output", "force-share", "object"]),
+    (
+        "measure",
+        &[
+            "source-format",
+            "source-image-opts",
+            "snapshot",
+            "target-format",
+            "target-format-options",
+            "options",
+            "size",
+            "output",
+            "format",
+            "force-share",
+            "object",
+        ],
+    ),
+    (
+        "rebase",
+        &["format", "backing", "backing-format", "cache", "backing-cache", "backing-unsafe", "compress", "force-share"],
+    ),
+    ("snapshot", &["format", "force-share"]),
+    (
+        "qemu-nbd",
+        &[
+            "help",
+            "version",
+            "bind",
+            "port",
+            "socket",
+            "offset",
+            "snapshot",
+            "connect",
+            "disconnect",
+            "list",
+            "load-snapshot",
+            "cache",
+            "allocation-depth",
+            "aio",
+            "discard",
+            "detect-zeroes",
+            "shared",
+            "format",
+            "persistent",
+            "verbose",
+            "object",
+            "description",
+            "tls-creds",
+            "tls-hostname",
+            "tls-authz",
+            "trace",
+            "fork",
+            "pid-file",
+            "selinux-label",
+            "bitmap",
+            "handshake-limit",
+        ],
+    ),
+    ("qemu-io", &["format", "cmd", "nocache", "copy-on-read", "native-aio", "cache", "force-share"]),
+];
+
+/// The long options of QEMU that `start` may mean, where it may mean several.
+fn possibilities(program: &str, start: &str) -> Vec<&'static str> {
+    let (_, known) = ALIKE.iter().find(|(name, _)| *name == program).copied().unwrap_or_default();
+    let meant: Vec<&str> = known.iter().copied().filter(|long| long.starts_with(start)).collect();
+    if meant.len() > 1 && !meant.contains(&start) { meant } else { Vec::new() }
+}
+
 /// Under a name of QEMU its long options may be cut short where only ours begin alike.
 fn with_abbreviations(command: Command, verb: &str) -> Command {
     let longs: Vec<String> = command.get_arguments().filter_map(Arg::get_long).map(str::to_owned).collect();
@@ -200,7 +300,16 @@ pub fn explain(
                 let option = argument();
                 let start = format!("{option}=");
                 let given = arguments.iter().find(|word| word.starts_with(&start)).cloned();
-                format!("unrecognized option '{}'", given.unwrap_or(option))
+                let program = match console.persona {
+                    Persona::Tool(name) => name,
+                    _ => super::verb_word(arguments).unwrap_or_default(),
+                };
+                let meant = possibilities(program, option.trim_start_matches('-'));
+                let given = given.unwrap_or(option);
+                match meant.iter().map(|long| format!(" '--{long}'")).collect::<String>() {
+                    none if none.is_empty() => format!("unrecognized option '{given}'"),
+                    meant => format!("option '{given}' is ambiguous; possibilities:{meant}"),
+                }
             }
         })),
         ErrorKind::InvalidValue if value().is_empty() && console.persona == Persona::Cowshed => {
@@ -208,7 +317,12 @@ pub fn explain(
         }
         // The value is missing at the end of the command line.
         ErrorKind::InvalidValue if value().is_empty() => Err(of_getopt(match arguments.last() {
-            Some(last) if last.starts_with("--") => format!("option '{last}' requires an argument"),
+            Some(last) if last.starts_with("--") => {
+                // In full, however it is cut short.
+                let long = argument();
+                let long = long.split([' ', '=']).next().filter(|long| long.starts_with("--")).unwrap_or(last);
+                format!("option '{long}' requires an argument")
+            }
             last => {
                 let short = last.and_then(|last| last.chars().last()).unwrap_or('-');
                 format!("option requires an argument -- '{short}'")

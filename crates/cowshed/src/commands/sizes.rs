@@ -62,6 +62,19 @@ pub fn number(text: &str) -> Result<u64, Fault> {
 
 /// A whole number as C's `strtol` reads it in any base: blanks in front, a sign, `0x` or a leading `0`.
 pub fn integer(text: &str) -> Option<i64> {
+    let (negative, magnitude) = signed(text)?;
+    let number = i64::try_from(magnitude).ok()?;
+    Some(if negative { -number } else { number })
+}
+
+/// As [`integer`], as `strtoul` does it: a number below zero is counted down from 2^64.
+pub fn unsigned(text: &str) -> Option<u64> {
+    let (negative, magnitude) = signed(text)?;
+    Some(if negative { magnitude.wrapping_neg() } else { magnitude })
+}
+
+/// True where the number is below zero, and what stands behind its sign.
+fn signed(text: &str) -> Option<(bool, u64)> {
     let digits = text.trim_start_matches([' ', '\t', '\n', '\x0b', '\x0c', '\r']);
     let (negative, digits) = match digits.strip_prefix('-') {
         Some(rest) => (true, rest),
@@ -74,8 +87,7 @@ pub fn integer(text: &str) -> Option<i64> {
     };
     // The parser of Rust takes a second sign.
     let starts_well = digits.starts_with(|first: char| first.is_digit(base));
-    let number = i64::from_str_radix(digits, base).ok().filter(|_| starts_well)?;
-    Some(if negative { -number } else { number })
+    u64::from_str_radix(digits, base).ok().filter(|_| starts_well).map(|number| (negative, number))
 }
 
 #[cfg(test)]

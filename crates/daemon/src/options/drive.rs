@@ -34,6 +34,8 @@ pub struct Drive {
     copies: bool,
     /// The disk is this partition of the image's.
     partition: Option<u32>,
+    /// The disk begins at this byte of the image's.
+    offset: Option<u64>,
     /// The limits of a stranger's image.
     policy: Option<Policy>,
     /// Its only user is its export.
@@ -51,6 +53,9 @@ pub(crate) struct Controls {
     intervals_seconds: Vec<u64>,
     accounting: Accounting,
 }
+
+/// Errors of [`Drive::show_from`] name this option.
+pub const OFFSET: &str = "--offset";
 
 /// Keys that are about a guest's device: they decide nothing here.
 const OF_A_DEVICE: &[&str] = &["if", "index", "media", "bus", "unit", "serial", "werror", "rerror", "snapshot"];
@@ -80,6 +85,7 @@ impl Drive {
             apart: false,
             copies: false,
             partition: None,
+            offset: None,
             policy: None,
             exported_alone: false,
             faults: None,
@@ -203,6 +209,11 @@ impl Drive {
         self.partition = Some(number);
     }
 
+    /// Leaves bytes out in front.
+    pub fn show_from(&mut self, offset: u64) {
+        self.offset = Some(offset);
+    }
+
     /// Makes the disk fail by rules: the options of a `fault` node, without its name and its file.
     pub fn fail_by(&mut self, faults: BlockdevOptions) {
         self.faults = Some(faults);
@@ -231,6 +242,33 @@ impl Drive {
     }
 
     pub(crate) async fn add(mut self, daemon: &Rc<Daemon>) -> Result<()> {
+        let Some(offset) = self.offset.take() else { return self.add_whole(daemon).await };
+        let name = std::mem::replace(&mut self.id, commands::free_name(daemon, "below"));
+        let (below, read_only, snapshot) = (self.id.clone(), !self.writable, self.snapshot.take());
+        self.options.insert("node-name", below.as_str());
+        self.add_whole(daemon).await?;
+        let size = daemon.graph.find(&below).map_or(0, |node| node.size());
+        let signed = offset.cast_signed();
+        let wrong = if signed < 0 {
+            Some(format!("Value '{signed}' is out of range for parameter 'offset'"))
+        } else if offset > size {
+            Some(format!("Offset ({offset}) cannot be greater than size of the containing file ({size})"))
+        } else {
+            snapshot.map(|_| {
+                let why =
+                    "Block format 'raw' used by device '' does not support temporarily loading internal snapshots";
+                format!("Failed to load snapshot: {why}")
+            })
+        };
+        if let Some(message) = wrong {
+            return Err(Error::invalid_argument(message).file(OFFSET));
+        }
+        let window = BlockdevOptions::new().with("driver", "raw").with("node-name", name).with("offset", offset);
+        let window = window.with("read-only", read_only).with("discard", "unmap").with("file", below);
+        daemon.graph.add(window).await.map(drop)
+    }
+
+    async fn add_whole(mut self, daemon: &Rc<Daemon>) -> Result<()> {
         let Some(faults) = self.faults.take() else { return self.add_disk(daemon).await };
         let name = self.id;
         let read_only = !self.writable;

@@ -7,7 +7,7 @@ mod help;
 mod temporary;
 
 pub use chardev::Chardevs;
-pub use drive::Drive;
+pub use drive::{Drive, OFFSET};
 pub use help::{chardev_help, object_help};
 
 use crate::chardevs::ChardevOptions;
@@ -19,7 +19,7 @@ use crate::state::Daemon;
 use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
 use cowshed_nbd::{ClientTls, ServerTls};
-use cowshed_qmp::{Strictness, parse_json};
+use cowshed_qmp::{QmpError, Strictness, parse_json};
 use cowshed_storage::{ListenOptions, SocketAddress, path_of_text, text_of_path};
 use cowshed_types::{Error, IDENTIFIERS, LINE_END, Result, check_identifier};
 use drive::Controls;
@@ -140,7 +140,7 @@ pub fn is_object_of_machines(kind: &str) -> bool {
 pub fn check_object(definition: &str) -> Result<()> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
     let checked = crate::schema::build()?.check("ObjectOptions", arguments, strictness);
-    let checked = checked.map_err(|error| Error::invalid_argument(error.description))?;
+    let checked = checked.map_err(worded)?;
     check_identifier(checked.get("id").and_then(Value::as_str).unwrap_or_default())
 }
 
@@ -148,10 +148,9 @@ pub fn check_object(definition: &str) -> Result<()> {
 /// only checked.
 pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
-    let failed = |error: cowshed_qmp::QmpError| Error::invalid_argument(error.description);
-    let arguments = crate::schema::build()?.check("ObjectOptions", arguments, strictness).map_err(failed)?;
+    let arguments = crate::schema::build()?.check("ObjectOptions", arguments, strictness).map_err(worded)?;
     let text = |key: &str| arguments.get(key).and_then(Value::as_str);
-    let dir = crate::objects::check_tls_options(text).map_err(failed)?;
+    let dir = crate::objects::check_tls_options(text).map_err(worded)?;
     let flag = |key: &str| arguments.get(key).and_then(Value::as_bool).unwrap_or(true);
     let (dir, verify_peer, sanity_check) = (dir.as_ref(), flag("verify-peer"), flag("sanity-check"));
     if text("endpoint") == Some("server") {
@@ -200,6 +199,16 @@ fn credentials(objects: &[String], id: &str) -> Result<TlsCredentials> {
         Some(None) => Err(no_credentials(&format!("Object with id '{id}' is not TLS credentials"))),
         None => Err(no_credentials(&format!("No TLS credentials with id '{id}'"))),
     }
+}
+
+/// An error of a command as command lines say it.
+fn worded(error: QmpError) -> Error {
+    let mut sentence = error.description;
+    if sentence == commands::NO_IDENTIFIER {
+        sentence = format!("{sentence}{LINE_END}{IDENTIFIERS}");
+    }
+    let whole = error.whole.unwrap_or_else(|| sentence.clone());
+    Error::invalid_argument(whole).qemu(sentence)
 }
 
 impl Step {
@@ -407,14 +416,7 @@ impl Step {
                 }
             }
         };
-        result.map_err(|error| {
-            let mut sentence = error.description;
-            if sentence == commands::NO_IDENTIFIER {
-                sentence = format!("{sentence}{LINE_END}{IDENTIFIERS}");
-            }
-            let whole = error.whole.unwrap_or_else(|| sentence.clone());
-            Error::invalid_argument(whole).qemu(sentence).file(self.option)
-        })
+        result.map_err(|error| worded(error).file(self.option))
     }
 }
 

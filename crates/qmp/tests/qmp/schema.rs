@@ -87,7 +87,9 @@ fn texts_become_what_the_schema_says_on_a_command_line() {
     }
     let error = schema().check("remove-arg", map(json!({"id": "a", "mode": "x"})), Strictness::Texts);
     let expected = "Parameter 'mode' does not accept value 'x': one of safe, hard";
-    assert_eq!(error.expect_err("must be refused").description, expected);
+    let error = error.expect_err("must be refused");
+    assert_eq!(error.whole.as_deref(), Some(expected));
+    assert_eq!(error.description, "Parameter 'mode' does not accept value 'x'");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::output::{Console, Failure};
 use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
-use cowshed_daemon::{Drive, Setup, Step, check_object, check_server_credentials, client_credentials};
+use cowshed_daemon::{Drive, OFFSET, Setup, Step, check_object, check_server_credentials, client_credentials};
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
 use cowshed_types::Error;
@@ -77,7 +77,7 @@ struct NbdArgs {
     /// Seconds that a client may take to choose an export; 0 is for ever
     #[arg(long, value_name = "NUM", allow_hyphen_values = true)]
     handshake_limit: Option<String>,
-    /// Offset into a raw image
+    /// Leave out so many bytes of the disk in front
     #[arg(short, long, value_name = "OFFSET")]
     offset: Option<String>,
     /// Offer the context qemu:allocation-depth
@@ -132,8 +132,8 @@ struct NbdArgs {
     #[arg(short, long, value_name = "SNAPSHOT")]
     load_snapshot: Option<String>,
     /// The same as --cache=none
-    #[arg(short, long)]
-    nocache: bool,
+    #[arg(short, long, action = ArgAction::Count)]
+    nocache: u8,
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", action = ArgAction::Append)]
     cache: Vec<String>,
@@ -189,7 +189,10 @@ impl NbdArgs {
         for (_, name, value) in &given {
             let is_again = known.contains(name);
             match *name {
-                "nocache" | "cache" if known.iter().any(|known| ["nocache", "cache"].contains(known)) => {
+                "nocache" | "cache"
+                    if (*name == "nocache" && self.nocache > 1)
+                        || known.iter().any(|known| ["nocache", "cache"].contains(known)) =>
+                {
                     return Err(Failure::new("-n and --cache can only be specified once"));
                 }
                 "aio" | "discard" if is_again => {
@@ -204,9 +207,7 @@ impl NbdArgs {
                         return Err(Failure::new(message));
                     }
                 }
-                "offset" if has_name_of_qemu() && sizes::integer(value).is_none() => {
-                    return Err(Failure::new(format!("Invalid offset '{value}'")));
-                }
+                "offset" => drop(offset_of(value)?),
                 "load_snapshot" => drop(SnapshotName::parse(value).map_err(of_snapshot)?),
                 "shared" => drop(self.shared()?),
                 "handshake_limit" => drop(self.handshake_limit()?),
@@ -291,7 +292,7 @@ impl NbdArgs {
             || self.allocation_depth
             || !self.bitmap.is_empty()
             || self.disconnect
-            || self.nocache
+            || self.nocache > 0
             || self.detect_zeroes.is_some()
             || !self.connect.is_empty()
             || [&self.aio, &self.discard, &self.cache].iter().any(|given| !given.is_empty());
@@ -364,19 +365,6 @@ impl NbdArgs {
         }))
     }
 
-    /// Bytes of the image that are left out in front. Under QEMU's name it has no suffix.
-    fn offset(&self) -> Result<Option<String>, Failure> {
-        let Some(text) = &self.offset else { return Ok(None) };
-        if !has_name_of_qemu() {
-            return Ok(Some(text.clone()));
-        }
-        match sizes::integer(text) {
-            Some(offset) if offset >= 0 => Ok(Some(offset.to_string())),
-            Some(_) => Err(Failure::new(format!("Value '{text}' is out of range for parameter 'offset'"))),
-            None => Err(Failure::new(format!("Invalid offset '{text}'"))),
-        }
-    }
-
     /// A snapshot can only be read, whether that is said or not.
     fn is_writable(&self) -> bool {
         !self.read_only && self.load_snapshot.is_none()
@@ -385,14 +373,13 @@ impl NbdArgs {
     fn drive(&self, file: &str) -> Result<Drive, Failure> {
         let writable = self.is_writable();
         let unopened = |error: Error| unopened(file, &error);
-        let mut drive = match (self.offset()?, self.image_opts) {
-            (None, true) => Drive::image_opts(NODE, file, writable).map_err(unopened)?,
-            (None, false) => Drive::file(NODE, file, self.format.as_deref(), writable).map_err(unopened)?,
-            (Some(offset), false) if self.format.as_deref().is_none_or(|format| format == "raw") => {
-                Drive::parse(&format!("file={},format=raw,offset={offset}", file.replace(',', ",,")), NODE, writable)?
-            }
-            (Some(_), _) => return Err(Failure::new("--offset needs an image of format raw")),
+        let mut drive = match self.image_opts {
+            true => Drive::image_opts(NODE, file, writable).map_err(unopened)?,
+            false => Drive::file(NODE, file, self.format.as_deref(), writable).map_err(unopened)?,
         };
+        if let Some(offset) = self.offset.as_deref().map(offset_of).transpose()?.filter(|offset| *offset > 0) {
+            drive.show_from(offset);
+        }
         if let Some(snapshot) = &self.load_snapshot {
             drive.load_snapshot(snapshot).map_err(of_snapshot)?;
         }
@@ -401,7 +388,7 @@ impl NbdArgs {
         }
         drive.export_alone();
         let first = |given: &[String]| given.first().cloned();
-        let cache = if self.nocache { Some("none".to_owned()) } else { first(&self.cache) };
+        let cache = if self.nocache > 0 { Some("none".to_owned()) } else { first(&self.cache) };
         // Discards are passed on where nothing else is said, as qemu-nbd does.
         let discard = first(&self.discard).or_else(|| Some("unmap".to_owned()));
         let settings = [
@@ -416,6 +403,14 @@ impl NbdArgs {
             }
         }
         Ok(drive)
+    }
+}
+
+/// Bytes of the image that are left out in front. Under QEMU's name the number has no suffix.
+fn offset_of(text: &str) -> Result<u64, Failure> {
+    match has_name_of_qemu() {
+        true => sizes::unsigned(text).ok_or_else(|| Failure::new(format!("Invalid offset '{text}'"))),
+        false => sizes::size("offset", text),
     }
 }
 
@@ -472,7 +467,7 @@ fn unstarted(file: &str, error: &Error) -> Failure {
             Failure { sentence: Some(format!("{frame}{sentence}")), ..Failure::new(error.to_string()) }
         }
         // The image isn't at fault.
-        Some(option) if option.starts_with("--object ") => {
+        Some(option) if option == OFFSET || option.starts_with("--object ") => {
             Failure { sentence: Some(error.sentence()), ..Failure::new(error.to_string()) }
         }
         Some(EXPORT) => Failure {
