@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Apple Data Compression, of old disk images: literals, and copies of what came before.
+//! Apple Data Compression, of old disk images: literals, and copies of earlier bytes.
 
 use super::bad_data;
 use cowshed_types::Result;

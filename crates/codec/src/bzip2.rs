@@ -10,7 +10,7 @@ pub fn unpack_bzip2(packed: &[u8], out: &mut [u8]) -> Result<()> {
     let bad = |reason: &str| bad_data(packed, format!("packed data are no whole bzip2 data of their length: {reason}"));
     let mut decoder = Decompress::new(false);
     let (mut read, mut written) = (0, 0);
-    // The end of a stream may stand behind the last byte: there is room for one more, which must not come.
+    // The end of a stream may come behind the last byte: there is room for one more, which must not come.
     let mut more = [0];
     loop {
         let room = match out.get_mut(written..) {

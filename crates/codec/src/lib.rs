@@ -85,7 +85,7 @@ impl Codec {
     /// Compresses one whole cluster into `out`, whose old content is dropped. `Some(len)` with `len == out.len()`,
     /// less than the cluster, or `None` when the cluster doesn't shrink and is to be stored as it is.
     pub fn compress(&self, cluster: &[u8], out: &mut Vec<u8>) -> Option<usize> {
-        // One byte less than the cluster: what doesn't fit isn't worth it, and the encoder stops early.
+        // One byte less than the cluster: a longer result isn't worth it, and the encoder stops early.
         let room = cluster.len().checked_sub(1)?;
         out.clear();
         out.resize(room, 0);
@@ -97,8 +97,8 @@ impl Codec {
         len
     }
 
-    /// One whole zstd frame of these bytes, at the level of the codec. Bytes that don't shrink stand in it as they are. Frames
-    /// behind one another are a zstd file of all their bytes.
+    /// One whole zstd frame of these bytes, at the level of the codec. Bytes that don't shrink are in it as they are.
+    /// Frames behind one another are a zstd file of all their bytes.
     ///
     /// # Errors
     /// Where the codec is another one, or there are too many bytes for one frame (4 GiB).

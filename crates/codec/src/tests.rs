@@ -215,7 +215,7 @@ fn output_depends_on_the_input_alone() {
     }
 }
 
-/// A match that reaches back before the first byte would copy what the memory held before.
+/// A match that reaches back before the first byte would copy old bytes of the memory.
 #[test]
 fn no_stream_reaches_back_before_its_start() {
     // One block of fixed codes: a match of three bytes at distance 1, then the end.

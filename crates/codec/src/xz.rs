@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! xz, for reading: what Apple's disk images of the kind ULMO are packed with.
+//! xz, for reading: the compression of Apple's disk images of the kind ULMO.
 
 use super::bad_data;
 use cowshed_types::Result;
 use lzma_rust2::XzReader;
 use std::io::Read;
 
-/// The largest dictionary of a stream, with what the decoder takes besides, in KiB. `xz -9` has 64 MiB. The window itself grows
-/// with what comes out, and is no longer than that.
+/// The largest dictionary of a stream, with the decoder's other memory, in KiB. `xz -9` has 64 MiB. The window itself
+/// grows with the output, and is no longer than that.
 const MOST_MEMORY_KIB: u32 = 66 << 10;
 
 /// Fills `out` with all that a stream holds, or fails. Its checksums must be right.
@@ -15,7 +15,7 @@ pub fn unpack_xz(packed: &[u8], out: &mut [u8]) -> Result<()> {
     let bad = |reason: &str| bad_data(packed, format!("packed data are no whole xz data of their length: {reason}"));
     let mut reader = XzReader::new_mem_limit(packed, false, MOST_MEMORY_KIB);
     let mut done = 0;
-    // The end of a stream stands behind the last byte: there is room for one more, which must not come.
+    // The end of a stream comes behind the last byte: there is room for one more, which must not come.
     let mut more = [0];
     loop {
         let room = match out.get_mut(done..) {

@@ -102,8 +102,8 @@ pub(super) fn decompress(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
     }
 }
 
-/// A stream with zlib's header and checksum (RFC 1950), as grains of VMDK images are: fills the front of `out`, at least
-/// `least` bytes of it, or fails.
+/// Inflates a stream with zlib's header and checksum (RFC 1950), as in grains of VMDK images. It fills the front of
+/// `out`, at least `least` bytes of it, or fails.
 pub fn inflate_zlib(compressed: &[u8], out: &mut [u8], least: usize) -> Result<()> {
     match DECODER.with_borrow_mut(|decoder| decoder.zlib_decompress(compressed, out)) {
         Ok(len) if len >= least => Ok(()),

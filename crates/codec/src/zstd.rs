@@ -33,8 +33,8 @@ pub(super) fn compress(level: i32, cluster: &[u8], out: &mut [u8]) -> Option<usi
             *slot = Some((level, context));
         }
         let (_, context) = slot.as_mut()?;
-        // One frame in one call: the size of the cluster is pledged by it and stands in the frame's header, so the
-        // window is no larger than the cluster and readers can decode in one pass.
+        // One frame in one call. The size of the cluster is pledged by it and is in the frame's header. So the window
+        // is no larger than the cluster and readers can decode in one pass.
         let len = context.compress2(out, cluster);
         if len.is_err() {
             // The context is in the middle of a frame then. Parameters stay.

@@ -30,7 +30,8 @@ impl Created {
         self.files.is_empty()
     }
 
-    /// Removes the files, for what they were made for has failed. Another file that has the name by now stays.
+    /// Removes the files, because the operation that needed them has failed. Another file that has the name by now
+    /// stays.
     pub fn remove(self) {
         for (path, identity) in &self.files {
             remove(path, *identity);
@@ -56,7 +57,7 @@ pub(super) enum Failed {
     Empty,
 }
 
-/// Gives back what a creation that failed has taken. `is_new`: there was no such file.
+/// Gives back the file of a creation that failed. `is_new`: there was no such file.
 pub(super) async fn take_back(path: &Path, file: &File, is_new: bool, failed: Failed) {
     if file.is_device() {
         return;

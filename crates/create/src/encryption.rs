@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The encryption of a new image: its options, and the LUKS header that they come to.
+//! The encryption of a new image: its options, and the LUKS header made of them.
 
 use crate::schema::OptionValues;
 use cowshed_crypto::luks::{self, MasterKey, Volume, iterations_for};
@@ -145,7 +145,7 @@ fn needs_secret() -> Error {
     Error::invalid_argument("an encrypted image needs the secret with its passphrase")
 }
 
-/// The secret of this id. `option` is what names it.
+/// The secret of this id. `option` is the option that names it.
 fn secret_of(option: &str, id: Option<&str>, secrets: &[(String, Secret)]) -> Result<Secret> {
     let Some(id) = id else {
         return Err(Error::invalid_argument(format!("Parameter '{option}' is required for cipher")));
@@ -155,7 +155,7 @@ fn secret_of(option: &str, id: Option<&str>, secrets: &[(String, Secret)]) -> Re
     secret.clone().passphrase(id)
 }
 
-/// The volume, its master key, and what to write.
+/// The volume, its master key, and the bytes to write.
 pub(crate) struct NewVolume {
     pub volume: Volume,
     key: MasterKey,

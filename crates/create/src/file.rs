@@ -25,7 +25,7 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// The unit that a disk writes in whole or not at all, in bytes.
 const SECTOR_BYTES: usize = 512;
 
-/// Whether what is created is durable when that is done.
+/// Whether a created file is durable at the end of its creation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Durability {
     /// Name and contents are, and until the end the file isn't taken for an image.
@@ -169,7 +169,7 @@ async fn take_export(name: &str, len: u64) -> Result<File> {
 
 /// Creates a qcow2 image, with its data file if it has one.
 pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how: &Manner) -> Result<Created> {
-    // The layout first: what can't be laid out must not cost an existing file its contents.
+    // The layout first: an existing file keeps its contents if the image can't be laid out.
     let layout = FreshLayout::of(options)?;
     layout.header(options)?;
     let mut data_file = Created::default();
@@ -230,7 +230,7 @@ async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOption
     file.sync().await.map(|()| Created::default())
 }
 
-/// The length of the data file: of what is mapped from the start whole clusters are there; a device is as long as it is.
+/// The length of the data file in bytes. Clusters mapped from the start are in it whole; a device keeps its length.
 fn data_file_bytes(options: &Qcow2CreateOptions, is_file: bool) -> u64 {
     match options.is_mapped() && is_file {
         true => options.size.checked_next_multiple_of(options.cluster_bytes()).unwrap_or(options.size),
@@ -272,7 +272,7 @@ fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Zeroes for the guest: `len` bytes from its byte `guest` on, which stand at `host`.
+/// Zeroes for the guest: `len` bytes from its byte `guest` on, which are at `host`.
 async fn write_encrypted_zeroes(file: &File, cipher: &Arc<dyn Cipher>, guest: u64, host: u64, len: u64) -> Result<()> {
     let mut at = 0;
     while at < len {
@@ -359,8 +359,8 @@ pub async fn write_fresh_raw(file: &File, size: u64, preallocation: Preallocatio
     file.sync().await
 }
 
-/// Gives a new file its first block, as QEMU does: what wants to know how direct I/O must be aligned reads it, and in a hole
-/// any alignment works.
+/// Gives a new file its first block, as QEMU does. Programs that look for the alignment of direct I/O read it, and in a
+/// hole any alignment works.
 async fn allocate_first_block(file: &File, size: u64) -> Result<()> {
     const BLOCK_BYTES: u64 = 4096;
     write(file, 0, &vec![0; usize::try_from(size.min(BLOCK_BYTES)).unwrap_or_default()]).await
@@ -377,8 +377,8 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         None => None,
     };
     if !file.is_empty() {
-        // A device, or a file that wasn't truncated: what stood there must not show through, nor be taken for an
-        // image while its tables are replaced.
+        // A device, or a file that wasn't truncated. Its old bytes must not show through, nor be taken for an image
+        // while its tables are replaced.
         write_zeroes(file, 0, layout.file_bytes).await?;
         file.sync().await?;
         header.resize(usize::try_from(options.cluster_bytes()).unwrap_or(header.len()), 0);
@@ -416,13 +416,13 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
         let written = write(file, offset, &table).await;
         written.map_err(|error| no_space(error, "Could not resize image: ", Preallocation::Metadata))?;
         if let Some(made) = made.as_ref().filter(|_| options.version < 3) {
-            // There is no zero flag: what the guest is to read as zeroes must stand there.
+            // There is no zero flag, so the encrypted zeroes themselves are written.
             let bytes = layout.l2_data_clusters(options, index) << options.cluster_bits;
             let guest = index * options.l2_entries() * options.cluster_bytes();
             write_encrypted_zeroes(file, &made.cipher, guest, offset + options.cluster_bytes(), bytes).await?;
         }
     }
-    // The magic number goes last, with the one sector that it is in: what is torn is no image.
+    // The magic number goes last, with the one sector that it is in: a torn file is no image.
     let (magic, rest) = header.split_at(header.len().min(SECTOR_BYTES));
     if !rest.is_empty() {
         write(file, SECTOR_BYTES as u64, rest).await?;
@@ -437,7 +437,7 @@ async fn reserve(file: &File, offset: u64, len: u64, preallocation: Preallocatio
     match preallocation {
         Preallocation::Off | Preallocation::Metadata => Ok(()),
         Preallocation::Falloc => match file.allocate(offset, len).await {
-            // A file system that reserves no space has what is written (ZFS, NFS before 4.2).
+            // A file system that reserves no space has only the written bytes (ZFS, NFS before 4.2).
             Err(error) if error.kind() == ErrorKind::Unsupported && !file.is_device() => {
                 write_zeroes(file, offset, len).await
             }

@@ -28,7 +28,7 @@ pub(super) struct FreshFormat {
     pub name: &'static str,
     pub options: &'static [CreateOption],
     lay_out: fn(&Request<'_>) -> Result<Fresh>,
-    /// Looks at the backing file that the options name, for what the image says of it.
+    /// Looks at the backing file that the options name, for its facts that the image stores.
     parent: Option<fn(&OptionValues) -> Result<()>>,
 }
 
@@ -97,7 +97,7 @@ impl FreshFormat {
         values: &OptionValues,
         (how, check): (&Manner, PartCheck<'_>),
     ) -> Result<Created> {
-        // The layout first: what can't be laid out must not cost an existing file its contents.
+        // The layout first: an existing file keeps its contents if the image can't be laid out.
         let fresh = self.lay_out(names, size, values).await?;
         let hints = layout_hints(values)?;
         let path = path_of(names.0)?;

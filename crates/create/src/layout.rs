@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The bytes of a fresh qcow2 image.
 //!
-//! The layout is qemu-img's, which scripts and tools rely on. Header, refcount table, refcount block and L1 table stand
-//! one after the other from cluster 0 on. Further refcount blocks, which only a large L1 table or preallocation needs,
-//! come next. At the end stands each preallocated L2 table with its data clusters.
+//! The layout is qemu-img's, which scripts and tools rely on. Header, refcount table, refcount block and L1 table
+//! follow each other from cluster 0 on. Further refcount blocks, which only a large L1 table or preallocation needs,
+//! come next. At the end comes each preallocated L2 table with its data clusters.
 
 use crate::encryption::ImageEncryption;
 use crate::qcow2::{Qcow2CreateOptions, too_large};
@@ -22,7 +22,7 @@ const CRYPT_AES: u32 = 1;
 /// `crypt_method` of LUKS.
 const CRYPT_LUKS: u32 = 2;
 
-/// Where the parts of a fresh image stand.
+/// The places of a fresh image's parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FreshLayout {
     /// First byte of the refcount table.
@@ -82,8 +82,8 @@ impl FreshLayout {
         };
         let mut blocks = BTreeMap::from([(0, first_block)]);
         let mut next = l1_end;
-        // Blocks for what stands before the L1 table's end, and for the blocks themselves. A new block lies at the
-        // end and may fall into a range that has no block yet: that one comes next, as qemu-img does it.
+        // Blocks for the range before the L1 table's end, and for the blocks themselves. A new block lies at the end
+        // and may fall into a range that has no block yet: that one comes next, as qemu-img does it.
         let mut index = 0;
         while index * per_block < l1_end || (mapped_total > 0 && index * per_block < next + mapped_total) {
             let mut wanted = index;

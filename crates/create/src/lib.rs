@@ -56,8 +56,8 @@ pub struct CreateRequest {
     pub final_name: Option<String>,
 }
 
-/// A checked request. [`CreatePlan::summary`] is what qemu-img prints before it writes; what the values say together
-/// is checked by [`CreatePlan::run`], still before anything is touched.
+/// A checked request. [`CreatePlan::summary`] is the line that qemu-img prints before it writes. [`CreatePlan::run`]
+/// checks the values together, still before anything is touched.
 #[derive(Clone, Debug)]
 pub struct CreatePlan {
     path: PathBuf,
@@ -300,8 +300,8 @@ impl CreatePlan {
         self.run_on_with(file, None).await
     }
 
-    /// As [`CreatePlan::run_on`], with the file that is to hold the clusters of the disk, open for writing. It keeps what it holds,
-    /// and gets the length of the disk.
+    /// As [`CreatePlan::run_on`], with the file that is to hold the clusters of the disk, open for writing. It keeps
+    /// its contents, and gets the length of the disk.
     pub async fn run_on_with(&self, file: &File, data_file: Option<&File>) -> Result<()> {
         self.write_to(file, data_file).await.map_err(|error| error.file(&self.filename))
     }

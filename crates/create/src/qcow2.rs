@@ -234,7 +234,7 @@ impl Qcow2CreateOptions {
         Ok(self)
     }
 
-    /// Checks what the options say together.
+    /// Checks the combination of the options.
     pub fn check(&self) -> Result<()> {
         let refuse = |field, message: &str| Err(Error::invalid_argument(message).field(field));
         if self.version < 3 {

@@ -92,7 +92,7 @@ pub const LUKS: &[CreateOption] = &[
     option("extent_size_hint", Size, "piece of the disk to allocate at once (XFS); 0: none [default: 1M]"),
 ];
 
-/// Options of key slots, of a LUKS volume that exists: what `amend` changes.
+/// Options of key slots, of a LUKS volume that exists: `amend` changes them.
 pub const LUKS_SLOTS: &[CreateOption] = &[
     option("state", Text, "active: one more passphrase opens the image; inactive: one less"),
     option("new-secret", Text, "id of the secret with the passphrase of an activated slot"),

@@ -97,7 +97,7 @@ pub mod luks {
             match self.0 {}
         }
 
-        /// Where a slot's key material stands.
+        /// The place of a slot's key material.
         pub fn key_material(&self, _slot: usize) -> Range<u64> {
             match self.0 {}
         }

@@ -120,7 +120,7 @@ mod tests {
         (0..digits.len() / 2).map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).unwrap()).collect()
     }
 
-    /// FIPS 197 appendix C, RFC 2144 appendix B.1, and GB/T 32907-2016 appendix A: a key, a block, what becomes of it.
+    /// FIPS 197 appendix C, RFC 2144 appendix B.1, and GB/T 32907-2016 appendix A: a key, a block, the encrypted block.
     #[test]
     fn blocks_as_in_the_standards() {
         for (algorithm, key, plain, stored) in [

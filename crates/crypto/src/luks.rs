@@ -55,7 +55,7 @@ impl std::fmt::Debug for MasterKey {
     }
 }
 
-/// A header that makes sense, with what it names.
+/// A header that makes sense, with the methods that it names.
 #[derive(Clone, Debug)]
 pub struct Volume {
     header: LuksHeader,
@@ -75,7 +75,7 @@ impl Volume {
         if header.master_key_iterations == 0 {
             return wrong("luks_mk_digest_iterations", 0, "the digest of the master key needs iterations");
         }
-        // The payload of a detached header stands in another file.
+        // The payload of a detached header is in another file.
         let end = if header.payload_offset == 0 { area_bytes } else { area_bytes.min(header.payload_offset) };
         if header.payload_offset > area_bytes {
             return wrong(
@@ -149,7 +149,7 @@ impl Volume {
         self.hash
     }
 
-    /// Where a slot's key material stands, in bytes from the header on. `slot` is 0 to 7.
+    /// The place of a slot's key material, in bytes from the header on. `slot` is 0 to 7.
     pub fn key_material(&self, slot: usize) -> Range<u64> {
         let KeySlot { key_offset, stripes, .. } = self.header.slots[slot];
         let len = u64::from(stripes) * u64::from(self.header.key_bytes);
@@ -161,7 +161,7 @@ impl Volume {
         (0..SLOTS).filter(|slot| self.header.slots[*slot].active)
     }
 
-    /// The master key, if the passphrase is that of this slot. `material` is what stands at [`Self::key_material`].
+    /// The master key, if the passphrase is that of this slot. `material` has the bytes at [`Self::key_material`].
     pub fn try_slot(&self, slot: usize, material: &[u8], passphrase: &[u8]) -> Result<Option<MasterKey>> {
         let key_slot = self.header.slots[slot];
         if !key_slot.active {
@@ -176,7 +176,7 @@ impl Volume {
         Ok(matches.then_some(MasterKey(key)))
     }
 
-    /// The same volume as the header of data that stands in another file, from its first byte on.
+    /// The same volume as the header of data in another file, from its first byte on.
     #[must_use]
     pub fn detached(mut self) -> Volume {
         self.header.payload_offset = 0;
@@ -232,7 +232,8 @@ impl Volume {
         Ok((next, vec![vec![state], vec![rest, (place.start, material)]]))
     }
 
-    /// The slot in the header: the word that says whether it is active, which lies within one sector, and what follows it.
+    /// The slot in the header. The first write is the word that makes it active, which lies within one sector; the
+    /// second has the fields behind it.
     fn slot_writes(&self, slot: usize) -> (Write, Write) {
         let place = slot_place(slot);
         let bytes = self.header.encode();

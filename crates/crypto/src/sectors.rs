@@ -144,10 +144,10 @@ fn is_hash(name: &str) -> bool {
 pub struct SectorCipher {
     chaining: Chaining,
     data: Box<dyn BlockCipher>,
-    /// Of XTS.
+    /// The cipher of the tweak in XTS.
     tweak: Option<Box<dyn BlockCipher>>,
     initial_vector: InitialVector,
-    /// Of ESSIV.
+    /// The cipher of the vectors in ESSIV.
     vectors: Option<Box<dyn BlockCipher>>,
 }
 
@@ -269,7 +269,7 @@ impl SectorCipher {
         whiten(sectors, tweaks);
     }
 
-    /// Within a sector each block waits for the one before it; so one block of each sector at a time goes through the
+    /// Within a sector each block waits for the one before it. So one block of each sector at a time goes through the
     /// cipher, which takes several at once. `LEN`: bytes of a block.
     fn cbc_encrypt<const LEN: usize>(&self, vectors: &[Vector], sectors: &mut [u8]) {
         let mut lanes = [0; VECTORS_AT_ONCE * BLOCK_BYTES];
@@ -405,7 +405,7 @@ mod tests {
         assert!(bytes == plain, "{name} {mode}");
     }
 
-    /// NIST SP 800-38A, F.5.1 has its own first counter; here the counter is the sector's number, little end first, and
+    /// NIST SP 800-38A, F.5.1 has its own first counter. Here the counter is the sector's number, little end first, and
     /// counts up from its other end.
     #[test]
     fn counters_count_from_the_big_end() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Short texts encrypted with AES-256 in CBC over their whole length, padded as PKCS #7 says (RFC 5652, section 6.3): how
-//! one secret is wrapped in another.
+//! Short texts encrypted with AES-256 in CBC over their whole length, padded by PKCS #7 (RFC 5652, section 6.3). So one
+//! secret is wrapped in another.
 
 use crate::Algorithm;
 use crate::blocks::{BLOCK_BYTES, block_cipher};

@@ -22,7 +22,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// For options that are compared; what a guess costs is decided elsewhere.
+/// For options that are compared; the cost of a guess is decided elsewhere.
 impl PartialEq for Secret {
     fn eq(&self, other: &Secret) -> bool {
         self.0 == other.0

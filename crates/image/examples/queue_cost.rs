@@ -2,11 +2,11 @@
 //! The cost of an attachment, its statistics and a throttle filter: `queue_cost MODE REQUESTS [OPTIONS]` reads 4 KiB at
 //! a time, sixteen requests at once, from a disk that is nothing or that OPTIONS name
 //! (`driver=raw,file.filename=/tmp/disk`). With two numbers of requests under an instruction counter
-//! (`valgrind --tool=callgrind …`) the difference is what the requests cost.
+//! (`valgrind --tool=callgrind …`) the difference is the cost of the requests.
 //!
-//! MODE: `node` (the node itself), `uncounted` (through an attachment without statistics), `queue` (with them),
-//! `unlimited` (and a throttle filter without limits), `throttle` (with limits that are not reached). A `-write` behind
-//! it writes instead.
+//! MODE: MODE: `node` (the node itself), `uncounted` (through an attachment without statistics), `queue` (with them).
+//! Further ones are `unlimited` (and a throttle filter without limits) and `throttle` (with limits that are not
+//! reached). A `-write` behind it writes instead.
 
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::graph::{AttachRequest, Graph};

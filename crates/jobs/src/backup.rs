@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Copies a disk in use to another node as it is at the moment of the start.
 //!
-//! A copy-before-write filter above the disk saves what clients overwrite; the job copies the rest.
+//! A copy-before-write filter above the disk saves the parts that clients overwrite; the job copies the rest.
 
 use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
@@ -19,7 +19,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often a job that only saves what is overwritten looks whether it is to end.
+/// The pause between looks for an end, of a job that only saves overwritten parts.
 const LOOK: Duration = Duration::from_millis(50);
 /// A failed job's target that is not durable by then counts as empty.
 const FLUSH_LIMIT: Duration = Duration::from_secs(30);
@@ -34,9 +34,9 @@ pub struct BackupRequest {
     pub target: Arc<Node>,
     /// The copied parts; with `None` only overwritten parts, until the job is cancelled.
     pub sync: Sync,
-    /// Compress what is written to the target.
+    /// Compress the target's data.
     pub compress: bool,
-    /// Discard on the disk what has been copied: for a disk that is only there to be copied.
+    /// Discard copied parts on the disk: for a disk that is only there to be copied.
     pub discard_source: bool,
     /// A write whose old data can't be saved fails; else it passes and the job fails.
     pub breaks_writes: bool,
@@ -46,12 +46,12 @@ pub struct BackupRequest {
     pub bitmap: Option<BackupBitmap>,
 }
 
-/// When a backup changes its bitmap to what was written since its start (`bitmap-mode`).
+/// The condition on which a backup changes its bitmap to the writes since its start (`bitmap-mode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapMode {
     /// When it succeeds.
     OnSuccess,
-    /// Also when it fails: what was not copied stays dirty.
+    /// Also when it fails: parts that were not copied stay dirty.
     Always,
     /// Not at all.
     Never,
@@ -64,7 +64,7 @@ pub struct BackupBitmap {
     pub name: String,
     /// When it changes.
     pub mode: BitmapMode,
-    /// Only what is dirty is copied (`sync` of `bitmap` or `incremental`).
+    /// Only dirty parts are copied (`sync` of `bitmap` or `incremental`).
     pub selects: bool,
 }
 
@@ -162,8 +162,8 @@ impl Backup {
         [&self.request.source, &self.request.target, &self.filter].map(Arc::clone).into()
     }
 
-    /// True when a failure leaves what has been copied on the target alone: the source was discarded, or the bitmap no longer
-    /// says that it is to be copied.
+    /// True when after a failure only the target has the copied parts: the source was discarded, or the bitmap no
+    /// longer marks them.
     pub fn gives_up_parts(&self) -> bool {
         self.request.discard_source || self.bitmap.as_ref().is_some_and(|bitmap| bitmap.mode == BitmapMode::Always)
     }
@@ -179,7 +179,7 @@ impl Backup {
         match select(pin!(self.copy_parts(job, judge)), pin!(job.cancelled())).await {
             Either::Left((copied, _)) => copied,
             Either::Right(_) => {
-                // While the piece still holds drains: what it does to the disk has begun, or does not begin.
+                // While the piece still holds drains: its operations on the disk have begun, or do not begin.
                 self.saver()?.abandon();
                 job.pause_point().await
             }
@@ -221,7 +221,7 @@ impl Backup {
         saver.broken().map_or(Ok(()), Err)
     }
 
-    /// Leaves out what the top layer doesn't hold. A part that is only partly held is copied whole.
+    /// Leaves out the parts that the top layer doesn't hold. A part that is only partly held is copied whole.
     async fn skip_below(&self, saver: &CopyBeforeWrite, job: &JobHandle) -> Result<()> {
         let (size, part) = (self.request.source.size(), saver.part_bytes());
         let mut at = 0;
@@ -287,7 +287,7 @@ impl Backup {
         settled.and(detached).and(self.graph.remove_filter(&self.filter).await)
     }
 
-    /// Takes out of the bitmap what the target has now.
+    /// Takes the target's parts out of the bitmap.
     async fn settle_bitmap(&self, bitmap: &Recorded, succeeded: bool) -> Result<()> {
         if bitmap.mode == BitmapMode::Never || (bitmap.mode == BitmapMode::OnSuccess && !succeeded) {
             return Ok(());
@@ -314,8 +314,8 @@ impl Backup {
     }
 }
 
-/// Refuses to discard on a disk that another copy above reads as it was: the filter stands below that copy's, which would not see the
-/// discards.
+/// Refuses to discard on a disk that another copy above reads as it was. The filter is below that copy's, which would
+/// not see the discards.
 fn check_no_past(graph: &Graph, source: &Arc<Node>) -> Result<()> {
     let saves = |node: &Arc<Node>| {
         let disk = node.copy_before_write().and_then(|_| node.child(ChildRole::File));
@@ -357,7 +357,7 @@ async fn skip_clean(saver: &CopyBeforeWrite, bits: &DirtyBits) {
     }
 }
 
-/// Makes dirty in `left` what of a range is dirty in `before`.
+/// Makes the parts of a range that are dirty in `before` dirty in `left`.
 fn mark_dirty_of(left: &mut DirtyBits, before: &DirtyBits, range: std::ops::Range<u64>) {
     let mut at = range.start;
     while at < range.end.min(before.disk_bytes()) {

@@ -18,11 +18,11 @@ pub enum BitmapAction {
     RemoveAll,
     /// Nothing is dirty any more.
     Clear,
-    /// Record what is written from now on.
+    /// Record writes from now on.
     Enable,
     /// Stay as it is.
     Disable,
-    /// Add what is dirty in the bitmap of this name.
+    /// Add the dirty parts of the bitmap of this name.
     Merge(String),
 }
 

@@ -32,9 +32,9 @@ pub struct CheckOptions {
     pub threads: Option<usize>,
     /// Memory in bytes, about; images that need more take several passes. `None`: 256 MiB.
     pub memory_bytes: Option<u64>,
-    /// Name of a new file for what it takes to take the repair back.
+    /// Name of a new file for the undo log of the repair.
     pub undo_log: Option<String>,
-    /// Only say what the repair would do.
+    /// Only report the effect of the repair.
     pub dry_run: bool,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Compares what two images read as.
+//! Compares the data of two images.
 
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
@@ -52,7 +52,7 @@ pub enum Verdict {
 pub struct CompareOutcome {
     /// The verdict.
     pub verdict: Verdict,
-    /// The sizes differ, but what both have is the same: worth a warning (not in strict mode).
+    /// The sizes differ, but the common part is the same: worth a warning (not in strict mode).
     pub size_warning: bool,
 }
 
@@ -83,7 +83,7 @@ impl CompareOutcome {
 /// Where a comparison failed once both images were open: `qemu-img compare` has an exit code and a text for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failed {
-    /// Asking what is allocated (exit code 3).
+    /// Asking for the allocation (exit code 3).
     Status {
         /// 0 for the first image, 1 for the second.
         image: usize,
@@ -139,7 +139,7 @@ const REQUESTS: usize = 4;
 const CHUNK_BYTES: u64 = 2 << 20;
 /// Less than this is compared where it was found, as in images whose data and zeroes take turns.
 const MIN_HANDED_BYTES: u64 = 512 << 10;
-/// Read at once of either image: what is in flight stays in the cache of a core.
+/// Read at once of either image: pieces in flight stay in the cache of a core.
 const PIECE_BYTES: u64 = 256 << 10;
 
 async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
@@ -206,7 +206,7 @@ async fn step_verdict(
         Step::Compare { start, end, data } => {
             let nodes = nodes.map(Arc::clone);
             let work = move || async move { differs_at(&nodes, start..end, data).await };
-            // Where both are in memory the copying is what takes the time.
+            // Where both are in memory the copying takes the time.
             let found = if end - start < MIN_HANDED_BYTES { work().await } else { rt::beside(work).await };
             found?.map(|at| Verdict::Mismatch { offset: at / SECTOR_BYTES * SECTOR_BYTES })
         }
@@ -278,7 +278,7 @@ struct Kind {
     data: bool,
 }
 
-/// One image and what is known of it from the current place on.
+/// One image and its known status from the current place on.
 struct Side<'a> {
     node: &'a Node,
     runs: VecDeque<StatusExtent>,

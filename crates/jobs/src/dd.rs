@@ -57,7 +57,7 @@ async fn copy(options: &DdOptions, source: &Arc<Node>, job: &JobHandle) -> Resul
     let window = Sources::window(Arc::clone(source), skip.min(source.size()), len);
     let mut convert = ConvertOptions::new(Vec::new(), options.target.clone());
     convert.keeps_existing = options.keeps_existing;
-    // As in qemu-img, what was copied is on the disk in the end.
+    // As in qemu-img, the copied data is on the disk in the end.
     convert.target.cache.get_or_insert_with(|| "writeback".to_owned());
     let outcome = convert_sources(&convert, &window, job).await?;
     Ok(DdOutcome { size: outcome.size, skipped_past_end })

@@ -7,7 +7,7 @@ use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// Wait before what was ignored is tried again.
+/// Wait before an ignored operation is tried again.
 const RETRY: Duration = Duration::from_millis(100);
 
 /// Which end failed.
@@ -96,7 +96,7 @@ pub enum ErrorAction {
     Stop,
 }
 
-/// Decides what a job does about an error.
+/// Decides about the action of a job after an error.
 pub trait Judge {
     /// Decides on one error, and reports it to its listeners.
     fn judge(&self, failure: &Failure) -> ErrorAction;

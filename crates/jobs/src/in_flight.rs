@@ -11,7 +11,7 @@ const FEW: u32 = 16;
 /// Pieces that take no longer are done at once: they are in the page cache. Handing the first few of those to another
 /// core, which has to be woken for each, takes longer than writing them.
 const AT_ONCE: Duration = Duration::from_micros(500);
-/// So many keep two cores busy where all is in the page cache, and a piece in hand for when one of them is kept waiting.
+/// So many keep two cores busy where all is in the page cache, with a piece in hand while one of them is kept waiting.
 const QUICK: usize = 4;
 /// A piece that took longer has waited for a disk, a server or a codec: more in flight are worth their buffers.
 const SLOW: Duration = Duration::from_millis(2);

@@ -65,7 +65,7 @@ pub struct ImageInfo {
     /// Backing file as the header names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename: Option<String>,
-    /// Not closed properly; none where it can't be asked: what a server offers, null disks.
+    /// Not closed properly; none where it can't be asked: disks of servers, null disks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dirty_flag: Option<bool>,
     /// Warnings about the parts that couldn't be read and are left out, in words.
@@ -136,7 +136,7 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
     while let Some(spec) = next.take() {
         job.pause_point().await?;
         tell(&spec.name);
-        // The backing file isn't opened with its overlay: a missing one must not hide what the overlay says.
+        // The backing file isn't opened with its overlay: a missing one must not hide the overlay's own facts.
         let node = spec.open(spec.request()?.no_backing().no_io()).await?;
         let info = image_info(&node).await.map(|info| if options.limits { info.with_limits(&node) } else { info });
         let is_difference = node.description().is_some_and(|known| known.identity.is_some());
@@ -250,8 +250,8 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     let format = node.driver_name();
     // As in QEMU, which asks no further here.
     let actual_size = actual_size.filter(|_| format != "blkdebug");
-    // Raw nodes and filters say what the node below them says.
-    // A filter's clusters are those of the image that it stands on.
+    // Raw nodes and filters report the facts of the node below them. A filter's clusters are those of the image below
+    // it.
     let below = if node.driver_name() == "blkdebug" { "image" } else { "file" };
     let passes = node.is_filter() || ["blkdebug", "raw"].contains(&node.driver_name());
     let cluster_size = children.iter().find(|child| child.name == below && passes);

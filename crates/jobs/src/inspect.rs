@@ -40,7 +40,7 @@ pub struct Asked {
     pub format: Option<String>,
 }
 
-/// Sizes of what has to be read to use the image, as the header claims them, in bytes.
+/// Sizes of the structures that must be read to use the image, as the header claims them, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TableSizes {

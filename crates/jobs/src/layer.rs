@@ -22,7 +22,7 @@ pub fn qcow2_layer(node: &Node) -> Option<Qcow2Layer> {
     node.metadata().map(|metadata| Qcow2Layer { header: metadata.header(), file: metadata.file().clone() })
 }
 
-/// Sizes of what a format allocates, bytes.
+/// A format's units of allocation, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerGeometry {
     /// Cluster size.

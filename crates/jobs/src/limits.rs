@@ -23,7 +23,7 @@ pub struct BlockLimits {
     /// The size of a request that costs least.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub opt_transfer: Option<u64>,
-    /// Of memory: what is less aligned is copied.
+    /// Alignment of memory, in bytes: less aligned memory is copied.
     pub min_mem_alignment: u64,
     /// The most that one request moves.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -34,7 +34,7 @@ pub struct MapEntry {
     pub data: bool,
     /// Stored compressed.
     pub compressed: bool,
-    /// Offset in the file, when the bytes stand there as they are.
+    /// Offset in the file, when its bytes are the data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
     /// File of the layer. Not part of the JSON (the human table prints it).

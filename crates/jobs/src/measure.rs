@@ -109,8 +109,8 @@ async fn measure(
     Ok(Measurement { bitmaps, required: sum(data)?, fully_allocated: sum(all)? })
 }
 
-/// Bytes of header, L1 and L2 tables and refcounts of an image whose clusters are all allocated: what an image of
-/// this size may come to need. `None` past 2^64.
+/// Bytes of header, L1 and L2 tables and refcounts of an image whose clusters are all allocated: the most metadata of
+/// this size. `None` past 2^64.
 pub fn metadata_bytes(options: &Qcow2CreateOptions) -> Option<u64> {
     let cluster = options.cluster_bytes();
     let data = options.size.div_ceil(cluster);

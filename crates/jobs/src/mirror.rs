@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies a disk that is in use to another node, or into an image of its own chain, until both are the same; then the
+//! Copies a disk that is in use to another node, or into an image of its own chain, until both are the same. Then the
 //! other can take its place.
 //!
 //! A dirty map holds the parts that are still to be copied; writers of the source fill it, too. A part is taken out of
@@ -37,9 +37,9 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 pub enum Sync {
     /// The whole disk.
     Full,
-    /// The data of the top layer; the target stands on the same backing file.
+    /// The data of the top layer; the target has the same backing file.
     Top,
-    /// Nothing: only what is written from now on.
+    /// Nothing: only writes from now on.
     None,
 }
 
@@ -52,7 +52,7 @@ pub struct MirrorOptions {
     pub granularity_bytes: u64,
     /// The most that is in memory, in bytes; at least one granule is.
     pub buffer_bytes: u64,
-    /// The target reads as zeroes: what is zero in the source isn't written there at first.
+    /// The target reads as zeroes: zeroes of the source aren't written there at first.
     pub target_is_zero: bool,
     /// Writes to the source go to the target too before they are over, by a filter of this name.
     pub write_blocking: Option<String>,
@@ -73,9 +73,9 @@ impl Default for MirrorOptions {
     }
 }
 
-/// A copy under way: to another node, or of what an image holds into an image below it. Requests that a dropped future of it
-/// has begun are carried out; the steps behind them are not. The piece of a dropped [`Mirror::catch_up`] stays to be copied, so
-/// it can be called again. Behind a dropped [`Mirror::finish`] only [`Mirror::end`] may follow.
+/// A copy under way: to another node, or of an image's data into an image below it. Requests that a dropped future of
+/// it has begun are carried out; the steps behind them are not. The piece of a dropped [`Mirror::catch_up`] stays to be
+/// copied, so it can be called again. Behind a dropped [`Mirror::finish`] only [`Mirror::end`] may follow.
 pub struct Mirror {
     graph: Arc<Graph>,
     source: Arc<Node>,
@@ -234,8 +234,8 @@ impl Mirror {
         }
     }
 
-    /// Starts to bring what `top` and the layers below it hold into `base`, which is in its chain: `block-commit` of the
-    /// layer that clients write to.
+    /// Starts to bring the data of `top` and the layers below it into `base`, which is in its chain: `block-commit` of
+    /// the layer that clients write to.
     pub async fn commit(
         graph: &Arc<Graph>,
         id: &str,
@@ -254,7 +254,7 @@ impl Mirror {
         }
     }
 
-    /// A reader of the source, and a map of what is written to it from now on.
+    /// A reader of the source, and a map of the writes to it from now on.
     async fn observe(
         graph: &Arc<Graph>,
         id: &str,
@@ -376,7 +376,7 @@ impl Mirror {
         self.writer().filter().map(|_| Arc::clone(&self.dirty))
     }
 
-    /// The unit in which it copies, and what is still to be copied, in bytes.
+    /// The unit in which it copies, and the missing part, in bytes.
     pub fn missing(&self) -> (u64, u64) {
         (self.dirty.granularity_bytes(), self.remaining_bytes())
     }
@@ -443,7 +443,7 @@ impl Mirror {
         }
     }
 
-    /// Copies until there was a moment without anything to copy. Progress counts what was copied.
+    /// Copies until there was a moment without anything to copy. Progress counts copied bytes.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         self.check_size()?;
         let source = self.reader.queue();
@@ -554,8 +554,8 @@ impl Mirror {
     }
 
     /// Makes both the same and ends. With `pivot` the target takes the source's place for all its users. On an error
-    /// the source stays where it is. `job` may be cancelled while the target hangs: the source's users go on then, and
-    /// what the target still does keeps it until it answers.
+    /// the source stays where it is. `job` may be cancelled while the target hangs. The source's users go on then, and
+    /// the target's work keeps it until it answers.
     pub async fn finish(self: &Rc<Self>, pivot: bool, job: &JobHandle) -> Result<()> {
         self.note_end().await;
         // The last flush finds little to do then, and a target that hangs is met before the source's users have to wait.
@@ -565,7 +565,7 @@ impl Mirror {
                 let ended = self.end().await;
                 return failed.and(ended);
             }
-            // The flush is dropped by now: it may hold what the end waits for.
+            // The flush is dropped by now: it may hold a lock that the end waits for.
             Err(cancelled) => return self.end().await.and(Err(cancelled)),
         }
         let ends = [&self.source, &self.target];
@@ -635,8 +635,8 @@ impl Mirror {
         result.and(closed).and(ended).and(unused).and(freed)
     }
 
-    /// Under a drain: copies what is left, and flushes the target. Once `job` is cancelled the drain is over, and nothing more is
-    /// begun.
+    /// Under a drain: copies the rest, and flushes the target. Once `job` is cancelled the drain is over, and nothing
+    /// more is begun.
     async fn copy_rest(&self, job: &JobHandle) -> Result<()> {
         let go_on = || match job.is_cancelled() {
             true => Err(Error::new(ErrorKind::Cancelled, "the job was cancelled")),

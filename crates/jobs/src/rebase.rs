@@ -30,7 +30,7 @@ pub struct RebaseOptions {
     pub base_cache: Option<String>,
     /// `-u`: only name it: the new file is taken to read as the old one does, and needn't exist.
     pub only_name: bool,
-    /// `-c`: what must be written is compressed where it is a whole cluster.
+    /// `-c`: writes of whole clusters are compressed.
     pub compressed: bool,
 }
 
@@ -117,9 +117,9 @@ async fn open_base(image: &Node, name: &str, options: &RebaseOptions) -> Result<
     Ok(base)
 }
 
-/// Writes into the image what would read otherwise with the new backing file. The image stands on that one already
-/// meanwhile, so that zeroes are written wherever it has data. The writes have whole clusters or subclusters, so
-/// nothing is filled in from it.
+/// Writes ranges into the image that would read otherwise with the new backing file. The image has that one below it
+/// already meanwhile, so that zeroes are written wherever it has data. The writes have whole clusters or subclusters,
+/// so nothing is filled in from it.
 async fn keep_content(
     image: &Arc<Node>,
     base: Option<&Arc<Node>>,
@@ -168,8 +168,8 @@ async fn keep_ranges(change: &Move<'_>) -> Result<()> {
     .await
 }
 
-/// The pieces with borders between units where they touch one another: the unit in which one ends and the next one begins
-/// belongs to that which isn't zero. So a unit is looked at, and written or compressed, as a whole.
+/// The pieces with borders between units where they touch one another. The unit in which one ends and the next one
+/// begins belongs to that which isn't zero. So a unit is looked at, and written or compressed, as a whole.
 fn in_whole_units(pieces: Vec<Piece>, unit: u64) -> Vec<Piece> {
     let mut whole: Vec<Piece> = Vec::with_capacity(pieces.len());
     for mut piece in pieces {
@@ -202,12 +202,12 @@ impl Move<'_> {
         }
     }
 
-    /// The new backing file reads as zeroes there: what the old one knows to be zero needs no look.
+    /// The new backing file reads as zeroes there: known zeroes of the old one need no look.
     async fn keep_against_zeroes(&self, piece: Piece) -> Result<()> {
         let Some(old) = self.old else { return Ok(()) };
         let unit = self.unit();
         let end = (piece.start + piece.len).min(old.size());
-        // Whole units: what lies beside data in one goes along, so that nothing of it is lost should this stop half-way.
+        // Whole units: bytes beside data in one go along, so that none of them is lost should this stop half-way.
         let mut ranges: Vec<(u64, u64)> = Vec::new();
         let mut at = piece.start;
         while at < end {
@@ -251,8 +251,8 @@ impl Move<'_> {
         }
     }
 
-    /// Writes those units of `bytes`, which stand at `start`, that differ from what would be read there; `differs` also gets
-    /// where in `bytes` a unit begins.
+    /// Writes those units of `bytes`, which begin at `start`, that differ from the data that would be read there;
+    /// `differs` also gets where in `bytes` a unit begins.
     async fn write_units(&self, start: u64, bytes: IoBuf, differs: impl Fn(usize, &[u8]) -> bool) -> Result<()> {
         let unit = self.unit();
         let end = start + bytes.len() as u64;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads everything that can still be reached out of a damaged qcow2 image, into a new one, with a map of what is lost.
+//! Reads everything that can still be reached out of a damaged qcow2 image, into a new one, with a map of the losses.
 //! The damaged image is opened for reading only.
 
 mod map;
@@ -47,7 +47,7 @@ pub struct RescueOptions {
 /// Written at a time, at least, where data follow each other.
 const RUN_BYTES: usize = 1 << 20;
 
-/// Rescues. An error means that nothing more could be done; what is merely lost is in the map.
+/// Rescues. An error means that nothing more could be done; mere losses are in the map.
 pub async fn run(options: &RescueOptions, job: &JobHandle) -> Result<RescueMap> {
     let mut opened = Vec::new();
     let result = rescue(options, job, &mut opened).await;
@@ -310,7 +310,7 @@ impl Copy<'_> {
         self.map.lose(range, &loss, entry);
     }
 
-    /// Takes what was read of the cluster at `guest`.
+    /// Takes the salvaged bytes of the cluster at `guest`.
     async fn take(&mut self, guest: u64, salvaged: cowshed_rescue::Salvaged) -> Result<()> {
         let len = self.wreck.geometry().cluster_size().min(self.wreck.size() - guest);
         let mut lost_bytes = 0;

@@ -26,7 +26,7 @@ pub struct ResizeOptions {
     pub size: NewSize,
     /// `--shrink`: without it shrinking is refused, since it loses data.
     pub shrink: bool,
-    /// `--preallocation` of what is added.
+    /// `--preallocation` of the added range.
     pub preallocation: Preallocation,
 }
 
@@ -107,7 +107,8 @@ async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
     Ok(ResizeOutcome { old_size, new_size: node.size() })
 }
 
-/// Refuses another size for what has one that can't be changed: a raw disk would only say that it has become smaller.
+/// Refuses another size for an image whose size can't be changed: a raw disk would only report that it has become
+/// smaller.
 fn check_grows(node: &Node, old_size: u64, new_size: u64) -> Result<()> {
     let below = match node.driver_name() {
         "raw" => node.child(ChildRole::File),

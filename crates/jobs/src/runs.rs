@@ -11,7 +11,7 @@ use futures_util::stream::{self, StreamExt};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Bytes of a piece. A piece should still be in the processor's cache when it is written: with 2 MiB, copying in the
+/// Bytes of a piece. A piece should still be in the processor's cache when it is written. With 2 MiB, copying in the
 /// page cache takes half as long again.
 pub const PIECE_BYTES: u64 = 512 << 10;
 /// Bytes of all pieces in flight at most.
@@ -149,7 +149,7 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
     }
 }
 
-/// Hands stretch after stretch to `work`, several at a time; the first error ends it, after what has begun.
+/// Hands stretch after stretch to `work`, several at a time; the first error ends it, after the begun ones.
 pub async fn for_each<F, W>(mut runs: Runs<'_, F>, job: &JobHandle, work: impl Fn(Vec<Piece>) -> W) -> Result<()>
 where
     F: Fn(&StatusExtent) -> bool,

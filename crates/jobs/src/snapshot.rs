@@ -15,7 +15,7 @@ use cowshed_types::{Error, Result};
 pub enum SnapshotAction {
     /// Take one with this name.
     Create(String),
-    /// Make the disk what it was then: by ID, else by name.
+    /// Give the disk the snapshot's data: by ID, else by name.
     Apply(String),
     /// Delete one, by name.
     Delete(String),

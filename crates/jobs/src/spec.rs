@@ -81,7 +81,7 @@ impl ImageSpec {
         self.settled(request)
     }
 
-    /// The request with what is said of the image besides its name.
+    /// The request with the settings of the image besides its name.
     fn settled(&self, request: OpenRequest) -> Result<OpenRequest> {
         let request = request
             .force_share(self.force_share)

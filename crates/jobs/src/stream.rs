@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Takes over into an image in use what the layers below it hold, then puts it on the layer below those, or on nothing.
+//! Takes the data of the layers below into an image in use. Then the image gets the layer below those, or none, as its
+//! backing file.
 //!
 //! A copy-on-read filter above the image keeps the job's copies and clients' writes apart. On disk the image has
-//! everything, durably, before its header names another backing file: a power cut leaves the old chain or the new one, and
-//! both read the same.
+//! everything, durably, before its header names another backing file. A power cut leaves the old chain or the new one,
+//! and both read the same.
 
 use crate::JobHandle;
 use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
@@ -23,7 +24,7 @@ const CHUNK_BYTES: u64 = 1 << 20;
 pub struct StreamRequest {
     /// The image that takes over.
     pub node: Arc<Node>,
-    /// The layer that it is to stand on; `None`: none.
+    /// Its new backing node; `None`: none.
     pub base: Option<Arc<Node>>,
     /// How the image's header is to name that layer; `None`: by a name that opens it as it is.
     pub backing_file: Option<String>,
@@ -33,9 +34,9 @@ pub struct StreamRequest {
     pub filter_name: String,
 }
 
-/// The work under way. Requests that a dropped future of it has begun are carried out, and so is the copy of a piece; the steps
-/// behind them are not. A dropped [`StreamJob::copy`] can be called again. A dropped [`StreamJob::finish`] or [`StreamJob::end`] may leave
-/// the filter in the graph.
+/// The work under way. Requests that a dropped future of it has begun are carried out, and so is the copy of a piece.
+/// The steps behind them are not. A dropped [`StreamJob::copy`] can be called again. A dropped [`StreamJob::finish`] or
+/// [`StreamJob::end`] may leave the filter in the graph.
 pub struct StreamJob {
     graph: Arc<Graph>,
     request: StreamRequest,
@@ -212,7 +213,7 @@ impl StreamJob {
         linked.and(ended)
     }
 
-    /// Ends half-way: the image stays on its chain, with what it has by now.
+    /// Ends half-way: the image stays on its chain, with its present data.
     pub async fn end(&self) -> Result<()> {
         let detached = self.user.detach().await;
         let removed = self.graph.remove_filter(&self.filter).await;

@@ -9,7 +9,7 @@ pub(crate) fn wrong(field: &'static str, offset: u64, value: impl Display, messa
     Error::invalid_image(field, value, message).offset(offset)
 }
 
-/// A field that asks for what isn't supported.
+/// The error of a field that needs an unsupported feature.
 pub(crate) fn refused(field: &'static str, offset: u64, value: impl Display, message: &str) -> Error {
     Error::unsupported(message).field(field).offset(offset).value(value)
 }

@@ -10,7 +10,7 @@ pub const TRAILER_BYTES: usize = 512;
 pub const MOST_LIST_BYTES: u64 = 32 << 20;
 /// A packed piece is unpacked whole: at most so many bytes.
 pub const MOST_PACKED_BYTES: u64 = 64 << 20;
-/// A packed piece is longer than what comes out of it by no more than an eighth and so many bytes.
+/// A packed piece is longer than its unpacked bytes by no more than an eighth and so many bytes.
 const MOST_GROWTH_BYTES: u64 = 64 << 10;
 const SECTOR_BYTES: u64 = 512;
 const TABLE_HEADER_BYTES: usize = 204;
@@ -47,7 +47,7 @@ pub enum DmgPacking {
 }
 
 impl DmgPacking {
-    /// True for what is unpacked whole.
+    /// True for a piece that is unpacked whole.
     pub fn is_packed(self) -> bool {
         !matches!(self, DmgPacking::Zero | DmgPacking::Raw)
     }

@@ -24,7 +24,7 @@ pub const SLOT_STATE_BYTES: usize = 4;
 const SLOT_ENABLED: u32 = 0x00ac_71f3;
 const SLOT_DISABLED: u32 = 0x0000_dead;
 
-/// Where a key slot stands in the header. `slot` is 0 to 7.
+/// The place of a key slot in the header. `slot` is 0 to 7.
 pub fn slot_place(slot: usize) -> Range<usize> {
     let start = FIRST_SLOT + slot * SLOT_BYTES;
     start..start + SLOT_BYTES
@@ -100,7 +100,7 @@ impl LuksHeader {
         })
     }
 
-    /// The header as it stands on disk. Names that are too long for their fields are cut.
+    /// The bytes of the header on disk. Names that are too long for their fields are cut.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);

@@ -132,8 +132,9 @@ const EXTENSION_HEADER_BYTES: usize = 24;
 const FEATURE_HEADER_BYTES: usize = 24;
 const FEATURE_END: u64 = 0;
 const FEATURE_BITMAP: u64 = 0x2038_5fae_252c_b34a;
-/// Of a feature that a program doesn't load: it must not change the image; it must take the feature along.
+/// A program that doesn't load the feature must not change the image.
 const FEATURE_NECESSARY: u64 = 1;
+/// A program that doesn't load the feature must take it along.
 const FEATURE_TRANSIT: u64 = 2;
 /// Length in bytes of the header in front of a bitmap's table.
 const BITMAP_HEADER_BYTES: usize = 32;

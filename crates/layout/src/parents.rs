@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Names of parents as programs of Windows write them, turned into names of files beside the image. A drive, a server or the root of a
-//! disk is never followed: what such a name has last is looked for beside the image.
+//! Names of parents as programs of Windows write them, turned into names of files beside the image. A drive, a server
+//! or the root of a disk is never followed: the last part of such a name is looked for beside the image.
 
 /// UTF-16 as text, up to the first NUL.
 pub fn utf16(bytes: &[u8], is_big_endian: bool) -> String {
@@ -11,8 +11,8 @@ pub fn utf16(bytes: &[u8], is_big_endian: bool) -> String {
     String::from_utf16_lossy(&units)
 }
 
-/// A path relative to the image's folder, with slashes; `None` for one that isn't relative, and for what could be taken for an
-/// address.
+/// A path relative to the image's folder, with slashes; `None` for one that isn't relative, and for one that could be
+/// taken for an address.
 pub fn relative(path: &str) -> Option<String> {
     let path = path.replace('\\', "/");
     let path = path.strip_prefix("./").unwrap_or(&path);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Partition tables: MBR with its logical partitions, and GPT (UEFI specification, chapter 5). [`Search`] looks one
-//! partition up, and says what it has to read for that. Numbers are little-endian.
+//! partition up, and names the bytes that it has to read. Numbers are little-endian.
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::wrong;
@@ -91,7 +91,8 @@ struct GptHeader {
     entries: u64,
 }
 
-/// An entry of an MBR that isn't empty, with its place in bytes. `start` counts from what the entry is relative to.
+/// An entry of an MBR that isn't empty, with its place in bytes. `start` counts from the place that the entry is
+/// relative to.
 #[derive(Clone, Debug)]
 struct MbrEntry {
     kind: u8,

@@ -28,7 +28,7 @@ pub type Writes = Vec<(u64, Vec<u8>)>;
 pub struct QedHeader {
     /// Length of a cluster, a power of two from 4 KiB to 64 MiB.
     pub cluster_bytes: u64,
-    /// Clusters of the header and what belongs to it, at the start of the file.
+    /// Clusters of the header and its further parts, at the start of the file.
     pub header_clusters: u64,
     /// Length of a table, of the L1 table as of an L2 table.
     pub table_bytes: u64,
@@ -185,7 +185,7 @@ impl QedHeader {
         let mut sector = sector.ok_or_else(|| wrong("header", 0, first.len(), "the QED header is cut short"))?.to_vec();
         let (beside, len) = (HEADER_BYTES as u64, name.len() as u64);
         let old = self.backing_name.map_or(0..0, |(at, len)| at..at + u64::from(len));
-        // A name that isn't all in the first sector comes to a place beside the old one first.
+        // A name that reaches beyond the first sector goes to a place beside the old one first.
         let (place, in_sector) = match beside + len <= SECTOR_BYTES {
             true => (beside, true),
             false if old.start < beside + len && beside < old.end => (FAR_NAME_AT, false),

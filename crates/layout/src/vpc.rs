@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VHD, the format of Virtual PC and of older Hyper-V, which QEMU calls vpc: Microsoft's "Virtual Hard Disk Image Format
-//! Specification" 1.0. A footer at the end of the file; dynamic disks also have a copy of it at the start, a header, and a
-//! block allocation table. Numbers are big-endian, offsets of structures count bytes, those of blocks sectors.
+//! VHD, the format of Virtual PC and of older Hyper-V, which QEMU calls vpc: Microsoft's "Virtual Hard Disk Image
+//! Format Specification" 1.0. A footer is at the end of the file. Dynamic disks also have a copy of it at the start, a
+//! header, and a block allocation table. Numbers are big-endian, offsets of structures count bytes, those of blocks
+//! sectors.
 
 use crate::bytes::{array_at, be16_at, be32_at, be64_at};
 use crate::complaint::{refused, wrong};
@@ -65,8 +66,9 @@ pub struct VpcFooter {
 impl VpcFooter {
     /// Parses a footer or its copy, [`FOOTER_BYTES`] bytes.
     ///
-    /// The size of the disk is `current_size`; for images of Virtual PC and of QEMU (unless made with `force_size`) it is
-    /// cylinders × heads × sectors, except for the largest geometry. These are the rules of QEMU 11, as it shows them.
+    /// The size of the disk is `current_size`. For images of Virtual PC and of QEMU (unless made with `force_size`) it
+    /// is cylinders × heads × sectors, except for the largest geometry. These are the rules of QEMU 11, as it shows
+    /// them.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if !bytes.starts_with(COOKIE) {
             return Err(wrong("cookie", 0, "another", "this is no VHD footer").qemu("invalid VPC image"));
@@ -262,7 +264,7 @@ pub struct NewVpc {
     pub size: u64,
     /// The bytes of the disk as they are, then the footer.
     pub is_fixed: bool,
-    /// The size counts as it is. Else it is rounded up to what a geometry gives.
+    /// The size counts as it is. Else it is rounded up to the size of a geometry.
     pub force_size: bool,
     /// Seconds since the beginning of the year 2000, UTC.
     pub made_at: u32,

@@ -10,7 +10,7 @@ pub async fn read_header(file: &File) -> Result<Header> {
     read_header_as(file, false).await
 }
 
-/// As [`read_header`]; `check`: what a check can judge is no error.
+/// As [`read_header`]; `check`: faults that a check can judge are no error.
 pub async fn read_header_as(file: &File, check: bool) -> Result<Header> {
     const FIRST_READ_BYTES: u64 = 64 << 10;
     let read = async |len: u64| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes that need clusters: which host range to write, what to fill in around the data, and the edit afterwards.
+//! Writes that need clusters: the host range to write, the filling around the data, and the edit afterwards.
 //!
 //! [`Engine::begin_allocate`] reserves host clusters and locks the guest clusters; the caller writes data and filling in
 //! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
@@ -35,7 +35,7 @@ pub struct Allocation {
     pub start: GuestOffset,
     /// First guest byte of the caller's data.
     pub data_start: GuestOffset,
-    /// First guest byte behind the caller's data; may be less than what the caller asked for.
+    /// First guest byte behind the data of this plan; may be less than the end of the caller's data.
     pub data_end: GuestOffset,
     /// First guest byte behind everything to write; may lie past the end of the disk.
     pub end: GuestOffset,
@@ -152,7 +152,7 @@ impl Engine {
         Ok(allocation)
     }
 
-    /// Refuses to write to, or to free, what the mapping says is the guest's but holds metadata.
+    /// Refuses to write to, or to free, a range that the mapping gives the guest but that holds metadata.
     pub(crate) fn refuse_overlap(&self, state: &State, entry: L2Entry) -> Planned<()> {
         let mut clusters = Vec::new();
         self.references_of(entry, &mut clusters);
@@ -325,8 +325,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The guest bytes that a new host cluster takes over from the old one: with extended L2 entries from the first to the
-    /// last subcluster that has data. `u64::MAX..0` when it takes nothing over.
+    /// The guest bytes that a new host cluster takes over from the old one. With extended L2 entries these are those
+    /// from the first to the last subcluster that has data. `u64::MAX..0` for none.
     fn carried(&self, found: &Found, cluster: u64) -> Range<u64> {
         let nothing = Range { start: u64::MAX, end: 0 };
         let Class::New { carries: true } = found.class else { return nothing };
@@ -386,14 +386,14 @@ impl Engine {
         }
     }
 
-    /// Points the mapping to what was written. The caller's data I/O has completed.
+    /// Points the mapping to the written clusters. The caller's data I/O has completed.
     pub fn commit(&self, allocation: Allocation) -> Result<(), Error> {
         self.publish(allocation, false)
     }
 
     /// Maps the clusters of [`Engine::begin_preallocate`]: they hold zeroes, or count as zeroes where the image is
-    /// encrypted (from version 3 of the format on). With extended L2 entries and a backing
-    /// file the subclusters stay unallocated, but not those behind the end of a disk that grows: no backing file shows there.
+    /// encrypted (from version 3 of the format on). With extended L2 entries and a backing file the subclusters stay
+    /// unallocated. Those behind the end of a disk that grows don't: no backing file shows there.
     pub fn commit_preallocation(&self, allocation: Allocation) -> Result<(), Error> {
         self.publish(allocation, true)
     }

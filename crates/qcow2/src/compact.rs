@@ -18,7 +18,7 @@ pub(crate) struct Shape {
 pub(crate) struct Run {
     /// Index of the first entry.
     first: u32,
-    /// log2 of what an entry adds to the one before, or [`CONSTANT`].
+    /// log2 of the difference of an entry to the one before, or [`CONSTANT`].
     stride_bits: u32,
     entry: u64,
     bitmap: u64,
@@ -124,7 +124,7 @@ fn runs(words: &[u64], shape: Shape, most: usize) -> Option<Vec<Run>> {
             && run.bitmap == bitmap
         {
             if index == run.first + 1 {
-                // The second entry says what kind of run it is.
+                // The second entry decides the kind of the run.
                 run.stride_bits = if entry == run.entry { CONSTANT } else { shape.cluster_bits };
             }
             if run.entry_at(index) == entry {

@@ -120,7 +120,7 @@ impl Engine {
         self.refuse_overlap(state, L2Entry(self.entry_of(&slice, word).0))
     }
 
-    /// The rest of the cluster that the last batch ended in, with what can be allocated directly behind it.
+    /// The rest of the cluster that the last batch ended in, with the space that can be allocated directly behind it.
     fn packed_region(&self, state: &mut State, total: u64) -> Planned<Option<Region>> {
         let Some(next) = state.pack_next else { return Ok(None) };
         let size = self.geometry.cluster_size();
@@ -256,7 +256,7 @@ impl Engine {
         }
     }
 
-    /// Ends packing in the cluster of the last batch: what comes next starts in a fresh cluster.
+    /// Ends packing in the cluster of the last batch: the next batch starts in a fresh cluster.
     pub fn stop_packing(&self) {
         self.own().pack_next = None;
     }

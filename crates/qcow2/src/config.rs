@@ -44,7 +44,7 @@ pub struct EngineConfig {
     pub discard_no_unref: bool,
     /// Structures that writes are checked against.
     pub overlap: OverlapSet,
-    /// Further metadata in the image file: what, offset and length in bytes.
+    /// Further metadata in the image file: structure, offset and length in bytes.
     pub other_metadata: Vec<(Structure, u64, u64)>,
     /// Size of the backing file in bytes, `None` without one.
     pub backing_size: Option<u64>,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The active L1 table in memory, and under each of its entries the cached slices of that L2 table.
 //!
-//! Readers walk it without a lock. It grows by sharing its chunks with a longer directory, so a reader that still
-//! holds the shorter one sees every change in the part that it knows.
+//! Readers walk it without a lock. It grows by sharing its chunks with a longer directory. So a reader that still holds
+//! the shorter one sees every change in its part.
 
 use crate::interleaving;
 use crate::slice::Slice;

@@ -62,7 +62,7 @@ impl DirtyBits {
         self.piece_bytes as u64 * 8
     }
 
-    /// Bits of a piece that stand for something.
+    /// Bits of a piece that stand for bytes of the disk.
     fn bits_of_piece(&self, piece: u64) -> u64 {
         self.bits().saturating_sub(piece * self.bits_per_piece()).min(self.bits_per_piece())
     }
@@ -132,7 +132,7 @@ impl DirtyBits {
         }
     }
 
-    /// Sets every bit of a piece that stands for something.
+    /// Sets every bit of a piece that stands for bytes of the disk.
     pub fn fill_piece(&mut self, piece: u64) {
         let mut bytes = vec![0; self.piece_bytes];
         set(&mut bytes, 0..self.bits_of_piece(piece));
@@ -231,7 +231,7 @@ impl DirtyBits {
         self.pieces.values().map(|stored| if let Stored::Bytes(bytes) = stored { bytes.len() as u64 } else { 0 }).sum()
     }
 
-    /// Makes dirty what is dirty in `other`, whose granularity may differ; the disks must be equally large.
+    /// Makes the dirty bytes of `other` dirty here too; its granularity may differ. The disks must be equally large.
     pub fn merge(&mut self, other: &DirtyBits) -> Result<()> {
         if self.disk_bytes != other.disk_bytes {
             let message = format!(
@@ -246,7 +246,7 @@ impl DirtyBits {
         Ok(())
     }
 
-    /// Changes the size of the disk: what is new is clean, what is cut off is forgotten.
+    /// Changes the size of the disk: new bytes are clean, cut-off ones are forgotten.
     pub fn resize(&mut self, disk_bytes: u64) {
         self.disk_bytes = disk_bytes;
         for (piece, stored) in std::mem::take(&mut self.pieces) {

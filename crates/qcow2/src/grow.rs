@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Moving the refcount table to a larger place.
 //!
-//! The new table and the blocks that count it are written behind all that the old table can count, where nothing is in
-//! use, and made durable. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
+//! The new table and the blocks that count it are written behind the reach of the old table, where nothing is in use,
+//! and made durable. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
 
 use crate::engine::{Engine, State};
 use crate::stall::{Planned, Stall};
@@ -96,8 +96,8 @@ impl Engine {
         Ok(growth)
     }
 
-    /// Blocks and table clusters for a table that starts at cluster `start`: of at least twice the present size, but no
-    /// larger than a container that can't grow needs it.
+    /// Blocks and table clusters for a table that starts at cluster `start`. It has at least twice the present size,
+    /// but no more than a container that can't grow needs.
     fn growth_shape(&self, start: u64, state: &State) -> Result<(u64, u64), Error> {
         let size = self.geometry.cluster_size();
         let block_bits = self.geometry.refcount_block_bits();

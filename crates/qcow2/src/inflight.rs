@@ -32,7 +32,7 @@ impl Inflight {
         self.ranges.insert(self.index_of(clusters.start), clusters);
     }
 
-    /// Unlocks exactly what was locked.
+    /// Unlocks exactly the locked clusters.
     pub(crate) fn unlock(&mut self, clusters: &Range<u64>) {
         let index = self.index_of(clusters.start);
         let is_locked = self.ranges.get(index) == Some(clusters);

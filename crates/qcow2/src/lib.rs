@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The qcow2 engine without any I/O: what is cached goes in, plans come out.
+//! The qcow2 engine without any I/O: cached tables go in, plans come out.
 //!
-//! An [`Engine`] holds the mapping of one image in memory. Its methods answer from what is cached or say what is
-//! missing ([`Stall`]); the caller does all reading, writing and waiting. The rules that keep an image consistent
-//! through a power cut are kept here. They say what may be written when ([`Engine::begin_cycle`]). They also say when a
-//! freed host range may be used again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
+//! An [`Engine`] holds the mapping of one image in memory. Its methods answer from cached tables or name the missing
+//! ones ([`Stall`]); the caller does all reading, writing and waiting. The rules that keep an image consistent through
+//! a power cut are kept here. They decide the time of each write ([`Engine::begin_cycle`]). They also say when a freed
+//! host range may be used again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
 
 mod allocate;
 pub mod check;

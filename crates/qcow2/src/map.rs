@@ -160,7 +160,7 @@ impl Engine {
                 match cluster {
                     Cluster::Data { host } if self.is_ours(entry) => {
                         if !self.config.format.data_file && self.metadata.contains(self.geometry.host_cluster(host)) {
-                            // The owner says what it hits: `begin_allocate` meets the same entry.
+                            // The owner names the damage: `begin_allocate` meets the same entry.
                             return Ok((done, false));
                         }
                     }
@@ -220,7 +220,7 @@ impl Engine {
     ) -> Result<(u64, bool), Error> {
         let bitmap = SubclusterBitmap(bitmap);
         if OVERWRITE && !bitmap.is_valid() {
-            // `begin_allocate` meets the same entry and says what is wrong with it.
+            // `begin_allocate` meets the same entry and reports its fault.
             return Ok((0, false));
         }
         let host = match cluster {

@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 
 /// Clusters that one chunk of the map covers: 8192, which is 512 MiB of file at 64 KiB.
 const CHUNK_BITS: u32 = 13;
-/// Chunks with a smaller number stand in an array. Clusters further out (absurdly far in the file) are in a tree, so
-/// that a hostile image costs tens of MiB at most.
+/// Chunks with a smaller number are in an array. Clusters further out (absurdly far in the file) are in a tree, so that
+/// a hostile image costs tens of MiB at most.
 const DENSE_CHUNKS: u64 = (GROUP * GROUP) as u64;
 
 type Chunk = [AtomicU64; 1 << (CHUNK_BITS - 6)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Space for metadata that the mapping doesn't know: what belongs to the dirty bitmaps.
+//! Space for metadata that the mapping doesn't know: that of dirty bitmaps.
 
 use crate::engine::Engine;
 use crate::stall::Planned;

@@ -81,8 +81,8 @@ impl Pins {
         self.shards.iter().all(|shard| shard.0[epoch as usize % LIVE_EPOCHS].load(Ordering::SeqCst) == 0)
     }
 
-    /// Ends the current epoch and returns its number, the tag for what was just unmapped. Only the owner calls this.
-    /// When a pin from long ago still holds the next slot, the epoch goes on: the tag is right all the same.
+    /// Ends the current epoch and returns its number, the tag for the clusters unmapped just now. Only the owner calls
+    /// this. When a pin from long ago still holds the next slot, the epoch goes on: the tag is right all the same.
     pub(crate) fn advance(&self) -> u64 {
         let epoch = self.epoch.load(Ordering::SeqCst);
         self.try_advance();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changing the virtual size: a longer L1 table, and unmapping what lies behind a new end.
+//! Changing the virtual size: a longer L1 table, and unmapping the range behind a new end.
 
 use crate::engine::{Edit, Engine, State};
 use crate::stall::{Planned, Stall};
@@ -131,8 +131,8 @@ impl Engine {
         GuestOffset((l1_index as u64) << self.geometry.l2_coverage_bits())
     }
 
-    /// Makes the tables from `tail` on our own, in steps, so that [`Engine::unmap_tail`] finds no damaged one and needs no
-    /// space; returns true when all is done.
+    /// Makes the tables from `tail` on our own, in steps. So [`Engine::unmap_tail`] finds no damaged one and needs no
+    /// space. Returns true when all is done.
     pub fn own_tail(&self, tail: &mut Tail) -> Planned<bool> {
         let mut state = self.own();
         let state = &mut *state;

@@ -18,7 +18,7 @@ pub struct Restart {
     pub refcount_table_clusters: u64,
     /// Length of the image file in bytes.
     pub file_len: u64,
-    /// Further metadata in the image file: what, offset and length in bytes.
+    /// Further metadata in the image file: structure, offset and length in bytes.
     pub other_metadata: Vec<(Structure, u64, u64)>,
 }
 
@@ -64,7 +64,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The facts of the opening, with what has changed since.
+    /// The facts of the opening, with the changes since.
     fn config_now(&self, state: &State) -> EngineConfig {
         let (l2_cache_bytes, refcount_cache_bytes) = self.cache_limits();
         EngineConfig {

@@ -2,8 +2,8 @@
 //! Slices of L2 tables in memory, readable without a lock while the owner edits them.
 //!
 //! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics). The owner makes the version
-//! odd, edits, and makes it even again; a reader that saw the version change reads again. Where it is regular enough it
-//! is kept in a compact form instead, which is never edited: the owner puts an array in its place first.
+//! odd, edits, and makes it even again; a reader that saw the version change reads again. A regular slice is kept in a
+//! compact form instead, which is never edited: the owner puts an array in its place first.
 
 use crate::compact::{Compact, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -61,7 +61,7 @@ impl Slice {
         Slice::array(shape, std::iter::repeat_n(0, words))
     }
 
-    /// The same slice as an array, if it is compact: what the owner needs before it edits.
+    /// The same slice as an array, if it is compact: the owner needs that before it edits.
     pub(crate) fn expanded(&self) -> Option<Slice> {
         match &self.form {
             Form::Words(_) => None,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Why a plan can't be made now, and what its caller does about that.
+//! The reasons for which a plan can't be made now, with the caller's next step.
 
 use cowshed_types::{Error, HostOffset};
 use std::ops::Range;
@@ -55,14 +55,14 @@ pub enum Stall {
     Reserve(Reserve),
     /// Another request is at it: plan again after any change of the engine.
     Wait,
-    /// Plan again at once: the mapping isn't what the caller took it to be.
+    /// Plan again at once: the mapping has changed under the caller.
     Retry,
     /// Run a write-back cycle first, then plan again: too much of the metadata is dirty; see [`crate::Engine::wants_writeback`].
     WriteBack,
     /// The refcount table must grow first: [`crate::Engine::begin_refcount_growth`].
     GrowRefcounts,
     /// The container of the image can't grow and has no room for it. It may be longer than it was
-    /// ([`crate::Engine::container_grew`]), and what was freed may be used again after a flush.
+    /// ([`crate::Engine::container_grew`]), and freed clusters may be used again after a flush.
     Full,
     /// It would write onto metadata, which is in this range of host offsets: the image is corrupt and must be marked so.
     Corrupt(Error, Range<u64>),

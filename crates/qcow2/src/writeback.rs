@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Write-back in epochs: edits of cached metadata to ordered stages of writes with barriers between them.
 //!
-//! A cycle takes copies of everything that is dirty. Every edit in memory was made after its data I/O completed, so
+//! A cycle takes copies of everything that is dirty. Every edit in memory was made after its data I/O completed. So
 //! nothing in the copies points to data that isn't at least in the file. Stage 1 writes contents of L2 tables that
-//! nothing on disk points to yet, and refcount blocks (their rises; falls are in them only once their unmapping is
-//! durable). Stage 2 writes refcount-table entries. Stage 3 writes entries of L2 tables in place, and L1 entries. After
-//! stage 3's barrier a flush may be acknowledged and what was unmapped counts as durably unmapped.
+//! nothing on disk points to yet, and refcount blocks. (Their rises; falls are in them only once their unmapping is
+//! durable.) Stage 2 writes refcount-table entries. Stage 3 writes entries of L2 tables in place, and L1 entries. After
+//! stage 3's barrier a flush may be acknowledged, and the unmapped clusters count as durably unmapped.
 
 use crate::engine::{Dirt, Engine, L1Dirt, State};
 use cowshed_types::{HostOffset, slip};
@@ -74,7 +74,8 @@ impl Engine {
         let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
         let mut cycle = Cycle {
             number,
-            // Decided here, under the lock: what became dirty since the caller last looked goes out with this cycle.
+            // Decided here, under the lock: tables that became dirty since the caller last looked go out with this
+            // cycle.
             set_dirty_bit: std::mem::take(&mut state.want_dirty_bit) && holds_changes(state),
             stages: Default::default(),
             slices: Vec::new(),

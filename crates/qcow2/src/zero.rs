@@ -20,8 +20,8 @@ pub enum ZeroMode {
     /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or
     /// stay with `discard-no-unref`). A cluster for which the format has no such entry is left alone.
     Discard,
-    /// As `Keep`, but only where the range holds no data: `Unsupported` elsewhere. The caller has seen that what lies
-    /// beneath it reads as zeroes.
+    /// As `Keep`, but only where the range holds no data: `Unsupported` elsewhere. The caller has seen that the layers
+    /// beneath it read as zeroes.
     Blank,
 }
 
@@ -189,7 +189,7 @@ impl Engine {
         if mode == ZeroMode::Blank && bitmap.data_mask() & mask != 0 {
             return Err(holds_data());
         }
-        // Where nothing lies beneath, a discard leaves alone what has no data here.
+        // Where nothing lies beneath, a discard leaves ranges without data alone.
         let mask = match is_discard && !self.stands_on_another() {
             true => mask & (bitmap.data_mask() | bitmap.zero_mask()),
             false => mask,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine alone, over an image in memory: seeded random requests against a byte model, with reopening, and a count
-//! of every reference against every refcount after each flush.
+//! The engine alone, over an image in memory. Seeded random requests run against a byte model, with reopening. After
+//! each flush every reference is counted against every refcount.
 
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, L2Format, refcount};
 use cowshed_qcow2::{
@@ -613,7 +613,7 @@ fn cleaning_drops_what_was_not_used_since_the_last_time() {
     disk.check();
 }
 
-/// Two calls that reclaim at once each take one reference of a cluster: the one that takes the last sees to the hole,
+/// Two calls that reclaim at once each take one reference of a cluster. The one that takes the last sees to the hole,
 /// and to the memory of it.
 #[test]
 fn cluster_reclaimed_twice_is_one_hole() {

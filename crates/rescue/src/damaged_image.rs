@@ -331,7 +331,7 @@ impl DamagedImage {
     }
 }
 
-/// Reads what can be read; the rest is zero and listed. Zeroes behind the end.
+/// Reads as much as possible; the rest is zero and listed. Zeroes behind the end.
 pub(super) async fn salvage(node: &Arc<Node>, offset: u64, len: usize) -> (Vec<u8>, Vec<(Range<u64>, Loss)>) {
     read_in_pieces(node, offset, len, |error| Loss::Io(error.message().to_owned())).await
 }

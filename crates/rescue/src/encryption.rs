@@ -52,7 +52,7 @@ impl DamagedImage {
         Err(Error::invalid_image("luks_header", "missing", message))
     }
 
-    /// Decrypts what was read for the guest's `guest` from `host` on. Bytes that could not be read stay zero.
+    /// Decrypts the read bytes of the guest's `guest`, from `host` on. Bytes that could not be read stay zero.
     pub(super) fn decrypt(&self, guest: u64, host: u64, bytes: &mut [u8], bad: impl Iterator<Item = Range<u64>>) {
         let Some(cipher) = &self.cipher else { return };
         let cipher: &dyn Cipher = &**cipher;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The header of a damaged image, field by field: what can be believed, what the user says instead, what is lost.
+//! The header of a damaged image, field by field: believable values, the user's values instead, and losses.
 
 use crate::Overrides;
 use cowshed_layout::bytes::{be32_at, be64_at};
@@ -37,7 +37,7 @@ pub(super) const CRYPT_LUKS: u32 = 2;
 /// Number of bytes of the header's first field that isn't looked at alone.
 const FIELDS_BYTES: usize = 112;
 
-/// Reads the fields from an image's first bytes; `file_len` bounds what can be believed.
+/// Reads the fields from an image's first bytes; `file_len` bounds the believable values.
 pub(super) fn read(bytes: &[u8], file_len: u64, overrides: &Overrides) -> Result<Fields> {
     let mut notes = Vec::new();
     let header = match Header::parse(bytes) {

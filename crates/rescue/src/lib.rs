@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads what is left of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used. An
+//! Reads the remains of a damaged qcow2 image. Nothing is ever written to it, and nothing of the engine is used. An
 //! image that the engine refuses can be read here, entry by entry, and losses are named.
 
 mod damaged_image;
@@ -31,7 +31,7 @@ pub struct Overrides {
 /// Why a guest range can't be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Loss {
-    /// The disk failed; what it said.
+    /// The disk failed; its error.
     Io(String),
     /// It lies behind the end of the file.
     PastEnd,
@@ -76,7 +76,7 @@ impl Loss {
     }
 }
 
-/// Why what was read may not be what was written.
+/// The reason for which read bytes may not be the written ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Doubt {
     /// The entry has reserved bits set.

@@ -243,7 +243,7 @@ fn entries<'a>(shape: &Shape, table: &'a [u8]) -> impl Iterator<Item = (u64, Opt
 }
 
 /// True for bytes that make sense as the L2 table at `offset`. Every entry is valid, none points to the table or to the
-/// header, no two to the same cluster, and at least one to a cluster.
+/// header, and no two point to one cluster. At least one points to a cluster.
 pub(super) fn is_plausible(shape: &Shape, offset: u64, table: &[u8]) -> bool {
     let mut targets = HashSet::new();
     let mut pointers = 0;
@@ -293,7 +293,7 @@ struct Candidate {
     targets: Vec<u64>,
 }
 
-/// So many targets decide what a table is.
+/// So many targets decide the kind of a table.
 const TARGETS_MAX: usize = 64;
 
 impl Candidate {

@@ -62,10 +62,10 @@ impl DamagedImage {
         list
     }
 
-    /// From now on reads what the disk was when the snapshot was taken. `overrides` go before what its entry says.
+    /// From now on reads the disk as the snapshot has it. `overrides` go before the values of its entry.
     ///
     /// # Errors
-    /// There is no such snapshot in what can be read of the table.
+    /// The readable part of the table has no such snapshot.
     pub async fn enter_snapshot(&mut self, wanted: &SnapshotName, overrides: &Overrides) -> Result<()> {
         let SnapshotList { snapshots, fault } = self.snapshots().await;
         let Some(index) = wanted.find(&snapshots) else {

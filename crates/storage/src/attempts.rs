@@ -5,9 +5,9 @@ use crate::rt;
 use cowshed_types::Errno;
 use std::time::Duration;
 
-/// An operation that the kernel gives back undone for that long fails with what the kernel said last.
+/// An operation that the kernel gives back undone for that long fails with the kernel's last error.
 const PATIENCE: Duration = if cfg!(test) { Duration::from_millis(300) } else { Duration::from_secs(10) };
-/// The first attempts follow at once: most of what interrupts an operation is over by then.
+/// The first attempts follow at once: most interruptions are over by then.
 const AT_ONCE: u32 = 4;
 /// The pauses before the others, the first and the longest.
 const PAUSES: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(100);

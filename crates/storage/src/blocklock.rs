@@ -2,7 +2,7 @@
 //! Locks on ranges of blocks, for direct I/O.
 //!
 //! A write smaller than the block of the medium reads the block, changes a part and writes it back. In between no other
-//! write may touch that block, or its bytes would be lost; so each write of a direct file takes its blocks first:
+//! write may touch that block, or its bytes would be lost. So each write of a direct file takes its blocks first:
 //! `Shared` when it covers them whole, `Exclusive` when it reads before it writes. Whole-block writes to one block may
 //! overlap (their order is the caller's business), anything else waits, in order of arrival.
 
@@ -130,7 +130,7 @@ pub(crate) struct BlockGuard {
 }
 
 impl BlockGuard {
-    /// Another guard of the same range: one for the operation, one for what has to be done after it.
+    /// Another guard of the same range: one for the operation, one for the work after it.
     pub(crate) fn share(&self) -> Self {
         if let Some(entry) = self.locks.table().entries.iter_mut().find(|entry| entry.ticket == self.ticket) {
             entry.holders += 1;

@@ -5,8 +5,8 @@
 //! program confines itself on its main thread, before it starts any other. The gate of `cowshed-image` decides which
 //! files are opened on an image's word; this module bounds the harm when our code is wrong.
 //!
-//! The io_uring of a confined thread is forbidden, since what it does passes seccomp by; its I/O goes through the thread
-//! pool.
+//! The io_uring of a confined thread is forbidden, since its operations pass seccomp by. Its I/O goes through the
+//! thread pool.
 
 mod calls;
 
@@ -18,10 +18,10 @@ use landlock::{
 };
 use std::path::{Path, PathBuf};
 
-/// The newest rights of Landlock that we ask for; an older kernel gives what it has.
+/// The newest rights of Landlock that we ask for; an older kernel gives those that it has.
 const LANDLOCK_ABI: ABI = ABI::V6;
 
-/// How much of what was asked for the kernel enforces.
+/// The part of the confinement that the kernel enforces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Enforcement {
     /// All of it.
@@ -75,8 +75,8 @@ impl Confinement {
         self
     }
 
-    /// This file can be opened for writing, too; in this folder files can be created and written. A path where nothing
-    /// is stands for its folder.
+    /// This file can be opened for writing, too; in this folder files can be created and written. A path without a file
+    /// stands for its folder.
     pub fn write(&mut self, path: impl Into<PathBuf>) -> &mut Self {
         self.writable.push(path.into());
         self

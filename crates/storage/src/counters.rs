@@ -44,7 +44,7 @@ fn shard_of_thread() -> usize {
 }
 
 impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
-    /// A row, for this thread to add to (not to store what must not be lost: threads may share it).
+    /// A row, for this thread to add to. A store could lose counts, because threads may share it.
     #[inline]
     pub fn row(&self, row: usize) -> &[AtomicU64; COLUMNS] {
         &self.0[shard_of_thread()].0[row]
@@ -154,8 +154,8 @@ pub(crate) struct FileCounters {
 }
 
 impl FileCounters {
-    /// The start of an operation that will be counted: by the clock itself where the file has an observer, else by that
-    /// of the executor's round.
+    /// The start of an operation that will be counted. It is by the clock itself where the file has an observer, else
+    /// by that of the executor's round.
     #[inline]
     pub(crate) fn start_ns(&self) -> u64 {
         if self.is_observed.load(Ordering::Relaxed) { crate::rt::now_ns() } else { crate::rt::round_now_ns() }

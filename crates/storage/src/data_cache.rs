@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where a file is known to have data.
 //!
-//! The kernel finds the end of a run of data by going through all of it: extent by extent, and page by page where it
-//! isn't on the disk yet. A walk through a disk asks for the next piece again and again, mostly in the same run.
+//! The kernel finds the end of a run of data by going through all of it. It goes extent by extent, and page by page
+//! where the data isn't on the disk yet. A walk through a disk asks for the next piece again and again, mostly in the
+//! same run.
 
 use crate::DataRange;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,14 +15,14 @@ pub(crate) struct KnownData(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Counts what can have made holes.
+    /// The number of operations that can have made holes.
     changes: u64,
     data: Option<DataRange>,
-    /// The length of the file when that was asked. Where it has grown since, data may go on behind what was their end.
+    /// The length of the file when that was asked. Where it has grown since, data may go on behind the run's end.
     len: u64,
 }
 
-/// Holes are being made: what is found meanwhile is not remembered.
+/// Holes are being made: runs found meanwhile are not remembered.
 pub(crate) struct Changing<'a>(&'a KnownData);
 
 impl Drop for Changing<'_> {
@@ -59,7 +60,7 @@ impl KnownData {
         self.state().changes
     }
 
-    /// Remembers what the kernel said when the file had `len` bytes, unless holes were made since `changes`.
+    /// Remembers the kernel's answer for a file of `len` bytes, unless holes were made since `changes`.
     pub(crate) fn keep(&self, changes: u64, data: DataRange, len: u64) {
         let mut state = self.state();
         if state.changes == changes {

@@ -99,7 +99,7 @@ impl File {
         Self::without_locks(name, is_writable, len, Medium::Sim(sim))
     }
 
-    /// A file of `len` bytes that reads as zeroes and forgets what is written.
+    /// A file of `len` bytes that reads as zeroes and forgets writes.
     pub fn null(len: u64) -> File {
         Self::null_with(NullOptions { len, ..NullOptions::default() })
     }
@@ -130,9 +130,9 @@ impl File {
         }))
     }
 
-    /// The same file with faults in front: its operations meet the rules of `faults`. `alignment` is what it asks of
-    /// offsets and lengths (a power of two; the file's own where that is larger), `max_transfer_bytes` the most that
-    /// one operation on the file moves. Image locks are those of `self`.
+    /// The same file with faults in front: its operations meet the rules of `faults`. `alignment` is the multiple that
+    /// its offsets and lengths need (a power of two; the file's own where that is larger). `max_transfer_bytes` is the
+    /// most that one operation on the file moves. Image locks are those of `self`.
     pub fn with_faults(
         &self,
         faults: Arc<Faults>,
@@ -212,7 +212,7 @@ impl File {
         self.0.is_writable.load(Ordering::Relaxed)
     }
 
-    /// True for a block device or what lies behind a protocol: the length can't change.
+    /// True for a block device or bytes behind a protocol: the length can't change.
     pub fn is_device(&self) -> bool {
         match &self.0.medium {
             Medium::Host(host) => host.is_device(),
@@ -223,7 +223,7 @@ impl File {
         }
     }
 
-    /// True when no write takes space that may be missing: a block device, a file that forgets what is written.
+    /// True when no write takes space that may be missing: a block device, a file that forgets writes.
     pub fn has_its_space(&self) -> bool {
         match &self.0.medium {
             Medium::Host(host) => host.is_device(),
@@ -234,7 +234,8 @@ impl File {
         }
     }
 
-    /// True when what lies past the end reads as zeroes once the file has grown over it (an encrypted volume has noise there).
+    /// True when bytes past the end read as zeroes once the file has grown over them (an encrypted volume has noise
+    /// there).
     pub fn grows_by_zeroes(&self) -> bool {
         !matches!(&self.0.medium, Medium::Remote(file) if !file.remote.grows_by_zeroes())
     }
@@ -244,7 +245,7 @@ impl File {
         matches!(self.0.medium, Medium::Host(_) | Medium::Sim(_))
     }
 
-    /// The same for two names of one file. `None` for what is no file of this machine.
+    /// The same for two names of one file. `None` without a file of this machine.
     pub fn identity(&self) -> Option<FileIdentity> {
         match &self.0.medium {
             Medium::Host(host) => Some(host.identity()),
@@ -377,9 +378,9 @@ impl File {
         (result.map_err(|errno| self.error(errno, "could not write", offset)), payload)
     }
 
-    /// A barrier: everything written before and completed is durable when it returns (`fdatasync`; with growth also
-    /// the length). The first failure poisons the file: every later `sync` and every write that grows the file fails
-    /// with that error until the file is closed and opened again.
+    /// A barrier: everything written before and completed is durable when it returns (`fdatasync`; with growth also the
+    /// length). The first failure poisons the file. Every later `sync` and every write that grows the file fails with
+    /// that error until the file is closed and opened again.
     pub async fn sync(&self) -> Result<()> {
         if self.0.no_flush.load(Ordering::Relaxed) {
             return Ok(());
@@ -528,7 +529,7 @@ impl File {
         self.is_writable() && self.0.medium.can_share_from(&source.0.medium, source.len()).await
     }
 
-    /// Takes over `len` bytes of `source` by sharing its blocks (a reflink, `FICLONERANGE`): the file system keeps them
+    /// Takes over `len` bytes of `source` by sharing its blocks (a reflink, `FICLONERANGE`). The file system keeps them
     /// once until one side changes them, as with `cp --reflink`. `Unsupported` where the two can't: other file systems
     /// and kinds of files, ranges that aren't whole blocks. After an error part of the range may have been taken over.
     pub async fn share_from(&self, source: &File, source_offset: u64, offset: u64, len: u64) -> Result<()> {
@@ -598,7 +599,7 @@ impl File {
         }
     }
 
-    /// Refuses what can't or mustn't be written.
+    /// Refuses changes that can't or mustn't be made.
     fn check_change(&self, offset: u64, len: u64, grows: bool) -> Result<()> {
         if !self.is_writable() {
             return Err(Error::new(cowshed_types::ErrorKind::ReadOnly, "opened for reading only").file(self.name()));

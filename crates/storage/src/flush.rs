@@ -49,7 +49,7 @@ impl FlushGate {
         self.poison.get()
     }
 
-    /// A flush that runs already may have passed over what the caller wrote: only a later one counts.
+    /// A flush that runs already may have passed over the caller's writes: only a later one counts.
     pub(crate) fn request(&self) -> Ticket {
         Ticket(self.state().started + 1)
     }

@@ -53,7 +53,7 @@ fn numbers(folder: &str) -> impl Iterator<Item = String> {
     names.filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// False for what has no name in the file system and so can't be an image: sockets, pipes, event counters.
+/// False for objects without a name in the file system, which can't be images: sockets, pipes, event counters.
 fn is_file(process: &str, fd: &str) -> bool {
     std::fs::read_link(format!("/proc/{process}/fd/{fd}")).is_ok_and(|target| target.is_absolute())
 }

@@ -41,7 +41,7 @@ pub(crate) struct HostFile {
     space_block_bytes: u64,
     is_direct: AtomicBool,
     alignment: LiveAlignment,
-    /// For reads and writes: what is in the page cache is done at once, where the kernel can say that it is.
+    /// For reads and writes: those in the page cache are done at once, where the kernel can tell them.
     tries_now: [AtomicBool; 2],
     /// A write on a ring's thread had to wait: until then (by [`rt::now`], in nanoseconds) the kernel's workers do them.
     rests_until_ns: AtomicU64,
@@ -140,8 +140,8 @@ impl HostFile {
         self.is_direct.load(Ordering::Relaxed)
     }
 
-    /// Bypasses the page cache from now on, or no longer; returns what is asked of memory and offsets then. The kernel
-    /// sees to it that either way reads what the other one wrote.
+    /// Bypasses the page cache from now on, or no longer; returns the alignment of memory and offsets then. The kernel
+    /// makes either way read the other one's writes.
     pub(crate) fn set_direct(&self, direct: bool) -> Result<Alignment> {
         let before =
             rustix::fs::fcntl_getfl(&self.fd).map_err(|error| os_error(error, "could not read the file's flags"))?;
@@ -155,7 +155,7 @@ impl HostFile {
             false => Ok(Alignment { memory: 1, offset: 1 }),
         };
         let alignment = alignment.inspect_err(|_| {
-            // Setting what was set a moment ago does not fail.
+            // Setting flags that were set a moment ago does not fail.
             let _ = rustix::fs::fcntl_setfl(&self.fd, before);
         })?;
         self.alignment.set(alignment);
@@ -203,7 +203,7 @@ impl HostFile {
         self.listed.identity()
     }
 
-    /// Refuses a file that this process uses by another descriptor, too: it is about to lose what it holds.
+    /// Refuses a file that this process uses by another descriptor, too: it is about to lose its contents.
     pub(crate) fn check_single_use(&self) -> Result<()> {
         match self.listed.other_name() {
             Some(name) => {
@@ -295,8 +295,8 @@ impl HostFile {
         }
     }
 
-    /// A read of what is in the page cache, on a ring's thread: less than asking the ring for it, and waiting for the answer.
-    /// `None`: it isn't there, or is not looked for.
+    /// A read from the page cache, on a ring's thread: it costs less than asking the ring for it, and waiting for the
+    /// answer. `None`: it isn't there, or is not looked for.
     #[inline]
     pub(crate) fn read_now(&self, payload: &Payload, offset: u64) -> Option<SysResult<usize>> {
         if self.engine == IoEngine::Threads || payload.len() > NOW_BYTES {
@@ -364,7 +364,7 @@ impl HostFile {
             return work(self.fd.as_fd());
         }
         let fd = Arc::clone(&self.fd);
-        // As an operation of the ring: what is dropped half-way ends before its executor does.
+        // As an operation of the ring: a dropped one ends before its executor does.
         rt::to_completion(async move { ThreadPool::io().run(move || work(fd.as_fd())).await }).await
     }
 
@@ -462,7 +462,7 @@ impl HostFile {
         self.call(|fd| sys::flush(fd)).await
     }
 
-    /// Has the kernel start on what is dirty in the page cache. Errors of the disk show in the next [`HostFile::sync`].
+    /// Has the kernel start on dirty pages in the page cache. Errors of the disk show in the next [`HostFile::sync`].
     pub(crate) async fn start_writeback(&self) -> SysResult<()> {
         match self.worker(&Attempts::default()) {
             Worker::Ring(ring) => sys::ring_result(ring.start_writeback(&self.fd).await.0).map(drop),
@@ -528,7 +528,7 @@ impl HostFile {
             let _guard = guard;
             sys::retry(|| rustix::fs::ftruncate(fd, len).map_err(sys::errno))
         };
-        // Giving back what a large file holds takes its time.
+        // Freeing the blocks of a large file takes its time.
         if grows { self.short_call(work).await } else { self.call(work).await }
     }
 
@@ -581,7 +581,7 @@ impl HostFile {
         .await
     }
 
-    /// Asks to share the byte at `source_offset`, which no file system does: what it answers tells whether it shares blocks.
+    /// Asks to share the byte at `source_offset`, which no file system does: its error tells whether it shares blocks.
     pub(crate) async fn share_one_byte(&self, source: &HostFile, source_offset: u64) -> SysResult<()> {
         if self.is_device || source.is_device {
             return Err(Errno::ENOTSUP);
@@ -606,7 +606,7 @@ impl HostFile {
     }
 }
 
-/// Of a copy inside the kernel: errors that say that these two files can't.
+/// Maps errors of a copy inside the kernel that concern these two files only.
 pub(crate) fn not_between_these(errno: Errno) -> Errno {
     match errno.0 {
         libc::EXDEV | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP | libc::EBADF | libc::EPERM | libc::ENOTTY => {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A layer between this crate and the kernel, for tests: it replaces results of system calls and of operations on a ring,
-//! makes transfers short, and refuses `io_uring_enter`.
+//! A layer between this crate and the kernel, for tests. It replaces results of system calls and of operations on a
+//! ring, makes transfers short, and refuses `io_uring_enter`.
 
 use crate::payload::MAX_TRANSFER;
 use crate::rng::Rng;
@@ -129,7 +129,7 @@ pub(crate) fn of_system_call(file: impl AsFd, call: Call) -> Result<usize, i32> 
     }
 }
 
-/// As [`next`] for an entry of a ring: the entry to submit, and what its completion is to say.
+/// As [`next`] for an entry of a ring: the entry to submit, and the result for its completion.
 pub(crate) fn of_entry(
     file: impl AsFd,
     entry: squeue::Entry,

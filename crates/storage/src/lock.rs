@@ -32,11 +32,11 @@ pub struct PermissionSet(u8);
 impl PermissionSet {
     /// No permission.
     pub const NONE: Self = Self(0);
-    /// Reading what is consistent.
+    /// Reading consistent data.
     pub const CONSISTENT_READ: Self = Self(1);
     /// Writing.
     pub const WRITE: Self = Self(2);
-    /// Writing what reads the same afterwards.
+    /// Writing data that reads the same afterwards.
     pub const WRITE_UNCHANGED: Self = Self(4);
     /// Changing the size.
     pub const RESIZE: Self = Self(8);
@@ -224,8 +224,8 @@ impl LockState {
         Ok(())
     }
 
-    /// Goes from what is held to `wanted`. On an error everything is as before. The error doesn't name the file. A lock that a
-    /// dead process may have left has a second to go; so long this blocks.
+    /// Goes from the held permissions to `wanted`. On an error everything is as before. The error doesn't name the
+    /// file. A lock that a dead process may have left has a second to go; so long this blocks.
     pub(crate) fn change(&mut self, file: &impl LockBytes, wanted: Permissions) -> Result<()> {
         let refused = match self.change_now(file, wanted, true) {
             Ok(()) => return Ok(()),
@@ -251,7 +251,7 @@ impl LockState {
         wanted: Permissions,
         asks: bool,
     ) -> std::result::Result<(), Refusal> {
-        // Also what was held before is looked at: another may have come while a lock was gone.
+        // Locks held before are checked as well: another process may have come while a lock was gone.
         let all = Bytes { used: wanted.used, unshared: wanted.unshared() };
         if self.mode != Locking::Off && !self.is_able && !all.is_empty() {
             self.ask(file).map_err(Refusal::Failed)?;

@@ -32,7 +32,7 @@ pub enum NbdCall {
 pub trait NbdControl: Send + Sync {
     /// Makes a call. Calls without a value ignore `value`.
     fn call(&self, call: NbdCall, value: u64) -> std::result::Result<(), Errno>;
-    /// Writes what the page cache holds of the device to the server.
+    /// Writes the device's data in the page cache to the server.
     fn sync(&self) -> std::result::Result<(), Errno>;
     /// The length in bytes, 0 without a connection.
     fn size_bytes(&self) -> std::result::Result<u64, Errno>;

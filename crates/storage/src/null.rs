@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A file that is nothing: for measuring what the layers above cost.
+//! A file without contents: for measuring the cost of the layers above.
 //!
 //! Its reads are zeroes whatever the options say. Memory left as it is would be that of an earlier request, perhaps of
 //! another export's client.
@@ -9,7 +9,7 @@ use crate::payload::Payload;
 use crate::rt;
 use crate::sys::SysResult;
 
-/// Reads as zeroes, forgets what is written.
+/// Reads as zeroes, forgets writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NullFile(pub(crate) NullOptions);
 

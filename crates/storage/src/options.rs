@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How to open a file, and what it says of itself.
+//! The options of opening a file, and its description of itself.
 
 use crate::lock::{Locking, Permissions};
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub struct OpenOptions {
     pub permissions: Option<Permissions>,
 }
 
-/// A file that is nothing (QEMU's `null-co`): for measuring what the layers above cost.
+/// A file without contents (QEMU's `null-co`): for measuring the cost of the layers above.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NullOptions {
     /// Length in bytes.

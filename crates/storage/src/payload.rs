@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The memory that an operation owns from submission to completion, whatever becomes of the future that waits for it.
+//! The memory that an operation owns from submission to completion, also when the future that waits for it is dropped.
 
 use crate::IoBuf;
 use crate::blocklock::BlockGuard;
@@ -43,7 +43,7 @@ impl Bufs {
         vectors
     }
 
-    /// As [`Bufs::vectors`], in place of what `vectors` held.
+    /// As [`Bufs::vectors`], in place of the old contents of `vectors`.
     pub(crate) fn vectors_into(&self, mut skip: usize, most: usize, vectors: &mut Vec<libc::iovec>) {
         vectors.clear();
         let mut room = most;

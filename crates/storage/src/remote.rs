@@ -36,7 +36,7 @@ pub trait Remote: Send + Sync + fmt::Debug {
         false
     }
 
-    /// True when what growing adds reads as zeroes.
+    /// True when the bytes by which it grows read as zeroes.
     fn grows_by_zeroes(&self) -> bool {
         true
     }
@@ -53,13 +53,13 @@ pub trait Remote: Send + Sync + fmt::Debug {
     /// Makes a range read as zeroes; `may_unmap`: its space may be given back. `ENOTSUP` where it can't.
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Result<(), Errno>>;
 
-    /// Gives a range back; what it holds afterwards is not known.
+    /// Gives a range back; its bytes are unknown afterwards.
     fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Result<(), Errno>>;
 
     /// The next range from `offset` on that may hold something else than zeroes.
     fn next_data(&self, offset: u64) -> RemoteFuture<'_, Result<Option<DataRange>, Errno>>;
 
-    /// Sets the length; what is added reads as zeroes.
+    /// Sets the length in bytes; added bytes read as zeroes.
     fn set_len(&self, _len: u64) -> RemoteFuture<'_, Result<(), Errno>> {
         Box::pin(std::future::ready(Err(Errno::ENOTSUP)))
     }

@@ -17,7 +17,8 @@ impl File {
             Medium::Host(host) => {
                 let mut locks = inner.image_locks.lock().unwrap_or_else(PoisonError::into_inner);
                 let before = locks.held();
-                // Read locks can be taken on a descriptor for reading, so the old one can claim what the new one needs.
+                // Read locks can be taken on a descriptor for reading, so the old one can claim those that the new one
+                // needs.
                 locks.change(host, permissions).map_err(|error| error.file(self.name()))?;
                 if !self.is_writable()
                     && let Err(error) = host.make_writable(|fresh| {

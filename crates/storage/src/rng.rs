@@ -39,7 +39,7 @@ impl Rng {
 
     /// A number in `0..bound`; 0 for `bound` 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        // The high half of a 64×64 product: no division, a bias far below what a test can see.
+        // The high half of a 64×64 product: no division, and a bias far below the reach of a test.
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 

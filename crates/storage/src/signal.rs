@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Waiting for what another thread does.
+//! Waiting for other threads.
 
 use std::collections::VecDeque;
 use std::future::Future;

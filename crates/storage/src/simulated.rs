@@ -24,7 +24,7 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn alignment(&self) -> Alignment;
     /// Opened with direct I/O.
     fn is_direct(&self) -> bool;
-    /// With direct I/O from now on, or without; what it needs then.
+    /// With direct I/O from now on, or without; returns the alignment that it needs then.
     fn set_direct(&self, direct: bool) -> Alignment;
     /// Length, now.
     fn file_len(&self) -> u64;
@@ -36,7 +36,7 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn read(&self, buf: IoBuf, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, IoBuf)>;
     /// Writes `bufs` one after the other; gives the count, which may be short.
     fn write(&self, bufs: Vec<IoBuf>, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, Vec<IoBuf>)>;
-    /// A barrier over what completed before; each failure is told once.
+    /// A barrier over operations completed before; each failure is told once.
     fn sync(&self) -> Simulated<'_, ()>;
     /// Gives the space of a range back.
     fn punch_hole(&self, offset: u64, len: u64) -> Simulated<'_, ()>;

@@ -197,7 +197,7 @@ pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
     }
 }
 
-/// Another descriptor of what this number is one of.
+/// Another descriptor of the same open file description.
 pub(crate) fn copy_descriptor(descriptor: i32) -> SysResult<OwnedFd> {
     // SAFETY: a call on numbers.
     match unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) } {
@@ -229,7 +229,7 @@ pub(crate) fn fallocate(file: impl AsFd, mode: i32, offset: u64, len: u64) -> Sy
     })
 }
 
-/// `sync_file_range` of the whole file, which starts on what is dirty and waits for nothing on the disk.
+/// `sync_file_range` of the whole file, which starts on dirty pages and waits for nothing on the disk.
 pub(crate) fn start_writeback(file: impl AsFd) -> SysResult<()> {
     let fd = file.as_fd().as_raw_fd();
     // SAFETY: a call on numbers.

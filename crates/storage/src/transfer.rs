@@ -10,10 +10,10 @@ use cowshed_types::{Errno, slip};
 use std::sync::atomic::Ordering;
 
 impl Inner {
-    /// Fills the payload from `offset`; what lies past the end of the file is zeroes.
+    /// Fills the payload from `offset`; bytes past the end of the file are zeroes.
     ///
-    /// The common case (a ring, all bytes at once) is short and needs no allocation; everything else is boxed, to keep the
-    /// future of the common case small.
+    /// The common case (a ring, all bytes at once) is short and needs no allocation. Everything else is boxed, to keep
+    /// the future of the common case small.
     pub(crate) async fn read(&self, payload: Payload, offset: u64) -> (SysResult<()>, Payload) {
         if !ends_in_range(offset, payload.len()) {
             return (Err(Errno::EFBIG), payload);
@@ -119,7 +119,7 @@ impl Inner {
             let (result, back) = self.medium.write(payload, done, offset + done as u64).await;
             payload = back;
             let count = match if slip!("short_write_is_whole") { result.map(|_| total) } else { result } {
-                // A device that takes nothing and says nothing: what else can it be but full?
+                // A device that takes nothing and gives no error must be full.
                 Ok(0) => return (Err(Errno::ENOSPC), payload),
                 Ok(count) => count,
                 Err(errno) => return (Err(errno), payload),

@@ -44,9 +44,9 @@ pub enum UblkCall {
     StartRecovery = 0x10,
     /// The next server has fetched all requests. The value is its process.
     EndRecovery = 0x11,
-    /// Reads what was agreed on.
+    /// Reads the agreed parameters.
     GetInfo = 0x12,
-    /// Reads what the driver can do.
+    /// Reads the driver's features.
     GetFeatures = 0x13,
     /// Changes the length. The value is in sectors.
     UpdateSize = 0x15,
@@ -173,8 +173,8 @@ impl UblkDriver for UblkControl {
         }
         let entry = opcode::UringCmd80::new(types::Fd(self.fd.as_raw_fd()), call.code()).cmd(command(target, buffer));
         let mut ring = crate::signal::lock(&self.ring);
-        // SAFETY: the driver reads and writes no memory but the buffer, of the length in the command. It is borrowed until the
-        // completion, which is waited for below, come what may.
+        // SAFETY: the driver reads and writes no memory but the buffer, of the length in the command. It is borrowed
+        // until the completion, for which the code below waits in every case.
         if unsafe { ring.submission().push(&entry.build()) }.is_err() {
             return Err(Errno(libc::EBUSY));
         }

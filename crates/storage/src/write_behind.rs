@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Write-behind: the disk starts on new data while more of it comes, rather than at the next flush.
 //!
-//! The kernel leaves what is written to a cached file in memory, until a tenth of the memory is full of it or half a
-//! minute is over. A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits
-//! for nothing on the disk) each time that enough new data has been written. New data was not on the disk before, and
+//! The kernel leaves writes to a cached file in memory, until a tenth of the memory is full of them or half a minute is
+//! over. A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits for
+//! nothing on the disk) each time that enough new data has been written. New data was not on the disk before, and
 //! hardly changes soon. Data that a guest overwrites again and again stays where it is.
 //!
-//! Nothing is promised by it: only a flush makes data durable, and the errors of what was started show in the next one.
+//! It promises nothing: only a flush makes data durable, and the errors of the started writes show in the next one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// So much new data is left to the kernel before it is told to start, bytes. Less costs more calls and scatters what
-/// is written; more leaves more to the flush.
+/// So much new data is left to the kernel before it is told to start, bytes. Less costs more calls and scatters the
+/// writes; more leaves more to the flush.
 const START_BYTES: u64 = 32 << 20;
 
 #[derive(Debug, Default)]

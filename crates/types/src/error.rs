@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The one public error: what went wrong, where, with which value.
+//! The one public error: its kind, its place, its value.
 
 use crate::name::with_line_ends;
 use std::fmt;
@@ -85,7 +85,7 @@ struct Repr {
 /// An error: its kind, a message in lower case, and as far as known the file, the format's field, its offset and value,
 /// and the errno.
 ///
-/// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out what isn't known. The line ends of the
+/// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out unknown parts. The line ends of the
 /// message are line ends, or with `{:#}` each is a [`crate::LINE_END`].
 #[derive(Clone, Debug)]
 pub struct Error(Box<Repr>);
@@ -214,7 +214,7 @@ impl Error {
         self
     }
 
-    /// Appends to the message what QEMU's sentence doesn't say.
+    /// Appends to the message a part that QEMU's sentence lacks.
     #[must_use]
     pub fn hint(mut self, hint: impl fmt::Display) -> Self {
         let sentence = self.0.message.clone();
@@ -293,11 +293,11 @@ impl fmt::Display for Error {
 }
 
 impl Repr {
-    /// ` (FIELD at offset OFFSET is VALUE)` without what isn't known; empty when nothing is.
+    /// ` (FIELD at offset OFFSET is VALUE)` without unknown parts; empty without any.
     fn details(&self) -> String {
         match (self.field, self.offset, &self.value) {
             (None, None, None) => String::new(),
-            // The message says what it is a value of.
+            // The message names the value's subject.
             (None, None, Some(value)) => format!(" ({value})"),
             (field, offset, value) => {
                 let mut words: Vec<String> = Vec::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Extents: what a range of a virtual disk maps to. The one language between planners and executors.
+//! Extents: the places that ranges of a virtual disk map to. The one language between planners and executors.
 
 use crate::{GuestOffset, HostOffset};
 

@@ -46,8 +46,8 @@ pub fn grow_map<K: Eq + Hash, V>(map: &mut HashMap<K, V>) -> Result<()> {
     map.try_reserve(1).map_err(|_| no_memory(map.len().saturating_mul(2 * size_of::<(K, V)>())))
 }
 
-/// Whether there is memory for so many bytes, for what is made of many small pieces: none of them is tried alone. `ENOMEM`
-/// where there is none.
+/// Whether there is memory for so many bytes in many small pieces, none of which is tried alone. `ENOMEM` where there
+/// is none.
 pub fn expect_memory(bytes: usize) -> Result<()> {
     vec_for::<u8>(bytes).map(drop)
 }

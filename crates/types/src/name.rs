@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names as text. On Linux a name is any bytes; options, JSON and messages want text.
 //!
-//! A byte that is no part of UTF-8 stands in the text as one private character, U+10FE00 plus the byte. So do the bytes of
-//! such characters themselves, and those of [`LINE_END`]. Every name has exactly one text. So nothing is lost on the way
-//! from the command line through options and errors back to the file system or into an image's header.
+//! A byte that is no part of UTF-8 is in the text as one private character, U+10FE00 plus the byte. So do the bytes of
+//! such characters themselves, and those of [`LINE_END`]. Every name has exactly one text. So nothing is lost on the
+//! way from the command line through options and errors back to the file system or into an image's header.
 
 use crate::{Error, Result};
 use std::borrow::Cow;
@@ -15,7 +15,7 @@ const ESCAPES: u32 = 0x10_fe00;
 /// are. [`in_lines`] makes a line end of it, and shows one of a name as `\n`.
 pub const LINE_END: char = '\u{10fe0a}';
 
-/// A message with its line ends, for what is neither a terminal nor read line by line.
+/// A message with its line ends, for a reader that is neither a terminal nor reads by lines.
 pub fn with_line_ends(message: &str) -> Cow<'_, str> {
     match message.contains(LINE_END) {
         true => Cow::Owned(message.replace(LINE_END, "\n")),
@@ -38,7 +38,7 @@ fn escaped_byte(character: char) -> Option<u8> {
     u8::try_from(byte).ok().filter(|byte| *byte >= 0x80)
 }
 
-/// True for a character that stands in no text for itself.
+/// True for a character that never stands for itself.
 fn is_reserved(character: char) -> bool {
     character == LINE_END || escaped_byte(character).is_some()
 }
@@ -83,7 +83,7 @@ pub fn name_of_text(text: &str) -> Cow<'_, [u8]> {
     Cow::Owned(name)
 }
 
-/// The text with U+FFFD for each byte that is no part of UTF-8: for what must be Unicode and is only looked at.
+/// The text with U+FFFD for each byte that is no part of UTF-8: for a text that must be Unicode and is only looked at.
 pub fn shown_name(text: &str) -> Cow<'_, str> {
     match name_of_text(text) {
         Cow::Borrowed(_) => Cow::Borrowed(text),

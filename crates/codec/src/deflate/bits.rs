@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sends bits, the first one in the lowest bit of the first byte (RFC 1951, section 3.1.1).
 
-/// Bits in front of a buffer of fixed size. The caller has asked for [`Bits::has_room`] before: what doesn't fit is
+/// Bits in front of a buffer of fixed size. The caller has asked for [`Bits::has_room`] before. Bits without room are
 /// dropped, and the position stays behind the end.
 pub(super) struct Bits<'a> {
     out: &'a mut [u8],

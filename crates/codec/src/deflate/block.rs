@@ -177,8 +177,8 @@ impl Blocks {
         self.block_start = end;
     }
 
-    /// Ends the last block and sends all; the length in bytes, or `None` when they don't fit. `source` is what the
-    /// tokens stand for.
+    /// Ends the last block and sends all; the length in bytes, or `None` when they don't fit. `source` has the bytes of
+    /// the tokens.
     pub(super) fn send(&mut self, source: &[u8], out: &mut [u8]) -> Option<usize> {
         self.end_chunk();
         self.end_block(self.chunk_start);

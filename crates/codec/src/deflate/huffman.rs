@@ -92,7 +92,7 @@ fn length_counts(sorted: &[u64], max_len: usize) -> [usize; 16] {
     let mut depths = [0u16; 2 * MAX_SYMBOLS];
     let root = 2 * leaves - 2;
     let mut counts = [0usize; 16];
-    // In units of the longest code: what all codes take of the code space.
+    // The share of the code space that all codes take, in units of the longest code.
     let mut space = 0usize;
     for node in (0..root).rev() {
         depths[node] = depths[usize::from(parents[node])] + 1;

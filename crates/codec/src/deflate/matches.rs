@@ -15,7 +15,7 @@ const SHORT_MATCH_WINDOW: u16 = 1024;
 const HASH3_BITS: u32 = 12;
 const HASH4_BITS: u32 = 13;
 
-/// A repetition: `len` bytes that also stand `dist` bytes earlier. `len == 0`: none.
+/// A repetition: `len` bytes that are also `dist` bytes earlier. `len == 0`: none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Match {
     pub len: usize,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! An encoder for deflate (RFC 1951) with a window of 4 KiB and an input of one cluster.
 //!
-//! It is here because of that window. Encoders with a choice of window give up speed or size: they look for matches of
+//! It is here because of that window. Encoders with a choice of window give up speed or size. They look for matches of
 //! four bytes and more, and in a small window the three-byte ones count. The fast encoders that find everything have a
 //! window of 32 KiB. Knowing the whole cluster makes it simple: no streaming, no window to slide.
 

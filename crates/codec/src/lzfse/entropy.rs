@@ -14,7 +14,7 @@ pub(super) struct Bits<'a> {
 }
 
 impl<'a> Bits<'a> {
-    /// Of the last byte, the upper `spare` bits aren't used; at most 7.
+    /// The upper `spare` bits of the last byte aren't used; at most 7.
     pub(super) fn new(bytes: &'a [u8], spare: u32) -> Result<Self, Refusal> {
         let unused = bytes.last().map_or(0, |&last| u32::from(last) << spare.min(8) >> 8);
         match (bytes.len() * 8).checked_sub(spare as usize) {
@@ -48,7 +48,7 @@ pub(super) struct Symbol {
     pub(super) extra_bits: u32,
 }
 
-/// Symbols whose ranges of values stand side by side from 0 on: so many of each, with so many extra bits.
+/// Symbols whose ranges of values lie side by side from 0 on: so many of each, with so many extra bits.
 pub(super) fn symbols(widths: &[(usize, u32)]) -> impl Iterator<Item = Symbol> {
     let widths = widths.iter().flat_map(|&(count, extra_bits)| std::iter::repeat_n(extra_bits, count));
     widths.scan(0, |base, extra_bits| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! lzfse, for reading: what Apple's disk images of the kind ULFO are packed with.
+//! lzfse, for reading: the compression of Apple's disk images of the kind ULFO.
 //!
 //! A stream is a row of blocks, each with a mark of four bytes. The format is the one that Apple published with its
 //! library of the same name (github.com/lzfse/lzfse); this decoder shares no code with it. All matches reach back into

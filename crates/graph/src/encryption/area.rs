@@ -11,7 +11,7 @@ use cowshed_types::{Error, ErrorKind, Result};
 /// A key derivation beyond this takes many minutes: a header that asks for more is hostile or damaged.
 const MOST_ITERATIONS: u32 = 1 << 30;
 
-/// Where a LUKS header stands, in bytes.
+/// The place of a LUKS header, in bytes.
 #[derive(Clone, Debug)]
 pub struct LuksArea {
     /// The file that it is in.

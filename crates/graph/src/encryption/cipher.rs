@@ -4,9 +4,9 @@
 use cowshed_crypto::{SECTOR_BYTES, SectorCipher};
 use cowshed_types::{GuestOffset, HostOffset};
 
-/// Encrypts and decrypts whole 512-byte sectors in place. The tweak derives from where the bytes stand: LUKS in qcow2
-/// takes the host sector, the legacy AES method and the format `luks` the guest sector. Moving bytes means decrypting and
-/// encrypting again.
+/// Encrypts and decrypts whole 512-byte sectors in place. The tweak derives from the place of the bytes: LUKS in qcow2
+/// takes the host sector, the legacy AES method and the format `luks` the guest sector. Moving bytes means decrypting
+/// and encrypting again.
 pub trait Cipher: Send + Sync {
     /// Encrypts `bytes`, which will be stored at `host` for the guest's `guest`.
     fn encrypt(&self, guest: GuestOffset, host: HostOffset, bytes: &mut [u8]);

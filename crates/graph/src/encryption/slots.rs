@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of key slots, in stages that a power cut may tear anywhere: what opened the volume before opens it until
-//! what replaces it is durable.
+//! Changes of key slots, in stages that a power cut may tear anywhere. An old way to open the volume lasts until its
+//! replacement is durable.
 
 use super::LuksArea;
 use super::area::wrong_passphrase;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Buffers through a cipher: on this thread what is quick, and the rest in pieces side by side on the pool. And writes that begin or
-//! end within a sector.
+//! Buffers through a cipher: short ones on this thread, and the rest in pieces side by side on the pool. And writes
+//! that begin or end within a sector.
 
 use super::{Cipher, SECTOR_BYTES};
 use crate::buffers::join;
@@ -13,8 +13,8 @@ use std::time::Duration;
 
 /// So many bytes at a time are done here, until [`INLINE_TIME`] has passed.
 const INLINE_BYTES: usize = 32 << 10;
-/// As long as that this thread works on a buffer itself: the bytes are in its core's cache, and another one would have to
-/// be woken and to fetch them. A processor with instructions for the cipher does a MiB in that time.
+/// The time for which this thread works on a buffer itself. The bytes are in its core's cache, and another one would
+/// have to be woken and to fetch them. A processor with instructions for the cipher does a MiB in that time.
 const INLINE_TIME: Duration = Duration::from_micros(100);
 /// Piece of a larger buffer that one thread of the pool does.
 const PIECE_BYTES: usize = 128 << 10;
@@ -99,7 +99,7 @@ mod tests {
     use std::sync::Mutex;
     use std::thread::{ThreadId, current, sleep};
 
-    /// Adds what depends on the place, and notes which thread did how much of which place.
+    /// A cipher that adds a number of the place, and notes the thread and its share of each place.
     struct Noting {
         takes: Duration,
         calls: Mutex<Vec<(u64, usize, ThreadId)>>,

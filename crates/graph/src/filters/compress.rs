@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Compress: what is written reaches the image below as compressed clusters.
+//! Compress: writes reach the image below as compressed clusters.
 
 use super::Filter;
 use crate::node::Ranges;
@@ -17,7 +17,7 @@ pub struct Compress {
     ranges: Arc<Ranges>,
 }
 
-/// The cluster size of an image that takes compressed clusters, behind whatever filters stand on it.
+/// The cluster size of an image that takes compressed clusters, behind all filters above it.
 fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
     let image = crate::node::below_filters(node);
     match image.cluster_bytes().filter(|_| image.compresses()) {
@@ -69,7 +69,7 @@ impl Compress {
         Ok(())
     }
 
-    /// The new content of one cluster: `bytes` from `offset` on, and around them what the image has.
+    /// The new content of one cluster: `bytes` from `offset` on, and the image's bytes around them.
     async fn cluster(&self, start: u64, end: u64, offset: u64, bytes: &[u8]) -> Result<IoBuf> {
         let len = usize::try_from(end - start).map_err(|_| Error::internal("a cluster larger than memory"))?;
         let (from, to) = (offset.max(start), (offset + bytes.len() as u64).min(end));

@@ -25,7 +25,7 @@ const LEAST_PART_BYTES: u64 = 64 << 10;
 /// Copies that run at the same time for requests that don't wait for ever.
 const MOST_COPIES: usize = 1024;
 
-/// How to save, and what.
+/// The parts to save, and the way to save them.
 #[derive(Clone, Debug)]
 pub(crate) struct SavingOptions {
     /// A write whose old data can't be saved fails; else it passes and the copy is spoiled.
@@ -34,7 +34,7 @@ pub(crate) struct SavingOptions {
     pub timeout: Option<Duration>,
     /// Smallest part in bytes, 0 or a power of two up to 2 GiB.
     pub least_part_bytes: u64,
-    /// Only what is dirty here is saved.
+    /// Only the dirty parts of these are saved.
     pub bits: Option<Arc<DirtyBits>>,
 }
 
@@ -132,7 +132,8 @@ impl CopyBeforeWrite {
         self.saver.broken()
     }
 
-    /// Copies what is pending of a range, in whole parts. Once polled, the copy runs to its end even when the future is dropped.
+    /// Copies the pending parts of a range, each one whole. Once polled, the copy runs to its end even when the future
+    /// is dropped.
     pub fn copy(&self, offset: u64, len: u64) -> impl Future<Output = Result<(), CopyFailure>> + use<> {
         let saver = Arc::clone(&self.saver);
         rt::to_completion(async move {
@@ -172,7 +173,7 @@ impl CopyBeforeWrite {
         self.saver.give_up(offset, len).await
     }
 
-    /// Saves what a request is about to change.
+    /// Saves the parts that a request is about to change.
     async fn save(&self, offset: u64, len: u64) -> Result<()> {
         // A spoiled copy is not trusted any more.
         if len == 0 {
@@ -337,7 +338,7 @@ fn cluster_bytes(node: &Arc<Node>) -> u64 {
 /// Largest part that is saved at once, in bytes.
 const MAX_PART_BYTES: u64 = 2 << 30;
 
-/// Options of `copy-before-write`. `path` is for messages, `bits` what is kept of the disk.
+/// Options of `copy-before-write`. `path` is for messages, `bits` has the kept parts of the disk.
 pub(crate) fn saving_options(
     options: &BlockdevOptions,
     path: &str,

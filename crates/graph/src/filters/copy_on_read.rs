@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copy-on-read: what is read from below the image is written into it, so that it is there the next time.
+//! Copy-on-read: data read from below the image is written into it, for the next read.
 
 use super::{CopyFailure, Filter};
 use crate::node::Ranges;
@@ -22,7 +22,7 @@ const MOST_COPIED_BYTES: u64 = 1 << 20;
 /// being copied and writes to it exclude each other.
 pub struct CopyOnRead {
     below: Below,
-    /// The last node that is copied from; what only those below it have stays there. `None`: copy from any depth.
+    /// The last node that is copied from; data of the nodes below it stays there. `None`: copy from any depth.
     bottom: Option<String>,
     ranges: Arc<Ranges>,
 }
@@ -32,7 +32,7 @@ impl CopyOnRead {
         CopyOnRead { below, bottom, ranges: Arc::default() }
     }
 
-    /// Copies what a range has in lower layers.
+    /// Copies the data of a range in lower layers.
     async fn fill(&self, offset: u64, len: u64) -> Result<()> {
         let child = self.below.node()?;
         if child.is_read_only() || below_filters(&child).backing().is_none() {
@@ -79,9 +79,9 @@ impl CopyOnRead {
         drop(self.ranges.claim(0, u64::MAX).await);
     }
 
-    /// Writes into the image behind this filter, the top of `chain`, what the layers below it hold of a range in bytes.
-    /// Afterwards the image reads the same on the base of the chain.
-    /// Once the range is claimed, the copy runs to its end even when the future is dropped.
+    /// Writes the data of the layers below, in a range in bytes, into the image behind this filter, the top of `chain`.
+    /// Afterwards the image reads the same on the base of the chain. Once the range is claimed, the copy runs to its
+    /// end even when the future is dropped.
     pub async fn take_over(&self, chain: &Chain, offset: u64, len: u64) -> Result<(), CopyFailure> {
         let claim = self.ranges.claim(offset, len).await;
         let chain = chain.clone();
@@ -224,7 +224,7 @@ impl Node {
     }
 }
 
-/// The range doesn't change meanwhile; what came before the claim is seen here.
+/// The range doesn't change meanwhile; writes from before the claim are seen here.
 async fn copy_claimed(child: &Arc<Node>, deepest: u32, offset: u64, len: u64) -> Result<()> {
     let end = offset + len;
     let mut at = offset;

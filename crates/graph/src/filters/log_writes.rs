@@ -35,7 +35,7 @@ pub(crate) struct LogOptions {
     pub update_interval: u64,
 }
 
-/// The filter. An entry follows the write that it is about, so what stands before a flush in the log was written before it.
+/// The filter. An entry follows its write, so the writes of the entries before a flush came before it.
 pub struct LogWrites {
     below: Below,
     sector_bytes: u64,
@@ -98,7 +98,7 @@ impl LogWrites {
         (offset / unit * unit, end.checked_next_multiple_of(unit).unwrap_or(end))
     }
 
-    /// Logs whole sectors: the bytes that were written, and what the disk has around them.
+    /// Logs whole sectors: the written bytes, and the disk's bytes around them.
     async fn log_range(&self, start: u64, end: u64, offset: u64, bytes: &[u8]) -> Result<()> {
         let len = usize::try_from(end - start).map_err(|_| Error::internal("a write larger than memory"))?;
         let sector = usize::try_from(self.sector_bytes).unwrap_or(usize::MAX);

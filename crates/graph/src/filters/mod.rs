@@ -57,7 +57,7 @@ impl CopyFailure {
     }
 }
 
-/// A driver that passes to the node behind it what it doesn't say otherwise.
+/// A driver that passes all requests, but those that it handles itself, to the node behind it.
 pub(crate) trait Filter: Any + Send + Sync {
     /// As [`Driver::name`].
     fn name(&self) -> &'static str;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Preallocate: a file that grows gets space ahead of what is stored in it, so that it grows seldom and in large pieces.
+//! Preallocate: a file that grows gets space ahead of its data, so that it grows seldom and in large pieces.
 
 use super::Filter;
 use crate::node::{Below, Intent, Mapped, Preallocation, Work, done};
@@ -32,7 +32,7 @@ impl Preallocate {
         size.checked_add(self.size_bytes)?.checked_next_multiple_of(self.align_bytes.max(1))
     }
 
-    /// Cuts what was reserved and not used off the file.
+    /// Cuts reserved and unused space off the file.
     pub(crate) async fn trim(&self) -> Result<()> {
         let end = self.data_end.swap(AS_THE_FILE, Ordering::AcqRel);
         if end < self.below.size() {
@@ -79,7 +79,7 @@ impl Filter for Preallocate {
                     Some(ahead) => self.below.resize(ahead, Preallocation::Falloc).await.is_ok(),
                     None => false,
                 };
-                // No space for more than what is asked, or a file that can't reserve any.
+                // No space for more than the request, or a file that can't reserve any.
                 if !reserved {
                     self.below.resize(size, Preallocation::Off).await?;
                 }

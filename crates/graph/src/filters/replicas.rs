@@ -200,7 +200,7 @@ impl Driver for Replicas {
         }
     }
 
-    /// Of the node under test, else of all.
+    /// The size of the node under test, else of all.
     fn size(&self) -> u64 {
         let mut sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
         match self.agreement {
@@ -314,7 +314,7 @@ impl Driver for Replicas {
     }
 }
 
-/// Refuses what no quorum is, in QEMU's order and words, before the keys are looked at one by one.
+/// Refuses a wrong number of votes, in QEMU's order and words, before the keys are looked at one by one.
 pub(crate) fn check_agreement(options: &BlockdevOptions) -> Result<()> {
     match options.get("children").and_then(Value::as_array) {
         Some(children) if !children.is_empty() => Ok(()),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The disk as it was when a copy-before-write filter came: which parts of it the target has, saving the others, and reading
-//! it while the disk itself goes on.
+//! The disk as it was when a copy-before-write filter came. It knows the parts that the target has, saves the others,
+//! and reads them while the disk itself goes on.
 
 use super::CopyFailure;
 use super::copies::Copies;
@@ -24,8 +24,8 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 /// The state of the filter.
 ///
 /// A part of the disk is kept until it is given up, and pending until the target has it. A copy of a part has it
-/// claimed. A reader of a pending part on the disk announces itself before, and a write waits for those readers once its part is
-/// saved: later ones read the target.
+/// claimed. A reader of a pending part on the disk announces itself before. A write waits for those readers once its
+/// part is saved: later ones read the target.
 pub(super) struct Saver {
     below: Below,
     target: Arc<Link>,
@@ -38,7 +38,7 @@ pub(super) struct Saver {
     /// Held until a range that was copied is discarded on the disk.
     discarding: Arc<Ranges>,
     readers: Arc<Readers>,
-    /// The readers of the target, where it reads from the disk what it lacks.
+    /// The readers of the target, where it reads missing parts from the disk.
     target_readers: Option<Arc<Readers>>,
     compress: AtomicBool,
     /// Copied parts are discarded on the disk.
@@ -59,7 +59,7 @@ struct Run {
 }
 
 impl Saver {
-    /// Parts of `part_bytes`; `bits` says what is kept, else everything is.
+    /// Parts of `part_bytes`; `bits` has the kept parts, else everything is kept.
     pub(super) fn new(
         below: Below,
         target: Arc<Link>,
@@ -110,7 +110,7 @@ impl Saver {
         self.discard_source.store(discard, Ordering::Relaxed);
     }
 
-    /// True when what has been copied is discarded on the disk.
+    /// True when copied parts are discarded on the disk.
     pub(super) fn discards_source(&self) -> bool {
         self.discard_source.load(Ordering::Relaxed)
     }
@@ -157,7 +157,7 @@ impl Saver {
         (start, end - start)
     }
 
-    /// Copies what is pending of a range, in whole parts.
+    /// Copies the pending parts of a range, each one whole.
     pub(super) async fn copy(&self, offset: u64, len: u64) -> Result<(), CopyFailure> {
         let (start, len) = self.touched_parts(offset, len);
         let _claim = self.ranges.claim(start, len).await;
@@ -177,7 +177,7 @@ impl Saver {
                 true => Some(self.discarding.claim(range.start, stop - range.start).await),
                 false => None,
             };
-            // Writes no longer wait for this copy: what is there now may be newer than what was copied.
+            // Writes no longer wait for this copy: the disk's present data may be newer than the copied ones.
             if self.broken().is_some() {
                 return Ok(());
             }
@@ -191,7 +191,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Discards what the target has on the disk, once its readers have left.
+    /// Discards the target's parts on the disk, once its readers have left.
     async fn discard(&self, source: &Node, offset: u64, len: u64) {
         self.readers_left(offset, len).await;
         // Given up meanwhile: the target may still have readers.
@@ -203,7 +203,7 @@ impl Saver {
         }
     }
 
-    /// Copies what is known to be zero as zeroes, part by part, and the rest as data.
+    /// Copies ranges that are known to be zero as zeroes, part by part, and the rest as data.
     async fn copy_run(&self, source: &Node, target: &Node, run: Range<u64>) -> Result<(), CopyFailure> {
         let mut at = run.start;
         while at < run.end {
@@ -219,7 +219,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Where what lies at the start of a range ends, in whole parts, and whether it is known to be zero.
+    /// The end of the first kind of data in a range, in whole parts, and whether it is known to be zero.
     fn first_kind(&self, runs: &[StatusExtent], range: Range<u64>) -> (u64, bool) {
         let part = self.part_bytes();
         let mut spans: Vec<Range<u64>> = Vec::new();
@@ -275,14 +275,14 @@ impl Saver {
         }
     }
 
-    /// Takes the parts that a range touches out of what is kept.
+    /// Stops keeping the parts that a range touches.
     pub(super) async fn skip(&self, offset: u64, len: u64) {
         let (start, len) = self.touched_parts(offset, len);
         let _claim = self.ranges.claim(start, len).await;
         self.forget(start, len);
     }
 
-    /// In this order, as `begin_read` looks the other way round: what is neither pending nor kept isn't on the target.
+    /// In this order, as `begin_read` looks the other way round: a part neither pending nor kept isn't on the target.
     fn forget(&self, start: u64, len: u64) {
         if !slip!("given_up_parts_still_readable") {
             self.kept.clear(start, len);
@@ -290,8 +290,8 @@ impl Saver {
         self.pending.clear(start, len);
     }
 
-    /// The whole parts inside of a range are no longer needed: they are not saved any more, and their place on the target is
-    /// given back.
+    /// The whole parts inside of a range are no longer needed. They are not saved any more, and their place on the
+    /// target is given back.
     pub(super) async fn give_up(&self, offset: u64, len: u64) -> Result<()> {
         let (part, size) = (self.part_bytes(), self.below.size());
         let end = offset.saturating_add(len).min(size);
@@ -319,7 +319,7 @@ impl Saver {
     /// Where the disk as it was is to be read from `at` on, up to `end` at most.
     fn begin_read(&self, at: u64, end: u64) -> Result<Run> {
         self.check_unbroken()?;
-        // Before the look at what is pending: a write that comes between finds this reader.
+        // Before the look at the pending parts: a write that comes between finds this reader.
         let reading = self.readers.enter(at, end);
         let (pending, pending_end) = self.pending.run_at(at, end);
         let (kept, kept_end) = self.kept.run_at(at, end);
@@ -334,7 +334,7 @@ impl Saver {
         }
     }
 
-    /// Fills `buf` with what the disk held at `offset`.
+    /// Fills `buf` with the disk's old bytes at `offset`.
     pub(super) async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let end = offset + buf.len() as u64;
         let mut at = offset;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Attachments: what an export or a job holds of the graph. Its requests go to whatever node stands at its place now.
+//! Attachments: the connections of exports and jobs with nodes of the graph. Requests go to the node that is at the
+//! attachment's place now.
 
 use super::changes::Scope;
 use super::gate::{Gate, Lane};
@@ -36,7 +37,7 @@ impl AttachRequest {
         &self.name
     }
 
-    /// A job by its id, with what it does and what it lets others do.
+    /// A job by its id, with its operations and those that it lets others do.
     pub fn job(name: impl Into<String>, permissions: Permissions) -> AttachRequest {
         AttachRequest { name: name.into(), permissions, counted: true, export: false, hold: None }
     }
@@ -70,7 +71,7 @@ pub struct Attachment {
     permissions: Permissions,
     export: bool,
     node: ArcSwap<Node>,
-    /// Counts the changes of `node` and of what stands below it.
+    /// Counts the changes of `node` and of the nodes below it.
     generation: AtomicU64,
     gate: Gate,
     detached: AtomicBool,
@@ -133,7 +134,7 @@ impl Attachment {
         &self.name
     }
 
-    /// The node that stands here now.
+    /// The node at this place now.
     pub fn node(&self) -> Arc<Node> {
         self.node.load_full()
     }
@@ -173,13 +174,13 @@ impl Attachment {
 
     /// Waits for the requests in flight, flushes and gives the node back. A node that has no other users and wasn't
     /// added by name is closed. Requests that come later fail. A future that is dropped while it waits for requests
-    /// changes nothing; later, the node is given back all the same, which may wait for a change of the graph. A second
-    /// call returns what the first did.
+    /// changes nothing. Later, the node is given back all the same, which may wait for a change of the graph. A second
+    /// call returns the result of the first.
     pub async fn detach(self: &Arc<Self>) -> Result<()> {
         self.end(true).await
     }
 
-    /// As [`Attachment::detach`], without a flush: what was written is durable, or the next user's to make durable.
+    /// As [`Attachment::detach`], without a flush: writes are durable, or the next user's to make durable.
     pub async fn hand_over(self: &Arc<Self>) -> Result<()> {
         self.end(false).await
     }
@@ -343,7 +344,7 @@ impl Attachment {
         self.graph.drains.join(self);
     }
 
-    /// Queues look again at what stands below them. It is drained.
+    /// Queues look again at the nodes below them. It is drained.
     pub(super) fn renew(&self) {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chains of images in use: what a job that changes a layer below others needs of those others.
+//! Chains of images in use: the means of a job that changes a layer below others, for the sake of those others.
 
 use super::Graph;
 use super::attachment::is_attachment;
@@ -38,8 +38,8 @@ impl Chain {
 }
 
 impl Graph {
-    /// Lets others write to and resize the backing node of `overlay` while it stands there (`writes`), or not any more.
-    /// The caller that does so must leave what the overlay reads as it is.
+    /// Lets others write to and resize the backing node of `overlay` while it is there (`writes`), or not any more. The
+    /// caller that does so must leave the overlay's data as it is.
     pub fn share_backing(&self, overlay: &Arc<Node>, writes: bool) -> Result<()> {
         if overlay.backing().is_none() {
             return Err(Error::internal(format!("node '{}' has no backing node", overlay.name())));

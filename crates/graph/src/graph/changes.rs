@@ -122,7 +122,7 @@ impl Graph {
         connected(&self.snapshot(), nodes)
     }
 
-    /// Waits until no other change runs that reaches what these nodes reach.
+    /// Waits until no other change runs that reaches a node which these nodes reach.
     pub(super) async fn changing<'a>(self: &Arc<Self>, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> OneChange {
         self.changing_in(Scope::Nodes(nodes.into_iter().map(Arc::downgrade).collect())).await
     }

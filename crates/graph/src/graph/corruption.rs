@@ -24,8 +24,8 @@ pub type CorruptionObserver = Arc<dyn Fn(&Corruption) + Send + Sync>;
 pub(super) struct CorruptionObservers(RwLock<Vec<CorruptionObserver>>);
 
 impl Graph {
-    /// Tells `observer` of every image of this graph that is found to be corrupt, by any request: once for each image,
-    /// and once more when it is marked as corrupt.
+    /// Tells `observer` of every image of this graph that any request finds to be corrupt. It hears of each image once,
+    /// and once more when the image is marked as corrupt.
     pub fn observe_corruptions(&self, observer: CorruptionObserver) {
         self.observers.0.write().unwrap_or_else(PoisonError::into_inner).push(observer);
     }

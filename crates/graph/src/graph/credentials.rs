@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 
 impl Graph {
     /// From now on options can name these credentials; those that had the id before are forgotten. `None` forgets only.
-    /// Nodes that are open keep what they have.
+    /// Open nodes keep theirs.
     pub fn set_tls_credentials(&self, id: &str, credentials: Option<ClientTls>) {
         let mut known = self.credentials.lock().unwrap_or_else(PoisonError::into_inner);
         match credentials {

@@ -125,13 +125,13 @@ pub(super) fn reaches(top: &Arc<Node>, node: &Arc<Node>) -> bool {
 }
 
 impl Graph {
-    /// Drains everything that can send requests to one of these nodes, and what is attached while the guard lives.
+    /// Drains everything that can send requests to one of these nodes, and new attachments while the guard lives.
     pub async fn drain(&self, nodes: &[&Arc<Node>]) -> Drained {
         // Before the look at the attachments: one that comes meanwhile sees the drain.
         let closed = self.drains.begin(nodes);
         let affected = self.attachments().into_iter().filter(|attachment| closed.is_below(&attachment.node()));
         let drained = Drained::begin(Arc::clone(&closed), affected.collect()).await;
-        // The work that requests left behind goes on without them. No new ones come to these nodes.
+        // The work that requests left behind goes on without them. Closed gates keep new ones from these nodes.
         for node in self.snapshot().nodes().filter(|top| closed.is_below(top)) {
             if !slip!("drain_without_what_is_read_ahead") {
                 node.settle(&closed.nodes).await;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct FailedRequest<'a> {
     /// The export's id.
     pub export: &'a str,
-    /// The node that the export stands on.
+    /// The export's node.
     pub node: &'a Arc<Node>,
     /// The kind of request.
     pub kind: IoKind,

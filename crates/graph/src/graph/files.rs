@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The files below nodes, by identity. A job that writes into a file that it reads would destroy both; locks don't always
-//! show that (`-U`, `locking=off`, file systems without locks), and names hardly ever do.
+//! The files below nodes, by identity. The files below nodes, by identity. A job that writes into a file that it reads
+//! would destroy both. Locks don't always show that (`-U`, `locking=off`, file systems without locks), and names hardly
+//! ever do.
 
 use crate::node::{Child, ChildRole, Node};
 use cowshed_storage::FileIdentity;
@@ -26,7 +27,7 @@ enum Below {
 
 const WHOLE: Range<u64> = 0..u64::MAX;
 
-/// Adds the files that the bytes `window` of a node stand in.
+/// Adds the files with the bytes `window` of a node.
 fn collect(node: &Node, window: Range<u64>, below: Below, parts: &mut Vec<Part>) {
     if let Some(file) = node.driver().protocol_file() {
         let identity = file.identity();
@@ -71,7 +72,7 @@ pub fn check_apart<'a>(written: &Node, read: impl IntoIterator<Item = &'a Arc<No
     read.into_iter().try_for_each(|node| check(&written, &parts_of(node, Below::All)))
 }
 
-/// Refuses `base` as the target of what `layers` hold when a layer, or what stands below the base, shares a file with it.
+/// Refuses `base` as the target of the data of `layers` when a layer and a node below the base share a file.
 pub fn check_layers<'a>(base: &Node, layers: impl IntoIterator<Item = &'a Arc<Node>>) -> Result<()> {
     check_children(&base.children())?;
     let written = parts_of(base, Below::Written);
@@ -93,7 +94,7 @@ pub(crate) fn check_backing(children: &[Child], backing: &Node) -> Result<()> {
     check(&written, &parts_of(backing, Below::All))
 }
 
-/// The files below a node, each with its name: those that a new image must not stand in.
+/// The files below a node, each with its name: a new image must not be in one of them.
 pub fn files_below(node: &Node) -> Vec<(FileIdentity, String)> {
     parts_of(node, Below::All).into_iter().map(|part| (part.identity, part.name)).collect()
 }

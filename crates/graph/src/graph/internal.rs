@@ -24,7 +24,7 @@ impl Graph {
         .await
     }
 
-    /// Deletes an internal snapshot of an image under its users; what it was. Dropped futures: as
+    /// Deletes an internal snapshot of an image under its users, and returns its description. Dropped futures: as
     /// [`Graph::take_internal_snapshot`].
     pub async fn delete_internal_snapshot(
         self: &Arc<Self>,

@@ -28,7 +28,7 @@ impl Graph {
     fn build_write_blocking(self: &Arc<Self>, source: &Arc<Node>, target: &Arc<Node>, name: &str) -> Result<Arc<Node>> {
         let reservation = self.reserve(Some(name))?;
         let children = Children::of(name);
-        // A filter asks for what its users ask of it, and so far it has none.
+        // A filter takes the rights of its users, and so far it has none.
         source.attach(Edge::new(name, Permissions::NONE).with_role(ChildRole::File))?;
         let (file, copy) = (Link::to(Some(Arc::clone(source))), Link::to(Some(Arc::clone(target))));
         children.push(ChildRole::File, Arc::clone(&file));

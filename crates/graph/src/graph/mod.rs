@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The block graph: the nodes by name, what is attached to them, and how they change under running requests.
+//! The block graph: the nodes by name, their attachments, and changes under running requests.
 //!
 //! The names are one immutable snapshot that is swapped whole. Edges (attachment to node, parent to child) are moved
-//! while the attachments above them are drained: a request sees the graph before or after a change, never in between.
+//! while the attachments above them are drained. A request sees the graph before or after a change, never in between.
 
 mod attachment;
 mod bitmaps;

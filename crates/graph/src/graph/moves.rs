@@ -94,7 +94,7 @@ impl Graph {
         };
         let _locked = self.keep_locks();
         let mut change = Transaction::default();
-        // It leaves before it comes: `new` passes what it grants on to `old`.
+        // It leaves before it comes: `new` passes its rights on to `old`.
         change.release(&old, &edge.user);
         let moved = change.attach(new, edge).map(|()| change.point(attachment, new));
         change.end(self, moved).await
@@ -194,7 +194,7 @@ impl Graph {
         }
         let edge = old.edge_of(name).unwrap_or_else(|| Edge::new(name, Permissions::NONE).with_role(ChildRole::File));
         let _locked = self.keep_locks();
-        // It leaves before it comes: `new` may pass what it grants on to `old`.
+        // It leaves before it comes: `new` may pass its rights on to `old`.
         change.release(&old, name);
         change.attach(new, edge)?;
         change.link(&link, new);
@@ -256,7 +256,7 @@ impl Graph {
         };
         let edges: Vec<Edge> = users.iter().map(edge).collect();
         let _locked = self.keep_locks();
-        // All leave before the first comes: `new` may pass what it grants on to `old`.
+        // All leave before the first comes: `new` may pass its rights on to `old`.
         for edge in &edges {
             change.release(old, &edge.user);
         }

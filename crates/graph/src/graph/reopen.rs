@@ -2,7 +2,7 @@
 //! Reopening: nodes get other options while they are in use, all of them or none.
 //!
 //! First every node is prepared: options are checked, files opened for writing, locks taken, images made complete on
-//! disk, whatever can fail. Then all is committed, or what was prepared is taken back. The nodes are drained meanwhile.
+//! disk, whatever can fail. Then all is committed, or the preparation is taken back. The nodes are drained meanwhile.
 
 use super::Graph;
 use super::owned::no_such_node;
@@ -96,7 +96,7 @@ impl Graph {
         Ok(left)
     }
 
-    /// Checks the options of one node against what it is.
+    /// Checks the options of one node against its present state.
     fn plan_reopen(&self, mut options: BlockdevOptions) -> Result<Plan> {
         let Some(name) = options.text("node-name").map(str::to_owned) else {
             return Err(Error::invalid_argument("'node-name' must be specified to reopen a node"));
@@ -166,8 +166,8 @@ impl Graph {
         }
     }
 
-    /// The node that a filter is to stand on, when the options name another one than it stands on. The saved data
-    /// belong to one disk, so copy-before-write stays where it is.
+    /// The node that a filter is to get below it, when the options name another one than its present child. The saved
+    /// data belong to one disk, so copy-before-write stays where it is.
     fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
         let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
         if node.child(ChildRole::File).is_some_and(|child| child.name() == name) {
@@ -262,7 +262,7 @@ fn stays_read_only(node: &Node) -> bool {
     has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())
 }
 
-/// Refuses options that differ from what the node has and that only an open can change.
+/// Refuses options that differ from the node's own and that only an open can change.
 fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
     let changeable = |key: &str| {
         COMMON.contains(&key)

@@ -19,17 +19,17 @@ pub(super) struct Transaction {
 
 /// The way back of one step.
 enum Undo {
-    /// A user came to a node.
+    /// A node has got a user.
     Attached(Arc<Node>, String),
     /// A user left a node, where it had this edge.
     Released(Arc<Node>, Edge),
     /// A user of a node had these permissions.
     Granted(Arc<Node>, String, Permissions),
-    /// A node has told the nodes below what its users ask of it.
+    /// A node has passed the rights of its users to the nodes below.
     Passed(Arc<Node>),
-    /// An attachment stood on this node.
+    /// An attachment's former node.
     Moved(Arc<Attachment>, Arc<Node>),
-    /// A parent stood on this node.
+    /// A parent's former child.
     Linked(Arc<Link>, Option<Arc<Node>>),
     /// An image had this backing node.
     Backing(Arc<Node>, Option<Arc<Node>>),
@@ -70,14 +70,14 @@ impl Transaction {
         Ok(())
     }
 
-    /// Has what the users of a node ask reach the nodes below, or the locks of its file.
+    /// Passes the rights of a node's users to the nodes below, or to the locks of its file.
     pub(super) fn pass_permissions(&mut self, node: &Arc<Node>) -> Result<()> {
         // Also where it fails half-way.
         self.undo.push(Undo::Passed(Arc::clone(node)));
         node.pass_permissions()
     }
 
-    /// Puts another node in the place of the one that an attachment stands on. It is attached there already.
+    /// Puts another node in the place of an attachment's node. It is attached there already.
     pub(super) fn point(&mut self, attachment: &Arc<Attachment>, node: &Arc<Node>) {
         self.undo.push(Undo::Moved(Arc::clone(attachment), attachment.node()));
         attachment.point_to(Arc::clone(node));
@@ -97,7 +97,7 @@ impl Transaction {
         self.set_option(image, "backing", name);
     }
 
-    /// Notes what an option has come to.
+    /// Notes the new value of an option.
     pub(super) fn set_option(&mut self, node: &Arc<Node>, key: &'static str, value: Value) {
         self.undo.push(Undo::Option(Arc::clone(node), key, node.options().get(key).cloned()));
         node.set_option(key, value);

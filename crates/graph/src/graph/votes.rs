@@ -13,7 +13,7 @@ pub type QuorumObserver = Arc<dyn Fn(&QuorumReport, u64, u64) + Send + Sync>;
 pub(super) struct QuorumObservers(RwLock<Vec<QuorumObserver>>);
 
 impl Graph {
-    /// Has `observer` told what the quorums of this graph meet.
+    /// Tells `observer` of the events of this graph's quorums.
     pub fn observe_quorums(&self, observer: QuorumObserver) {
         self.quorum_observers.0.write().unwrap_or_else(PoisonError::into_inner).push(observer);
     }

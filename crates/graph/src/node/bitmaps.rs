@@ -25,7 +25,7 @@ pub struct NodeBitmap {
     pub granularity_bytes: u64,
     /// Dirty bytes, in whole granules; 0 of an inconsistent one.
     pub dirty_bytes: u64,
-    /// It records what is written.
+    /// It records writes.
     pub recording: bool,
     /// An export or a job uses it.
     pub busy: bool,
@@ -317,7 +317,8 @@ impl Node {
         Ok(SavedBitmap { name: name.to_owned(), was })
     }
 
-    /// Makes the bitmap what it was. No request may run. Once polled, it is carried out even when the future is dropped.
+    /// Gives the bitmap its former state. No request may run. Once polled, it is carried out even when the future is
+    /// dropped.
     pub fn restore_bitmap(&self, saved: &SavedBitmap) -> impl Future<Output = Result<()>> + use<> {
         let (node, saved) = (self.shared(), saved.clone());
         rt::to_completion_of(Left(Arc::clone(&node)), async move { node.run_restore_bitmap(&saved).await })

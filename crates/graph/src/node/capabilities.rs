@@ -23,8 +23,8 @@ pub trait BackingName: Send + Sync {
     /// True when the image names a backing file that was left out at open.
     fn is_left_out(&self) -> bool;
 
-    /// Plans from now on as if the backing file had `bytes` bytes, for an image that is to come to stand on a longer
-    /// one. Ranges that read as zeroes behind the end of the present one become zeroes of the image's own when they are
+    /// Plans from now on as if the backing file had `bytes` bytes, for an image that is about to get a longer one.
+    /// Ranges that read as zeroes behind the end of the present one become zeroes of the image's own when they are
     /// zeroed or discarded. `None`: for the backing file as it is; it may have grown. No request runs.
     fn plan_for(&self, bytes: Option<u64>);
 
@@ -86,7 +86,7 @@ pub trait Snapshots: Send + Sync {
         discards: bool,
     ) -> LocalFuture<'a, Result<String>>;
 
-    /// Deletes one; what it was. The options are the node's.
+    /// Deletes one, and returns its description. The options are the node's.
     fn delete<'a>(
         &'a self,
         wanted: &'a SnapshotName,
@@ -112,10 +112,10 @@ pub trait LiveOptions: Send + Sync {
     /// The keys of these options.
     fn keys(&self) -> &'static [&'static str];
 
-    /// Refuses options that `node`, which is this driver's, can't have; else gives what applies them.
+    /// Refuses options that `node`, which is this driver's, can't have; else returns the step that applies them.
     fn check(&self, node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply>;
 
-    /// Does what may fail. `Node::complete` has run before.
+    /// Does the steps that may fail. `Node::complete` has run before.
     fn prepare<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
         done(Ok(()))
     }
@@ -157,7 +157,7 @@ impl Node {
             .unwrap_or_else(|| Err(Error::unsupported("only encrypted images have key slots").file(self.filename())))
     }
 
-    /// True when what the image holds is encrypted by its format.
+    /// True when the image's data is encrypted by its format.
     pub fn is_encrypted(&self) -> bool {
         self.driver.is_encrypted()
     }
@@ -168,7 +168,7 @@ impl Node {
         self.driver.holds_changes() || below().any(|child| child.node.holds_changes())
     }
 
-    /// The unit in which the image allocates what is written, in bytes.
+    /// The image's unit of allocation, in bytes.
     pub fn cluster_bytes(&self) -> Option<u64> {
         self.driver.allocation().map(|(cluster, _)| cluster)
     }
@@ -183,7 +183,7 @@ impl Node {
         self.driver.compresses() && !self.is_filter()
     }
 
-    /// The length of what the image compresses as one, in bytes; `None` where it takes no compressed clusters itself.
+    /// The length of a unit of compression, in bytes; `None` where it takes no compressed clusters itself.
     pub fn compressed_cluster_bytes(&self) -> Option<u64> {
         let cluster = self.cluster_bytes().or_else(|| self.description()?.cluster_bytes);
         cluster.filter(|_| self.compresses())
@@ -209,7 +209,8 @@ impl Node {
         self.driver.records_zeroes()
     }
 
-    /// Fills `buf` from `offset` of the state of a virtual machine that the image holds; what was never written reads as zeroes.
+    /// Fills `buf` from `offset` of the state of a virtual machine in the image; bytes that were never written read as
+    /// zeroes.
     pub async fn read_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         match self.driver.vm_state() {
             Some(state) => state.read(offset, buf).await,

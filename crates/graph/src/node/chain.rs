@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chains of images: which layer decides what a range reads as.
+//! Chains of images: the layer that decides about the data of a range.
 
 use super::{ChildRole, Node};
 use cowshed_types::{Error, Result};
@@ -52,7 +52,7 @@ impl Chain {
         &self.layers
     }
 
-    /// The image that the lowest layer stands on.
+    /// The image below the lowest layer.
     pub fn base(&self) -> Option<&Arc<Node>> {
         self.base.as_ref()
     }
@@ -67,7 +67,7 @@ impl Chain {
         self.layers.iter().chain(&self.filters).chain(&self.base).cloned().collect()
     }
 
-    /// Without these filters. They may stand on what is between its ends all the same.
+    /// Without these filters. They may be between its ends all the same.
     pub fn leaving_out(mut self, filters: &[Arc<Node>]) -> Chain {
         self.filters.retain(|filter| !filters.iter().any(|gone| Arc::ptr_eq(gone, filter)));
         self.left_out.extend(filters.iter().map(|filter| filter.name().to_owned()));
@@ -102,8 +102,9 @@ impl Chain {
         Ok(Holder { len, layer: None, zero: self.base.is_none() })
     }
 
-    /// True when the top has to be told of zeroes in the layers below it. With a base it would show that instead. Without one it reads as
-    /// zeroes anyway, but another backing file may come later; only version 2 has no means to say so without writing data.
+    /// True when the top has to be told of zeroes in the layers below it. With a base it would show that instead.
+    /// Without one it reads as zeroes anyway, but another backing file may come later. Only version 2 has no means to
+    /// record zeroes without writing data.
     pub fn records_zeroes(&self) -> bool {
         self.base.is_some() || self.layers.first().is_some_and(|top| top.records_zeroes())
     }

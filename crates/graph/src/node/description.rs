@@ -34,7 +34,7 @@ pub struct MappedCheck {
     pub findings: Vec<String>,
 }
 
-/// An image of a format without reference counts: what it says of itself, and its check.
+/// An image of a format without reference counts: its description of itself, and its check.
 pub trait Described: Send + Sync {
     /// The image's description of itself.
     fn describe(&self) -> Description;
@@ -58,7 +58,7 @@ impl Node {
         Some(self.driver().described()?.check(max).await)
     }
 
-    /// As [`Node::check_mapped`], and repairs what it can.
+    /// As [`Node::check_mapped`], with a repair as far as possible.
     pub async fn repair_mapped(&self, what: Repair, max: usize) -> Option<Result<Option<MappedCheck>>> {
         Some(self.driver().described()?.repair(what, max).await)
     }

@@ -45,7 +45,7 @@ pub enum Intent {
 pub struct Place {
     /// Where the range begins in the file.
     pub host: HostOffset,
-    /// See above.
+    /// The number of changes for which it holds.
     pub changes: u64,
 }
 
@@ -74,8 +74,8 @@ pub enum Mapped<'a> {
     Special,
 }
 
-/// Gets the damage, the host offset and the length of the metadata that a write would have hit, in bytes, and whether the
-/// image takes no more writes.
+/// Gets the damage, and the host offset and the length of the metadata that a write would have hit, in bytes. The flag
+/// tells whether the image takes no more writes.
 pub type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
 
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
@@ -126,7 +126,7 @@ pub trait Driver: Any + Send + Sync {
         Box::pin(ready((Err(self.refusal()), buf)))
     }
 
-    /// As [`Driver::write`] of what the range reads as already: no dirty bitmap counts it.
+    /// As [`Driver::write`], of data that the range already has: no dirty bitmap counts it.
     fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         self.write(offset, buf)
     }
@@ -151,7 +151,7 @@ pub trait Driver: Any + Send + Sync {
         done(Err(self.refusal()))
     }
 
-    /// As [`Driver::write_zeroes`] of what reads as zeroes already: no dirty bitmap counts it.
+    /// As [`Driver::write_zeroes`], of a range that reads as zeroes already: no dirty bitmap counts it.
     fn write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         self.write_zeroes(offset, len, flags)
     }
@@ -210,12 +210,12 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// For `null-co` and what stands on it unchanged: whether reads are promised to give zeroes.
+    /// For `null-co` and nodes that pass it on unchanged: whether reads are promised to give zeroes.
     fn null_reads_zeroes(&self) -> Option<bool> {
         None
     }
 
-    /// The part of the child `file` that a part of the disk stands in.
+    /// The part of the child `file` with a part of the disk.
     fn part_of_child(&self, _disk: &Range<u64>) -> Range<u64> {
         0..u64::MAX
     }
@@ -230,7 +230,7 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
-    /// True when what growing adds reads as zeroes.
+    /// True when the bytes by which it grows read as zeroes.
     fn grows_by_zeroes(&self) -> bool {
         true
     }
@@ -240,7 +240,7 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// True when it asks of its child what its users ask of it. `by_users`: the locks of files follow from their users.
+    /// True when it needs the rights of its users at its child. `by_users`: the locks of files follow from their users.
     fn passes_permissions(&self, _by_users: bool) -> bool {
         false
     }
@@ -280,7 +280,7 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// True when what the image holds is encrypted by its format.
+    /// True when the image's data is encrypted by its format.
     fn is_encrypted(&self) -> bool {
         false
     }
@@ -305,7 +305,7 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
-    /// The unit in which it allocates what is written, and the least part of it that it can hold alone, in bytes.
+    /// The unit of allocation, and the least part of it that it can hold alone, in bytes.
     fn allocation(&self) -> Option<(u64, u64)> {
         None
     }
@@ -341,12 +341,12 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// The backing file that the image names; `None` where the name doesn't say what the image reads from.
+    /// The backing file that the image names; `None` where the name doesn't lead to the image's data source.
     fn named_backing(&self) -> Option<NamedBacking> {
         None
     }
 
-    /// True when the node shows what no name opens again.
+    /// True when the node shows data that no name opens again.
     fn shows_past(&self) -> bool {
         false
     }
@@ -359,12 +359,12 @@ pub trait Driver: Any + Send + Sync {
     /// Has `tell` told of damage that the driver meets. Set once.
     fn observe_corruption(&self, _tell: OnCorruption) {}
 
-    /// Waits for what goes on behind requests that have ended, where it touches one of the drained nodes.
+    /// Waits for work behind requests that have ended, where it touches one of the drained nodes.
     fn settle<'a>(&'a self, _drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(ready(()))
     }
 
-    /// Makes what is on disk complete, as a close would leave it. `flush` flushes the node.
+    /// Makes the image complete on disk, as a close would leave it. `flush` flushes the node.
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
         flush
     }
@@ -377,14 +377,14 @@ pub trait Driver: Any + Send + Sync {
         done(Ok(()))
     }
 
-    /// Completes what is on disk and lets go of it.
+    /// Completes the image on disk and lets go of it.
     fn close(&self, _read_only: bool) -> Work<'_> {
         done(Ok(()))
     }
 }
 
 impl dyn Driver {
-    /// The driver as what it is.
+    /// The driver as its own type.
     #[inline]
     pub fn downcast<T: Driver>(&self) -> Option<&T> {
         (self as &dyn Any).downcast_ref()

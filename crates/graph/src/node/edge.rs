@@ -19,7 +19,7 @@ pub enum ChildRole {
     Header,
     /// A file that holds one part of the disk, by its number.
     Extent(u32),
-    /// Where a filter saves what is about to be overwritten.
+    /// The node into which a filter saves data that is about to be overwritten.
     Target,
     /// The trusted copy that `blkverify` compares with.
     Raw,

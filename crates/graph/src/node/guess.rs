@@ -2,7 +2,8 @@
 //! The guard of a raw image whose format was guessed. Its guest must not be able to write a header or a footer that changes the
 //! next guess. The image would then name files of the host as its backing file.
 //!
-//! Requests that touch what a guess looks at take turns, so that no other one comes between the check and the change.
+//! Requests that touch the ends that a guess looks at take turns, so that no other one comes between the check and the
+//! change.
 
 use super::Node;
 use super::driver::whole_sectors;
@@ -34,13 +35,13 @@ impl Node {
         Ok([first, read(size.saturating_sub(PROBE_TAIL_BYTES as u64), end).await?])
     }
 
-    /// True where a change may touch what a guess of the format looks at.
+    /// True where a change may touch the ends that a guess of the format looks at.
     fn is_at_an_end(&self, offset: u64, len: u64) -> bool {
         offset < PROBE_BYTES as u64 || offset + len > self.size().saturating_sub(PROBE_TAIL_BYTES as u64)
     }
 
-    /// The turn for a change of a range, checked against the ends as the change leaves them. `None` away from the ends. `bytes`:
-    /// what the range holds then, zeroes where there are none.
+    /// The turn for a change of a range, checked against the ends as the change leaves them. `None` away from the ends.
+    /// `bytes`: the range's new data, zeroes where there are none.
     pub(super) async fn turn_at_ends(&self, offset: u64, len: u64, bytes: Option<&[u8]>) -> Result<Option<Turn<'_>>> {
         if !self.is_at_an_end(offset, len) {
             return Ok(None);
@@ -54,7 +55,7 @@ impl Node {
         Ok(turn)
     }
 
-    /// The turn for another size: a mark in the middle of the disk may stand at its new end.
+    /// The turn for another size: a mark in the middle of the disk may be at its new end.
     pub(super) async fn turn_to_resize(&self, size: u64) -> Result<Turn<'_>> {
         let turn = self.ends.lock().await;
         let [first, last] = self.read_ends_at(size).await?;
@@ -80,8 +81,8 @@ impl Node {
     }
 }
 
-/// Lays `bytes` (zeroes where there are none), which stand in the `len` bytes at `offset`, over `piece`, which stands at `start`,
-/// where the two meet.
+/// Copies `bytes` (zeroes where there are none), at `offset` and `len` bytes long, into `piece`, at `start`, where the
+/// two overlap.
 fn overlay(piece: &mut [u8], start: u64, offset: u64, len: u64, bytes: Option<&[u8]>) {
     let from = start.max(offset);
     let end = (start + piece.len() as u64).min(offset + len);

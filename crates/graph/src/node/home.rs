@@ -39,11 +39,11 @@ pub(crate) trait Reporter: Send + Sync {
 pub struct Corruption {
     /// `node-name` of the image's node.
     pub node_name: String,
-    /// The reason, for people.
+    /// The reason, for a user.
     pub message: String,
     /// QEMU's sentence about this damage, where it has one.
     pub report: Option<String>,
-    /// Host offset in bytes of what would have been hit, where one is known.
+    /// Host offset in bytes of the metadata that would have been hit, where one is known.
     pub offset: Option<u64>,
     /// How much would have been hit, in bytes, where that is known.
     pub size_bytes: Option<u64>,

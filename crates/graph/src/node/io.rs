@@ -22,7 +22,7 @@ impl Node {
         self.throttle().is_some() && plain && self.deadline.is_none() && self.check_open().is_ok()
     }
 
-    /// True when an observer wants to know what is written.
+    /// True when an observer wants to know of writes.
     #[inline]
     pub(crate) fn is_tracked(&self) -> bool {
         self.tracking.is_active()
@@ -185,7 +185,7 @@ impl Node {
             // A range with a place is within the disk.
             let checked = if place.is_some() { layer.check_usable() } else { layer.check_range(offset, len) };
             if checked.is_err() {
-                // The layer above knows what becomes of a range behind the end, and says what is wrong otherwise.
+                // The layer above decides about a range behind the end, and reports other errors.
                 let (result, buf) = match passed.pop() {
                     None => return self.driver.read(offset, buf).await,
                     Some(above) => {
@@ -234,8 +234,8 @@ impl Node {
         (result, buf)
     }
 
-    /// As [`Node::read_boxed`], but what lies past the end of the node reads as zeroes: what an overlay wants from a
-    /// backing file that is shorter than itself.
+    /// As [`Node::read_boxed`], but bytes past the end of the node read as zeroes: an overlay reads a shorter backing
+    /// file so.
     pub fn read_padded(&self, offset: u64, mut buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
         let inside = usize::try_from(self.size().saturating_sub(offset)).unwrap_or(usize::MAX);
         if inside >= buf.len() {
@@ -316,8 +316,8 @@ impl Node {
         boxed!(self, |node| node.run_write(offset, buf))
     }
 
-    /// As [`Node::write_boxed`] of what the range reads as already: it only moves into this image, and dirty bitmaps don't
-    /// count it.
+    /// As [`Node::write_boxed`], of data that the range already has: it only moves into this image, and dirty bitmaps
+    /// don't count it.
     pub(crate) fn write_unchanged_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
         boxed!(self, |node| node.run_write_unchanged(offset, buf))
     }
@@ -342,7 +342,7 @@ impl Node {
         (self.flush_if_writethrough().await, buf)
     }
 
-    /// As [`Node::write_zeroes_boxed`] of what reads as zeroes already: see [`Node::write_unchanged_boxed`].
+    /// As [`Node::write_zeroes_boxed`], of a range that reads as zeroes already: see [`Node::write_unchanged_boxed`].
     pub(crate) fn write_zeroes_unchanged_boxed(
         &self,
         offset: u64,

@@ -12,7 +12,7 @@ impl Node {
         self.children.links()
     }
 
-    /// Makes what is on disk complete, as a close would leave it.
+    /// Makes the image complete on disk, as a close would leave it.
     pub(crate) async fn complete(&self) -> Result<()> {
         // Not one that may begin before it is polled.
         let result = self.driver.complete(Box::pin(self.run_flush())).await;
@@ -31,7 +31,7 @@ impl Node {
         Ok(())
     }
 
-    /// True while it is read-only because a snapshot stands on it, and for no option.
+    /// True while it is read-only because of a snapshot above it, and for no option.
     pub(crate) fn is_below_snapshot(&self) -> bool {
         self.is_read_only() && self.settings.is_below_snapshot()
     }
@@ -41,7 +41,7 @@ impl Node {
         self.settings.set_below_snapshot(true);
     }
 
-    /// Other options from now on; what can fail has been done.
+    /// Sets other options; the steps that can fail have been taken.
     pub(crate) fn apply(
         &self,
         options: BlockdevOptions,
@@ -58,7 +58,7 @@ impl Node {
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
-    /// Notes what an option has come to.
+    /// Notes the new value of an option.
     pub(crate) fn set_option(&self, key: &str, value: serde_json::Value) {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).insert(key, value);
     }

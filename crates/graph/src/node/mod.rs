@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Nodes of the block graph: what jobs, exports and the library read and write.
+//! Nodes of the block graph, which jobs, exports and the library read and write.
 
 mod below;
 mod bitmaps;
@@ -122,7 +122,7 @@ pub struct StatusExtent {
     pub present: bool,
     /// Stored compressed.
     pub compressed: bool,
-    /// Offset in `file`, when the bytes stand there as they are.
+    /// Offset in `file`, when its bytes are the data.
     pub offset: Option<u64>,
     /// File name of the layer that `offset` is in.
     pub file: Option<Arc<str>>,
@@ -169,7 +169,7 @@ pub enum LockSource {
     Opening,
     /// The rights that its users use and share at the moment. With `share_all` (`force-share`) they share everything.
     Users {
-        /// See there.
+        /// They share everything.
         share_all: bool,
     },
 }
@@ -215,8 +215,8 @@ pub struct Node {
     one_ended: Events,
 }
 
-/// A future that does the expression for `$node`, which stands for the node `$self`: in a box, or as a task of its own where polls are
-/// nested deep.
+/// A future that evaluates the expression for `$node`, a copy of `$self`. It is in a box, or a task of its own where
+/// polls are nested deep.
 macro_rules! boxed {
     ($self:expr, |$node:ident| $work:expr) => {
         match $self.on_new_stack() {
@@ -312,7 +312,7 @@ impl Node {
         self.driver.name()
     }
 
-    /// The file name for people and for `info`; for nodes without one a `json:{…}` name.
+    /// The file name for messages and for `info`; for nodes without one a `json:{…}` name.
     pub fn filename(&self) -> String {
         self.filename.clone()
     }
@@ -368,7 +368,7 @@ impl Node {
         self.driver.whole_file()
     }
 
-    /// For `null-co` and what stands on it unchanged: whether reads are promised to give zeroes.
+    /// For `null-co` and nodes that pass it on unchanged: whether reads are promised to give zeroes.
     pub(crate) fn null_reads_zeroes(&self) -> Option<bool> {
         self.driver.null_reads_zeroes()
     }
@@ -389,7 +389,7 @@ impl Node {
         self.readers.get_or_init(Arc::default)
     }
 
-    /// Waits for what goes on behind requests that have ended, where it touches one of the drained nodes.
+    /// Waits for work behind requests that have ended, where it touches one of the drained nodes.
     pub(crate) async fn settle(&self, drained: &[Arc<Node>]) {
         self.left_behind_ended().await;
         self.driver.settle(drained).await;

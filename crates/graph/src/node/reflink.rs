@@ -7,9 +7,9 @@ use cowshed_storage::File;
 use cowshed_types::Result;
 
 impl Node {
-    /// The files that hold the data of this layer and of those below it as they are: what [`super::StatusExtent::file`]
-    /// names. `None` where one of them isn't a file of this machine with nothing in between (a filter, a server, an image
-    /// within an image): its names say nothing then.
+    /// The files with the plain data of this layer and of those below it, which [`super::StatusExtent::file`] names.
+    /// `None` where one of them isn't directly a file of this machine (a filter, a server, an image within an image):
+    /// its names mean nothing then.
     pub fn content_files(&self) -> Option<Vec<File>> {
         let mut files = vec![self.own_content_file()?];
         let mut layer = self.backing();
@@ -24,7 +24,7 @@ impl Node {
         self.driver.content_file().filter(|file| file.is_plain()).cloned()
     }
 
-    /// True where [`Node::share_from`] can take blocks over from `source`, by what the file system says.
+    /// True where [`Node::share_from`] can take blocks over from `source`, by the file system's answer.
     pub async fn can_share_from(&self, source: &File) -> bool {
         match self.own_content_file() {
             Some(file) => file.can_share_from(source).await,

@@ -31,7 +31,7 @@ impl Deref for LocalNode {
     }
 }
 
-/// Counts a request that goes on without its caller: what closes the node, or drains it, waits for the end.
+/// Counts a request that goes on without its caller: a close or a drain of the node waits for its end.
 pub(super) struct Left<N>(pub(super) N);
 
 /// Such a request, until its end.
@@ -90,9 +90,9 @@ macro_rules! requests {
                 rt::to_completion_of(Left(node.clone()), async move { node.run_flush().await })
             }
 
-            /// Changes the virtual size, in bytes: rounded up to 512 by formats; a file, and what is a raw image, gets the very
-            /// length, and is then shown rounded up. Shrinking discards what lies behind the new end. Once polled, it is carried
-            /// out even when the future is dropped.
+            /// Changes the virtual size, in bytes. Formats round it up to 512. A file or a raw image gets the very
+            /// length, and is then shown rounded up. Shrinking discards the data behind the new end. Once polled, it is
+            /// carried out even when the future is dropped.
             pub fn resize(
                 &$self,
                 size: u64,
@@ -133,10 +133,10 @@ impl Node {
         rt::to_completion_of(Left(Arc::clone(&node)), async move { node.run_write_compressed(clusters).await })
     }
 
-    /// As a write at `offset` of the `len` bytes that `source` has from `source_offset` on, by sharing their blocks. How
-    /// many bytes from the front were taken over; less than `len`, and 0, where format, settings or file system can't
-    /// (see [`File::share_from`]): the rest is to be written. `source` must not change meanwhile. Once polled, it is carried out
-    /// even when the future is dropped.
+    /// As a write at `offset` of the `len` bytes that `source` has from `source_offset` on, by sharing their blocks.
+    /// Returns the number of bytes taken over from the front. It is less than `len`, or 0, where format, settings or
+    /// file system can't (see [`File::share_from`]). The rest is to be written. `source` must not change meanwhile.
+    /// Once polled, it is carried out even when the future is dropped.
     pub fn share_from(
         &self,
         offset: u64,

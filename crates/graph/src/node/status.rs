@@ -95,7 +95,7 @@ impl Node {
         Ok(true)
     }
 
-    /// The node that decides what this one doesn't, and how many layers down it counts.
+    /// The node that decides where this one doesn't, and how many layers down it counts.
     fn chain_child(&self) -> Option<(Arc<Node>, u32)> {
         if let Some(below) = self.driver.filtered() {
             return below.node().ok().map(|node| (node, 0));

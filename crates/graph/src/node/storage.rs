@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Runs that one question about holes asks for.
 const STATUS_RUNS: usize = 16;
 
-/// A node behind a [`File`]. Its requests pass everything that stands there.
+/// A node behind a [`File`]. Its requests pass all filters of the node.
 struct NodeStorage {
     node: Arc<Node>,
     alignment: Alignment,

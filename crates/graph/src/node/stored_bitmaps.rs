@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Dirty bitmaps that images keep, whatever their format: what they are, and how they change.
+//! Dirty bitmaps that images keep, whatever their format: their state, and their changes.
 
 use super::LocalFuture;
 use cowshed_qcow2::DirtyBits;
@@ -28,7 +28,7 @@ pub struct BitmapStatus {
     pub name: String,
     /// Bytes of the disk that a bit stands for.
     pub granularity_bytes: u64,
-    /// It records what is written.
+    /// It records writes.
     pub enabled: bool,
     /// It was not saved correctly: it can only be removed.
     pub inconsistent: bool,
@@ -50,14 +50,14 @@ pub enum BitmapChange {
         name: String,
         /// Bytes that a bit stands for: a power of two from 512 to 2 GiB; as QEMU chooses it when `None`.
         granularity_bytes: Option<u64>,
-        /// It records what is written from now on.
+        /// It records writes from now on.
         enabled: bool,
     },
     /// Takes one away.
     Remove(String),
     /// Nothing is dirty any more.
     Clear(String),
-    /// Records what is written from now on.
+    /// Records writes from now on.
     Enable(String),
     /// Stays as it is from now on.
     Disable(String),
@@ -65,7 +65,7 @@ pub enum BitmapChange {
     Merge {
         /// Name of the target.
         target: String,
-        /// Of a disk of the same size.
+        /// The bits to add, of a disk of the same size.
         source: Arc<DirtyBits>,
     },
 }

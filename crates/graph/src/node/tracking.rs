@@ -80,7 +80,7 @@ impl Tracking {
         self.active.store(true, Ordering::Release);
     }
 
-    /// The disk has another size: what is new is clean.
+    /// The disk has another size: new bytes are clean.
     pub(super) fn resized(&self, disk_bytes: u64) {
         for bitmap in &mut self.named().transient {
             Arc::make_mut(&mut bitmap.bits).resize(disk_bytes);
@@ -89,8 +89,8 @@ impl Tracking {
 }
 
 impl Node {
-    /// From now on marks what is written through this node, by whomever, in parts of `granularity_bytes` (a power of two
-    /// from 512 to 2 GiB). Ends when the map is dropped. To miss nothing, call it while the node is drained.
+    /// Marks all writes through this node from now on, in parts of `granularity_bytes` (a power of two from 512 to 2
+    /// GiB). Ends when the map is dropped. To miss nothing, call it while the node is drained.
     pub fn track_dirty(&self, granularity_bytes: u64) -> Result<Arc<DirtyMap>> {
         let map = Arc::new(DirtyMap::new(granularity_bytes)?);
         self.tracking.maps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&map));

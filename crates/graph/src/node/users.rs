@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The users of a node, and what each may do with it.
+//! The users of a node, and the rights of each.
 //!
-//! A filter has no wishes of its own: it asks of its child what its users are granted. So a filter can be put between a node and
-//! its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in use (raw, LUKS).
-//! The locks of a file are what the users of its node do and share: see [`LockSource`].
+//! A filter has no wishes of its own: it needs the rights of its users at its child. So a filter can be put between a
+//! node and its users without a conflict. In a daemon's graph the same holds for the formats that keep no metadata in
+//! use (raw, LUKS). The locks of a file follow from the operations that its node's users do and share: see
+//! [`LockSource`].
 
 use super::driver::whole_sectors;
 use super::{ChildRole, Edge, LockSource, Node};
@@ -54,7 +55,7 @@ impl Node {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The names of the users: parents' node-names, attachments, and names with a `#` for what is neither.
+    /// The names of the users: parents' node-names, attachments, and names with a `#` for others.
     pub fn user_names(&self) -> Vec<String> {
         self.users().iter().map(|edge| edge.user.clone()).filter(|user| user != MONITOR && user != RESIZING).collect()
     }
@@ -133,12 +134,12 @@ impl Node {
         Ok(())
     }
 
-    /// True when the node asks of its child what its users ask of it.
+    /// True when the node needs the rights of its users at its child.
     pub(crate) fn passes_permissions(&self) -> bool {
         self.driver.passes_permissions(self.settings.locks() != LockSource::Opening)
     }
 
-    /// Has what the users ask reach the nodes below, or the locks of the file.
+    /// Passes the rights of the users to the nodes below, or to the locks of the file.
     pub(crate) fn pass_permissions(&self) -> Result<()> {
         if let Some(file) = self.driver.protocol_file() {
             return self.lock_file(file);
@@ -158,7 +159,7 @@ impl Node {
     }
 
     /// The rights that the node needs at its backing node. In a daemon's graph others may write there as long as no
-    /// user of this node forbids it, and nothing is asked while the node has no users.
+    /// user of this node forbids it. Without users the node needs no rights.
     pub(crate) fn asked_of_backing(&self) -> Permissions {
         let share_all = match self.settings.locks() {
             LockSource::Opening => false,
@@ -302,7 +303,7 @@ impl Node {
         Ok(())
     }
 
-    /// Takes back what [`Node::attach`] gave to `user`. True when the node has no users any more.
+    /// Takes back the rights that [`Node::attach`] gave to `user`. True when the node has no users any more.
     pub(crate) fn release(&self, user: &str) -> bool {
         let unused = {
             let mut users = self.users();

@@ -18,7 +18,7 @@ pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
     seen
 }
 
-/// A node and what it is stored in: all below it but backing files.
+/// A node and its storage: all nodes below it but backing files.
 pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
     let mut found = vec![Arc::clone(top)];
     let mut at = 0;

@@ -32,7 +32,7 @@ impl Watch {
     }
 }
 
-/// Shows a node what is done with its file, by whomever: formats go to their files directly.
+/// Tells a node of all operations on its file: formats go to their files directly.
 struct OfFile(Weak<Node>);
 
 impl FileObserver for OfFile {
@@ -110,7 +110,7 @@ impl Node {
     /// A request has ended; `end` is the first byte behind it.
     #[cold]
     pub(super) fn note_watched(&self, kind: IoKind, end: u64, start_ns: u64, end_ns: u64, outcome: RequestOutcome) {
-        // Of a file, every operation is shown by the file itself.
+        // The file itself shows each of its operations.
         if self.driver.protocol_file().is_none() {
             self.note_ended(kind, end, end_ns.saturating_sub(start_ns), end_ns, outcome);
         }

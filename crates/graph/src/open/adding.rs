@@ -14,8 +14,8 @@ impl Graph {
         Graph::with_schemas(drivers)
     }
 
-    /// Opens a node with everything below it, as `blockdev-add` does: it needs a `node-name`, is opened for writing
-    /// unless the options say otherwise, and stays until [`Graph::delete`].
+    /// Opens a node with everything below it, as `blockdev-add` does. It needs a `node-name`, is opened for writing
+    /// unless the options forbid it, and stays until [`Graph::delete`].
     pub async fn add(self: &Arc<Self>, options: BlockdevOptions) -> Result<Arc<Node>> {
         self.add_with(OpenRequest::options(options)).await
     }

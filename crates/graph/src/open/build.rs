@@ -139,7 +139,7 @@ pub enum Role {
     Replica,
 }
 
-/// Where in the tree a node stands, and what it takes over from there where its own options don't say otherwise.
+/// The place of a node in the tree, and the settings that it takes over from there where it has no own options.
 #[derive(Clone, Debug)]
 pub struct TreePlace {
     /// The purpose for which it is opened.
@@ -206,16 +206,16 @@ pub struct Opener {
     warnings: RefCell<Vec<String>>,
 }
 
-/// An opened driver, and the node's name for people.
+/// An opened driver, and the node's name in messages.
 pub type Opened = Result<(Box<dyn Driver>, String)>;
 
-/// A node's options and what they come to, on the way to its driver.
+/// A node's options and the settings made of them, on the way to its driver.
 pub struct Draft {
     /// Its node-name.
     pub name: String,
     /// Its options.
     pub options: BlockdevOptions,
-    /// Where it stands.
+    /// Its place in the tree.
     pub place: TreePlace,
     /// The settings that every driver's options have.
     pub settings: NodeSettings,
@@ -236,7 +236,7 @@ impl Opener {
         &self.policy
     }
 
-    /// Opens a node and what is below it.
+    /// Opens a node and all nodes below it.
     pub(super) fn node(
         self: &Rc<Self>,
         options: BlockdevOptions,
@@ -447,7 +447,7 @@ impl Opener {
     }
 }
 
-/// Reads the common keys: settles what the node does, and changes `place` to what its children take over.
+/// Reads the common keys: settles the node's behaviour, and changes `place` to the settings for its children.
 fn take_over(options: &BlockdevOptions, place: &mut TreePlace) -> Result<NodeSettings> {
     if options.flag("active") == Some(false) {
         let message = format!("'{}active=off' is for nodes that are added to a daemon", place.path);

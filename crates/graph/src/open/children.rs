@@ -109,7 +109,7 @@ impl Opener {
         header: &BackingReference,
         given: Option<Value>,
     ) -> Result<Option<Arc<Node>>> {
-        // A policy says itself what it refuses.
+        // A policy names the refused file itself.
         let below = |error: Error| match error.kind() {
             ErrorKind::PermissionDenied => error,
             _ => error.context(format!("could not open the backing file of '{image}'")),

@@ -18,8 +18,8 @@ pub struct Drivers {
 }
 
 impl Drivers {
-    /// A table of drivers, in groups, in the order of the help. `refused`: formats that are recognised for a clear refusal, and their names
-    /// for people.
+    /// A table of drivers, in groups, in the order of the help. `refused`: formats that are recognised for a clear
+    /// refusal, with their names in messages.
     pub const fn new(
         groups: &'static [&'static [DriverLine]],
         refused: &'static [(FormatName, &'static str)],
@@ -67,8 +67,8 @@ impl Drivers {
         self.schema(name).is_some_and(|schema| schema.kind == DriverKind::Protocol)
     }
 
-    /// True for the drivers here, for formats that are known by name alone, and for drivers of QEMU that a backing file may be
-    /// said to have.
+    /// True for the drivers here, and for formats that are known by name alone. Also true for drivers of QEMU that an
+    /// image may name for its backing file.
     pub fn is_known(&self, name: &str) -> bool {
         const ELSEWHERE: [&str; 3] = ["nvme", "nvme-io_uring", "replication"];
         self.schema(name).is_some() || self.refused(name).is_some() || ELSEWHERE.contains(&name)
@@ -79,8 +79,9 @@ impl Drivers {
         build::named(self, name, format, &HostFiles)
     }
 
-    /// Options of a node with a file name beside them, as `open -o OPTIONS NAME` of qemu-io takes them. The name, and what its
-    /// protocol means, belong to the lowest `file` of the options. Options that are given count more than the name's.
+    /// Options of a node with a file name beside them, as `open -o OPTIONS NAME` of qemu-io takes them. The name, and
+    /// the meaning of its protocol, belong to the lowest `file` of the options. Options that are given count more than
+    /// the name's.
     pub fn options_with_name(&self, options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
         names::options_with_name(self, options, name)
     }

@@ -10,7 +10,7 @@ use cowshed_storage::path_of_text;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::path::{Component, Path, PathBuf};
 
-/// Where a part of a disk is, and as what it is opened.
+/// The place of a part of a disk, and the driver that opens it.
 pub struct ExtentPlace {
     pub filename: String,
     pub options: BlockdevOptions,

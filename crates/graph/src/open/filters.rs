@@ -201,7 +201,7 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     Ok((Box::new(Replicas::new(agreement, links(draft), &draft.name, opener.graph.reporter())), name))
 }
 
-/// Faults below whatever stands on this node: its file is the child's with the rules in front.
+/// Faults below the nodes above this one: its file is the child's with the rules in front.
 async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let options = BlkdebugOptions::new(&draft.options);
     // Sharing with writers is defined for plain files only.

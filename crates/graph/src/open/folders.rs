@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that an image means by what is in them, looked for in folders that the user names and nowhere else.
+//! Files that an image identifies by their contents, looked for in folders that the user names and nowhere else.
 
 use super::build::{Draft, Opener};
 use cowshed_storage::{IoBuf, Locking, OpenOptions, path_of_text, text_of_path};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A driver's line in the table ([`crate::drivers`]): its keys, how it opens, and what the opener must know of it before.
+//! A driver's line in the table ([`crate::drivers`]): its keys, its opening, and the facts that the opener needs
+//! before.
 
 use super::build::{Draft, Opened, Opener};
 use crate::node::LocalFuture;
@@ -25,7 +26,7 @@ pub enum FirstUse {
     WhereUsersLock(Permissions),
 }
 
-/// Options that change what a node is. A name by which it opens again says them.
+/// Options that change a node's data. A name by which it opens again has them.
 #[derive(Clone, Copy, Debug)]
 pub enum Telling {
     /// These, with flat keys.
@@ -47,7 +48,8 @@ pub struct DriverLine {
 }
 
 impl DriverLine {
-    /// A driver by its keys and by what opens it. A filter passes on, and asks of its child what its users ask.
+    /// A driver by its keys and its opening function. A filter passes on, and needs the rights of its users at its
+    /// child.
     pub const fn new(schema: &'static DriverSchema, open: OpenDriver) -> DriverLine {
         let is_filter = matches!(schema.kind, DriverKind::Filter);
         DriverLine {

@@ -141,7 +141,7 @@ impl OpenRequest {
         self.writable
     }
 
-    /// Share everything with other users of the files (`-U`): what is read may be inconsistent. Not with `writable`.
+    /// Share everything with other users of the files (`-U`): reads may be inconsistent. Not with `writable`.
     #[must_use]
     pub fn force_share(mut self, force_share: bool) -> Self {
         self.force_share = force_share;
@@ -202,9 +202,9 @@ impl OpenRequest {
         self
     }
 
-    /// The caller reads no data, only what the format says of the image (`info`): a raw image may then be in use by a
-    /// writer. A qcow2 image may not, its metadata changes under a writer. Its data file isn't opened unless the options
-    /// name it, and reads fail then. Not with `writable`.
+    /// Declares that the caller reads no data, only the format's description of the image (`info`). A raw image may
+    /// then be in use by a writer. A qcow2 image may not, its metadata changes under a writer. Its data file isn't
+    /// opened unless the options name it, and reads fail then. Not with `writable`.
     #[must_use]
     pub fn no_io(mut self) -> Self {
         self.no_io = true;

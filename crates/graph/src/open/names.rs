@@ -9,7 +9,7 @@ use cowshed_storage::path_of_text;
 use cowshed_types::{Error, Result};
 use serde_json::Value;
 
-/// The protocol in front of a name ("nbd:…", "json:…"): what stands before a colon that comes before any slash.
+/// The protocol in front of a name ("nbd:…", "json:…"): the text before a colon that comes before any slash.
 pub(super) fn protocol(name: &str) -> Option<&str> {
     let end = name.find([':', '/'])?;
     if name.as_bytes().get(end) == Some(&b':') { Some(&name[..end]) } else { None }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The name under which a node opens again: a path, a pseudo name, or `json:{…}` where only options say what it is.
+//! The name under which a node opens again: a path, a pseudo name, or `json:{…}` where only options describe it.
 //!
 //! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
 //! name says them, children by their own options and not by their node-names.
@@ -89,7 +89,7 @@ struct Named {
     driver: &'static str,
     /// The drivers of the graph.
     drivers: &'static Drivers,
-    /// Of a raw disk: its format was guessed from its content.
+    /// It is a raw disk whose format was guessed from its content.
     is_probed_raw: bool,
 }
 
@@ -280,7 +280,7 @@ impl Node {
         }
     }
 
-    /// The backing file as an option, where it isn't what the image itself says.
+    /// The backing file as an option, where it isn't the one that the image itself names.
     fn other_backing(&self, purpose: Purpose) -> Result<Option<Value>> {
         let Some((name, format)) = self.driver().named_backing() else { return Ok(None) };
         let name = name.filter(|name| !name.is_empty());

@@ -56,8 +56,8 @@ impl Opener {
     }
 }
 
-/// True for names of exports on NBD servers: like a device, such an image is there before it is created, and keeps its old
-/// contents then.
+/// True for names of exports on NBD servers. Like a device, such an image is there before it is created, and keeps its
+/// old contents then.
 pub fn is_nbd_name(name: &str) -> bool {
     NbdUri::is_one(name)
 }

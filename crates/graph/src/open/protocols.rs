@@ -101,7 +101,7 @@ impl Opener {
         }
     }
 
-    /// Refuses a file that stands between the root and the node that is opened now.
+    /// Refuses a file between the root and the node that is opened now.
     fn check_loop(self: &Rc<Self>, file: &File, name: &str) -> Result<()> {
         let Some(identity) = file.identity() else { return Ok(()) };
         if let Some(known) = self.opened.borrow().iter().find(|known| known.identity == identity) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Options: one tree for every way to spell them, and one table of what each driver takes.
+//! Options: one tree for every way to spell them, and one table of each driver's keys.
 
 mod blkdebug;
 mod keyval;

@@ -26,7 +26,7 @@ pub struct DriverSchema {
     pub name: &'static str,
     /// The kind of driver.
     pub kind: DriverKind,
-    /// One line for people.
+    /// One line of help.
     pub about: &'static str,
     /// Its keys, besides those that every driver takes.
     pub keys: &'static [Key],
@@ -45,9 +45,9 @@ pub struct Key {
     pub name: &'static str,
     /// The type of its value.
     pub value: KeyType,
-    /// The default for people; "" when there is none, [`REQUIRED`] when it must be given.
+    /// The default as help shows it; "" when there is none, [`REQUIRED`] when it must be given.
     pub default: &'static str,
-    /// One line for people.
+    /// One line of help.
     pub help: &'static str,
 }
 
@@ -124,8 +124,8 @@ impl DriverSchema {
     }
 
     /// Checks the options of one node and turns texts into the type of their key. Children given inline are checked
-    /// when they are opened, with their own driver. `path` is where the node stands in the whole tree ("" or
-    /// "backing."), for messages.
+    /// when they are opened, with their own driver. `path` is the node's place in the whole tree ("" or "backing."),
+    /// for messages.
     pub(crate) fn check(&'static self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
         let lacks = |key: &&Key| key.default == REQUIRED && options.get(key.name).is_none();
         // QEMU opens the children before it looks at the rest.

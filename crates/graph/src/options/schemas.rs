@@ -4,7 +4,7 @@
 use super::schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_storage::fault::{Event, IoType};
 
-/// An option of a driver: its name, what it may hold, its default and its line of help.
+/// An option of a driver: its name, the type of its value, its default and its line of help.
 pub const fn key(name: &'static str, value: KeyType, default: &'static str, help: &'static str) -> Key {
     Key { name, value, default, help }
 }

@@ -7,9 +7,9 @@ use cowshed_types::{Error, Result};
 const MAX_TEXT_BYTES: usize = 64;
 
 /// A size in bytes: digits with an optional suffix `b` (bytes), `k`, `M`, `G`, `T`, `P`, `E` (powers of 1024, upper or
-/// lower case). The digits may have a fraction ("1.5G"; what is less than a byte is cut off, without a suffix it must
-/// be zero; "0.5G" may be written ".5G"), or be hexadecimal behind `0x`, then without a suffix. A number alone counts bytes. As in QEMU, leading space and one `+` are
-/// skipped. The largest result is 2^64 - 1.
+/// lower case). The digits may have a fraction ("1.5G"; parts of a byte are cut off, and without a suffix it must be
+/// zero; "0.5G" may be written ".5G"), or be hexadecimal behind `0x`, then without a suffix. A number alone counts
+/// bytes. As in QEMU, leading space and one `+` are skipped. The largest result is 2^64 - 1.
 pub fn parse_size(text: &str) -> Result<u64> {
     parse(text).ok_or_else(|| {
         Error::invalid_argument(format!(

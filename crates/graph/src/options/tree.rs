@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The option tree: what `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add` all turn into.
+//! The option tree, which is made of `json:{…}`, `--image-opts`, `--blockdev` and `blockdev-add`.
 
 use super::keyval::{BareKey, parse_list};
 use cowshed_types::keyval::next_item;
@@ -41,8 +41,8 @@ impl BlockdevOptions {
         name.strip_prefix("json:").map(Self::from_json)
     }
 
-    /// From `driver=qcow2,file.filename=disk.qcow2,…`. Of a repeated key the last one counts; a key
-    /// without a value is `on`.
+    /// From `driver=qcow2,file.filename=disk.qcow2,…`. The last one of a repeated key counts; a key without a value is
+    /// `on`.
     pub fn from_keyval(text: &str) -> Result<Self> {
         let mut map = Map::new();
         for (key, value) in parse_list(text, BareKey::On)? {

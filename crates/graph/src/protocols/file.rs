@@ -58,7 +58,7 @@ pub async fn discard_file(file: &File, offset: u64, len: u64) -> Result<()> {
     }
 }
 
-/// Sets the length of a file, and fills what was added as `preallocation` says.
+/// Sets the length of a file in bytes, and fills the added range by `preallocation`.
 pub async fn resize_file(file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
     let old = file.len();
     if preallocation != Preallocation::Off && size < old {
@@ -95,7 +95,8 @@ pub fn check_can_preallocate(file: &File, preallocation: Preallocation) -> Resul
     }
 }
 
-/// Makes a file longer, with space for what is added. A file system that reserves none has what is written.
+/// Makes a file longer, with space for the added range. In a file system that reserves none, only the written bytes
+/// have space.
 async fn reserve_end(file: &File, old: u64, size: u64, preallocation: Preallocation) -> Result<()> {
     if preallocation == Preallocation::Falloc {
         match file.allocate(old, size - old).await {

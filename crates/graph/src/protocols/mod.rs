@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Protocols: drivers of nodes that are the bytes of a [`File`], whatever stands behind it.
+//! Protocols: drivers of nodes that are the bytes of a [`File`].
 
 mod file;
 

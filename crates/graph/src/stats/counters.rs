@@ -272,7 +272,7 @@ impl NodeCounters {
         counters
     }
 
-    /// Takes over what a queue counted that is gone.
+    /// Takes over the counts of a queue that is gone.
     pub(crate) fn fold(&self, gone: &Arc<PassedCounters>) {
         let mut passed = self.passed();
         passed.retain(|known| !Arc::ptr_eq(known, gone));

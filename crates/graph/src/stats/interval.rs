@@ -3,7 +3,7 @@
 
 use super::{IoKind, KINDS};
 
-/// Parts that an interval is kept in: what is reported covers the interval but for at most one part.
+/// Parts that an interval is kept in: the report covers the interval but for at most one part.
 const PARTS: u64 = 8;
 
 /// Latencies of the requests of one kind in one interval, in nanoseconds.

@@ -31,8 +31,8 @@ impl Observed {
         Ok(())
     }
 
-    /// Keeps a latency histogram for requests of a kind (of writes: with those of zeroes), a new one with these bounds in
-    /// nanoseconds; an empty list ends it.
+    /// Keeps a new latency histogram for requests of a kind, with these bounds in nanoseconds. Writes include those of
+    /// zeroes. An empty list ends it.
     pub(crate) fn set_histogram(&mut self, kind: IoKind, bounds_ns: &[u64]) -> Result<()> {
         self.histograms[kind.latency_kind() as usize] =
             if bounds_ns.is_empty() { None } else { Some(Histogram::new(bounds_ns)?) };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults below a qcow2 image: what fails says so, and what is left behind is a sound image.
+//! Faults below a qcow2 image: a failed operation gives its error, and the image stays sound.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
@@ -62,7 +62,7 @@ fn refused(result: Result<Arc<Node>>) -> String {
     }
 }
 
-/// Whichever write or flush fails: the error is told, what was flushed stays, and the image is sound.
+/// Whichever write or flush fails: the error is told, flushed data stays, and the image is sound.
 #[test]
 fn the_nth_write_or_flush_fails() {
     for (iotype, errno, kind) in

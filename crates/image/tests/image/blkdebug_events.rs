@@ -103,7 +103,7 @@ fn expect_no_errors(image: &str, step: &Step) {
     assert!(matches!(said.code, Some(0 | 3)), "{}: {said:?}", step.event);
 }
 
-/// The image has no error, and holds what was flushed.
+/// The image has no error, and holds the flushed data.
 fn expect_sound(image: &str, step: &Step) {
     expect_no_errors(image, step);
     let kept = format!("read -P {KEPT_FILL} 0 {KEPT_BYTES}");
@@ -129,7 +129,7 @@ fn error_at_any_step_costs_no_flushed_data() {
         let node = open_with_fault(&image, step.event);
         let more = (KEPT_BYTES, 64 << 10);
         rt::block_on(node.write(more.0, bytes(more.1, 3))).0.unwrap();
-        // With the fault armed for what comes, unless this is what it meets.
+        // The fault is armed for the step, unless the flush meets it.
         let flushed = rt::block_on(node.flush());
         let outcome = flushed.clone().and_then(|()| (step.ours)(&node));
         let error = outcome.expect_err(step.event);

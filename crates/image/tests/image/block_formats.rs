@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images of other formats, damaged in thousands of ways. A read gives data, or one error that names the file. It never
-//! panics, and no image gets memory or time for the asking. A write changes what it is to change, or is refused.
+//! panics, and no image gets memory or time for the asking. A write changes its own bytes, or is refused.
 
 use cowshed_image::node::ChildRole;
 use cowshed_image::stats::IoKind;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes of the metadata caches: how they follow each other, what is refused, and that they change in use.
+//! Sizes of the metadata caches: their dependence on each other, refusals, and changes in use.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Graph};

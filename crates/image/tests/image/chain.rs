@@ -109,7 +109,7 @@ fn the_map_of_a_chain_is_the_one_of_qemu_img() {
                 at += run.len;
                 let item = (run.start, run.len, run.depth.into(), run.present, run.zero, run.data, run.offset);
                 match runs.last_mut() {
-                    // qemu-img joins what continues.
+                    // qemu-img joins adjacent runs.
                     Some(last)
                         if (last.2, last.3, last.4, last.5) == (item.2, item.3, item.4, item.5)
                             && last.6.map(|offset| offset + last.1) == item.6 =>
@@ -290,7 +290,7 @@ fn layers_that_have_nothing_pass_a_read_on_and_count_it() {
         assert_eq!(read(8 << 10), [vec![9; 512], vec![7; 3584]].concat());
         let parts: Vec<u64> = counts().iter().zip(&after).map(|(count, before)| count - before).collect();
         assert_eq!(parts, vec![1; LAYERS]);
-        // A layer that ends here hides what is below it.
+        // A layer that ends here hides the data below it.
         let after = counts();
         assert_eq!(read(30 << 10), [vec![7; 2048], vec![0; 2048]].concat());
         let short: Vec<u64> = counts().iter().zip(&after).map(|(count, before)| count - before).collect();
@@ -300,7 +300,7 @@ fn layers_that_have_nothing_pass_a_read_on_and_count_it() {
     rt::block_on(node.close()).unwrap();
 }
 
-/// Long chains: layers of several cluster sizes and lengths, each with pieces of its own, and a model of what is seen.
+/// Long chains: layers of several cluster sizes and lengths, each with pieces of its own, and a model of the data.
 struct LongChain {
     folder: tempfile::TempDir,
     model: Vec<u8>,

@@ -131,7 +131,7 @@ fn clusters_that_we_write_are_read_by_qemu() {
         (Codec::zstd(15).unwrap(), "cluster_size=64k,compression_type=zstd"),
     ] {
         build(&source, codec, options, dir.path());
-        // Refcounts aren't built here, so this compares what is read and leaves `check` to other tests.
+        // Refcounts aren't built here, so this compares the data and leaves `check` to other tests.
         run("qemu-img", dir.path(), &["compare", "-q", "-f", "qcow2", "-F", "raw", "ours.qcow2", "source.raw"]);
     }
 }

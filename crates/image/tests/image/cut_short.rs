@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images that end too early: what has gone is an error that names the place, never zeroes.
+//! Images that end too early: a lost range is an error that names the place, never zeroes.
 
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_offline::check::{CheckOptions, Repair, check};
@@ -128,7 +128,8 @@ fn leaked_clusters_past_the_end_do_not_stop_a_writer() {
 
 #[test]
 fn snapshot_with_lost_data_keeps_writers_out() {
-    // The snapshot's tables take the place of what was discarded, in front of the data that it shares with the disk.
+    // The snapshot's tables take the place of the discarded clusters, in front of the data that it shares with the
+    // disk.
     let (folder, path) = image("cluster_size=64k", "write -P 1 16M 1M");
     let discard = ["-d", "unmap", "-c", "write -P 3 0 8M", "-c", "discard 16M 1M", "a.qcow2"];
     run("qemu-io", folder.path(), &discard);
@@ -210,7 +211,7 @@ fn tables_past_the_end_of_the_file_are_errors() {
 
 #[test]
 fn refcounts_past_the_end_are_not_free_clusters() {
-    // A block counts 512 clusters of 4 KiB, 2 MiB, and lies at the beginning of what it counts: the later ones are cut off.
+    // A block counts 512 clusters of 4 KiB, 2 MiB, and lies at the beginning of its range: the later ones are cut off.
     let (_folder, path) = cut("cluster_size=4k,refcount_bits=64", 3 << 20);
     let before = std::fs::read(&path).unwrap();
     let outcome = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
@@ -233,7 +234,7 @@ fn preallocated_clusters_are_in_the_file() {
     }
 }
 
-/// Damage to the snapshot table of an image with two snapshots, and what a reader is warned of.
+/// Damage to the snapshot table of an image with two snapshots, and the warning for a reader.
 type LostTable = (&'static str, fn(&std::fs::File), &'static str);
 
 fn lost_tables() -> [LostTable; 2] {

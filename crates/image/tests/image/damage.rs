@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Damage that a request meets in an open image: the request fails with EIO, and the image is marked as corrupt where it is
+//! Damage that a request meets in an open image. The request fails with EIO. The image is marked as corrupt where it is
 //! open for writing, as QEMU does.
 
 use cowshed_image::graph::{Corruption, Graph};
@@ -43,7 +43,7 @@ fn image(path: &Path, patch: impl FnOnce(&mut [u8], usize, usize)) -> Vec<u8> {
     bytes
 }
 
-/// Reads or writes at `offset`, then writes elsewhere; gives both results, and what the graph's observer was told.
+/// Reads or writes at `offset`, then writes elsewhere; returns both results, and the messages to the graph's observer.
 fn attempt(
     path: &Path,
     how: &str,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Encrypted qcow2 images of QEMU's: read and written here, and what was written read by QEMU.
+//! Encrypted qcow2 images of QEMU's: read and written here, and the writes read by QEMU.
 
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
@@ -125,7 +125,7 @@ fn images_of_qemu_are_read_and_written() {
             let len = 1 + random.below((SIZE - start).min(most));
             match random.below(7) {
                 5 if !options.contains("data_file") => {
-                    // Whole clusters: what is discarded of them reads as zeroes.
+                    // Whole clusters: their discarded ranges read as zeroes.
                     let unit = if options.contains("cluster_size=4k") { 4096 } else { 65536 };
                     let (start, len) =
                         (start / unit * unit, len.next_multiple_of(unit).min(SIZE - start / unit * unit));
@@ -152,7 +152,7 @@ fn images_of_qemu_are_read_and_written() {
         let node = open_now(at, false);
         assert!(read(&node, 0, SIZE) == model, "{options}: we read something else after it was closed");
         rt::block_on(node.close()).unwrap();
-        // Nothing of it stands in the file as it is.
+        // Nothing of it is in the file as plain text.
         let stored = std::fs::read(at.join("a.qcow2")).unwrap();
         assert!(!stored.windows(64).any(|bytes| bytes == [7; 64]), "{options}: plain text in the file");
     }
@@ -196,7 +196,7 @@ fn wrong_passphrases_and_damaged_slots_are_one_clear_error() {
     let text =
         refused(OpenRequest::image_opts(&aes).unwrap().secrets([("s".to_owned(), Secret::new(b"geheim".to_vec()))]));
     assert!(text.contains("Header reported 'luks' encryption format but options specify 'aes'"), "{text}");
-    // Without a key: what the image says of itself can be had, its data can't.
+    // Without a key: the image's description can be had, its data can't.
     let text = refused(OpenRequest::file(path.to_str().unwrap()));
     assert!(text.contains("Parameter 'encrypt.key-secret' is required for cipher"), "{text}");
     let node = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).without_content())).unwrap();

@@ -225,7 +225,7 @@ fn volumes_are_resized_to_whole_sectors() {
     assert_eq!(read_theirs(folder.path(), "luks")[..1000], [7; 1000]);
 }
 
-/// Ciphers that only newer versions of QEMU have; what is known of them is in `cowshed_crypto`.
+/// Ciphers that only newer versions of QEMU have; `cowshed_crypto` has the known facts.
 #[test]
 fn what_newer_versions_have_is_written_and_read_by_us() {
     for combination in
@@ -412,7 +412,7 @@ fn a_header_may_be_detached() {
     let node = rt::block_on(open(request())).unwrap();
     assert!(read_all(&node)[3..9003] == pattern(9000, 4));
     close(&node);
-    // cryptsetup opens it, and we what it makes.
+    // cryptsetup opens our volume, and we open its.
     std::fs::write(at.join("pass"), "geheim").unwrap();
     let test = ["open", "--type", "luks1", "--test-passphrase", "--key-file", "pass", "--header"];
     run("cryptsetup", at, &[&test[..], &[NAME, "payload"]].concat());

@@ -115,7 +115,7 @@ fn no_request_completes_a_mark_at_an_end() {
     }
 }
 
-/// The marks in pieces, all at once: one order of them is as if they had come one by one, so the last one is refused.
+/// The marks in pieces, all at once. Some order of them is as if they had come one by one, so the last one is refused.
 #[test]
 fn racing_requests_complete_no_mark() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -166,7 +166,7 @@ fn snapshots_under_load_lose_nothing() {
         assert_eq!(attachment.node().name(), overlay.name());
         assert_eq!(overlay.backing().unwrap().name(), below.name());
         if number == 2 {
-            // Other options change nothing about where the overlay stands.
+            // Other options change nothing about the overlay's place.
             let error = reopen(&graph, &[changed(&overlay, "l2-cache-size=64k")]).unwrap_err();
             assert_eq!(error.to_string(), "backing is missing for 'n2'");
             reopen(&graph, &[changed(&overlay, "l2-cache-size=64k,backing=n1")]).unwrap();
@@ -180,7 +180,7 @@ fn snapshots_under_load_lose_nothing() {
     let stats = attachment.statistics();
     let operations: u64 = stats.kinds.iter().map(|kind| kind.operations).sum();
     assert!(operations >= 2 * 1500 && stats.kinds.iter().all(|kind| kind.failed + kind.invalid == 0));
-    // Frozen below: what the last overlay was put on doesn't change any more, and every image is sound.
+    // Frozen below: the last overlay's old base doesn't change any more, and every image is sound.
     rt::block_on(attachment.detach()).unwrap();
     for number in (0..=4).rev() {
         rt::block_on(graph.delete(&format!("n{number}"))).unwrap();
@@ -315,7 +315,7 @@ fn caches_change_under_writers() {
     }
     let versions = hammer.stop();
     check_all(&attachment, &versions);
-    // By the file's node alone, too; and what is described beside the image is left alone then.
+    // By the file's node alone, too; the description beside the image is left alone then.
     let name = file.name().to_owned();
     let direct = format!("driver=file,node-name={name},filename={path},cache.direct=on");
     reopen(&graph, &[BlockdevOptions::from_keyval(&direct).unwrap()]).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Opening: names, option trees, probing, chains, and what is refused.
+//! Opening: names, option trees, probing, chains, and refusals.
 
 use cowshed_image::graph::Graph;
 use cowshed_image::open::{FileKind, Files, HostFiles, Policy};
@@ -223,7 +223,7 @@ fn a_guessed_raw_disk_keeps_its_ends_raw() {
     assert!(write(&node, 0, b"QFI\xfb").is_err());
     write(&node, 0, b"boot").unwrap();
     write(&node, 65530, b"QFI\xfb").unwrap();
-    // Nor what ends with a mark, in one step or in two.
+    // A write that ends with a mark is refused too, in one step or in two.
     write(&node, 65536 - 512 + 8, b"\0\0\x02\0").unwrap();
     let error = write(&node, 65536 - 512, b"koly").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PermissionDenied);

@@ -164,7 +164,7 @@ const CLASSES: [Class; 8] = [
 
 const TEMPLATES: [&str; 4] = ["none", "constant", "cached", "all"];
 
-/// Opens with the options, changes guest cluster 1, and gives the error and what the graph's observer was told.
+/// Opens with the options, changes guest cluster 1, and returns the error and the messages to the graph's observer.
 fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_types::Result<()>, Vec<Corruption>) {
     let graph = Graph::new(&cowshed_image::DRIVERS);
     let told: Arc<Mutex<Vec<Corruption>>> = Arc::default();

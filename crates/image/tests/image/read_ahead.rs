@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reading compressed clusters one after the other: what is inflated ahead is what a reader would have got anyway.
+//! Reading compressed clusters one after the other: read-ahead changes no byte that a reader gets.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
@@ -28,7 +28,7 @@ fn content(seed: usize) -> Vec<u8> {
     bytes
 }
 
-/// Made by qemu-img, so that no side reads what it wrote itself.
+/// Made by qemu-img, so that no side reads its own writes.
 fn compressed(folder: &tempfile::TempDir, options: &str) -> (String, Vec<u8>) {
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let (raw, image, bytes) = (path("source.raw"), path(&format!("{options}.qcow2")), content(1));
@@ -141,7 +141,7 @@ fn readahead_sees_later_writes() {
         let node = opened(&path, true).await;
         for at in (0..SIZE).step_by(4096) {
             expect(&node, at, &bytes[at..at + 4096]).await;
-            // Within what is read ahead by now, at another distance each time.
+            // Within the present read-ahead, at another distance each time.
             let number = at / 4096;
             let target = (at / CLUSTER + 1 + number % 9) * CLUSTER;
             if target + CLUSTER > SIZE {

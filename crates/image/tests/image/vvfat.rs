@@ -11,7 +11,7 @@ fn opened(folder: &Path) -> Arc<Node> {
     rt::block_on(open(OpenRequest::file(format!("fat:{}", folder.display())))).unwrap()
 }
 
-/// Until the clock of the file system has moved on, so that a change has another time than what was before.
+/// Waits until the clock of the file system has moved on, so that a change has another time than before.
 fn wait_for_another_time() {
     let folder = tempfile::tempdir().unwrap();
     let time = || {

@@ -22,7 +22,7 @@ pub struct AmendOptions {
     pub options: Vec<String>,
     /// Another backing file can't be named, as in qemu-img: `rebase` does that.
     pub keeps_backing: bool,
-    /// `--force`: what loses the last way to the data is allowed.
+    /// `--force`: allows changes that lose the last way to the data.
     pub force: bool,
 }
 

@@ -6,12 +6,12 @@ use cowshed_offline::check::{CheckReport, Counters, Finding, FindingKind, REBUIL
 use cowshed_types::LINE_END;
 use serde_json::{Map, Value, json};
 
-/// The lines about single findings, for the error output: what was repaired, then what is wrong now. One is made when it is
-/// asked for: a damaged image may have a hundred thousand.
+/// The lines about single findings, for the error output: first repaired ones, then those that stay. One is made when
+/// it is asked for: a damaged image may have a hundred thousand.
 pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
     let report = &outcome.report;
     let is_dry_run = outcome.is_dry_run;
-    // As in qemu-img the lines of what was found come first.
+    // As in qemu-img the lines of the findings come first.
     let before = report.repaired.iter().filter(move |_| !is_dry_run).filter_map(as_found);
     let found = report.repaired.iter().chain(&report.findings).map(move |finding| match is_dry_run {
         false => finding.to_string(),
@@ -43,9 +43,9 @@ fn forecast(outcome: &CheckOutcome, finding: &Finding) -> String {
     remedy.map_or_else(|| "none, it would stay as it is".to_owned(), |remedy| remedy.describe())
 }
 
-/// Every finding as an object. `offset`: host offset in bytes of what is damaged; `guest`: first byte of the virtual
-/// disk that it concerns; `repair`: what the repair that was asked for (without one: `-r all`) does or did about it,
-/// null where it stays. One is made when it is asked for.
+/// Every finding as an object. `offset`: host offset in bytes of the damaged structure; `guest`: first byte of the
+/// virtual disk that it concerns; `repair`: the effect of the wanted repair (without one: `-r all`) does or did about
+/// it, null where it stays. One is made when it is asked for.
 pub fn findings(outcome: &CheckOutcome) -> impl Iterator<Item = Value> {
     let report = &outcome.report;
     report.repaired.iter().chain(&report.findings).map(move |finding| {

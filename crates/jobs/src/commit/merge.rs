@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Takes layers out of the middle of a chain in use: what they hold goes into the image below them, then the image above
-//! them stands on that one.
+//! Takes layers out of the middle of a chain in use. Their data goes into the image below them, which then becomes the
+//! backing file of the image above them.
 //!
-//! On disk the base has everything, durably, before the overlay's header names it: a power cut leaves the old chain or
+//! On disk the base has everything, durably, before the overlay's header names it. A power cut leaves the old chain or
 //! the new one, and both read the same.
 
 use super::opened::{OpenedBase, reader_of, reading_one_size};
@@ -31,7 +31,7 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 
 /// The layers to take out of a chain.
 pub struct MergeRequest {
-    /// The image that stands on `top`.
+    /// The image whose backing file is `top`.
     pub overlay: Arc<Node>,
     /// The highest layer that goes.
     pub top: Arc<Node>,
@@ -49,7 +49,7 @@ pub struct Merge {
     graph: Arc<Graph>,
     request: MergeRequest,
     reader: Arc<Attachment>,
-    /// Keeps the overlay's size: what lies behind the end of the layers is written as zeroes into a longer base.
+    /// Keeps the overlay's size: the range behind the end of the layers is written as zeroes into a longer base.
     sized: Arc<Attachment>,
     opened: OpenedBase,
 }
@@ -137,7 +137,7 @@ impl Merge {
             chunks.push(copy_chunk(start, end - start, (source, target)));
             start = end;
         }
-        // All end before an error is looked at: what is still on its way must not meet its repetition.
+        // All end before an error is looked at: a write that is still on its way must not meet its repetition.
         join_all(chunks).await.into_iter().collect::<Result<(), Failure>>().map_err(Stopped::Failed)?;
         self.request.base.note_bulk_write(len);
         Ok(len)
@@ -202,7 +202,7 @@ pub(crate) struct BackingName<'a> {
     pub mask_protocol: bool,
 }
 
-/// Refuses, before anything is copied, what [`relink`] could not write.
+/// Refuses, before anything is copied, a name that [`relink`] could not write.
 pub(crate) fn check_name(overlay: &Node, base: &Node, given: Option<&str>) -> Result<()> {
     match given {
         Some(name) => check_header_name(name),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes what an image holds into an image below it.
+//! Writes an image's data into an image below it.
 
 pub mod merge;
 pub(crate) mod opened;
@@ -48,7 +48,7 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let result = result.and(flushed);
     let locked = graph.set_read_only(&base, true).await;
     result.and(locked).map_err(|error| in_work(error, "Block job failed"))?;
-    // As in QEMU, what a filter stands on keeps its clusters.
+    // As in QEMU, the image below a filter keeps its clusters.
     if options.keep || options.base.is_some() || !Arc::ptr_eq(outer, top) {
         return Ok(());
     }
@@ -92,8 +92,8 @@ fn find_base(top: &Arc<Node>, wanted: Option<&str>) -> Result<(Arc<Node>, u32)> 
     }
 }
 
-/// Names are those of the headers, and relative to the image that has them: a file of the same name may lie in the working
-/// directory, too.
+/// Names are those of the headers, and relative to the image that has them. A file of the same name may lie in the
+/// working directory, too.
 fn is_named(above: &Node, backing: &Node, wanted: &str) -> bool {
     if above.backing_name().is_some_and(|backing| backing.name().is_some_and(|name| name == wanted)) {
         return true;

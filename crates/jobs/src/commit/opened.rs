@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The base of a chain in use, opened up for a job that writes into it what the layers above hold.
+//! The base of a chain in use, opened up for a job that writes the data of the layers above into it.
 
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, check_layers};
 use cowshed_image::{Node, Preallocation};
@@ -73,7 +73,7 @@ impl OpenedBase {
             return Ok(());
         }
         self.writer.queue().resize(size, Preallocation::Off).await?;
-        // The layer above must no longer take what lies behind the old end for zeroes.
+        // The layer above must no longer take the range behind the old end for zeroes.
         let Some(lowest) = self.chain.lowest() else { return Ok(()) };
         let _drained = self.graph.drain(&[lowest]).await;
         if let Some(backing) = lowest.backing_name() {
@@ -90,12 +90,12 @@ impl OpenedBase {
         &self.writer
     }
 
-    /// Gives the held layers back. They read right again once their overlay stands on another node.
+    /// Gives the held layers back. They read right again once their overlay has another backing node.
     pub async fn let_go(&self) -> Result<()> {
         self.held.release().await
     }
 
-    /// Flushes, and makes the base again what it was.
+    /// Flushes, and gives the base its former state.
     pub async fn close(&self) -> Result<()> {
         let detached = self.writer.detach().await;
         // Gone when the base has been given to others meanwhile.
@@ -107,8 +107,8 @@ impl OpenedBase {
         detached.and(unshared).and(restored)
     }
 
-    /// Ends while the base stays writable: it is others' by now, and the writer is detached. The layers still stand on it, and
-    /// their users decide about writes to it again.
+    /// Ends while the base stays writable: it is others' by now, and the writer is detached. They are still its
+    /// overlays, and their users decide about writes to it again.
     pub fn release(&self) -> Result<()> {
         match self.chain.lowest() {
             Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),

@@ -43,7 +43,7 @@ pub struct CopySettings {
     pub salvage: bool,
     /// Copy inside the kernel where it can, unread.
     pub copy_range: bool,
-    /// Let the file system share what isn't zero, where it can.
+    /// Let the file system share ranges that aren't zero, where it can.
     pub share: bool,
 }
 
@@ -266,7 +266,7 @@ impl<'a> Copy<'a> {
         }
     }
 
-    /// Reads in small steps; what can't be read becomes zero.
+    /// Reads in small steps; a part that can't be read becomes zero.
     async fn salvage(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         for (index, block) in buf.chunks_mut(SALVAGE_BYTES).enumerate() {
             self.job.pause_point().await?;
@@ -322,7 +322,7 @@ impl<'a> Copy<'a> {
         Ok(buf)
     }
 
-    /// Has the file system share what it can of the front, and writes the rest.
+    /// Has the file system share as much of the front as it can, and writes the rest.
     async fn write_data(&self, offset: u64, mut buf: IoBuf, places: &[SourcePlace]) -> Result<IoBuf> {
         let shared = match places {
             [] => 0,
@@ -401,7 +401,7 @@ impl<'a> Copy<'a> {
         Ok(at)
     }
 
-    /// Source and target, where both are files as they are. A target whose format was guessed checks what is written to it.
+    /// Source and target, where both are files as they are. A target whose format was guessed checks the writes to it.
     fn whole_files(&self) -> Option<(&File, &File)> {
         if self.target.is_probed_raw() {
             return None;

@@ -24,7 +24,7 @@ const RAW_UNIT_BYTES: u64 = 4096;
 /// One read and its writes: large enough for the disk, small enough for the processor's cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 const MAX_CHUNK_BYTES: u64 = 16 << 20;
-/// The same at first, while nothing waits for a disk: where little is copied the faults of fresh buffers cost more than the
+/// The same at first, while nothing waits for a disk. For short copies the faults of fresh buffers cost more than the
 /// larger pieces save.
 const FIRST_CHUNK_BYTES: u64 = 256 << 10;
 /// The longest piece that the kernel copies or shares, in bytes.
@@ -49,7 +49,7 @@ pub struct ConvertOptions {
     pub skip_create: bool,
     /// `--target-is-zero`: the existing target reads as zeroes.
     pub target_is_zero: bool,
-    /// `-B`: the new image's backing file; only what differs from "unallocated" above it is copied.
+    /// `-B`: the new image's backing file; only ranges that aren't "unallocated" above it are copied.
     pub backing_file: Option<String>,
     /// `-F`: format of the backing file.
     pub backing_format: Option<String>,
@@ -117,7 +117,7 @@ impl ConvertOptions {
 pub struct ConvertOutcome {
     /// Virtual size of the target, bytes.
     pub size: u64,
-    /// Of the sources together, bytes.
+    /// Size of the sources together, bytes.
     pub source_bytes: u64,
     /// Bytes written as data.
     pub data_bytes: u64,
@@ -253,7 +253,7 @@ pub(crate) async fn convert_sources(
         }
         Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
         Err(error) => {
-            // A part of a disk that looks like a whole one, on what may be a full disk.
+            // A part of a disk that resembles a whole one, on a disk that may be full.
             target.created.remove();
             Err(error)
         }

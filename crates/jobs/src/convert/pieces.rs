@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Cuts a disk into the pieces that are copied one by one: aligned to what the target allocates, large where it can
-//! be, and holes left out.
+//! Cuts a disk into the pieces that are copied one by one: aligned to the target's unit of allocation, large where
+//! possible, and holes left out.
 
 use super::source::{RunKind, SourceRun, Sources};
 use cowshed_types::Result;

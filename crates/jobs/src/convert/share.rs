@@ -10,7 +10,7 @@ use std::cell::Cell;
 
 /// Less than this is written: sharing many small pieces makes a file of many pieces.
 const MIN_BYTES: u64 = 64 << 10;
-/// Blocks of a file system: what is shared begins and ends with one.
+/// Blocks of a file system: shared ranges begin and end with one.
 const BLOCK_BYTES: u64 = 4096;
 /// After so many failures in a row it isn't tried any more.
 const FAILURES_MAX: u32 = 4;
@@ -27,7 +27,7 @@ pub struct Sharing<'a> {
 }
 
 impl<'a> Sharing<'a> {
-    /// Looks what the file system can, where sharing is `wanted`.
+    /// Looks at the file system's abilities, where sharing is `wanted`.
     pub async fn new(sources: &'a Sources, target: &'a Node, wanted: bool) -> Self {
         let mut files: Vec<File> = Vec::new();
         if wanted {
@@ -46,12 +46,13 @@ impl<'a> Sharing<'a> {
         !self.files.is_empty() && self.failures.get() < FAILURES_MAX
     }
 
-    /// Where the bytes of a range stand in files that can be shared; empty where none do.
+    /// The places of a range's bytes in files that can be shared; empty where none can.
     pub async fn places(&self, start: u64, end: u64) -> Result<Vec<SourcePlace>> {
         if self.is_on() { self.sources.places(start, end).await } else { Ok(Vec::new()) }
     }
 
-    /// Takes over what can be of the front of a range; how many bytes. The rest is to be written.
+    /// Takes over as much as possible of the front of a range, and returns the number of bytes. The rest is to be
+    /// written.
     pub async fn take_over(&self, start: u64, end: u64, places: &[SourcePlace]) -> Result<u64> {
         let mut at = start;
         while at < end && self.is_on() {

@@ -29,7 +29,7 @@ pub struct SourceRun {
     pub kind: RunKind,
 }
 
-/// Where the bytes of a range of the disk stand as they are.
+/// The place of the plain bytes of a range of the disk.
 #[derive(Clone, Debug)]
 pub struct SourcePlace {
     /// First byte of the range.
@@ -61,7 +61,7 @@ impl Part {
 #[derive(Default)]
 pub struct Sources {
     parts: Vec<Part>,
-    /// Ask the top layer alone: what it leaves to its backing file is left out.
+    /// Ask the top layer alone: ranges that it leaves to its backing file are left out.
     top_layer_only: bool,
     /// Ranges that can't be looked up are data.
     salvages: bool,
@@ -92,7 +92,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Takes what can't be looked up for data, where `salvages`.
+    /// Takes ranges that can't be looked up for data, where `salvages`.
     #[must_use]
     pub fn salvaging(self, salvages: bool) -> Sources {
         Sources { salvages, ..self }
@@ -202,7 +202,7 @@ impl Sources {
         files
     }
 
-    /// Where the bytes of a range stand as they are, in order; not all need to.
+    /// The places of the plain bytes of a range, in order; some bytes may have none.
     pub async fn places(&self, start: u64, end: u64) -> Result<Vec<SourcePlace>> {
         let mut places = Vec::new();
         let mut at = start;

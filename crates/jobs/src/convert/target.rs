@@ -15,7 +15,7 @@ use cowshed_storage::path_of_text;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
-/// The open target and what is known of it.
+/// The open target and the known facts about it.
 pub struct Target {
     /// The image.
     pub node: Arc<Node>,
@@ -83,7 +83,7 @@ impl Target {
     }
 }
 
-/// Formats whose new images take compressed clusters. Of VMDK, one kind does.
+/// Formats whose new images take compressed clusters. One kind of VMDK does too.
 pub const COMPRESSED_FORMATS: &[&str] = &["qcow2", "qcow"];
 
 /// True when the new image is one whose grains are compressed, each written once.
@@ -93,7 +93,7 @@ fn is_stream(options: &ConvertOptions) -> bool {
     is_vmdk && values.is_some_and(|values| values.get("subformat") == Some("streamOptimized"))
 }
 
-/// The options with what the new image asks for.
+/// The options with those that the new image needs.
 pub(super) fn settled(options: &ConvertOptions) -> ConvertOptions {
     let compressed = options.compressed || is_stream(options);
     ConvertOptions { compressed, ..options.clone() }
@@ -139,7 +139,7 @@ pub(super) fn size(options: &ConvertOptions, sources: &Sources) -> Result<u64> {
 
 type Extra = Vec<(&'static str, String)>;
 
-/// Creates it, and says what is needed besides to open it, whether it has space of its own, and what files are new.
+/// Creates it. Returns further options for its opening, whether it has space of its own, and the new files.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
     if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_stream(options) {

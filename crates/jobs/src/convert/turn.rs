@@ -14,7 +14,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// Waits for turn `number`, polls `future` once, and passes the turn on: the futures *start* in order (which
+    /// Waits for turn `number`, polls `future` once, and passes the turn on. The futures *start* in order (which
     /// decides where an image allocates) and then run side by side.
     pub async fn start_in_order<F: Future>(&self, number: u64, future: F) -> F::Output {
         std::future::poll_fn(|context| {

@@ -10,7 +10,7 @@ use cowshed_types::Result;
 /// The formats that are judged here.
 pub(super) const FORMATS: &[&str] = &["vdi", "vpc", "vhdx", "qcow", "qed", "parallels"];
 
-/// Adds what the header says. The limits are those for images from strangers, and nothing else is opened.
+/// Adds the facts in the header. The limits are those for images from strangers, and nothing else is opened.
 pub(super) async fn inspect(inspection: &mut Inspection, path: &str) {
     if let Err(error) = look(inspection, path).await {
         inspection.suspicions.push(error.to_string());

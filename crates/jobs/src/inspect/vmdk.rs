@@ -10,7 +10,7 @@ use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::path::{Component, Path};
 
-/// Adds what the descriptor and the header say.
+/// Adds the facts in the descriptor and the header.
 pub(super) async fn inspect(inspection: &mut Inspection, file: &File) {
     if let Err(error) = look(inspection, file).await {
         inspection.suspicions.push(error.to_string());

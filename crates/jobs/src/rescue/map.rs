@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The map of what a rescue could read and what is lost.
+//! The map of the ranges that a rescue could read and of the lost ones.
 
 use crate::info::SnapshotInfo;
 use cowshed_offline::snapshots::SnapshotName;
@@ -31,7 +31,7 @@ pub struct Lost {
     pub entry: Option<String>,
 }
 
-/// A range of the disk that was read, but may not be what was written.
+/// A range of the disk that was read, but may not have the written data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Doubtful {
@@ -125,7 +125,7 @@ impl RescueMap {
         }
     }
 
-    /// Lists what the snapshot table says. Where that is damaged, no byte of the disk is lost for it.
+    /// Lists the snapshots in the table. Where that is damaged, no byte of the disk is lost for it.
     pub(super) fn note_snapshots(&mut self, list: SnapshotList, read: Option<&SnapshotName>) {
         self.snapshots = list.snapshots.iter().map(SnapshotInfo::from).collect();
         self.notes.extend(list.fault);

@@ -89,7 +89,7 @@ fn verdicts_texts_and_exit_codes_are_those_of_qemu_img() {
     run(compare::run(&options, &JobHandle::new())).expect_err("nothing there");
 }
 
-/// Several threads compare, and the order of the disk is what counts: the first difference, or what can't be read before it.
+/// Several threads compare, and the order of the disk counts: the first difference, or an unreadable range before it.
 #[test]
 fn the_first_finding_counts_in_any_order_of_threads() {
     const SIZE: u64 = 24 << 20;

@@ -240,7 +240,7 @@ fn read_errors_name_their_offset_or_are_salvaged() {
     assert!(outcome.salvaged.iter().any(|offset| *offset >= start), "{:?}", outcome.salvaged.first());
 }
 
-/// Some nodes above an overlay say only what its top layer has: what lies below is data all the same.
+/// Some nodes above an overlay report only the data of its top layer: the data below is data all the same.
 #[test]
 fn what_lies_below_an_inner_overlay_is_copied() {
     let bench = Bench::new();

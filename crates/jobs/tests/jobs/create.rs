@@ -63,7 +63,7 @@ fn preallocated_images_are_clean_and_mapped_as_by_qemu_img() {
                 let our_map = map("ours.qcow2");
                 let text = size.to_string();
                 bench.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, "theirs.qcow2", &text]);
-                // Whether the file has holes there is its own affair: what is allocated must be the same.
+                // Whether the file has holes there is its own affair: the allocation must be the same.
                 let allocated = |map: &str| -> u64 {
                     let map: serde_json::Value = serde_json::from_str(map).expect("json");
                     let runs = map.as_array().expect("runs").iter().filter(|run| run["present"] == true);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Key slots: what we change opens in QEMU, what QEMU changes opens here, and what is refused changes nothing.
+//! Key slots: our changes open in QEMU, QEMU's open here, and a refusal changes nothing.
 
 use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::open;
@@ -50,7 +50,7 @@ impl Image {
         ImageSpec { image_opts: true, secrets: secrets(), ..ImageSpec::file(self.options(secret)) }
     }
 
-    /// Changes slots with what `secret` opens.
+    /// Changes slots with the key that `secret` opens.
     fn amend(&self, secret: &str, options: &str, force: bool) -> Result<()> {
         let options: Vec<String> = options.split(',').map(|option| format!("{}{option}", self.prefix)).collect();
         let options = KeySlotOptions { image: self.spec(secret), options: vec![options.join(",")], force };

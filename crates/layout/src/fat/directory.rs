@@ -8,7 +8,7 @@ const DIRECTORY: u8 = 0x10;
 const ARCHIVE: u8 = 0x20;
 const VOLUME: u8 = 0x08;
 const LONG_NAME: u8 = 0x0f;
-/// Units of UTF-16 in an entry of a long name, and where they stand.
+/// Units of UTF-16 in an entry of a long name, and their places.
 const UNITS: usize = 13;
 const UNIT_PLACES: [usize; UNITS] = [1, 3, 5, 7, 9, 14, 16, 18, 20, 22, 24, 28, 30];
 const LAST_PART: u8 = 0x40;

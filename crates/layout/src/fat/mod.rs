@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! New FAT volumes after Microsoft's "FAT: General Overview of On-Disk Format" 1.03, in the sizes that QEMU gives its own. Nothing of a
-//! volume is in memory but what a caller asks for.
+//! New FAT volumes after Microsoft's "FAT: General Overview of On-Disk Format" 1.03, in the sizes that QEMU gives its
+//! own. The memory holds nothing of a volume but the parts that a caller asks for.
 
 mod directory;
 mod names;
@@ -75,7 +75,7 @@ impl FatKind {
 #[derive(Clone, Copy, Debug)]
 pub struct FatDisk {
     kind: FatKind,
-    /// Sectors before the volume: the partition table and what follows it; none of a floppy disk.
+    /// Sectors before the volume: the partition table and the gap behind it; none of a floppy disk.
     hidden: u64,
     sectors: u64,
     cluster: u64,
@@ -226,7 +226,7 @@ impl FatDisk {
         heads
     }
 
-    /// Fills `out` with what a table has from byte `offset` on. `chains` are in order.
+    /// Fills `out` with the bytes of a table from byte `offset` on. `chains` are in order.
     pub fn fill_table(&self, chains: &[Chain], offset: u64, out: &mut [u8]) {
         let bits = self.kind.number();
         // Whole entries: two of 12 bits are three bytes.

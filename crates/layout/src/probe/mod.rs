@@ -11,7 +11,7 @@ use crate::bytes::be32_at;
 /// Bytes from the start of a file that [`probe`] looks at.
 pub const PROBE_BYTES: usize = 2048;
 
-/// Bytes from the end of a file that [`probe_with_tail`] looks at: a trailer, and what rounding up to sectors may add.
+/// Bytes from the end of a file that [`probe_with_tail`] looks at: a trailer, and the padding up to whole sectors.
 pub const PROBE_TAIL_BYTES: usize = 1024;
 
 /// A format that is recognised (not necessarily one that can be opened).
@@ -125,8 +125,8 @@ fn probe_qcow(head: &[u8]) -> Option<FormatName> {
     }
 }
 
-/// A VMDK descriptor is a text that begins with a comment naming it, in any case, or, behind other comments, with the
-/// version of the descriptor.
+/// A VMDK descriptor is a text that begins with a comment naming it, in any case. Or, behind other comments, it begins
+/// with the version of the descriptor.
 fn is_vmdk_descriptor(head: &[u8]) -> bool {
     const TITLE: &[u8] = b"# Disk DescriptorFile";
     let text = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head).trim_ascii_start();

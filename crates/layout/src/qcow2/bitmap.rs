@@ -45,7 +45,7 @@ impl BitmapEntry {
         (FIXED_BYTES + self.extra_data.len() + self.name.len()).next_multiple_of(8)
     }
 
-    /// The entry as it stands in the directory. Fails where name or extra data are too long.
+    /// The bytes of the entry in the directory. Fails where name or extra data are too long.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let name_len = u16::try_from(self.name.len())
             .map_err(|_| Error::invalid_argument("bitmap name is too long").value(self.name.len()))?;
@@ -85,8 +85,8 @@ impl BitmapEntry {
         Some((entry, len))
     }
 
-    /// Checks what the entry says and points to. `disk_size` is the virtual disk's, in bytes; while
-    /// [`FLAG_IN_USE`] is set the table's size isn't compared with it (it may be outdated).
+    /// Checks the entry's fields and pointers. `disk_size` is the virtual disk's, in bytes; while [`FLAG_IN_USE`] is
+    /// set the table's size isn't compared with it (it may be outdated).
     pub fn validate(&self, disk_size: u64, cluster_bits: u32) -> Result<()> {
         let shown = String::from_utf8_lossy(&self.name).into_owned();
         let error = |field, value: String, message: String| {

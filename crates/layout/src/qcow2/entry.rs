@@ -10,7 +10,7 @@ pub const SECTOR_SIZE: u64 = 512;
 
 /// Bits 9–55: the host offset of an L1 or standard L2 entry.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
-/// Bit 63: the refcount of what the entry points to is exactly one.
+/// Bit 63: the refcount of the entry's target is exactly one.
 const COPIED: u64 = 1 << 63;
 /// Bit 62 of an L2 entry.
 const COMPRESSED: u64 = 1 << 62;

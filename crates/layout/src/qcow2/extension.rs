@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Header extensions: what stands between the header and the backing file's name ("Header extensions").
+//! Header extensions: the area between the header and the backing file's name ("Header extensions").
 
 use super::features::{FeatureKind, NAMES};
 use crate::bytes::{be32_at, be64_at};
@@ -16,7 +16,7 @@ pub mod extension_type {
     pub const DATA_FILE: u32 = 0x4441_5441;
     /// Ours ("CWBJ"): see `docs/formats/bitmap-journal.md`.
     pub const BITMAP_JOURNAL: u32 = 0x4357_424a;
-    /// Ours ("CWPD"): what it holds means nothing; it keeps what stands behind it in its place.
+    /// Ours ("CWPD"): its content means nothing; it keeps the bytes behind it in their place.
     pub const PADDING: u32 = 0x4357_5044;
 }
 use extension_type as types;

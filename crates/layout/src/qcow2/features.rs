@@ -42,7 +42,7 @@ pub enum FeatureKind {
     Autoclear = 2,
 }
 
-/// The bits with a name: what a fresh header's feature name table holds, in this order.
+/// The bits with a name: the contents of a fresh header's feature name table, in this order.
 pub const NAMES: [(FeatureKind, u8, &str); 8] = [
     (FeatureKind::Incompatible, 0, "dirty bit"),
     (FeatureKind::Incompatible, 1, "corrupt bit"),

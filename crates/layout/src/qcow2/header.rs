@@ -265,8 +265,8 @@ impl Header {
         Ok(())
     }
 
-    /// Refuses tables that don't lie within a file of `file_len` bytes: the L1 and the refcount table, and a snapshot
-    /// table with the smallest entries that there can be.
+    /// Refuses tables that don't lie within a file of `file_len` bytes. These are the L1 and the refcount table, and a
+    /// snapshot table with the smallest possible entries.
     pub fn check_tables_within(&self, file_len: u64) -> Result<()> {
         self.check_disk_tables_within(file_len)?;
         self.check_snapshot_table_within(file_len)
@@ -344,7 +344,7 @@ impl Header {
         bytes
     }
 
-    /// The fields that change in place, as they stand from [`offset::SIZE`] on: bytes 24–71 hold sizes and tables, in
+    /// The bytes of the fields that change in place, from [`offset::SIZE`] on. Bytes 24–71 hold sizes and tables, in
     /// version 3 bytes 72–95 the feature bits. All in the first sector, so that one write of them is atomic.
     pub fn encode_changing_fields(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(72);
@@ -582,7 +582,8 @@ fn parse_extensions(area: &[u8], header: &Header) -> Result<Vec<Extension>> {
     for raw in Extensions::new(area, header) {
         let (kind, data) = raw?;
         let extension = Extension::parse(kind, data)?;
-        // Of a known kind that appears twice the last one counts, as in QEMU: an image with such a header can be repaired then.
+        // If a known kind appears twice, the last one counts, as in QEMU. So an image with such a header can be
+        // repaired.
         if !matches!(extension, Extension::Unknown { .. }) {
             extensions.retain(|earlier| earlier.kind() != kind || matches!(earlier, Extension::Unknown { .. }));
         }

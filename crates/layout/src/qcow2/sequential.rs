@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A qcow2 file that is known before it is written: its clusters stand in the order of the disk, behind their tables. The places
-//! of the disk's data decide all of its metadata. So any part of the file can be made alone.
+//! A qcow2 file that is known before it is written: its clusters have the order of the disk, behind their tables. The
+//! places of the disk's data decide all of its metadata. So any part of the file can be made alone.
 //!
 //! ```text
 //! header | refcount table | refcount blocks | L1 table | L2 tables | data clusters
@@ -10,7 +10,7 @@ use super::{Header, L1Entry, L2Entry, RefcountTableEntry};
 use cowshed_types::{Error, HostOffset, Result};
 use std::ops::Range;
 
-/// log2 of the cluster size: what `qemu-img create` takes.
+/// log2 of the cluster size: the default of `qemu-img create`.
 const CLUSTER_BITS: u32 = 16;
 /// Bytes of a cluster.
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
@@ -19,7 +19,7 @@ const ENTRIES: u64 = CLUSTER / 8;
 /// Counts of 16 bits in a refcount block.
 const COUNTS: u64 = CLUSTER / 2;
 
-/// Data of the disk that stands in the file.
+/// Data of the disk in the file.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     /// First cluster of the disk.

@@ -97,7 +97,7 @@ impl Snapshot {
         Some(Ok(Parsed::Complete { value, len }))
     }
 
-    /// The entry as it stands in the table. Fails where ID, name or extra data are too long.
+    /// The bytes of the entry in the table. Fails where ID, name or extra data are too long.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let short = |what: &'static str, len: usize| {
             u16::try_from(len).map_err(|_| Error::invalid_argument(format!("{what} is too long")).value(len))
@@ -123,7 +123,7 @@ impl Snapshot {
         Ok(bytes)
     }
 
-    /// Checks what the entry points to: alignment and size of the L1 table, and the extra data that version 3 asks for.
+    /// Checks the entry's pointers: alignment and size of the L1 table, and the extra data of version 3.
     pub fn validate(&self, version: u32, cluster_bits: u32) -> Result<()> {
         let bytes = u64::from(self.l1_size) * 8;
         if bytes > limits::L1_BYTES {
@@ -186,7 +186,7 @@ pub struct Salvaged {
     pub need: Option<usize>,
 }
 
-/// As [`parse_table`], as far as it goes: extra data may be too long, and what doesn't end is left out.
+/// As [`parse_table`], as far as it goes: extra data may be too long, and an entry without an end is left out.
 pub fn salvage_table(bytes: &[u8], count: u32) -> Salvaged {
     let mut found = Salvaged::default();
     for index in 0..count {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changing extensions and the backing file's name so that a power cut leaves the old header or the new one.
 //!
-//! The header's fixed fields are in the first sector, whose write is atomic; extensions and the name may reach beyond it.
-//! So what lies beyond is written first, to bytes that the old header doesn't use, and then the first sector.
+//! The header's fixed fields are in the first sector, whose write is atomic; extensions and the name may reach beyond
+//! it. So the part beyond is written first, to bytes that the old header doesn't use, and then the first sector.
 
 use super::{Extension, Header, extension_type, offset};
 use cowshed_types::Result;
@@ -18,14 +18,14 @@ const HEAD_BYTES: usize = 8;
 pub type HeaderStages = Vec<Vec<(u64, Vec<u8>)>>;
 
 /// The stages that turn `cluster`, the file's first cluster with the header `old`, into one with `new`, whose
-/// `backing_file_offset` doesn't count. Only where the cluster is too small for the old and the new of long names at once the
-/// change is a single write of several sectors.
+/// `backing_file_offset` doesn't count. The change is a single write of several sectors only if the cluster is too
+/// small for the old and the new of long names at once.
 pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages> {
     // It comes again where it is needed.
     let mut new = new.clone();
     new.remove_extension(extension_type::PADDING);
     let new = &new;
-    // Also refuses what doesn't fit.
+    // It also refuses a header that doesn't fit.
     let whole = new.encode()?;
     let mut format_last = new.clone();
     format_last.extensions.sort_by_key(|extension| extension.kind() == extension_type::BACKING_FORMAT);
@@ -71,7 +71,7 @@ fn without_names_between(cluster: &[u8], old: &Header, new: &Header) -> Result<O
     Ok(Some(stages))
 }
 
-/// Short extensions that change often come first, within the first sector. A long one (the name of a data file) stands
+/// Short extensions that change often come first, within the first sector. A long one (the name of a data file) lies
 /// beyond it and stays there: an extension without a meaning fills the gap.
 fn long_ones_last(cluster: &[u8], old: &Header, new: &Header) -> Result<Option<HeaderStages>> {
     let is_short = |extension: &Extension| {

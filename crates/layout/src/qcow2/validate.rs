@@ -369,8 +369,7 @@ fn within((field, at): (&'static str, u64), start: u64, bytes: u64, file_len: u6
     Ok(())
 }
 
-/// "Unless stated otherwise, each header extension type shall appear at most once." Unknown types may be stated
-/// otherwise, so only the known ones are held to it.
+/// "Unless stated otherwise, each header extension type shall appear at most once."
 fn extensions_unique(header: &Header) -> Result<()> {
     let known = |extension: &&Extension| !matches!(extension, Extension::Unknown { .. });
     for (index, extension) in header.extensions.iter().enumerate().filter(|(_, extension)| known(extension)) {

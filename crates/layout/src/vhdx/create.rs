@@ -118,7 +118,7 @@ impl NewVhdx<'_> {
                 };
                 let count = places.disk.chunk_ratio.min(blocks - start);
                 pieces.push((places.bat.0 + at, Piece::Numbers { first, step, count }));
-                // Behind a chunk stands the entry of its sector bitmap.
+                // The entry of its sector bitmap follows a chunk.
                 at += (count + 1) * ENTRY_BYTES;
             }
         }

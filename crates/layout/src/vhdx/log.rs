@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The log (\[MS-VHDX\] 2.3): a ring of entries, each of which says what 4 KiB sectors of the file are to hold. Entries that
-//! follow each other with rising numbers are a sequence; the one with the largest number is what must be carried out.
+//! The log (\[MS-VHDX\] 2.3): a ring of entries, each with new contents of 4 KiB sectors of the file. Entries that
+//! follow each other with rising numbers are a sequence; the one with the largest number must be carried out.
 
 use super::{CHECKSUM_AT, Guid, LOG_ENTRY_SIGNATURE, LOG_SECTOR_BYTES, REGION_TABLE_OFFSETS, checksum};
 use crate::bytes::{array_at, le32_at, le64_at};
@@ -129,8 +129,8 @@ impl Ring<'_> {
         })
     }
 
-    /// The entries that begin at `start` and follow each other: where the last one is, that one, and whether they are a
-    /// sequence that can be carried out.
+    /// The entries that begin at `start` and follow each other: the place of the last one, that entry, and whether they
+    /// are a sequence that can be carried out.
     fn sequence(&self, start: usize, guid: Guid) -> Option<(usize, Entry, bool)> {
         let mut last = self.entry(start, guid)?;
         let (mut at, mut total) = (start, last.length);
@@ -193,7 +193,7 @@ pub fn replay_of(log: &[u8], guid: Guid, place: u64) -> Result<Option<Replay>> {
             at += SECTOR;
             continue;
         };
-        // A part of what can't be carried out can't be, either.
+        // A part of a broken sequence is broken, too.
         let end = last_at + last.length;
         if is_whole && newest.as_ref().is_none_or(|(_, known)| known.number < last.number) {
             newest = Some((last_at, last));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The metadata region (\[MS-VHDX\] 2.6): a table, and items that say what the disk is like.
+//! The metadata region (\[MS-VHDX\] 2.6): a table, and items with the properties of the disk.
 
 use super::{Guid, MAX_ENTRIES, refused, wrong};
 use crate::bytes::{le16_at, le32_at, le64_at};
@@ -174,7 +174,7 @@ impl VhdxDisk {
         Ok(Self { block_bytes, size, chunk_ratio, sector_bytes: u64::from(sector_bytes), has_parent })
     }
 
-    /// The entry of the BAT for a payload block: behind those of each chunk stands one of its sector bitmap.
+    /// The entry of the BAT for a payload block: the entry of each chunk's sector bitmap follows those of its blocks.
     pub fn entry_of(&self, block: u64) -> u64 {
         block + block / self.chunk_ratio
     }

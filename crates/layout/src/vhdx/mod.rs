@@ -166,7 +166,7 @@ impl VhdxHeader {
         Some(Ok(header))
     }
 
-    /// The header as it stands in the file.
+    /// The bytes of the header in the file.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; HEADER_BYTES];
         let mut put = |at: usize, part: &[u8]| bytes[at..at + part.len()].copy_from_slice(part);

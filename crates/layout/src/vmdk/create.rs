@@ -10,7 +10,7 @@ const GRAIN_SECTORS: u64 = 128;
 const TABLE_ENTRIES: u64 = 512;
 /// A grain table in sectors.
 const TABLE_SECTORS: u64 = TABLE_ENTRIES * 4 / SECTOR_BYTES;
-/// The line ends are tested; grains are compressed, and stand behind markers.
+/// The line ends are tested; grains are compressed, and follow markers.
 const STREAM_FLAGS: u32 = 1 | 1 << 16 | 1 << 17;
 const DESCRIPTOR_SECTOR: u64 = 1;
 const DESCRIPTOR_SECTORS: u64 = 20;
@@ -207,8 +207,8 @@ impl NewVmdk<'_> {
     }
 }
 
-/// The text of a descriptor with another content id, wherever that stands, and the id; `None` where it has none. The text is
-/// no shorter than the old one. It is no longer where bytes stand behind it, and the id has fewer digits there.
+/// The text of a descriptor with another content id, at any place in it, and the id; `None` where it has none. The text
+/// is no shorter than the old one. Bytes behind the text limit its length, and the id has fewer digits then.
 pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let (text, behind) = bytes.split_at_checked(end)?;
@@ -228,7 +228,7 @@ pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     for line in lines() {
         match value_of(line) {
             Some((from, to)) => {
-                // In the width of the old one: what follows stays where it is.
+                // In the width of the old one, so the bytes behind keep their places.
                 let digits = if is_bounded { to - from } else { (to - from).max(8) };
                 changed.extend_from_slice(&line[..from]);
                 changed.extend_from_slice(format!("{cid:0digits$x}").as_bytes());

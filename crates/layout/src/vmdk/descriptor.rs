@@ -7,7 +7,7 @@ use cowshed_types::{Error, Result};
 /// `parentCID` of a disk without parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
 
-/// Bounds of what is taken for a descriptor.
+/// Bounds of a text that is taken for a descriptor.
 pub mod limits {
     /// Longest text in bytes.
     pub const DESCRIPTOR_BYTES: usize = 4 << 20;

@@ -28,7 +28,7 @@ pub fn check_kind(first: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Why disks of the kind seSparse can't be read, behind a sentence of QEMU, and how to come to their data.
+/// The error for disks of the kind seSparse: a sentence of QEMU, the reason, and the way to their data.
 pub fn no_se_sparse(sentence: &str) -> Error {
     const REASON: &str = ": VMware never published the kind seSparse; consolidate the disk's snapshots on the host, \
                           or copy it there by 'vmkfstools -i SOURCE TARGET'";

@@ -8,7 +8,7 @@ use cowshed_types::{Error, Result};
 
 /// Bytes of a header that are looked at.
 pub const HEADER_BYTES: usize = 512;
-/// The footer, a header once more, stands so far before the end of a stream-optimised file, with the end marker behind.
+/// The footer, a header once more, lies so far before the end of a stream-optimised file, with the end marker behind.
 pub const FOOTER_FROM_END_BYTES: u64 = 1024;
 /// Bytes in front of a compressed grain: its first sector on the disk, and the length of the data.
 pub const COMPRESSED_GRAIN_HEADER_BYTES: usize = 12;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The bytes of stream-optimised disks: grains behind their first sector and length, then tables, the grain directory, a footer
-//! that says where that is, and a mark of the end. Before each of these stands a sector with a marker.
+//! The bytes of stream-optimised disks. Grains come behind their first sector and length. Tables, the grain directory,
+//! a footer with the place of that, and a mark of the end follow. A sector with a marker comes before each of these.
 
 use super::SECTOR_BYTES;
 
@@ -15,7 +15,7 @@ const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];
 /// Longest stored block of deflate.
 const MAX_STORED: usize = 0xffff;
 
-/// A grain as it stands in the file, whole sectors. `packed`: its deflate stream, unless that is longer than the grain.
+/// The bytes of a grain in the file, whole sectors. `packed`: its deflate stream, unless that is longer than the grain.
 pub fn stream_grain(first_sector: u64, grain: &[u8], packed: Option<&[u8]>) -> Vec<u8> {
     let mut data = ZLIB_HEADER.to_vec();
     match packed {
@@ -56,7 +56,7 @@ fn adler32(bytes: &[u8]) -> u32 {
     high << 16 | low
 }
 
-/// A sector that says what the next sectors are.
+/// A sector that describes the next sectors.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     let mut bytes = vec![0; SECTOR];
     bytes[..8].copy_from_slice(&sectors.to_le_bytes());

@@ -166,7 +166,7 @@ fn version_2_has_no_features() {
     assert!(Header { compatible_features: 1, ..v2() }.validate().is_err());
     assert!(Header { autoclear_features: 1 << 9, ..v2() }.validate().is_err());
     assert!(Header { header_length: 104, ..v2() }.validate().is_err());
-    // Whatever stands behind byte 72 is no field: here an unknown extension.
+    // Bytes behind byte 72 are no field: here an unknown extension.
     let extensions = vec![Extension::Unknown { kind: 7, data: vec![1; 100] }];
     let header = Header { extensions, ..v2() };
     assert_eq!(Header::parse(&header.encode().unwrap()).unwrap(), header);

@@ -52,7 +52,7 @@ fn read(dir: &Path) -> Vec<u8> {
     std::fs::read(dir.join("a.qcow2")).unwrap()
 }
 
-/// Parses, and checks what holds for every image that qemu-img makes.
+/// Parses, and checks the facts of every image that qemu-img makes.
 fn parse(bytes: &[u8]) -> Header {
     assert_eq!(probe(bytes), FormatName::Qcow2);
     let header = Header::parse(bytes).unwrap();
@@ -93,7 +93,7 @@ fn cluster_sizes_versions_and_refcount_widths() {
     }
 }
 
-/// Takes over what a creator would fill in.
+/// Takes over the fields that a creator would fill in.
 trait CloneTables {
     fn clone_tables(&mut self, from: &Header);
 }
@@ -301,7 +301,7 @@ fn what_we_add_qemu_keeps_reading() {
     bytes[..encoded.len()].copy_from_slice(&encoded);
     std::fs::write(dir.path().join("a.qcow2"), &bytes).unwrap();
     run(dir.path(), "qemu-img", &["check", "-q", "a.qcow2"]);
-    // qemu-img writes the whole header anew for this, and keeps what it doesn't know as well.
+    // qemu-img writes the whole header anew for this, and keeps unknown parts as well.
     run(dir.path(), "qemu-img", &["amend", "-o", "lazy_refcounts=on", "a.qcow2"]);
     let again = Header::parse(&read(dir.path())).unwrap();
     assert_eq!(again.backing_file, header.backing_file);

@@ -51,8 +51,8 @@ impl Amendment {
     }
 }
 
-/// Looks whether [`amend`] would take the change, and changes nothing. Of what only a walk over all tables tells, counts too
-/// large for a narrower width, nothing is known then. `size`: the disk is going to have so many bytes.
+/// Looks whether [`amend`] would take the change, and changes nothing. It doesn't find counts too large for a narrower
+/// width, which only a walk over all tables tells. `size`: the disk is going to have so many bytes.
 pub async fn check(file: &File, amendment: &Amendment, size: Option<u64>) -> Result<()> {
     named(file, async {
         let image = Image::load_any(file).await?;
@@ -65,8 +65,8 @@ pub async fn check(file: &File, amendment: &Amendment, size: Option<u64>) -> Res
     .await
 }
 
-/// Carries the change out on the image in `file`, which the caller has locked for writing. `discard`: the space of what is
-/// freed goes back to the file system. After an error the image is as it was.
+/// Carries the change out on the image in `file`, which the caller has locked for writing. `discard`: the space of
+/// freed clusters goes back to the file system. After an error the image is as it was.
 pub async fn amend(file: &File, amendment: &Amendment, discard: bool, watch: ProgressFn<'_>) -> Result<()> {
     named(file, async {
         let image = Image::load_any(file).await?;

@@ -15,7 +15,7 @@ use std::ops::Range;
 const WRITE_BYTES: usize = 8 << 20;
 /// Clusters counted in one step.
 const CLUSTERS_AT_ONCE: u64 = 1 << 16;
-/// Ranges of freed clusters that are kept for giving their space back; what is beyond stays allocated in the file.
+/// Ranges of freed clusters that are kept for giving their space back; further ones stay allocated in the file.
 const FREED_MAX: usize = 1 << 20;
 /// Bytes of extra data that a snapshot of version 3 has at least.
 const SNAPSHOT_EXTRA_BYTES: usize = 16;
@@ -169,7 +169,7 @@ impl<'a> Rewrite<'a> {
         Ok(counts[0])
     }
 
-    /// Counts afterwards; what gets free is noted in `freed`.
+    /// Counts afterwards; clusters that get free are noted in `freed`.
     async fn new_counts(&mut self, clusters: Range<u64>, mut freed: Option<&mut Vec<Range<u64>>>) -> Result<Vec<u64>> {
         let geometry = self.image.geometry;
         let (per_block, order) = (geometry.refcount_block_entries(), geometry.refcount_order());
@@ -287,14 +287,14 @@ impl<'a> Rewrite<'a> {
         Ok(wanted)
     }
 
-    /// Clusters of a table with room for all blocks that may come to be.
+    /// Clusters of a table with room for all possible blocks.
     fn table_clusters(&self, wanted: &BTreeSet<u64>, new: Geometry) -> Result<u64> {
         let last = self.changes.last_key_value().map_or(0, |(cluster, _)| cluster + 1);
         let used = new.clusters(self.image.file.len()).min(self.stored.counted_clusters()).max(last);
         let used = wanted.last().map_or(used, |index| used.max((index + 1) * new.refcount_block_entries()));
         let mut table_clusters = 1;
         loop {
-            // Blocks for what is there, for the table, and for the blocks themselves.
+            // Blocks for the present clusters, for the table, and for the blocks themselves.
             let mut all = used + table_clusters + wanted.len() as u64;
             all += 2 * all.div_ceil(new.refcount_block_entries()) + 2;
             let bytes = (new.refcount_table_index(all) + 1) * 8;
@@ -357,7 +357,7 @@ impl<'a> Rewrite<'a> {
         self.advance(1)
     }
 
-    /// Notes what gets free where no block counts afterwards.
+    /// Notes the clusters that get free where no block counts afterwards.
     async fn note_freed(&mut self, clusters: Range<u64>, freed: &mut Vec<Range<u64>>) -> Result<()> {
         let mut changed: Vec<u64> =
             self.changes.range(clusters.start..clusters.end.max(clusters.start)).map(|(c, _)| *c).collect();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The header that a change asks for, and the rules of what can be changed.
+//! The header after a change, and the rules of possible changes.
 
 use super::{Amendment, NewBacking};
 use crate::snapshots::Image;
@@ -37,7 +37,7 @@ pub(super) fn header(image: &Image, amendment: &Amendment, size: Option<u64>) ->
         let sentence = "Can't resize a v2 image which has snapshots";
         return Err(Error::unsupported(message).field("size").qemu(sentence));
     }
-    // Refuses what doesn't fit the first cluster.
+    // Refuses a header that doesn't fit the first cluster.
     if new.encode().is_err_and(|error| error.kind() == ErrorKind::NoSpace) {
         new.remove_extension(extension_type::FEATURE_NAMES);
     }
@@ -142,7 +142,8 @@ fn checked_name(field: &'static str, name: &str) -> Result<Vec<u8>> {
     Ok(name)
 }
 
-/// Version 2, unless the image uses what that can't hold. Compressed clusters are another look: `Rewrite::check_method`.
+/// Version 2, unless the image uses features that it can't hold. Compressed clusters are another look:
+/// `Rewrite::check_method`.
 fn downgrade(image: &Image, new: &mut Header, size: Option<u64>) -> Result<()> {
     let refuse = |message: String| Err(Error::unsupported(message).field("compat"));
     if new.has_data_file() {

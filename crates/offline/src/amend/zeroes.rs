@@ -2,7 +2,7 @@
 //! Tables without zero clusters, which version 2 doesn't have.
 //!
 //! Without a backing file a zero cluster becomes an unallocated one. With one it refers to a host cluster full of
-//! zeroes, which as many share as its count can hold; a write copies it as it does any shared cluster. A host cluster
+//! zeroes, which as many share as its count can hold. A write copies it as it does any shared cluster. A host cluster
 //! that a zero cluster kept allocated loses a reference.
 
 use super::rewrite::Rewrite;
@@ -133,7 +133,7 @@ impl Rewrite<'_> {
         Ok(read)
     }
 
-    /// Notes the zero clusters of some tables, and gives back what they kept allocated.
+    /// Notes the zero clusters of some tables, and gives back the clusters that they kept allocated.
     async fn look(&mut self, some: &[Table], survey: &mut Survey) -> Result<()> {
         let has_backing = self.new.backing_file.is_some();
         for (table, bytes) in some.iter().zip(self.read_tables(some).await?) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The undo log of a repair: before anything is written to the image, what stood there is durable in the log.
+//! The undo log of a repair: before anything is written to the image, its old bytes are durable in the log.
 //!
 //! All numbers are big-endian. The header has 64 bytes. It begins with magic, version (4 bytes), header length (4) and
 //! length of the image (8). Length (8) and checksum (4) of the image's head, zeroes, and the checksum (4) of bytes 0 to

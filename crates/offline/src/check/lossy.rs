@@ -7,7 +7,7 @@ use cowshed_qcow2::check::{EditStep, Finding, FindingKind, INACTIVE, give_up_l1,
 use cowshed_types::{Error, Result};
 
 impl CheckSession<'_> {
-    /// Gives up what can't be reached, with a barrier. Clusters below it aren't freed in the same run.
+    /// Gives up entries whose targets can't be reached, with a barrier. Clusters below it aren't freed in the same run.
     pub(super) async fn give_up(&mut self) -> Result<bool> {
         let has_backing = self.header.backing_file.is_some();
         let mut changed = self.give_up_in_tables(has_backing).await?;
@@ -44,7 +44,7 @@ impl CheckSession<'_> {
         Ok(())
     }
 
-    /// Snapshots and bitmaps that can't be read go, durably, so that what is left can be counted. True when there were any.
+    /// Snapshots and bitmaps that can't be read go, durably, so that the rest can be counted. True when there were any.
     pub(super) async fn give_up_owners(&mut self, notes: &mut Vec<String>) -> Result<bool> {
         if self.lost_bitmaps {
             self.end_bitmaps().await?;

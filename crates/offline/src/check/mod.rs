@@ -56,7 +56,7 @@ pub struct CheckOptions {
     pub memory_bytes: u64,
     /// Findings that are kept; more are only counted.
     pub findings_max: usize,
-    /// An empty file, open for writing, for what it takes to take the repair back with [`undo`].
+    /// An empty file, open for writing, for the log that takes the repair back with [`undo`].
     pub undo_log: Option<File>,
 }
 
@@ -100,11 +100,11 @@ impl CheckReport {
     }
 }
 
-/// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; what
-/// a repair has written until then leaves the image no worse than it was.
+/// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; the
+/// writes of a repair until then leave the image no worse than it was.
 ///
-/// A repair goes by way of the page cache if the file has direct I/O and ends within a sector of the disk, or may come
-/// to. No other operation may run on the file then.
+/// A repair of a file with direct I/O that ends within a sector of the disk, or may do so, goes by way of the page
+/// cache. No other operation may run on the file then.
 pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     if options.repair != Repair::None && !file.is_writable() {
@@ -118,7 +118,7 @@ pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -
     result
 }
 
-/// Switches direct I/O off before a repair of a file that ends within a sector, or may come to. A direct write to the
+/// Switches direct I/O off before a repair of a file that ends within a sector, or may do so. A direct write to the
 /// last sector makes the file longer for a moment. A power cut then would create the cluster of an entry past the end,
 /// which the check doesn't count.
 fn leave_odd_ends_to_the_cache(session: &CheckSession<'_>) {

@@ -35,7 +35,7 @@ impl CheckSession<'_> {
         loop {
             let layout = self.place_layout(needed.clone()).await?;
             match self.write_layout(&layout, &windows, keep, copies, last.take()).await {
-                // The undo log knows what was written. Without one the repair begins again, in free clusters of the file.
+                // The undo log knows the writes. Without one the repair begins again, in free clusters of the file.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !self.stays_inside && self.journal.is_none() => {
                     self.file.set_len(len).await?;
                     self.stays_inside = true;

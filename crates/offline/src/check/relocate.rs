@@ -112,7 +112,7 @@ impl CheckSession<'_> {
         if !copies.is_empty() {
             self.barrier().await?;
             self.file_grew();
-            // Only a structure made anew is sure to have counts for what lies so far out.
+            // Only a new structure is sure to have counts for clusters so far out.
             self.needs_rebuild = true;
         }
         Ok(copies)

@@ -206,7 +206,7 @@ impl CheckSession<'_> {
         self.rewrite_active_l1(new).await
     }
 
-    /// Writes what differs from the active L1 table.
+    /// Writes the differences from the active L1 table.
     pub(super) async fn rewrite_active_l1(&mut self, new: Vec<u64>) -> Result<bool> {
         let changed = self.l1.iter().zip(&new).enumerate().filter(|(_, (old, new))| old != new);
         let edits: Vec<(u64, u64)> = changed.map(|(index, (_, new))| (index as u64, *new)).collect();
@@ -276,7 +276,7 @@ impl CheckSession<'_> {
         Ok(changed)
     }
 
-    /// Raises what can be raised in place; what has no block asks for a rebuild.
+    /// Raises counts in place where possible; a cluster without a block needs a rebuild.
     async fn raise_window(&mut self, counts: &Counts) -> Result<bool> {
         let entries = self.geometry.refcount_block_entries();
         let order = self.geometry.refcount_order();
@@ -326,7 +326,7 @@ impl CheckSession<'_> {
         Ok(changed)
     }
 
-    /// Frees clusters past the end of the file, which a look at the file's clusters passes by: what was there is given up.
+    /// Frees clusters past the end of the file, which a look at the file's clusters passes by: their data is given up.
     /// No reference to them is left.
     async fn free_past_end(&self) -> Result<()> {
         self.settle().await?;

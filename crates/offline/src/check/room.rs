@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Room for what a repair writes anew: behind the end of the file, or, where the container or the file system can't hold
-//! more, in clusters that nothing refers to.
+//! Room for the new structures of a repair. It is behind the end of the file, or in clusters without references where
+//! the container or the file system can't hold more.
 
 use super::session::CheckSession;
 use cowshed_layout::qcow2::refcount;

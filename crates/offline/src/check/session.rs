@@ -38,8 +38,8 @@ pub(super) struct CheckSession<'a> {
     pub incomplete_snapshots: bool,
     /// How many there are by the header, more than there may be included.
     pub declared_snapshots: u32,
-    /// Snapshots that can't be read are to be given up: those behind the readable part of their table, and those that
-    /// aren't in `snapshots` any more.
+    /// Snapshots that can't be read are to be given up. These are the ones behind the readable part of their table, and
+    /// those that aren't in `snapshots` any more.
     pub lost_snapshots: bool,
     /// Those in `snapshots` aren't the first ones of the table.
     pub scattered_snapshots: bool,
@@ -76,7 +76,7 @@ pub(super) struct CheckSession<'a> {
 }
 
 impl<'a> CheckSession<'a> {
-    /// Reads everything but L2 tables and refcount blocks, and notes what is wrong with it.
+    /// Reads everything but L2 tables and refcount blocks, and notes the faults.
     pub async fn load(
         file: &'a File,
         options: &'a CheckOptions,
@@ -195,7 +195,7 @@ impl<'a> CheckSession<'a> {
         result.map_err(|error| error.offset(offset))
     }
 
-    /// Carries out the writes that wait for the undo log, durably: what follows may touch the same places.
+    /// Carries out the writes that wait for the undo log, durably: later ones may touch the same places.
     pub async fn settle(&self) -> Result<()> {
         let Some(journal) = self.journal else { return Ok(()) };
         let writes = journal.release(self.file).await?;
@@ -366,8 +366,8 @@ impl<'a> CheckSession<'a> {
         bitmap::parse_directory(&bytes, extension)
     }
 
-    /// Snapshots and bitmaps that can't be read are given up, so that all the rest can be counted; also where it is only
-    /// asked what a repair would do.
+    /// Snapshots and bitmaps that can't be read are given up, so that all the rest can be counted. This holds for a dry
+    /// run too.
     pub(super) fn gives_up_owners(&self) -> bool {
         self.options.lossy && self.options.repair != Repair::Leaks
     }

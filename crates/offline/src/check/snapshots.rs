@@ -75,7 +75,7 @@ impl CheckSession<'_> {
         Ok(())
     }
 
-    /// Adds what a snapshot's L1 table refers to. Why it can't be read, if it can't.
+    /// Adds the references of a snapshot's L1 table. Returns the reason if it can't be read.
     async fn load_snapshot_l1(
         &self,
         snapshot: &Snapshot,
@@ -175,7 +175,7 @@ impl CheckSession<'_> {
     async fn read_snapshot_table(&self, start: u64, count: u32) -> Result<(Salvaged, Option<Error>)> {
         let mut len = 64 << 10;
         loop {
-            // The file's last cluster may be incomplete: what isn't there reads as zeroes.
+            // The file's last cluster may be incomplete: missing bytes read as zeroes.
             let end = self.file_clusters << self.geometry.cluster_bits();
             let available = end.saturating_sub(start).min(limits::SNAPSHOT_TABLE_BYTES);
             let have = (len as u64).min(available) as usize;

@@ -26,7 +26,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where a guest entry shares a cluster with metadata: what a repair copies.
+/// A guest entry that shares a cluster with metadata: a repair copies the cluster.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OverlapEntry {
     /// Host offset of the entry.

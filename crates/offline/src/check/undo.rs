@@ -36,7 +36,7 @@ struct Part {
 struct Parts(BTreeMap<u64, Part>);
 
 impl Parts {
-    /// Adds what of the range is not there yet.
+    /// Adds the missing parts of the range.
     fn add(&mut self, start: u64, len: u64, log_offset: u64) {
         let end = start + len;
         let before = self.0.range(..start).next_back().map_or(0, |(at, part)| at + part.len);

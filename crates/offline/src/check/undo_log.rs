@@ -170,7 +170,7 @@ fn damaged(offset: u64) -> Error {
     Error::invalid_argument("the undo log is damaged").offset(offset)
 }
 
-/// True when the log goes on there. Zeroes up to the end of a sector may be what direct I/O left.
+/// True when the log goes on there. Zeroes up to the end of a sector may be remains of direct I/O.
 async fn has_more(log: &File, end: u64) -> Result<bool> {
     let left = log.len().saturating_sub(end);
     Ok(left > PADDING_BYTES_MAX || bytes(log, end, left as usize).await?.iter().any(|byte| *byte != 0))

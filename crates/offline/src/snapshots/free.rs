@@ -21,7 +21,7 @@ impl StoredCounts {
         StoredCounts { file, geometry, table, block: None }
     }
 
-    /// Clusters before the end of what the blocks of the table can count: behind it all are free.
+    /// Clusters before the end of the range that the blocks of the table can count: behind it all are free.
     pub fn counted_clusters(&self) -> u64 {
         let blocks = self.table.iter().rposition(|raw| *raw != 0).map_or(0, |last| last as u64 + 1);
         blocks.saturating_mul(self.geometry.refcount_block_entries())
@@ -109,8 +109,8 @@ impl FreeClusters {
     }
 }
 
-/// Gives the space of what is free back: the tail of the file and, with `discard`, the clusters in `freed`. `table` is the
-/// refcount table that counts now.
+/// Gives the space of free clusters back: the tail of the file and, with `discard`, the clusters in `freed`. `table` is
+/// the refcount table that counts now.
 pub(crate) async fn give_back(
     file: &File,
     geometry: Geometry,

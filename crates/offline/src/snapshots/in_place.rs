@@ -19,7 +19,7 @@ use cowshed_types::{Errno, Error, HostOffset, Result, slip};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Written in place at once, in bytes: what holds an entry has space for all of it.
+/// Written in place at once, in bytes: a block that holds an entry has space for all of it.
 const PIECE_BYTES: usize = 4096;
 
 impl Image {
@@ -30,8 +30,8 @@ impl Image {
 }
 
 impl Publication<'_> {
-    /// Carries the change out with new tables where they differ alone. The number of clusters whose count is too high for want of
-    /// a dirty bit, and what has become free then, whose space isn't given back yet.
+    /// Carries the change out with new tables where they differ alone. Returns the number of clusters whose count is
+    /// too high for want of a dirty bit, and the freed clusters, whose space isn't given back yet.
     pub(super) async fn run_in_place(mut self, change: Change) -> Result<(u64, Vec<Range<u64>>)> {
         let length = self.image.file.len();
         let placed = self.place_differing(&change).await;
@@ -232,7 +232,7 @@ fn flagged_table(l1: &[u64], survey: &Survey) -> Vec<u8> {
     l1.iter().enumerate().map(entry).flat_map(u64::to_be_bytes).collect()
 }
 
-/// Writes the pieces of a table in which it differs from what is there.
+/// Writes the pieces of a table that differ from the present ones.
 async fn write_pieces(file: &File, host: u64, old: &[u8], new: &[u8]) -> Result<()> {
     for (number, (old, new)) in old.chunks(PIECE_BYTES).zip(new.chunks(PIECE_BYTES)).enumerate() {
         if old != new {

@@ -42,7 +42,7 @@ const COPIES_OF_TABLES: u64 = 12;
 pub struct SnapshotOptions {
     /// Memory for reference counts, in bytes.
     pub memory_bytes: u64,
-    /// Give the space of what is freed back to the file system (`pass-discard-snapshot`).
+    /// Give the space of freed clusters back to the file system (`pass-discard-snapshot`).
     pub discard: bool,
     /// Instruction count that a new snapshot notes; `u64::MAX` says that none was kept. 0 unless set, as qemu-img does it.
     pub icount: u64,
@@ -128,8 +128,7 @@ impl SnapshotName {
 
     /// Parses the value of `-l` of `convert` and `measure`. It is `snapshot.id=ID`, `snapshot.name=NAME`, both with a
     /// comma between, or one of the two alone; `,,` in a value stands for one comma. A text that doesn't start with
-    /// `snapshot.` is an ID or a name as it stands. Refused: other parameters after `snapshot.`, and one without a
-    /// value.
+    /// `snapshot.` is a whole ID or name. Refused: other parameters after `snapshot.`, and one without a value.
     pub fn parse(text: &str) -> Result<SnapshotName> {
         if !text.starts_with("snapshot.") {
             return Ok(SnapshotName { name: text.to_owned(), lookup: Lookup::IdOrName, id: None });
@@ -228,7 +227,7 @@ fn not_found(wanted: &[u8]) -> Error {
     Error::new(ErrorKind::NotFound, format!("there is no snapshot '{}'", String::from_utf8_lossy(wanted)))
 }
 
-/// Makes the disk what it was when the snapshot was taken. Data written since, and in no snapshot, is lost.
+/// Gives the disk the data of the snapshot. Data written since, and in no snapshot, is lost.
 pub async fn apply(file: &File, wanted: &[u8], options: &SnapshotOptions, watch: ProgressFn<'_>) -> Result<()> {
     named(file, async {
         let mut image = Image::load(file).await?;
@@ -262,7 +261,7 @@ pub async fn delete(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
     delete_where(file, name, is_it, options, watch).await.map(drop)
 }
 
-/// As [`delete`], of the snapshot that `wanted` stands for; what it was.
+/// As [`delete`], of the snapshot that `wanted` stands for; returns its entry.
 pub async fn delete_one(
     file: &File,
     wanted: &SnapshotName,
@@ -309,7 +308,7 @@ async fn carry_out(image: Image, change: Change, options: &SnapshotOptions, watc
     }
 }
 
-/// Lowers the counts that `change` has left too high, in the room of what it freed. They are too high still where even that is too
+/// Lowers the counts that `change` has left too high, in the freed room. They are too high still where even that is too
 /// little.
 async fn finish_in_place(
     file: &File,
@@ -430,7 +429,7 @@ impl Image {
         Ok(table)
     }
 
-    /// Writes the header's changing fields, durably: what they name is on disk.
+    /// Writes the header's changing fields, durably: their tables are on disk.
     async fn write_header(&self) -> Result<()> {
         let (result, _) =
             self.file.write_at(IoBuf::copy_from(&self.header.encode_changing_fields()), offset::SIZE).await;
@@ -438,7 +437,7 @@ impl Image {
         self.file.sync().await
     }
 
-    /// After an error: gives back what new metadata had made the file longer. Nothing refers to it.
+    /// After an error: gives back the range by which new metadata had made the file longer. Nothing refers to it.
     pub(crate) async fn cut_back(&self, length: u64) {
         if self.file.len() > length
             && !self.file.is_device()
@@ -448,7 +447,7 @@ impl Image {
         }
     }
 
-    /// Where new metadata can go; what holds metadata is not taken for free, whatever its count says.
+    /// The places for new metadata; a cluster with metadata is not taken for free, whatever its count.
     pub fn free_clusters(&self, refcount_table: &[u64]) -> Result<FreeClusters> {
         let (header, geometry, bits) = (&self.header, self.geometry, self.geometry.cluster_bits());
         let mut metadata = HashSet::from([0]);

@@ -47,7 +47,7 @@ impl Deltas {
         }
     }
 
-    /// Leaves out what has no count in a block, of which `first` is the first cluster.
+    /// Leaves out entries without a count in a block, of which `first` is the first cluster.
     fn clear_uncounted(&mut self, first: u64, stored: Option<&[u8]>, geometry: Geometry) {
         for entry in 0..geometry.refcount_block_entries() {
             let count = stored.map_or(0, |block| refcount::get(block, geometry.refcount_order(), entry as usize));
@@ -211,7 +211,7 @@ impl Image {
         Ok(block)
     }
 
-    /// Notes which entries of the active tree are the only reference to what they point to, for one window; `is_single`
+    /// Notes the entries of the active tree that are the only reference to their targets, for one window; `is_single`
     /// has its clusters whose count is to be one.
     pub(super) async fn note_single(
         &self,

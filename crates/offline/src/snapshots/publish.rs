@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// L2 tables in memory at once while they are copied.
 const TABLES_AT_ONCE: usize = 64;
-/// Ranges of freed clusters that are kept for giving their space back; what is beyond stays allocated in the file.
+/// Ranges of freed clusters that are kept for giving their space back; further ones stay allocated in the file.
 const FREED_MAX: usize = 1 << 20;
 
 /// An operation under way.

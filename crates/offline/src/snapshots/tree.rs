@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reading the trees of an image: an L1 table, the L2 tables behind it, and what their entries refer to.
+//! Reading the trees of an image: an L1 table, the L2 tables behind it, and the targets of their entries.
 
 use cowshed_layout::qcow2::{Geometry, L1Entry, L2Entry, Snapshot};
 use cowshed_storage::{File, IoBuf};

@@ -15,8 +15,8 @@ pub struct Difference {
     pub references: u64,
 }
 
-/// Compares what one refcount block says (`None`: there is no block, all its counts are 0) of the clusters from
-/// `first` on with the references counted, inside of the window. Clusters from `file_clusters` on matter only where
+/// Compares the counts of one refcount block with the references counted, inside of the window. The block begins with
+/// cluster `first`. `None`: there is no block, all its counts are 0. Clusters from `file_clusters` on matter only where
 /// something refers to them. Returns the number of the cluster behind the last one in use, 0 when none is.
 pub fn compare_block(
     counts: &Counts,

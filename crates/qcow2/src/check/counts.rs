@@ -14,7 +14,7 @@ const STORED_ONE: u16 = 1 << 15;
 const METADATA: u16 = 1 << 14;
 /// The rest counts references; the largest value says "see the overflow map".
 const COUNT: u16 = METADATA - 1;
-/// Entries of the overflow map before a check gives up: each stands for a cluster with over 16,000 references.
+/// Entries of the overflow map before a check gives up. Each stands for a cluster with over 16,000 references.
 const OVERFLOW_MAX: usize = 1 << 20;
 
 /// The value of a cell before a change.
@@ -106,7 +106,7 @@ impl Counts {
         }
     }
 
-    /// Counts `weight` references to a cluster; what lies outside of the window is left to another pass.
+    /// Counts `weight` references to a cluster; a cluster outside of the window is left to another pass.
     pub fn add(&self, cluster: u64, weight: u32) -> Result<Option<Mark>> {
         match self.index(cluster) {
             Some(index) => self.add_at(index, weight).map(Some),

@@ -10,7 +10,7 @@ use cowshed_layout::qcow2::{L1Entry, L2Entry};
 pub enum EditStep {
     /// Bit 63 goes where the cluster doesn't have exactly one reference.
     Revoke,
-    /// Entries that say the same in a valid way: reserved bits go, zero clusters lose an offset that can't be one,
+    /// Entries with the same meaning in a valid form: reserved bits go, zero clusters lose an impossible offset,
     /// compressed ones their bit 63.
     Normalise,
     /// Bit 63 comes where stored refcount and references are one, and goes where the stored refcount is another.

@@ -61,7 +61,7 @@ pub enum Severity {
     Leak,
 }
 
-/// One kind of damage with its values. Entries are as they stand on disk.
+/// One kind of damage with its values. Entries have their bytes on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum FindingKind {
@@ -218,8 +218,8 @@ impl Finding {
         }
     }
 
-    /// True when a cluster in use counts as free, or the counts can't be found: what COPIED and leaks are judged by is
-    /// itself in doubt.
+    /// True when a cluster in use counts as free, or the counts can't be found. The basis for judging COPIED and leaks
+    /// is itself in doubt then.
     pub const fn is_uncounted(&self) -> bool {
         matches!(
             self.kind,
@@ -230,8 +230,8 @@ impl Finding {
     }
 }
 
-/// The line that qemu-img prints, or one in its manner for what only we find. "Repairing" replaces "ERROR" once it
-/// is repaired.
+/// The line that qemu-img prints, or one in its manner for findings that only we have. "Repairing" replaces "ERROR"
+/// once it is repaired.
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = if self.repaired { "Repairing" } else { "ERROR" };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Giving up what no repair brings back: entries whose data can't be reached become such that read as zeroes.
+//! Giving up data that no repair brings back: entries whose data can't be reached become such that read as zeroes.
 //!
-//! Never as the backing file: what shows through there is older than what was lost.
+//! They never read as the backing file, whose data is older than the lost ones.
 
 use super::ScanContext;
 use cowshed_layout::qcow2::{L1Entry, L2Entry, SubclusterBitmap};
@@ -30,7 +30,7 @@ pub fn give_up_l2(context: &ScanContext, has_backing: bool, bytes: &[u8]) -> Vec
     edits
 }
 
-/// An extended entry, and what becomes of it.
+/// An extended entry, and its replacement.
 fn without_loss(context: &ScanContext, entry: L2Entry, bitmap: SubclusterBitmap) -> (L2Entry, SubclusterBitmap) {
     let (data, zero) = (bitmap.data_mask(), bitmap.zero_mask());
     if is_lost(context, entry) {

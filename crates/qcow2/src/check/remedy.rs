@@ -25,7 +25,7 @@ pub enum Remedy {
     MakeZeroPlain,
     /// The guest's data gets a cluster of its own.
     CopyCluster,
-    /// The snapshot table is written anew, with the fields that are missing and without what is too much.
+    /// The snapshot table is written anew, with the missing fields and without superfluous data.
     CompleteSnapshots,
     /// Snapshots that can't be read are given up.
     DropSnapshots,
@@ -99,7 +99,7 @@ pub struct Outlook {
 }
 
 impl Outlook {
-    /// From what a check found. `ENOMEM` where there is no memory for its sets.
+    /// The outlook after the findings of a check. `ENOMEM` where there is no memory for its sets.
     pub fn new(
         header: &Header,
         ledger: &Ledger,

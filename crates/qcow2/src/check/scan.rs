@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reading one L2 table: counting what it refers to and finding what is wrong with its entries.
+//! Reading one L2 table: counting its references and finding faults in its entries.
 
 use super::{CheckedStructure, Counts, Finding, FindingKind, INACTIVE, TableRef};
 use cowshed_layout::qcow2::{CompressedDescriptor, Geometry, L2Entry, SubclusterBitmap};
@@ -25,7 +25,7 @@ pub struct ScanContext {
     pub data_file_raw: bool,
     /// Length of the image file in bytes.
     pub file_len: u64,
-    /// Report what doesn't depend on the window of [`Counts`], and gather [`ScanStats`].
+    /// Reports findings that don't depend on the window of [`Counts`], and gathers [`ScanStats`].
     pub first_pass: bool,
 }
 
@@ -111,8 +111,8 @@ pub struct CopiedSuspect {
     pub cluster: u64,
 }
 
-/// Counts the references of one L2 table and notes what is wrong with it. `bytes` is the whole table. `ENOMEM` where there is
-/// no memory for the findings.
+/// Counts the references of one L2 table and notes the faults in it. `bytes` is the whole table. `ENOMEM` where there
+/// is no memory for the findings.
 pub fn scan_l2(
     context: &ScanContext,
     counts: &Counts,
@@ -230,7 +230,7 @@ impl Scan<'_> {
         Finding::at(kind, self.table.offset + word as u64 * 8, self.guest(word))
     }
 
-    /// Reports what each of the table's users would run into, once.
+    /// Reports a fault that each of the table's users would meet, once.
     fn found(&self, word: usize, kind: FindingKind, out: &mut ScanOutput) {
         if self.context.first_pass && self.table.weight != 0 {
             out.find(self.at(word, kind), u64::from(self.table.weight));
@@ -277,7 +277,7 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// Bit 63 against what is known of the stored refcount; for clusters behind the window nothing is, so the caller
+    /// Compares bit 63 with the stored refcount, as far as it is known. For clusters behind the window the caller
     /// looks.
     fn copied(&self, word: usize, raw: u64, cluster: u64, aligned: bool, out: &mut ScanOutput) {
         if !self.active || !aligned {

@@ -7,8 +7,8 @@ use cowshed_types::{Error, ErrorKind, Result};
 /// [`TableRef::l1_index`] of a table that only snapshots use.
 pub const INACTIVE: u32 = u32::MAX;
 
-/// Distinct L2 tables before a check gives up, 16 bytes each: what the largest L1 table allowed can name, and as many
-/// again for snapshots.
+/// Distinct L2 tables before a check gives up, 16 bytes each: those that the largest allowed L1 table can name, and as
+/// many again for snapshots.
 const TABLES_MAX: usize = 8 << 20;
 
 /// An L2 table to read.
@@ -23,8 +23,8 @@ pub struct TableRef {
     pub weight: u32,
 }
 
-/// Collects the entries of L1 tables. Reading a table that many snapshots share once instead of once for each is
-/// what keeps a check of an image with many snapshots short.
+/// Collects the entries of L1 tables. A table that many snapshots share is read once instead of once for each. That
+/// keeps a check of an image with many snapshots short.
 #[derive(Debug, Default)]
 pub struct TableRefs {
     tables: Vec<TableRef>,
@@ -45,7 +45,7 @@ impl TableRefs {
         Ok(())
     }
 
-    /// Joins what points to the same table.
+    /// Joins the entries that point to the same table.
     fn merge(&mut self) {
         self.tables.sort_unstable_by_key(|table| (table.offset, table.l1_index));
         let mut kept: usize = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One budget for the metadata that all images of a process keep in memory.
 //!
-//! The slice that was used least recently goes first, whichever image it belongs to: the clocks of all images are one
+//! The slice that was used least recently goes first, whichever image it belongs to. The clocks of all images are one
 //! clock, whose hand goes from image to image. A slice that was used since the hand last came by stays for another
 //! round.
 
@@ -51,7 +51,7 @@ impl Budget {
         self.used_bytes.load(Ordering::Relaxed)
     }
 
-    /// Allows more or less from now on; what is too much goes at once, as far as it is clean and idle.
+    /// Sets the limit; slices beyond it go at once, as far as they are clean and idle.
     pub fn set_limit_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Relaxed);
         self.relieve(None);
@@ -70,7 +70,7 @@ impl Budget {
         self.used_bytes() > self.limit_bytes()
     }
 
-    /// Corrects what an image takes.
+    /// Corrects the memory of an image.
     pub(crate) fn change(&self, before: u64, after: u64) {
         if after >= before {
             self.used_bytes.fetch_add(after - before, Ordering::Relaxed);
@@ -79,9 +79,9 @@ impl Budget {
         }
     }
 
-    /// Moves the hand until the limit holds, or it came around without finding enough. `own` is the image whose lock the
-    /// caller holds: its slices are walked past once at most, so that none leaves that was used under this very lock.
-    /// Of the others those are passed by that are busy right now.
+    /// Moves the hand until the limit holds, or it came around without finding enough. `own` is the image whose lock
+    /// the caller holds. Its slices are walked past once at most, so that none leaves that was used under this very
+    /// lock. Other images that are busy right now are passed by.
     pub(crate) fn relieve(&self, mut own: Option<(&Engine, &mut State)>) {
         if !self.is_exceeded() {
             return;
@@ -91,7 +91,7 @@ impl Budget {
             list.retain(|member| member.strong_count() > 0);
             list.clone()
         };
-        // Slices have a second chance: what the first rounds only mark may go in the later ones.
+        // Slices have a second chance: a slice that the first rounds only mark may go in the later ones.
         let mut idle_turns = 0;
         let mut own_steps = own.as_ref().map_or(0, |(_, state)| state.tables.clock_len());
         while self.is_exceeded() && idle_turns < 3 * members.len() {
@@ -145,7 +145,7 @@ impl Engine {
         state.tables.memory_bytes() + state.refcounts.memory_bytes()
     }
 
-    /// Tells the budget what the image takes now.
+    /// Tells the budget the image's present memory.
     pub(crate) fn account(&self, state: &mut State) {
         let Some(budget) = self.budget.get() else { return };
         let bytes = self.cached_bytes(state);
@@ -171,8 +171,8 @@ impl Engine {
         Walk { freed, is_over: freed < steps / 4 }
     }
 
-    /// Drops what wasn't used since the last call and can be read again (`cache-clean-interval`). Returns how many
-    /// slices and blocks went.
+    /// Drops slices and blocks that weren't used since the last call and can be read again (`cache-clean-interval`).
+    /// Returns their number.
     pub fn clean(&self) -> usize {
         let mut state = self.own();
         let steps = state.tables.clock_len();

@@ -133,7 +133,7 @@ impl Engine {
             };
             let entry = |cluster| geometry.refcount_block_index(cluster) as usize;
             let is_used = |cluster: &u64| refcount::get(&block.bytes, geometry.refcount_order(), entry(*cluster)) != 0;
-            // The last one in the way: what is before it is too short.
+            // The last one in the way: the space before it is too short.
             if let Some(used) = (at..region_end.min(end)).rev().find(is_used) {
                 return Ok(Place::From(used + 1));
             }

@@ -257,7 +257,7 @@ impl Engine {
         if state.loading.insert(load.table) { Stall::Load(load) } else { Stall::Wait }
     }
 
-    /// A plan goes on without what it would have to wait for: another plan may ask for it.
+    /// A plan goes on without the table or space it would have to wait for: another plan may ask for it.
     pub(crate) fn withdraw(&self, state: &mut State, stall: &Stall) {
         match stall {
             Stall::Load(load) => drop(state.loading.remove(&load.table)),
@@ -285,8 +285,8 @@ impl Engine {
         }
     }
 
-    /// True when enough of the cache is dirty, or enough freed space waits for a cycle, that the caller should run a
-    /// write-back cycle before going on. `allocates`: the caller is going to make the file longer otherwise.
+    /// True when the caller should run a write-back cycle before going on: enough of the cache is dirty, or enough
+    /// freed space waits for one. `allocates`: the caller is going to make the file longer otherwise.
     pub fn wants_writeback(&self, allocates: bool) -> bool {
         self.is_beyond_bound(&self.own(), allocates)
     }

@@ -22,7 +22,8 @@ impl Engine {
         }
     }
 
-    /// Marks what is known without reading anything. Returns the L1 indices of L2 tables that overlap something.
+    /// Marks the metadata that is known without reading anything. Returns the L1 indices of L2 tables that overlap
+    /// something.
     pub(crate) fn mark_known(&self, state: &State, l1: &[u64]) -> Vec<usize> {
         let bits = self.geometry.cluster_bits();
         let clusters = |offset: u64, bytes: u64| offset >> bits..(offset + bytes).div_ceil(1 << bits);

@@ -3,7 +3,7 @@
 //!
 //! A cluster that lost a reference may be used again only under four conditions. (a) The barrier that made its
 //! unmapping durable is passed. (b) No request planned before the unmapping runs any more. (c) Its hole has been
-//! punched, after (a). (d) Nothing cached is keyed to it. Until then its count stays raised, in memory and on disk, so
+//! punched, after (a). (d) Nothing cached is keyed to it. Until then its count stays raised, in memory and on disk. So
 //! lowering needs no stage of its own: a lowered count may reach the disk at any time after.
 
 use crate::engine::{Engine, State};
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// Takes what may be reclaimed now (possibly nothing).
+    /// Takes the clusters that may be reclaimed now (possibly none).
     pub fn take_reclaimable(&self) -> Planned<Reclaim> {
         let mut state = self.own();
         let durable = state.durable_cycle + if slip!("reuse_before_unmapping_is_durable") { 9 } else { 0 };
@@ -105,8 +105,8 @@ impl Engine {
         Ok(reclaim)
     }
 
-    /// Lowers the counts of what was taken: the clusters may be allocated again. On a stall the rest stays in
-    /// `reclaim`; call again.
+    /// Lowers the counts of the taken clusters, which may be allocated again. On a stall the rest stays in `reclaim`;
+    /// call again.
     pub fn reclaimed(&self, reclaim: &mut Reclaim) -> Planned<()> {
         let mut state = self.own();
         while let Some((cluster, by)) = reclaim.counts.last().copied() {
@@ -127,11 +127,11 @@ impl Engine {
         !self.own().freed.is_empty()
     }
 
-    /// Length that the image file needs in bytes: up to the last cluster with a count, looking back from its present
-    /// end as far as counts are zero. No request runs.
+    /// Length that the image file needs, in bytes. It ends with the last cluster that has a count, looking back from
+    /// its present end as far as counts are zero. No request runs.
     ///
-    /// `passed` is how far an attempt before this one came, in clusters; `u64::MAX` at first. Without it a tail of more refcount
-    /// blocks than the cache holds would be walked without end, since each block that is read ends the attempt.
+    /// `passed` is how far an attempt before this one came, in clusters; `u64::MAX` at first. Without it, the walk over
+    /// a tail of more refcount blocks than the cache holds would have no end: each block that is read ends the attempt.
     pub fn needed_file_len(&self, passed: &mut u64) -> Planned<u64> {
         let mut state = self.own();
         *passed = (*passed).min(state.refcounts.high_water.div_ceil(self.geometry.cluster_size()));
@@ -163,7 +163,7 @@ impl Engine {
         true
     }
 
-    /// Says that the image file was cut to `len` bytes, so that what is allocated behind reads as zeroes.
+    /// Notes that the image file was cut to `len` bytes, so that clusters allocated behind read as zeroes.
     pub fn truncated(&self, len: u64) {
         let mut state = self.own();
         state.refcounts.high_water = state.refcounts.high_water.min(len);

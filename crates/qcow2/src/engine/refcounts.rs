@@ -53,8 +53,8 @@ pub(crate) struct Refcounts {
     pub(crate) runs: RunSearch,
     /// Clusters that the container has: there are no more where it can't grow.
     pub(crate) limit: u64,
-    /// Everything at or above this offset was never used: the larger of the file's length and the end of what was
-    /// ever allocated.
+    /// Everything at or above this offset was never used: the larger of the file's length and the end of all
+    /// allocations so far.
     pub(crate) high_water: u64,
     /// Blocks that share their cluster with other metadata.
     pub(crate) overlapping: BTreeSet<u64>,
@@ -361,7 +361,7 @@ impl Engine {
         Ok(FreeRun { cluster: found.start, count: end - found.start, is_zero })
     }
 
-    /// Puts a refcount block for the empty region `index` into its own cluster `cluster`, the first of what is left.
+    /// Puts a refcount block for the empty region `index` into its own cluster `cluster`, the first of the rest.
     fn new_refcount_block(&self, state: &mut State, index: u64, cluster: u64) -> Planned<()> {
         if state.refcounts.growing {
             return Err(Stall::Wait);

@@ -83,7 +83,7 @@ impl Engine {
         }
     }
 
-    /// Gives back what was taken for tables by requests that failed later. No request runs.
+    /// Gives back the places for tables of requests that failed later. No request runs.
     pub fn release_places(&self) {
         let mut state = self.own();
         let places = std::mem::take(&mut state.room.places);

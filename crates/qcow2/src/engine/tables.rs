@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The owner's side of the L1 table and the L2 slices: what is dirty, what is busy, what may leave the cache.
+//! The owner's side of the L1 table and the L2 slices: dirty ones, busy ones, and those that may leave the cache.
 
 use crate::compact::Shape;
 use crate::config::EngineConfig;
@@ -73,15 +73,15 @@ pub(crate) struct Tables {
     clock: VecDeque<u64>,
     /// Slices whose [`Dirt`] asks for a write by the next cycle.
     pub(crate) dirty: BTreeSet<u64>,
-    /// L2 tables that the disk's L1 doesn't point to yet, by L1 index, with their host offset: written whole by the
-    /// next cycle; slices that aren't cached are zero.
+    /// L2 tables that the disk's L1 doesn't point to yet, by L1 index, with their host offset. The next cycle writes
+    /// them whole; slices that aren't cached are zero.
     pub(crate) fresh: BTreeMap<usize, u64>,
     pub(crate) l1_dirty: BTreeMap<usize, L1Dirt>,
     pub(crate) l1_offset: u64,
     pub(crate) l1_len: usize,
     /// Tables being copied to a new place: their slices stay.
     pub(crate) moving: BTreeSet<usize>,
-    /// Bytes that slices may count for: the size of a cache says what it can hold, not what that takes.
+    /// Bytes that slices may count for: the size of a cache limits its slices, not its memory.
     cap_bytes: u64,
     counted_bytes: u64,
     slice_bytes: u64,
@@ -228,7 +228,7 @@ impl Engine {
 
     fn evict(&self, state: &mut State) {
         let tables = &mut state.tables;
-        // A bounded walk of the clock's hand: what can't leave now may leave at the next insertion.
+        // A bounded walk of the clock's hand: a slice that can't leave now may leave at the next insertion.
         for _ in 0..128 {
             if tables.has_room() {
                 return;
@@ -240,8 +240,8 @@ impl Engine {
         }
     }
 
-    /// Walks the clock's hand past so many slices: those that were not used since it last came by leave, or first become
-    /// smaller if they can and `squeeze` is set. Returns how many did either.
+    /// Walks the clock's hand past so many slices. Those not used since it last came by leave, or first become smaller
+    /// if they can and `squeeze` is set. Returns how many did either.
     pub(crate) fn walk_clock(&self, state: &mut State, steps: usize, squeeze: bool) -> usize {
         let tables = &mut state.tables;
         let mut freed = 0;
@@ -280,7 +280,7 @@ impl Engine {
         Visit::Left
     }
 
-    /// Lets go what is more than the limits allow.
+    /// Drops slices and blocks beyond the limits.
     pub(crate) fn shrink_caches(&self, state: &mut State) {
         // Each walk of the hand is bounded and gives referenced slices a second chance: two rounds see everything.
         for _ in 0..state.tables.clock.len() / 16 + 2 {

@@ -98,7 +98,7 @@ impl Engine {
         (limit(&self.tuning.l2_cache_bytes), limit(&self.tuning.refcount_cache_bytes))
     }
 
-    /// Changes the limits, in bytes; what is too much leaves at once as far as it is clean and idle.
+    /// Changes the limits, in bytes; slices and blocks beyond them leave at once as far as they are clean and idle.
     pub fn set_cache_limits(&self, l2_cache_bytes: u64, refcount_cache_bytes: u64) {
         self.tuning.l2_cache_bytes.store(l2_cache_bytes, Ordering::Relaxed);
         self.tuning.refcount_cache_bytes.store(refcount_cache_bytes, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Freed I/O memory that each thread keeps for its next buffers.
 //!
-//! Large blocks go back to the system when freed and come back as fresh pages, one fault for each: for a copy loop that
+//! Large blocks go back to the system when freed and come back as fresh pages, one fault for each. For a copy loop that
 //! costs as much as the copying. Sizes repeat (clusters, tables, chunks), so blocks of the very size are looked for.
 
 use std::alloc::{Layout, dealloc};
@@ -10,13 +10,13 @@ use std::ptr::NonNull;
 
 /// Smaller blocks are the allocator's business, which is quick with them.
 const MIN_BLOCK_BYTES: usize = 4096;
-/// Larger blocks, of over 4 MiB and what aligns them, are too rare to keep.
+/// Larger blocks, of over 4 MiB and their alignment, are too rare to keep.
 const MAX_BLOCK_BYTES: usize = (4 << 20) + super::IO_ALIGN;
 /// The most that a thread keeps, in bytes: eight such blocks of 2 MiB.
 const MAX_KEPT_BYTES: usize = (16 << 20) + 8 * super::IO_ALIGN;
 const MAX_KEPT_BLOCKS: usize = 64;
 
-/// A block from the global allocator; all its bytes are initialised, but for what stands before and behind aligned ones.
+/// A block from the global allocator; all its bytes are initialised, but for those before and behind aligned ones.
 struct Block {
     start: NonNull<u8>,
     layout: Layout,

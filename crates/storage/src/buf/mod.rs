@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Owned, aligned I/O memory.
 //!
-//! **No byte of an earlier use leaves a buffer.** Memory is used again, so a buffer of [`IoBuf::scratch`] may hold what
-//! another request, or another client, had there. Its bytes are unknown only until the end of the one operation that it
-//! was made for. A read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
+//! **No byte of an earlier use leaves a buffer.** Memory is used again, so a buffer of [`IoBuf::scratch`] may hold
+//! bytes of another request, or of another client. Its bytes are unknown only until the end of the one operation that
+//! it was made for. A read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
 //! ([`IoBuf::forget`]). Builds with debug assertions fill such buffers with [`SCRATCH_POISON`], and tests look for it
-//! in what clients and files get.
+//! in the bytes of clients and files.
 
 mod free;
 
@@ -24,13 +24,13 @@ pub const SCRATCH_POISON: u8 = 0xdb;
 
 static POISONS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
 
-/// Leaves scratch buffers of builds with debug assertions as they are from now on. For counts of instructions: what users
-/// run fills no buffers.
+/// Leaves scratch buffers of builds with debug assertions as they are from now on. It serves counts of instructions:
+/// the users' builds fill no buffers.
 pub fn fill_no_scratch_buffers() {
     POISONS.store(false, std::sync::atomic::Ordering::Relaxed);
 }
 
-/// Where the bytes of a [`Region`] come from, and what keeps them alive.
+/// The source of a [`Region`]'s bytes, which keeps them alive.
 enum Owner {
     /// The global allocator, which gave `start`; the layout has a size above 0.
     Heap { start: NonNull<u8>, layout: Layout },
@@ -90,8 +90,8 @@ enum Contents {
     Uninitialised,
 }
 
-/// A piece of I/O memory that its holder owns alone: read and written by the kernel, so an operation takes it by
-/// value and gives it back on completion. Cheap to split into disjoint parts and to join again.
+/// A piece of I/O memory that its holder owns alone. The kernel reads and writes it, so an operation takes it by value
+/// and gives it back on completion. Cheap to split into disjoint parts and to join again.
 pub struct IoBuf {
     start: NonNull<u8>,
     len: usize,
@@ -114,9 +114,9 @@ impl IoBuf {
         Self::allocate(len, Contents::Zero).ok_or_else(|| no_memory(len))
     }
 
-    /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for what is about to be filled. Cheaper than zeroes where
-    /// the thread has freed a buffer of that length before. Either the caller overwrites all bytes at once, or a read
-    /// does.
+    /// `len` bytes of any content, aligned to [`IO_ALIGN`]: for a buffer that is about to be filled. Cheaper than
+    /// zeroes where the thread has freed a buffer of that length before. Either the caller overwrites all bytes at
+    /// once, or a read does.
     pub fn scratch(len: usize) -> Self {
         Self::allocate_scratch(len).unwrap_or_else(|| out_of_memory(len))
     }
@@ -219,7 +219,7 @@ impl IoBuf {
         head
     }
 
-    /// Cuts off what follows the first `at` bytes and returns it; `self` keeps the head. No copy.
+    /// Cuts off the bytes behind the first `at` bytes and returns them; `self` keeps the head. No copy.
     ///
     /// # Panics
     /// When `at` is larger than the length: a bug of the caller.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The system calls of a confined thread: what work on images needs, by arguments where a call can do more than that.
-//! The filter refuses everything else: calls of later kernels, and the numbers of other interfaces (x32).
+//! The system calls of a confined thread: those that work on images needs, by arguments where a call can do more than
+//! that. The filter refuses everything else: calls of later kernels, and the numbers of other interfaces (x32).
 
 use super::{Enforcement, refused};
 use cowshed_types::Result;
@@ -22,8 +22,8 @@ pub(super) struct Extra {
     pub places_files: bool,
 }
 
-/// Confines this thread. A call that isn't allowed fails with `EPERM`; without `clone3` the C library takes `clone`, and
-/// without io_uring our own I/O takes threads, so these are missing (`ENOSYS`).
+/// Confines this thread. A call that isn't allowed fails with `EPERM`. Without `clone3` the C library takes `clone`,
+/// and without io_uring our own I/O takes threads, so these are missing (`ENOSYS`).
 pub(super) fn confine(extra: Extra) -> Result<Enforcement> {
     let Ok(arch) = std::env::consts::ARCH.try_into() else { return Ok(Enforcement::None) };
     let missing: Rules = MISSING.iter().map(|call| (*call, Vec::new())).collect();

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// The breakpoints of a file with faults, and what they hold up.
+/// The breakpoints of a file with faults, and the operations that they hold up.
 #[derive(Default)]
 pub(super) struct Breakpoints(Mutex<State>);
 
@@ -58,7 +58,7 @@ impl Breakpoints {
         self.state().set.push((event, tag.to_owned()));
     }
 
-    /// One of these events happens: takes its breakpoint away and gives back what to wait for.
+    /// One of these events happens: takes its breakpoint away and returns the hold to wait for.
     pub(super) fn meet(&self, events: &[Event]) -> Option<Held> {
         let mut state = self.state();
         let at = state.set.iter().position(|(event, _)| events.contains(event))?;
@@ -68,7 +68,7 @@ impl Breakpoints {
         Some(Held(gate))
     }
 
-    /// The tags of what is held up, in the order it came.
+    /// The tags of the operations held up, in the order they came.
     pub(super) fn held(&self) -> Vec<String> {
         self.state().held.iter().map(|(tag, _)| tag.clone()).collect()
     }

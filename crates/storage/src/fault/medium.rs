@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Carries out what the rules decide, on the raw operations of the medium below.
+//! Carries out the decisions of the rules, on the raw operations of the medium below.
 
 use super::rules::{FaultAction, Faults, IoType};
 use crate::blocklock::BlockGuard;
@@ -62,7 +62,7 @@ impl FaultyFile {
         self.base.medium()
     }
 
-    /// Waits as the rules want, and says what is to happen.
+    /// Waits as the rules want, and returns the action.
     async fn decide(&self, io: IoType, range: Option<Range<u64>>) -> FaultAction {
         if let Some(held) = self.faults.hold_before(io) {
             held.await;
@@ -121,7 +121,7 @@ impl FaultyFile {
         (result, payload)
     }
 
-    /// Flips a bit in each sector of what was read.
+    /// Flips a bit in each sector of the read bytes.
     fn corrupt(&self, bufs: &mut Bufs, skip: usize, count: usize) {
         let bufs = match bufs {
             Bufs::One(buf) => std::slice::from_mut(buf),

@@ -28,7 +28,7 @@ impl<F: Future> Future for AsMetadata<F> {
     }
 }
 
-/// Restores what was before, also after a panic.
+/// Restores the former state, also after a panic.
 struct Scope(bool);
 
 impl Drop for Scope {

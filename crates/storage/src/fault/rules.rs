@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rule table of a file with faults: which operation is hit, and by what. No I/O here.
+//! The rule table of a file with faults: the operations that are hit, and the faults. No I/O here.
 
 use super::breakpoints::{Breakpoints, Held};
 use super::metadata::is_metadata;
@@ -195,7 +195,7 @@ impl Event {
 pub enum FaultAction {
     /// It fails, and nothing of it happens.
     Fail(Errno),
-    /// Of a write the first `bytes` (half of it when `None`), in whole sectors, reach the file; then it fails. Other
+    /// The first `bytes` of a write (half of it when `None`), in whole sectors, reach the file; then it fails. Other
     /// operations fail without effect.
     Torn {
         /// The error.
@@ -209,7 +209,7 @@ pub enum FaultAction {
         /// How much is moved.
         bytes: Option<u64>,
     },
-    /// One random bit in each sector of what a read gives is wrong. No effect on others.
+    /// One random bit in each sector of a read is wrong. No effect on others.
     Corrupt,
     /// It is reported as done, and nothing of it happens: a lost write, a flush that the drive ignores. Reads and
     /// searches for data are not lost.
@@ -305,7 +305,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// An empty table; `seed` decides about what is left to chance.
+    /// An empty table; `seed` decides the choices left to chance.
     pub fn new(seed: u64) -> Faults {
         let table =
             Table { rules: Vec::new(), states: Vec::new(), state: FIRST_STATE, next_id: 1, rng: Rng::new(seed) };

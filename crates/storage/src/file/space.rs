@@ -8,8 +8,8 @@ use crate::medium::{Medium, Space};
 use cowshed_types::Result;
 
 impl File {
-    /// Gives the space of a range back: a hint. On a local file it reads as zeroes then; behind a protocol, and where a device has
-    /// longer sectors, what it holds is not known. `Unsupported` where it can't be done.
+    /// Gives the space of a range back: a hint. On a local file it reads as zeroes then. Behind a protocol, and where a
+    /// device has longer sectors, its bytes are unknown. `Unsupported` where it can't be done.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.check_change(offset, len, false)?;
         let Medium::Remote(file) = &self.0.medium else {

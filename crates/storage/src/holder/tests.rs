@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Locks that belong to no process: their open file is on its way through a socket, as that of a killed process is in
+//! Locks that belong to no process. Their open file is on its way through a socket, as that of a killed process is in
 //! the hands of the kernel.
 
 use super::{Holder, of};

@@ -42,7 +42,8 @@ pub(super) fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<Owne
         }
     };
     opened.map_err(|error| {
-        // Folders can't be opened for writing, sockets not at all: say what they are, not what the system says.
+        // Folders can't be opened for writing, sockets not at all: the error names their kind, in place of the system's
+        // words.
         if let Ok(stat) = rustix::fs::stat(path) {
             let kind = FileType::from_raw_mode(stat.st_mode);
             if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {

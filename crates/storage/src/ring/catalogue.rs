@@ -56,7 +56,7 @@ impl Ring {
         RingOp::start(Rc::clone(self), file, Payload::empty(None), Vec::new(), entry)
     }
 
-    /// `sync_file_range` of the whole file: starts on what is dirty and waits for nothing on the disk.
+    /// `sync_file_range` of the whole file: starts on dirty pages and waits for nothing on the disk.
     pub(crate) fn start_writeback<'a>(self: &Rc<Self>, file: &'a Arc<OwnedFd>) -> RingOp<'a> {
         // A length of 0 reaches to the end of the file.
         let entry =

@@ -2,12 +2,12 @@
 //! One io_uring per thread.
 //!
 //! - `op`: an operation from submission to completion, and the future that waits for it.
-//! - `catalogue`: what operations there are, as submission entries.
+//! - `catalogue`: the operations, as submission entries.
 //! - here: the reactor. Entries gather in the submission queue and go to the kernel when the thread has nothing else to
 //!   do or the queue is full.
 //!
-//! Memory safety rests on one invariant. The operation's slot owns everything that the kernel may touch (buffers,
-//! vectors, the descriptor), and a slot is emptied only when its completion has been seen.
+//! Memory safety rests on one invariant. The operation's slot owns all memory that the kernel may touch (buffers,
+//! vectors, the descriptor). A slot is emptied only when its completion has been seen.
 
 mod catalogue;
 mod message;
@@ -140,7 +140,7 @@ impl Ring {
                     return;
                 }
             }
-            // Full: hand over what is there. Taking completions makes room where the kernel refuses for want of it.
+            // Full: submit the queued entries. Taking completions makes room where the kernel refuses for want of it.
             self.enter(0, None);
             self.reap();
         }
@@ -232,7 +232,7 @@ impl Ring {
         !uring.completion().is_empty()
     }
 
-    /// Submits what is queued and takes completions, without waiting.
+    /// Submits queued entries and takes completions, without waiting.
     pub(crate) fn poll(&self) {
         let submit = {
             let mut uring = self.uring.borrow_mut();
@@ -245,7 +245,7 @@ impl Ring {
         self.reap();
     }
 
-    /// Submits what is queued and waits for a completion, a count in `wake_fd` or the timeout.
+    /// Submits queued entries and waits for a completion, a count in `wake_fd` or the timeout.
     pub(crate) fn wait(&self, wake_fd: BorrowedFd<'_>, timeout: Option<Duration>) {
         if !self.uring.borrow_mut().completion().is_empty() {
             self.poll();
@@ -278,7 +278,7 @@ impl Ring {
                 }
             }
         }
-        // Outside of the borrows: dropping what an operation held may run any code.
+        // Outside of the borrows: dropping an operation's memory may run any code.
         drop(finished);
         wakers.drain(..).for_each(Waker::wake);
         self.wakers.replace(wakers);
@@ -337,9 +337,9 @@ fn end_process(error: &std::io::Error) -> ! {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // Futures hold the ring, so what is left here has no future: orphans, and the read of the wake counter. Their
-        // memory may be freed only after their completion; a read or write that has reached the disk can't be recalled,
-        // the read of the counter can.
+        // Futures hold the ring, so operations left here have no future: orphans, and the read of the wake counter.
+        // Their memory may be freed only after their completion; a read or write that has reached the disk can't be
+        // recalled, the read of the counter can.
         if self.wake_armed.get() {
             self.push(&catalogue::cancel(WAKE).user_data(CANCEL));
         }

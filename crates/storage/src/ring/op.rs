@@ -89,8 +89,8 @@ impl<'a> RingOp<'a> {
         Self::start_held(ring, file, Held { payload, vectors, message: None, file: None }, entry, false)
     }
 
-    /// As [`RingOp::start`], for what may never complete by itself, because a peer has to do something: it is cancelled
-    /// when it has no waiter any more.
+    /// As [`RingOp::start`], for operations that may never complete by themselves, because they need a peer. They are
+    /// cancelled when they have no waiter any more.
     pub(super) fn start_for_peer(
         ring: Rc<Ring>,
         socket: &'a Arc<OwnedFd>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files and sockets over a kernel that fails in the ways of its own: short transfers, operations given back undone,
-//! refused submissions, more completions than fit.
+//! Files and sockets over a kernel that fails in the ways of its own. Transfers are short, operations are given back
+//! undone, submissions are refused, and more completions come than fit.
 
 use crate::kernel_faults::{Call, Effect, KernelFaults, Way, refuse_enter, refused_enters};
 use crate::medium::Medium;
@@ -171,7 +171,7 @@ fn endlessly_returned_operation_ends_with_its_error() {
     }
 }
 
-/// Whatever comes of it, a request ends once, with its data or with an error, and what was acknowledged is in the file.
+/// In every case a request ends once, with its data or with an error, and acknowledged data is in the file.
 #[test]
 fn requests_in_bad_weather_end_with_their_data_or_one_error() {
     let folder = folder();

@@ -25,7 +25,7 @@ impl Cancel {
         Rc::default()
     }
 
-    /// Nothing more begins. Tasks that wait look at it once more; what has begun runs to its end.
+    /// Nothing more begins. Tasks that wait look at it once more; begun operations run to their end.
     pub fn cancel(&self) {
         if !self.cancelled.replace(true) {
             let tasks = self.tasks.take();
@@ -44,8 +44,8 @@ impl Cancel {
     }
 }
 
-/// True when the task that runs now works for a client that is gone ([`Cancel::cover`]): what may still be left undone
-/// is left undone.
+/// True when the task that runs now works for a client that is gone ([`Cancel::cover`]): work that may still be left
+/// undone is left undone.
 #[inline]
 pub fn is_cancelled() -> bool {
     CANCELLED.get()

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Futures that run to their end, whatever becomes of their callers.
+//! Futures that run to their end, also when their callers drop them.
 //!
 //! The kernel can't take back an operation that it has begun. A request that changes something therefore can't stop
-//! half-way. It must keep what protects the operation (pins, range locks, its count in a drain) until the operation
+//! half-way. It must keep the protection of the operation (pins, range locks, its count in a drain) until the operation
 //! ends, and it must finish or undo its change. A [`Completion`] that is dropped hands the request to the executor,
 //! which runs it to its end.
 
@@ -21,7 +21,7 @@ pub fn to_completion<F: Future<Output: 'static> + 'static>(future: F) -> Complet
     Completion { future: Some(Box::pin(future)), home: Home::None, owner: Some(()) }
 }
 
-/// As [`to_completion`]. When the future is left to the executor, `owner` is told, and what it gives back lives until the end.
+/// As [`to_completion`]. When the future is left to the executor, `owner` is told, and its guard lives until the end.
 pub fn to_completion_of<F: Future<Output: 'static> + 'static, O: Owner>(owner: O, future: F) -> Completion<F, O> {
     Completion { future: Some(Box::pin(future)), home: Home::None, owner: Some(owner) }
 }
@@ -51,7 +51,7 @@ pub struct Completion<F: Future<Output: 'static> + 'static, O: Owner = ()> {
     owner: Option<O>,
 }
 
-// Nothing in it is pinned but what is in the box.
+// Only the contents of the box are pinned.
 impl<F: Future<Output: 'static> + 'static, O: Owner> Unpin for Completion<F, O> {}
 
 /// The executor whose wakers and ring the future uses.

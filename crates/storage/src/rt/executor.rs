@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The executor of one thread: a queue of tasks that can run, and what to do while none can.
+//! The executor of one thread: a queue of tasks that can run, and its work while none can.
 //!
 //! Wakers may be used from any thread. On the executor's own thread a wake is a push to a local queue. From elsewhere
 //! it goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
@@ -34,7 +34,7 @@ const FEW_OPERATIONS: usize = 8;
 /// The world outside of the executor, when it isn't the operating system: a simulation.
 pub trait Simulation {
     /// Called when no task can run. Completes one pending operation, or moves the clock to the next timer, and wakes
-    /// the tasks that wait for it. Panics, saying what is pending, when nothing is left that could ever wake a task.
+    /// the tasks that wait for it. Panics with the pending operations when nothing is left that could ever wake a task.
     fn advance(&self);
     /// Ready after `duration` of virtual time.
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
@@ -141,7 +141,7 @@ pub(crate) struct LocalState {
     ready: RefCell<VecDeque<Runnable>>,
     /// A waker for each task that hasn't ended, so that dropping the executor can drop them all.
     unfinished: RefCell<Slab<Waker>>,
-    /// Detached tasks that must end before `block_on` may return, because other threads wait for what they do.
+    /// Detached tasks that must end before `block_on` may return, because other threads wait for them.
     pub(super) obligations: Cell<usize>,
     /// See [`LocalState::is_abandoned`].
     abandoned: Cell<bool>,
@@ -352,8 +352,8 @@ impl LocalState {
         }
     }
 
-    /// True when this thread waits for nothing else and no other task of it can run, so that a task that blocks it
-    /// keeps no other waiting. Never without a ring: what other threads do for this one isn't seen.
+    /// True when this thread waits for nothing else and no other task of it can run. A task that blocks it keeps no
+    /// other waiting then. Never true without a ring: the work of other threads for this one isn't seen.
     pub(crate) fn is_alone(&self) -> bool {
         let is_idle = match &self.outside {
             // Not made yet: nothing was asked for.
@@ -393,7 +393,7 @@ impl LocalState {
         self.abandoned.get()
     }
 
-    /// The first half of a round: runs what can run, and returns when the next timer is due.
+    /// The first half of a round: runs tasks that can run, and returns when the next timer is due.
     fn run_ready(&self) -> Option<Instant> {
         ROUND_NS.set(0);
         self.take_remote();
@@ -405,7 +405,7 @@ impl LocalState {
         self.fire_timers()
     }
 
-    /// The other half: submits what was asked for, and waits when there is nothing else to do.
+    /// The other half: submits queued operations, and waits when there is nothing else to do.
     fn wait(&self, next_timer: Option<Instant>) {
         let busy = !self.ready.borrow().is_empty() || self.shared.main_woken.load(Ordering::Relaxed);
         if busy {
@@ -424,8 +424,8 @@ impl LocalState {
         ROUND_NS.set(0);
     }
 
-    /// Submits and takes completions between two rounds. A few operations wait for the next round's: often that one ends with
-    /// nothing left to do, and waiting submits them in the same system call.
+    /// Submits and takes completions between two rounds. A few operations wait for the next round's submission. Often
+    /// that one ends with nothing left to do, and waiting submits them in the same system call.
     fn look_at_the_ring(&self) {
         let Some(ring) = self.existing_ring() else { return };
         let rounds = self.rounds_past_ring.get();
@@ -580,10 +580,11 @@ impl LocalState {
 
 impl Drop for Local {
     fn drop(&mut self) {
-        // A simulated machine stops, as at a power cut. After a panic nothing may touch what the futures share.
+        // A simulated machine stops, as at a power cut. After a panic nothing may touch the shared state of the
+        // futures.
         let ends_obligations = self.state.simulation().is_none() && !std::thread::panicking();
         self.state.abandoned.set(!ends_obligations);
-        // Waking puts every task in a queue, and dropping what is queued drops its future. A future's drop may wake or
+        // Waking puts every task in a queue, and dropping the queue drops its futures. A future's drop may wake or
         // finish others, and leave obligations, hence the loop.
         loop {
             if !self.state.abandoned.get() && self.state.obligations.get() > 0 {

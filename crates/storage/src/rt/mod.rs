@@ -187,8 +187,8 @@ pub fn now_ns() -> u64 {
     u64::try_from(now().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The time of a clock of the system, in nanoseconds. Not `Instant`: taking one from another costs several times what
-/// the clock costs.
+/// The time of a clock of the system, in nanoseconds. Not `Instant`: subtracting one from another costs several times
+/// the reading of the clock.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec of ours. The call can't fail: every Linux has the clocks that are asked for here.
@@ -254,8 +254,8 @@ pub async fn yield_now() {
     .await;
 }
 
-/// Runs a task to its end even without a waiter: [`block_on`] doesn't return before. For what other threads wait for.
-/// Outside of `block_on` the future is given back.
+/// Runs a task to its end even without a waiter: [`block_on`] doesn't return before. It serves work that other threads
+/// wait for. Outside of `block_on` the future is given back.
 pub fn spawn_critical<F: Future<Output = ()> + 'static>(future: F) -> Result<(), F> {
     with_current(|local| {
         let Some(local) = local else { return Err(future) };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Futures within futures. A request of a node polls the request of the node below it, and a chain of 200 images would need more
-//! stack than a thread has. So nested futures count the polls on the stack of their thread. Where there are many, the next future goes
-//! on as a task of its own, whose polls begin at the executor.
+//! Futures within futures. A request of a node polls the request of the node below it. A chain of 200 images would need
+//! more stack than a thread has. So nested futures count the polls on the stack of their thread. Where there are many,
+//! the next future goes on as a task of its own, whose polls begin at the executor.
 
 use std::cell::Cell;
 use std::future::Future;

@@ -10,7 +10,7 @@
 //! - where looking doesn't pay although something comes soon: it rests, longer each time;
 //! - where another thread wants the core: it rests, likewise;
 //! - where a disk is to answer: that takes longer than being woken;
-//! - after a request that waited for a disk: the wake that could be saved is the smaller part of what such a request takes;
+//! - after a request that waited for a disk: the wake that could be saved is the smaller part of its time;
 //! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
 //! - where all cores but one look already.
 
@@ -112,8 +112,8 @@ impl Polling {
         self.waited_for_disk = true;
     }
 
-    /// How long to look now, given the limit; `None`: the thread rests, or what it did took a disk anyway, and there is
-    /// nothing to note.
+    /// How long to look now, given the limit; `None`: the thread rests, or its requests took a disk anyway, and there
+    /// is nothing to note.
     pub(super) fn look_ns(&self, limit_ns: u64, now_ns: u64) -> Option<u64> {
         (limit_ns > 0 && now_ns >= self.rests_until_ns && !self.waited_for_disk).then(|| self.look_ns.min(limit_ns))
     }
@@ -326,8 +326,8 @@ mod tests {
         assert_eq!(ring.transfer(file, Direction::Read, payload, (0, 1), 0).await.0, 1);
     }
 
-    /// Another thread wakes this one, each time a little after it was asked to. Rounds end when `is_enough` of what
-    /// looking found; returns that.
+    /// Another thread wakes this one, each time a little after it was asked to. Rounds end when `is_enough` of the
+    /// finds of looking; returns their number.
     fn found_in_rounds(limit: PollLimit, rounds: u32, needs: Needs, is_enough: impl Fn(u64) -> bool) -> u64 {
         let (ask, asked) = mpsc::channel::<Ask>();
         let answered = Arc::new(AtomicU64::new(0));

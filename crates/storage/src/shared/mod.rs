@@ -3,7 +3,7 @@
 //!
 //! No reference to its bytes exists, because a reference promises that its bytes don't change. They are copied by
 //! accesses that the compiler neither repeats nor invents. The other process may shorten the file behind a mapping;
-//! `lost` turns what is missing into zeroes.
+//! `lost` turns missing bytes into zeroes.
 
 mod lost;
 
@@ -171,7 +171,8 @@ impl SharedMemory {
         unsafe { copy(from.as_ptr(), to.as_ptr(), from.len()) }
     }
 
-    /// The little-endian number at `at`; what was written before it was is seen afterwards. One access where the address is even.
+    /// The little-endian number at `at`; bytes written before it was are seen afterwards. One access where the address
+    /// is even.
     ///
     /// # Panics
     /// When it passes the end: a bug of the caller.

@@ -26,7 +26,7 @@ pub enum SocketAddress {
     },
 }
 
-/// Of the path in an address of a Unix socket, with the byte that ends it.
+/// Length of the path in an address of a Unix socket, with the byte that ends it.
 const PATH_BYTES: usize = 108;
 
 impl SocketAddress {
@@ -71,7 +71,7 @@ impl SocketAddress {
 
     /// Connects and waits for it.
     pub(super) fn connect(&self, timeout: Duration) -> Result<OwnedFd> {
-        // The caller names what was to be reached.
+        // The caller names the peer.
         let failed = |error: &std::io::Error| {
             let address = self.to_string();
             // An IPv6 address has no brackets in QEMU's words.

@@ -71,7 +71,7 @@ impl Socket {
                 descriptors.extend(found);
             }
         }
-        // Some were lost on the way: what the message means can't be told.
+        // Some were lost on the way: the meaning of the message is unknown.
         if received.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > MAX_DESCRIPTORS {
             return Err(Errno(libc::EMSGSIZE));
         }

@@ -8,8 +8,8 @@
 //! - `readiness`: waiting for a socket where there is no ring
 //! - `stale`: names that processes left behind
 //!
-//! As with files, an operation owns its memory until it completes, also when its future is dropped; it is cancelled then.
-//! A future that is dropped may have taken bytes off the stream with it: what follows is only for closing.
+//! As with files, an operation owns its memory until it completes, also when its future is dropped; it is cancelled
+//! then. A dropped future may have taken bytes off the stream with it: the rest is only for closing.
 
 mod address;
 mod descriptors;
@@ -230,7 +230,7 @@ impl Socket {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
-    /// Ends receiving; what was received before can still be had. TCP goes on to take what the peer sends.
+    /// Ends receiving; bytes received before can still be had. TCP goes on to take the peer's bytes.
     pub fn shutdown_receive(&self) {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Read);
     }

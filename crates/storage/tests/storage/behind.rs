@@ -9,7 +9,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-/// More than what the kernel is left with.
+/// More than the bytes that are left to the kernel.
 const FILE_MIB: u64 = 80;
 /// The kernel's own threads begin after half a minute.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -97,7 +97,7 @@ fn no_program_no_socket_no_ring() {
     assert_eq!((error.message(), error.errno()), ("io_uring is not available", Errno::ENOSYS));
 }
 
-/// A system call by its number, for what no library has a door to: what it came to.
+/// The result of a system call by its number, for calls that no library has.
 fn raw(call: i64, arguments: [u64; 6]) -> Result<i64, i32> {
     let [a, b, c, d, e, f] = arguments;
     // SAFETY: the calls of these tests are refused, or write to nothing but memory that they are given and that is there.
@@ -129,7 +129,7 @@ fn ways_out_are_closed() {
         const X32: i64 = 0x4000_0000;
         const TIOCSTI: u64 = 0x5412;
         let forbidden: &[(&str, i64, [u64; 6])] = &[
-            // Into the terminal, whatever stands in the bits that the kernel doesn't look at.
+            // Into the terminal, also with bits set that the kernel doesn't look at.
             ("TIOCSTI", libc::SYS_ioctl, [2, TIOCSTI, byte, 0, 0, 0]),
             ("TIOCSTI with high bits", libc::SYS_ioctl, [2, TIOCSTI | 1 << 32, byte, 0, 0, 0]),
             ("TIOCLINUX", libc::SYS_ioctl, [2, 0x541c, byte, 0, 0, 0]),
@@ -146,7 +146,7 @@ fn ways_out_are_closed() {
             ("linkat", libc::SYS_linkat, [at, text, at, text, 0, 0]),
             ("mkdirat", libc::SYS_mkdirat, [at, text, 0o777, 0, 0, 0]),
             ("setxattr", libc::SYS_setxattr, [text, text, text, 1, 0, 0]),
-            // Other processes, and what they share.
+            // Other processes, and state shared with them.
             ("prlimit64 of another", libc::SYS_prlimit64, [parent, 7, 0, limits, 0, 0]),
             ("prlimit64 with new limits", libc::SYS_prlimit64, [0, 7, limits, 0, 0, 0]),
             ("setpriority", libc::SYS_setpriority, [0, parent, 19, 0, 0, 0]),

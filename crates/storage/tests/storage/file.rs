@@ -425,7 +425,7 @@ fn null_files_read_as_zeroes() {
 }
 #[test]
 fn futures_of_transfers_are_small() {
-    // Every task that waits for one holds it: what is rare is boxed.
+    // Every task that waits for one holds it, so rare parts are boxed.
     let file = File::null(1);
     let sizes = [
         std::mem::size_of_val(&file.read_at(IoBuf::zeroed(1), 0)),
@@ -485,7 +485,7 @@ fn pages_and_their_parts_reach_the_page_cache() {
     });
 }
 
-/// Keeps what it is shown.
+/// Keeps the operations that it is told.
 #[derive(Default)]
 struct Notes(std::sync::Mutex<Vec<EndedOp>>);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The executor: tasks, wakes from other threads, timers, the pools, and what happens without a ring.
+//! The executor: tasks, wakes from other threads, timers, the pools, and the behaviour without a ring.
 
 use cowshed_simulator::{Config, World};
 use cowshed_storage::rt::{beside, block_on, now, run_on_cpu_pool, sleep, spawn, spawn_critical, yield_now};

@@ -191,7 +191,7 @@ fn a_listening_socket_has_the_options_that_are_given() {
         (found.0.expect("asked"), found.1.expect("asked"), found.2.expect("asked")),
         (5, seconds(7), seconds(3))
     );
-    // 0 and nothing are what the system has.
+    // 0 and an absent value are the system's defaults.
     let none = KeepAlive { count: Some(0), ..KeepAlive::default() };
     let defaults =
         bind(&ListenOptions { keep_alive: Some(none), ..ListenOptions::default() }).expect("listens").remove(0);

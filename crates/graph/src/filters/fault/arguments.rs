@@ -7,7 +7,7 @@ use crate::options::{BareKey, BlockdevOptions, check_list, parse_list};
 use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
 
-/// The key of the seed of chance; it stands beside the keys of any rule, or alone.
+/// The key of the seed of chance, beside the keys of any rule, or alone.
 const SEED: &str = "seed";
 
 /// The options of a `fault` node, without its name and its file, from the values of a command line. Each text is a rule

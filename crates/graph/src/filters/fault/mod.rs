@@ -88,7 +88,7 @@ impl Fault {
         self.table.hits()
     }
 
-    /// Waits as the rules want it, and says what else is to happen.
+    /// Waits as the rules want it, and returns the rule with a further effect.
     async fn meet(&self, op: FaultOp, offset: u64, len: u64) -> Option<FaultRule> {
         let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len)?;
         let end = rt::now().saturating_add(delay);
@@ -161,7 +161,7 @@ impl Fault {
         (result.and(pieces.result), std::mem::take(&mut whole))
     }
 
-    /// Flips a bit in each sector of what was read.
+    /// Flips a bit in each sector of the read bytes.
     fn corrupt(&self, buf: &mut [u8]) {
         for sector in buf.chunks_mut(SECTOR_BYTES as usize) {
             let bit = self.table.random_below(sector.len() as u64 * 8) as usize;

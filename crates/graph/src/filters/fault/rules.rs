@@ -292,7 +292,7 @@ impl FaultRule {
 pub struct ArmedRule {
     /// By which it is disarmed.
     pub id: u64,
-    /// With what is left of `after` and `times`.
+    /// The rule, with the rest of its `after` and `times`.
     pub rule: FaultRule,
     /// Requests that it has hit.
     pub hits: u64,
@@ -310,7 +310,8 @@ pub(super) struct Verdict {
 
 struct State {
     rules: Vec<ArmedRule>,
-    /// Requests that a delay may hold up: the numbers of their rules, which may be spent, and what ends the delay.
+    /// Requests that a delay may hold up: the numbers of their rules, which may be spent, and the switch that ends the
+    /// delay.
     delayed: Vec<(u64, Arc<AtomicBool>)>,
     next_id: u64,
     rng: Rng,
@@ -436,7 +437,7 @@ impl Table {
             delayed.retain(|(_, flag)| Arc::strong_count(flag) > 1);
             delayed.push((armed.id, Arc::clone(&verdict.is_released)));
         }
-        // A rule that is spent still holds up what hangs.
+        // A spent rule still holds up requests that hang.
         if armed.rule.times != FOREVER {
             armed.rule.times -= 1;
             if armed.rule.times == 0 && armed.rule.action != FaultAction::Hang {

@@ -4,9 +4,9 @@
 //! One of the waiting requests leads. It sleeps on its own thread's timer until the next one may go, and releases those
 //! whose time has come. The others sleep until they are released or become the leader.
 //!
-//! While the buckets are less than half full, a queue borrows for several requests at once and then passes them without
-//! a lock or a look at the clock ([`Credit`]). The buckets hold what is borrowed at once, so the limits never let more
-//! through. As soon as one request has to wait, all credit is void.
+//! While the buckets are less than half full, a queue borrows for several requests at once. Then it passes them without
+//! a lock or a look at the clock ([`Credit`]). The buckets hold the borrowed amount at once, so the limits never let
+//! more through. As soon as one request has to wait, all credit is void.
 
 use super::limits::Limits;
 use super::meter::Direction;
@@ -55,7 +55,7 @@ pub(crate) struct Credit {
 }
 
 impl Credit {
-    /// Takes what a request of `bytes` counts for; false when there isn't enough.
+    /// Takes the cost of a request of `bytes`; false when there isn't enough.
     #[inline]
     pub(crate) fn take(&self, bytes: u64) -> bool {
         let requests = self.requests.get();
@@ -123,14 +123,14 @@ impl State {
         self.now_ns
     }
 
-    /// Releases what may go. Returns whom to wake, once the lock is gone.
+    /// Releases the requests that may go. Returns the tasks to wake, once the lock is gone.
     fn dispatch(&mut self) -> Vec<Waker> {
         let now = self.now();
         let due = self.schedule.dispatch(now);
         self.settle(due)
     }
 
-    /// Marks what was released, sees to it that one queue leads, and notes when that one should look next.
+    /// Marks the released requests, sees to it that one queue leads, and notes when that one should look next.
     fn settle(&mut self, due_ns: Option<u64>) -> Vec<Waker> {
         let mut wake = Vec::new();
         for ticket in self.schedule.take_released() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! I/O limits by their names: those of options and throttle groups (`iops-total-max`), with the prefixes that they
-//! have there (`throttling.`, `x-`), and those of QMP's `block_set_io_throttle` (`iops_max`).
+//! I/O limits by their names. Options and throttle groups have `iops-total-max`, with prefixes (`throttling.`, `x-`).
+//! QMP's `block_set_io_throttle` has `iops_max`.
 
 use cowshed_types::{Error, Result};
 use serde_json::{Map, Value};
@@ -178,7 +178,7 @@ impl Limits {
         Limits::option_names().map(|name| (name.clone(), Value::from(self.get(&name).unwrap_or_default()))).collect()
     }
 
-    /// Refuses what contradicts itself, with QEMU's reasons.
+    /// Refuses contradictory limits, with QEMU's reasons.
     pub fn check(&self) -> Result<()> {
         let refuse = |message: &str| Err(Error::invalid_argument(message));
         for total in [0, 3] {

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The leaky bucket as a meter: pure arithmetic, time is passed in.
 //!
-//! Each request pours into the buckets of its kind what it counts for; they leak at the base rate. A request may go
-//! when none of its buckets holds more than its size. The size is burst rate × burst length, or a tenth of a second of
-//! the base rate without a burst. With a burst length above one second a second bucket, a tenth of a second of the
-//! burst rate in size, keeps the burst itself to that rate.
+//! Each request pours its cost into the buckets of its kind; they leak at the base rate. A request may go when none of
+//! its buckets holds more than its size. The size is burst rate × burst length, or a tenth of a second of the base rate
+//! without a burst. A burst length above one second has a second bucket, a tenth of a second of the burst rate in size.
+//! It keeps the burst itself to that rate.
 
 use super::limits::{Limit, Limited, Limits};
 
 /// Nanoseconds of a second.
 const SECOND_NS: f64 = 1e9;
-/// A bucket without a burst holds what flows in this part of a second.
+/// A bucket without a burst holds the inflow of this part of a second.
 const BASE_PART: f64 = 0.1;
 /// Requests are lent while a bucket is filled to no more than this part.
 const LENDING_PART: f64 = 0.5;
@@ -132,7 +132,7 @@ impl Meter {
             }
         }
         let wait = longest * SECOND_NS;
-        // Rounded up, so that a timer that fires then finds room; what is left of arithmetic by then is no wait.
+        // Rounded up, so that a timer that fires then finds room; the rest from rounding by then is no wait.
         if wait < 0.5 { 0 } else { wait.ceil() as u64 }
     }
 
@@ -164,8 +164,8 @@ impl Meter {
         }
     }
 
-    /// Pours in ahead for further requests of `bytes` each, as many as leave all their buckets far from full, and returns
-    /// how many those are: they need not ask again. At the moment of the last [`Meter::pour`].
+    /// Pours in ahead for further requests of `bytes` each, as many as leave all their buckets far from full. Returns
+    /// their number: they need not ask again. At the moment of the last [`Meter::pour`].
     pub fn lend(&mut self, direction: Direction, bytes: u64) -> u32 {
         let mut most = f64::from(MOST_LENT);
         for kind in kinds_of(direction) {

@@ -80,7 +80,7 @@ impl Throttle {
         }
     }
 
-    /// Lets what waits go, and holds nothing back until [`Throttle::end_drain`].
+    /// Lets waiting requests go, and holds nothing back until [`Throttle::end_drain`].
     pub(crate) fn begin_drain(&self) {
         self.drains.fetch_add(1, Ordering::SeqCst);
         if slip!("drain_holds_throttled_requests") {

@@ -174,7 +174,8 @@ impl Schedule {
         }
     }
 
-    /// Releases what may go now. Returns when the next one may, if one waits: an earlier call changes nothing.
+    /// Releases the requests that may go now. Returns when the next one may, if one waits: an earlier call changes
+    /// nothing.
     pub fn dispatch(&mut self, now_ns: u64) -> Option<u64> {
         loop {
             let first = self.first.unwrap_or(Direction::Read);

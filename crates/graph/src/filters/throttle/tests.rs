@@ -194,7 +194,7 @@ fn members_with_equal_demand_get_equal_shares() {
     assert!(sum * sum / (7.0 * squares) >= 0.999, "{counts:?}");
     assert!((10_000..=10_200).contains(&(sum as u64)), "{counts:?}");
     assert_eq!(schedule.members(), 0);
-    // Reads and writes share a total limit evenly too, and what came before doesn't count.
+    // Reads and writes share a total limit evenly too, and earlier requests don't count.
     let counts = compete(&mut schedule, &[Direction::Read, Direction::Write], 10, 100 * SECOND);
     assert!(counts[0].abs_diff(counts[1]) <= 16, "{counts:?}");
 }
@@ -253,8 +253,8 @@ fn drains_leaving_and_cancelling_let_others_go_on() {
     assert_eq!(schedule.limits(), &Limits::new());
 }
 
-/// The same meter, told differently: no levels that leak but the list of all requests so far. The level of a bucket
-/// at a time is the largest, over all earlier moments, of what came since minus what leaked since.
+/// The same meter, told differently: no levels that leak but the list of all requests so far. The level of a bucket at
+/// a time is the largest, over all earlier moments, of the inflow since minus the leak since.
 struct Reference {
     limits: Limits,
     /// When, and how much of each kind.
