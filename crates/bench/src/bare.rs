@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The least that an NBD server can do: one thread a connection, blocking system calls, a raw file or several, no
-//! format, no statistics, no limits. Its cost of a request is the part that the kernel takes from every server.
+//! The least possible NBD server: one thread a connection, blocking system calls, a raw file or several, no format, no
+//! statistics, no limits. Its cost of a request is the part that the kernel takes from every server.
 
 use cowshed_nbd_proto::flags::{HandshakeFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{OPTION_HEADER_BYTES, OptionHeader, OptionReply, code, rep};
@@ -19,7 +19,7 @@ pub const SERVE: &str = "--serve-bare";
 
 /// Behind socket and files: past the page cache.
 const DIRECT: &str = "direct";
-/// Of several files each has every so many of these: what is served is one after the other.
+/// Each of several files has every so many of these: the served disk takes one after the other.
 pub const GRANULE_BYTES: u64 = 64 << 10;
 /// Multiple that memory for direct I/O needs, in bytes.
 const ALIGNMENT: usize = 4096;
@@ -31,8 +31,9 @@ const OUTPUT_BYTES: usize = 256 << 10;
 const LONGEST_BYTES: usize = 2 << 20;
 const EINVAL: u32 = 22;
 
-/// The command line that starts it; with `direct` it goes past the page cache. Several files, of one length, are served as one
-/// disk: granule after granule of [`GRANULE_BYTES`] from one file after the other, as the layers of a chain would have them.
+/// The command line that starts it; with `direct` it goes past the page cache. Several files, of one length, are served
+/// as one disk. It is granule after granule of [`GRANULE_BYTES`] from one file after the other, as the layers of a
+/// chain would have them.
 pub fn command(socket: &Path, files: &[PathBuf], direct: bool) -> Result<process::Command, String> {
     let own = std::env::current_exe().map_err(|e| e.to_string())?;
     let mut command = process::Command::new(own);

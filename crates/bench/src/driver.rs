@@ -18,7 +18,7 @@ const SECTOR_BYTES: u64 = 512;
 /// Where the available and the used ring of a queue begin.
 const AVAILABLE: usize = 0x4000;
 const USED: usize = 0x8000;
-/// The memory of a request: its header ends where its data begins, and its status stands behind the data.
+/// The memory of a request: its header ends where its data begins, and its status comes behind the data.
 const REQUEST_ROOM: usize = 0x1_0000;
 const DATA_AT: usize = 0x1000;
 const HEADER_AT: usize = DATA_AT - 16;
@@ -117,7 +117,8 @@ impl Queue {
         DATA as usize + (self.ring * usize::from(DEPTH) + usize::from(slot)) * REQUEST_ROOM
     }
 
-    /// The two descriptors of a request, which stay: what the device reads, and what it writes.
+    /// The two descriptors of a request, which stay: one for the bytes that the device reads, one for those that it
+    /// writes.
     fn describe(&self, slot: u16) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
@@ -146,7 +147,7 @@ impl Queue {
         let block = match self.kind {
             Kind::Read => self.random.below(self.blocks),
             Kind::Write => {
-                // An odd step comes to each of 2^n blocks.
+                // An odd step reaches each of 2^n blocks.
                 let block = self.turn.wrapping_mul(40_503) % self.blocks;
                 self.turn += self.queues;
                 block
@@ -160,7 +161,7 @@ impl Queue {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Shows the device what was made available, and kicks it where it asks for that.
+    /// Shows the device the available requests, and kicks it where it asks for that.
     fn publish(&mut self) {
         let place = FrontEnd::place(self.ring);
         self.memory.store(place + AVAILABLE + 2, self.next);
@@ -201,7 +202,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Keeps the queue full until `end`, and waits for what is in flight then. The number of requests.
+    /// Keeps the queue full until `end`, and then waits for the requests in flight. Returns the number of requests.
     fn run(&mut self, end: Instant) -> Result<u64, String> {
         (0..DEPTH).for_each(|slot| self.offer(slot));
         self.publish();

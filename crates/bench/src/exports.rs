@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Exports without NBD beside those of qemu-storage-daemon: a file that FUSE shows, under fio, and vhost-user-blk under `bench` of
-//! QEMU's own client. Both sides have the same command line and the same client. The file also stands beside that of nbdfuse over
-//! qemu-nbd, whose two processes count as one server.
+//! Exports without NBD beside those of qemu-storage-daemon: a file that FUSE shows, under fio, and vhost-user-blk under
+//! `bench` of QEMU's own client. Both sides have the same command line and the same client. The file is also compared
+//! with that of nbdfuse over qemu-nbd, whose two processes count as one server.
 
 use crate::Settings;
 use crate::fixture;
@@ -137,7 +137,7 @@ impl Side {
             }
             Kind::Vhost => {
                 let count = (REQUESTS_A_SECOND * seconds * (4 << 10) / load.block_bytes).max(100);
-                // Steps that come to each block of the disk, and to none twice in a row.
+                // Steps that reach each block of the disk, and none twice in a row.
                 let step = if load.pattern.starts_with("rand") { 4097 * load.block_bytes } else { load.block_bytes };
                 let mut client = Command::new(settings.qemu.with_file_name(CLIENT));
                 client.arg("bench").args(["-c", &count.to_string(), "-d", &load.depth.to_string()]);

@@ -64,13 +64,13 @@ pub fn of_kind(settings: &Settings, kind: Kind) -> Result<PathBuf, String> {
     }
 }
 
-/// A sparse raw image of four times `size_mib`: what a process takes to start counts for less there.
+/// A sparse raw image of four times `size_mib`: the start of a process counts for less there.
 pub fn large_sparse(settings: &Settings) -> Result<PathBuf, String> {
     let size_mib = 4 * settings.size_mib;
     raw(settings, &format!("copy-sparse-{size_mib}.raw"), size_mib, |mib| mib % 64 == 0)
 }
 
-/// `source` (raw) converted by qemu-img with `options`, so that no side reads what it wrote itself.
+/// `source` (raw) converted by qemu-img with `options`, so that no side reads its own writes.
 pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str]) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("{name}-{}.qcow2", settings.size_mib));
     if !path.exists() {
@@ -115,8 +115,8 @@ fn raw(settings: &Settings, name: &str, size_mib: u64, is_data: impl Fn(u64) -> 
     Ok(path)
 }
 
-/// The programs, libraries and texts of the running system, one after the other and again from the start: what disks
-/// of virtual machines are full of.
+/// The programs, libraries and texts of the running system, one after the other and again from the start. Disks of
+/// virtual machines are full of them.
 struct RealBytes {
     files: Vec<PathBuf>,
     next: usize,

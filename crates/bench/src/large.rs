@@ -103,7 +103,7 @@ pub fn commit(settings: &Settings) -> Result<Vec<Row>, String> {
         .collect()
 }
 
-/// `rebase` of the same overlay to no backing file: what it has of it is copied.
+/// `rebase` of the same overlay to no backing file: its ranges there are copied.
 pub fn rebase(settings: &Settings) -> Result<Vec<Row>, String> {
     let layers = Layers::of(settings)?;
     let name = "rebase to no backing file";
@@ -186,7 +186,7 @@ impl Drop for Layers {
     }
 }
 
-/// Runs a command to its end; one that fails is an error with what it said.
+/// Runs a command to its end; the error of a failure has its output.
 pub fn done(command: &mut Command) -> Result<(), String> {
     let output = command.output().map_err(|e| format!("could not run {command:?}: {e}"))?;
     match output.status.success() {

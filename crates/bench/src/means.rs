@@ -546,7 +546,7 @@ fn converted(settings: &Settings, means: &Means) -> Result<Outcome, String> {
         command.args(["-f", from, "-O", to]).args(*arguments).arg(&source).arg(&outputs[side]);
         command
     };
-    // Uncounted: they warm the page cache, and both images must be what the source is.
+    // Uncounted: they warm the page cache, and both images must have the source's data.
     clear()?;
     for (side, how) in [means.with, means.without].into_iter().enumerate() {
         once(convert(side, how))?;
@@ -577,7 +577,8 @@ fn checked(settings: &Settings, means: &Means, placement: Placement) -> Result<O
     in_turns(settings, means, (false, "peak"), &|_, how| of_command(check(how)))
 }
 
-/// Size of the disks of [`Load::Memory`], and where they are read: once in what a slice of 4 KiB maps.
+/// Size of the disks of [`Load::Memory`], and the distance of their reads: one in each range that a slice of 4 KiB
+/// maps.
 const REMEMBERED_GIB: u64 = 64;
 const STEP_MIB: usize = 32;
 

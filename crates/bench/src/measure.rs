@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs two commands in turns and keeps what each took.
+//! Runs two commands in turns and keeps the costs of each.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -28,8 +28,8 @@ pub struct Pairs {
 /// A command line, made anew for each run.
 pub type Recipe<'a> = &'a dyn Fn() -> Result<Command, String>;
 
-/// Runs both sides `rounds` times: ours first in even rounds, theirs first in odd ones, after one run of each that
-/// isn't counted and warms the page cache.
+/// Runs both sides `rounds` times: ours first in even rounds, theirs first in odd ones. One run of each comes before,
+/// isn't counted, and warms the page cache.
 pub fn alternate(rounds: usize, ours: Recipe, theirs: Recipe) -> Result<Pairs, String> {
     once(ours()?)?;
     once(theirs()?)?;
@@ -46,7 +46,7 @@ pub fn alternate(rounds: usize, ours: Recipe, theirs: Recipe) -> Result<Pairs, S
     Ok(pairs)
 }
 
-/// Runs a command to its end; one that fails is an error with what it said.
+/// Runs a command to its end; the error of a failure has its output.
 pub fn once(mut command: Command) -> Result<Sample, String> {
     let text = format!("{command:?}");
     let log = tempfile::tempfile().map_err(|e| e.to_string())?;

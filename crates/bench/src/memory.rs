@@ -12,8 +12,8 @@ pub const TOUCH: &str = "--touch-mib";
 
 const PAGE_BYTES: usize = 4096;
 
-/// Has the host back `mib` MiB of free memory, or half of what there is: the other half may hold the images. In a process of its
-/// own, so that the peak of the measured ones stays theirs.
+/// Has the host back `mib` MiB of free memory, or half of the available memory: the other half may hold the images. In
+/// a process of its own, so that the peak of the measured ones stays theirs.
 pub fn back(mib: u64) -> Result<(), String> {
     let mib = mib.min(available_mib()? / 2);
     let own = std::env::current_exe().map_err(|e| e.to_string())?;

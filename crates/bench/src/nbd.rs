@@ -58,7 +58,7 @@ pub struct Served {
     pub operations: f64,
 }
 
-/// Which programs stand side by side.
+/// The programs that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Program {
     Nbd,
@@ -151,13 +151,14 @@ impl Server {
         self.child.id()
     }
 
-    /// Has fio load its export "disk". Where `written` names the image, what the disk below writes for it is counted.
+    /// Has fio load its export "disk". Where `written` names the image, the writes of the disk below for it are
+    /// counted.
     pub fn load(&self, settings: &Settings, how: &[String], written: Option<&Path>) -> Result<Served, String> {
         let uri = format!("--uri=nbd+unix:///disk?socket={}", self.socket.display());
         self.load_on(settings, &["--ioengine=nbd", &uri], how, written)
     }
 
-    /// The same of another `target`, which says what it is and how fio reaches it.
+    /// The same for another `target`, the options by which fio reaches it.
     pub fn load_on(
         &self,
         settings: &Settings,

@@ -14,7 +14,7 @@ const GIB: u64 = 1 << 30;
 const DEPTH: u64 = 64;
 /// Images that are opened at the same time.
 const AT_ONCE: usize = 20;
-/// Overlays that stand on one base.
+/// Overlays of one base.
 const OVERLAYS: usize = 50;
 
 /// Writes everything back and empties the page cache. Needs root.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One image served by several threads at once: what the second thread adds.
+//! One image served by several threads at once: the gain of the second thread.
 
 use crate::Settings;
 use crate::fixture;

@@ -36,7 +36,7 @@ pub fn overwrite(settings: &Settings) -> Result<Vec<Row>, String> {
 
 fn case(settings: &Settings, name: &str, write: bool) -> Result<Row, String> {
     let source = fixture::full(settings)?;
-    // Everything allocated, also what happens to be zero.
+    // Everything allocated, also zeroes in the data.
     let converted = fixture::converted(settings, &source, "allocated", &["-S", "0"])?;
     let (raw, image) = (copy(&source)?, copy(&converted)?);
     let bytes = std::fs::metadata(&raw).map_err(|e| e.to_string())?.len();

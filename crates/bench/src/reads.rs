@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads by fio over NBD from our daemon and from qemu-storage-daemon, both with the same options. A raw file of the
-//! same size behind our daemon shows the limit of what the mapping can reach.
+//! same size behind our daemon shows the limit that the mapping can reach.
 
 use crate::Settings;
 use crate::bare;
@@ -221,7 +221,7 @@ fn pieces(settings: &Settings, index: u64, bytes: u64) -> Result<PathBuf, String
     let path = settings.folder.join(format!("piece-{index}-of-{bytes}.raw"));
     if !path.exists() {
         let partial = path.with_extension("partial");
-        // In writes of a cluster, as the layers are written: the size of a write is that of what the page cache keeps together.
+        // In writes of a cluster, as the layers are written: the page cache keeps the bytes of one write together.
         let data = vec![index as u8 | 1; CLUSTER as usize];
         let written = File::create(&partial)
             .and_then(|mut file| (0..bytes / CLUSTER).try_for_each(|_| std::io::Write::write_all(&mut file, &data)));
@@ -250,7 +250,7 @@ pub fn compressed(settings: &Settings) -> Result<Vec<Row>, String> {
         ];
         for ((name, load), target) in loads.into_iter().zip(targets) {
             let name = format!("compressed by {method}: {name}");
-            // One request at a time costs what waking the server costs, whatever it does then: the raw file shows it.
+            // One request at a time costs the waking of the server, whatever it does then: the raw file shows it.
             let case = Case { limit: Some(&source), ..cached(name, &image, load, target) };
             rows.extend(run(settings, &case)?);
         }
@@ -289,7 +289,7 @@ pub fn run(settings: &Settings, case: &Case) -> Result<Option<Row>, String> {
     Ok(Some(Row::new(case.name.clone(), case.target, result)))
 }
 
-/// Has fio load each server for a second, then in turns; what the rounds of each gave.
+/// Has fio load each server for a second, then in turns; returns the measurements of each one's rounds.
 pub fn in_turns(settings: &Settings, servers: &[(&Server, &Path)], load: Load) -> Result<Vec<Vec<Served>>, String> {
     let mut runs = vec![Vec::new(); servers.len()];
     for (server, image) in servers {

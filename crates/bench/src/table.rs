@@ -27,7 +27,7 @@ impl Row {
     }
 }
 
-/// A load, and what the server wrote to files for it.
+/// A load, and the server's writes to files for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Written {
     /// The load.
@@ -62,7 +62,7 @@ pub enum Outcome {
     },
     /// A means that could not be measured, and why.
     Failed(String),
-    /// Two commands side by side, with the sizes of what they wrote (0: nothing).
+    /// Two commands side by side, with the sizes of their files (0: none).
     Pair {
         /// Times and memory.
         pairs: Pairs,
@@ -337,7 +337,7 @@ fn peaks(ours: &[Served], theirs: &[Served]) -> String {
     format!("{:.0} MiB, {:.0} MiB", mib(ours), mib(theirs))
 }
 
-/// The same, and what the disk was given to write for a request.
+/// The same, and the bytes that the disk was given to write for a request.
 fn used(ours: &[Served], theirs: &[Served]) -> String {
     let written = |runs: &[Served]| runs.iter().map(|run| run.written_bytes).collect::<Option<Vec<f64>>>();
     let written = match (written(ours), written(theirs)) {

@@ -136,8 +136,8 @@ pub struct Fresh<'a> {
     pub mib: u64,
 }
 
-/// Makes the disk, has fio load the server that `start` makes of it, to a flush at the end, and counts what the disk wrote.
-/// `judge` sees the image before it goes.
+/// Makes the disk, has fio load the server that `start` makes of it, to a flush at the end, and counts the disk's
+/// writes. `judge` sees the image before it goes.
 pub fn written(
     settings: &Settings,
     fresh: &Fresh,

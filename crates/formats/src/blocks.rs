@@ -77,7 +77,8 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
     }
-    /// The same, and repairs what it can, of an image that is opened for writing. `None` where the format has no repair.
+    /// The same with a repair, as far as possible, of an image that is opened for writing. `None` where the format has
+    /// no repair.
     fn repair(
         &self,
         _file: &ImageFile,
@@ -90,11 +91,11 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn units(&self) -> Option<Units> {
         None
     }
-    /// Where the entry of a block stands: its table, and its index there.
+    /// The place of a block's entry: its table, and its index there.
     fn slot(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<(Table, u64)>> {
         async move { Err(Error::internal("this format allocates no blocks").value(block)) }
     }
-    /// Where the entry stands once more, in a copy of the table.
+    /// The second place of the entry, in a copy of the table.
     fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(Table, u64)>>> {
         async { Ok(None) }
     }
@@ -133,7 +134,7 @@ pub(crate) trait BlockFormat: Send + Sync {
     ) -> impl Future<Output = Result<()>> {
         async { Err(Error::unsupported("the format has no way to name another backing file")) }
     }
-    /// Forgets what it has read of tables.
+    /// Forgets the tables read so far.
     fn forget(&self) {}
     /// Where on the whole disk its own begins, in bytes.
     fn disk_start(&self) -> u64 {
@@ -178,11 +179,11 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn settle(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
-    /// Notes what will be allocated, before the entries of new blocks are written.
+    /// Notes the coming allocation, before the entries of new blocks are written.
     fn before_entries(&self, _file: &File, _usage: Usage) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
-    /// Sees to it that readers take the block at `host` as it stands there, before a part of it is written.
+    /// Makes readers take the block at `host` from there, before a part of it is written.
     fn before_overwrite(&self, _file: &File, _host: u64) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
@@ -226,7 +227,7 @@ struct Pages {
     kept: HashMap<(u64, u64), (u64, Arc<IoBuf>)>,
 }
 
-/// The file of an image, and what was read of its tables.
+/// The file of an image, and the parts of its tables read so far.
 pub(crate) struct ImageFile {
     /// In an array, as callers want it that ask for all files of an image.
     node: [Arc<Node>; 1],
@@ -272,7 +273,7 @@ impl ImageFile {
         self.node[0].storage()
     }
 
-    /// Forgets what was read of tables: they have changed.
+    /// Forgets the tables read so far: they have changed.
     pub(crate) fn forget(&self) {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         pages.changes += 1;
@@ -292,7 +293,7 @@ impl ImageFile {
         }
     }
 
-    /// Its name, for people.
+    /// Its name in messages.
     pub(crate) fn filename(&self) -> String {
         self.node[0].filename()
     }
@@ -404,7 +405,7 @@ impl ImageFile {
         let page = Arc::new(self.read(offset, len as usize).await?);
         let pages = &mut *pages();
         if pages.changes != changes {
-            // A table was written meanwhile: this may be what stood there before.
+            // A table was written meanwhile: this page may have the old bytes.
             return Ok(page);
         }
         if pages.kept.len() >= KEPT_PAGES

@@ -67,7 +67,7 @@ pub struct Qcow2RuntimeOptions {
     pub refcount_cache_bytes: Option<u64>,
     /// `cache-size`: both caches together.
     pub cache_bytes: Option<u64>,
-    /// `cache-clean-interval`: drop what wasn't used for so many seconds; 0 is never.
+    /// `cache-clean-interval`: drop tables that weren't used for so many seconds; 0 is never.
     pub cache_clean_interval_s: u64,
     /// `overlap-check`: which writes onto metadata are caught.
     pub overlap_check: OverlapChecks,
@@ -128,7 +128,7 @@ impl OverlapChecks {
         inactive_l2: false,
         bitmap_directory: false,
     };
-    /// `overlap-check=constant`: what costs the same for every image size.
+    /// `overlap-check=constant`: the checks with the same cost for every image size.
     pub const CONSTANT: OverlapChecks = OverlapChecks {
         main_header: true,
         active_l1: true,
@@ -137,7 +137,7 @@ impl OverlapChecks {
         bitmap_directory: true,
         ..Self::NONE
     };
-    /// `overlap-check=cached`, the default: what needs no read of the disk.
+    /// `overlap-check=cached`, the default: the checks that need no read of the disk.
     pub const CACHED: OverlapChecks =
         OverlapChecks { active_l2: true, refcount_block: true, inactive_l1: true, ..Self::CONSTANT };
     /// `overlap-check=all`.

@@ -71,7 +71,7 @@ impl BlockFormat for Dmg {
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let next = self.chunks.partition_point(|chunk| chunk.start + chunk.len <= at);
         let chunk = self.chunks.get(next).filter(|chunk| chunk.start <= at);
-        // Zeroes are a piece too: what no table has is lost.
+        // Zeroes are a piece too: a range without a table is lost.
         let chunk = chunk.ok_or_else(|| {
             let message = "no table of the image has this part of the disk";
             Error::new(ErrorKind::InvalidImage, message).offset(at).with_errno(Errno::EIO)

@@ -19,7 +19,7 @@ struct Known {
 }
 
 impl Holes {
-    /// Forgets what it knows: tables were written.
+    /// Forgets the known holes: tables were written.
     pub(crate) fn forget(&self) {
         let mut known = self.lock();
         *known = Known { changes: known.changes + 1, ..Known::default() };

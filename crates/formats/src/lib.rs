@@ -31,7 +31,7 @@ use cowshed_graph::node::Node;
 use cowshed_graph::open::DriverLine;
 use cowshed_layout::probe::FormatName;
 
-/// A node's driver, for what only its format has.
+/// A node's driver, for functions that only its format has.
 pub trait DriverOf {
     /// The qcow2 driver.
     fn qcow2(&self) -> Option<&qcow2::Qcow2Driver>;
@@ -69,5 +69,5 @@ pub const FORMATS: &[DriverLine] = &[
     vvfat::DRIVER,
 ];
 
-/// Formats that are recognised for a clear refusal, and what they are.
+/// Formats that are recognised for a clear refusal, with the reasons.
 pub const REFUSED: &[(FormatName, &str)] = &[];

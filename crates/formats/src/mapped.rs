@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats without an engine of their own: each is a [`MappedFormat`], which says where the bytes of a range are, and this driver
-//! does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can be written to are a
-//! [`MappedWriter`], too.
+//! Formats without an engine of their own. Each is a [`MappedFormat`], which knows the places of a range's bytes, and
+//! this driver does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can
+//! be written to are a [`MappedWriter`], too.
 
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
@@ -26,7 +26,7 @@ const KEPT_BLOCKS: usize = 4;
 /// A packed block of more bytes is large.
 pub(crate) const LARGE_BYTES: u64 = 4 << 20;
 
-/// Memory for what comes out of a packed block. `ENOMEM` where there is none.
+/// Memory for the bytes of an unpacked block. `ENOMEM` where there is none.
 pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>> {
     let mut bytes = vec_for(len)?;
     bytes.resize(len, 0);
@@ -89,8 +89,8 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn describe(&self) -> Description;
     /// The files that runs refer to.
     fn files(&self) -> &[Arc<Node>];
-    /// Where a range is: runs in order without gaps from `offset` on, at least one, about `max_runs` at most; they may
-    /// end before the range does, never behind it.
+    /// The places of a range: runs in order without gaps from `offset` on, at least one, about `max_runs` at most. They
+    /// may end before the range does, never behind it.
     fn map(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<Run>>>;
     /// True where blocks are so large that they are unpacked one after the other, and one of them is kept.
     fn packs_large(&self) -> bool {
@@ -100,7 +100,8 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
     /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
-    /// The same, and repairs what it can, of an image that was opened for writing. `None` where the format has no repair.
+    /// The same with a repair, as far as possible, of an image that was opened for writing. `None` where the format has
+    /// no repair.
     fn repair(&self, _what: Repair, _max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
         Box::pin(ready(Ok(None)))
     }
@@ -108,7 +109,7 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn writer(&self) -> Option<&dyn MappedWriter> {
         None
     }
-    /// Whether the header of an image can come to name another backing file.
+    /// Whether the header of an image can be changed to name another backing file.
     fn renames_backing(&self) -> bool {
         false
     }
@@ -122,7 +123,7 @@ pub(crate) trait MappedFormat: Send + Sync {
 
 /// A format that is written to. Ranges are inside of the disk.
 pub(crate) trait MappedWriter {
-    /// Writes a buffer; what `backing` has around it stays as it was.
+    /// Writes a buffer; the data of `backing` around it stays as it was.
     fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
     /// Writes whole clusters compressed, where the format [`MappedWriter::compresses`].
     fn write_compressed<'a>(&'a self, _clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
@@ -136,7 +137,7 @@ pub(crate) trait MappedWriter {
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
     /// Gives the space of a range back: it reads as before or as zeroes.
     fn discard(&self, offset: u64, len: u64) -> Work<'_>;
-    /// Makes the disk longer; what is new reads as zeroes.
+    /// Makes the disk longer; new bytes read as zeroes.
     fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Image format driver does not support resize")))
     }
@@ -151,7 +152,7 @@ pub(crate) struct MappedDriver {
     format: Box<dyn MappedFormat>,
     filename: String,
     backing: Arc<Link>,
-    /// The caller left the backing file out: what stands there can't be read.
+    /// The caller left the backing file out: its data can't be read.
     no_backing: bool,
     /// So much may still be unpacked, in bytes.
     unpack_budget: AtomicU64,
@@ -200,7 +201,7 @@ impl MappedDriver {
         }
     }
 
-    /// As the format says it, held to what it promised: a bug there must not become an endless loop here.
+    /// The runs of the format, checked against its promise: a bug there must not become an endless loop here.
     async fn map(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<Run>> {
         let runs = self.format.map(offset, len, max_runs).await.map_err(|error| self.named(error))?;
         let mut at = offset;

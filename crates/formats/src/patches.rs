@@ -16,7 +16,7 @@ enum Patch {
 /// Changes by where they begin: disjoint ranges, and whole ones, for all are in sectors of one length.
 #[derive(Debug, Default)]
 pub(crate) struct Patches {
-    /// Where each ends, and what it holds.
+    /// The end and the bytes of each, by its start.
     ranges: BTreeMap<u64, (u64, Patch)>,
     /// The file is to have this length at least.
     len: u64,
@@ -39,7 +39,7 @@ impl Patches {
         patches
     }
 
-    /// Takes what there is of a range away.
+    /// Takes the patches of a range away.
     fn clear(&mut self, start: u64, end: u64) {
         let first = self.ranges.range(..start).next_back().filter(|(_, (known_end, _))| *known_end > start);
         let first = first.map_or(start, |(at, _)| *at);
@@ -82,8 +82,8 @@ impl Patches {
         }
     }
 
-    /// The place of data at `host` of the file, which are byte `at` of the disk, and for how many of the `len` bytes it holds.
-    /// Data that were changed are packed blocks of their own.
+    /// The place of data at `host` of the file, which is byte `at` of the disk, and for how many of the `len` bytes it
+    /// holds. Data that were changed are packed blocks of their own.
     pub(crate) fn place(&self, (host, at, len): (u64, u64, u64), file_len: u64) -> (Place, u64) {
         let before = self.ranges.range(..=host).next_back();
         match before {

@@ -138,7 +138,7 @@ impl BlockFormat for Qcow {
     }
 
     async fn unpack_at(&self, file: &ImageFile, host: u64, len: u64) -> Result<Vec<u8>> {
-        // A cluster is 64 KiB at most, and what is compressed is shorter.
+        // A cluster is 64 KiB at most, and its compressed bytes are fewer.
         let packed = file.read(host, len as usize).await?;
         let cluster_bytes = self.header.cluster_bytes() as usize;
         rt::run_on_cpu_pool(move || {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Raw: the bytes of the disk stand in the file as they are, optionally a window of it (`offset`, `size`).
+//! Raw: the file has the plain bytes of the disk, optionally in a window of it (`offset`, `size`).
 
 use cowshed_graph::node::{
     Apply, Below, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
@@ -280,7 +280,7 @@ impl LiveOptions for RawDriver {
         if window_of(&node.options()) == (offset, size) {
             return Ok(Box::new(|_| ()));
         }
-        // An image that is stored in it, or a layer over it, has taken what it is at its opening.
+        // An image in it, or a layer over it, has taken its size at its opening.
         if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
             let message =
                 format!("node '{}' is in use by '{user}', so its 'offset' and 'size' can't change", node.name());

@@ -17,7 +17,8 @@ pub(crate) struct SectorMap {
 }
 
 impl SectorMap {
-    /// Whether byte `at` of what the bitmap describes is in the image, and for how many of the `len` bytes from there that holds.
+    /// Whether byte `at` of the bitmap's range is in the image, and for how many of the `len` bytes from there that
+    /// holds.
     pub(crate) async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(bool, u64)> {
         let first = at / self.sector_bytes;
         let end = (at + len).div_ceil(self.sector_bytes);
@@ -38,7 +39,7 @@ impl SectorMap {
         Ok((is_here, until - at))
     }
 
-    /// The place of byte `at` of what the bitmap describes, which is at `here` where the image has it.
+    /// The place of byte `at` of the bitmap's range, which is at `here` where the image has it.
     pub(crate) async fn place(&self, file: &ImageFile, at: u64, len: u64, here: Place) -> Result<(Place, u64)> {
         let (is_here, len) = self.run(file, at, len).await?;
         Ok((if is_here { here } else { Place::Unallocated }, len))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Units: blocks as they lie in a file, with what stands in front of them. An image that is opened for writing is looked through.
+//! Units: blocks in a file, with the bytes in front of them. An image that is opened for writing is looked through.
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
@@ -78,7 +78,7 @@ pub(super) async fn survey<F: BlockFormat>(format: &F, image: &ImageFile, units:
     Ok(starts)
 }
 
-/// Places for units between others, where units stand on a grid of their length. The first one is the last.
+/// Places for units between others, where units lie on a grid of their length. The first one is the last.
 pub(super) fn gaps(starts: &[u64], units: &Units) -> Result<Vec<u64>> {
     let mut free = Vec::new();
     if units.grid != units.unit_bytes() || units.is_at_end {

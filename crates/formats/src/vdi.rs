@@ -210,8 +210,8 @@ impl BlockFormat for Vdi {
         }
     }
 
-    /// The first change gives the content another identifier, durably and before it: a difference to the old content must not be read
-    /// over the new one.
+    /// The first change gives the content another identifier, durably and before it. A difference to the old content
+    /// must not be read over the new one.
     async fn before_change(&self, file: &File) -> Result<()> {
         let mut is_changed = self.is_changed.lock().await;
         if *is_changed {

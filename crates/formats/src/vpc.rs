@@ -82,7 +82,7 @@ struct Dynamic {
     whole_table: Table,
     /// Where blocks may begin.
     first: u64,
-    /// The footer as it stands at the end.
+    /// The bytes of the footer at the end.
     tail: Vec<u8>,
     /// Blocks, by their data's offset, whose sectors are all marked as written.
     marked: Mutex<HashSet<u64>>,
@@ -116,8 +116,8 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     finish(opener, draft, file, vpc, backing).await
 }
 
-/// The footer. The one at the end counts: what a fixed disk has at its start is its guest's. The copy at the start is for
-/// files that lost their end.
+/// The footer. The one at the end counts: the bytes at the start of a fixed disk are its guest's. The copy at the start
+/// is for files that lost their end.
 async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
     let at_end = VpcFooter::parse(&end);
@@ -327,7 +327,7 @@ impl BlockFormat for Vpc {
         }
     }
 
-    /// Readers that go by the bitmap of sectors see what is written.
+    /// Readers that go by the bitmap of sectors see the written data.
     async fn before_overwrite(&self, file: &File, host: u64) -> Result<()> {
         let Some(dynamic) = &self.dynamic else { return Ok(()) };
         let marked = || dynamic.marked.lock().unwrap_or_else(PoisonError::into_inner);

@@ -21,7 +21,7 @@ use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The file grows by about so much at once, in bytes. A close cuts off what isn't used.
+/// The file grows by about so much at once, in bytes. A close cuts off unused space.
 const GROWTH_BYTES: u64 = 16 << 20;
 /// Entries that wait for a flush: with more a cycle runs before the write ends.
 const MAX_PENDING: usize = 64 << 10;
@@ -399,7 +399,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes new units: what stands before each block, and the blocks, with what was there before around the new data.
+    /// Writes new units: the bytes in front of each block, and the blocks, with the old data around the new.
     #[allow(clippy::too_many_arguments)]
     async fn fill<F: BlockFormat>(
         &self,
@@ -610,7 +610,7 @@ impl Writer {
         };
         if !units.tail.is_empty() {
             match self.file.write_at(IoBuf::copy_from(&units.tail), end).await.0 {
-                // The disk is full: what stands at the end of the file, behind free space, stays there.
+                // The disk is full: the bytes at the end of the file, behind free space, stay there.
                 Err(error) if error.kind() == ErrorKind::NoSpace && self.has_tail(units).await? => return Ok(()),
                 done => done?,
             }

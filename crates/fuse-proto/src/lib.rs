@@ -3,8 +3,8 @@
 //!
 //! `linux/fuse.h` of the kernel defines it (version 7). Numbers have the byte order of the machine, because both sides run on it.
 //!
-//! - `request`: what the kernel asks for
-//! - `reply`: what it gets, and notifications
+//! - `request`: the kernel's requests
+//! - `reply`: our replies, and notifications
 
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use crate::{MAJOR, MINOR, ROOT};
 pub const HEADER_BYTES: usize = 16;
 /// The kernel takes only errors below this one.
 const MAX_ERRNO: i32 = 511;
-/// `EIO` of every Linux: what other errors become.
+/// `EIO` of every Linux, which other errors become.
 const EIO: i32 = 5;
 /// `FUSE_NOTIFY_INVAL_INODE`: in the place of an error.
 const NOTIFY_INVAL_INODE: i32 = 2;

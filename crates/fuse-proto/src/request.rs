@@ -82,7 +82,7 @@ pub enum Operation {
     },
     /// Bytes are wanted.
     Read {
-        /// Of the file.
+        /// First byte in the file.
         offset: u64,
         /// In bytes.
         len: u32,
@@ -186,7 +186,7 @@ impl RequestHeader {
 }
 
 impl Operation {
-    /// Parses what follows the header.
+    /// Parses the bytes behind the header.
     ///
     /// # Errors
     /// Where fields are missing, or a write has more or less data than it says.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A process that unmounts a file system when the process that serves it has gone.
 //!
-//! It also syncs and unmounts where the server ends in order. A server that touched its own file system would wait for itself, and
-//! a kill in such a wait would leave a process that can't end.
+//! It also syncs and unmounts where the server ends in order. A server that touched its own file system would wait for
+//! itself. A kill in such a wait would leave a process that can't end.
 
 use crate::mount::{os_text, unmount, unmount_unused};
 use cowshed_storage::mounted_device;
@@ -81,8 +81,8 @@ impl Guard {
     }
 }
 
-/// Guards the file system with that device number at `path` until the process at the other end of the standard input gives an order
-/// or ends.
+/// Guards the file system with that device number at `path`. It ends when the process at the other end of the standard
+/// input gives an order or ends.
 ///
 /// # Errors
 /// Those of unmounting.
@@ -100,7 +100,7 @@ pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
     if is_order && order[0] == END {
         return Ok(());
     }
-    // Something else may stand there by now.
+    // Another file system may be there by now.
     let result = match mounted_device(path) {
         Ok(found) if found == device => {
             if is_order {
@@ -198,8 +198,8 @@ fn parent_of(number: i32) -> Option<i32> {
     status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
-/// Writes what processes have changed in mappings of the file. The unmounting reports no error. Programs that need one
-/// call `fsync`.
+/// Writes the changes that processes have made in mappings of the file. The unmounting reports no error. Programs that
+/// need one call `fsync`.
 fn sync(path: &Path) {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {

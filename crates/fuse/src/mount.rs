@@ -225,7 +225,7 @@ fn passed_descriptor(socket: &OwnedFd) -> Result<OwnedFd> {
     found.ok_or_else(|| Error::internal("the helper mounted and sent no session"))
 }
 
-/// True where a helper may do what this process may not.
+/// True where a helper may have a right that this process lacks.
 fn is_refusal(error: &Error) -> bool {
     [rustix::io::Errno::PERM, rustix::io::Errno::ACCESS].iter().any(|errno| error.errno().0 == errno.raw_os_error())
 }

@@ -58,7 +58,7 @@ fn number_of(error: &Error) -> Errno {
     match error.kind() {
         ErrorKind::ReadOnly => errno(Number::ROFS),
         ErrorKind::Unsupported => errno(Number::OPNOTSUPP),
-        // Another user of the disk stands against it.
+        // Another user of the disk is against it.
         ErrorKind::Busy => errno(Number::BUSY),
         _ => error.errno(),
     }
@@ -228,7 +228,7 @@ impl Work {
         Ok(())
     }
 
-    /// As [`Work::resize`]; false where the export stands on another node than `node` by the time that it may do so.
+    /// As [`Work::resize`]; false where the export has another node than `node` by the time that it may do so.
     async fn resize_node(&self, node: &Arc<Node>, size: u64) -> Result<bool> {
         let graph = Arc::clone(node.graph());
         let right = match self.shared.config.growable {

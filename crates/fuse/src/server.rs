@@ -65,7 +65,7 @@ pub(crate) struct Shared {
 pub struct Server {
     shared: Arc<Shared>,
     path: PathBuf,
-    /// Gone with the threads: the kernel ends what waits for an answer then.
+    /// Gone with the threads: the kernel ends requests that wait for an answer then.
     session: Mutex<Option<FuseDevice>>,
     /// Number of the file system.
     device: u64,
@@ -168,12 +168,12 @@ impl Server {
         }
     }
 
-    /// Unmounts the file, ends what is in flight, and ends the threads. Call it inside of [`rt::block_on`].
+    /// Unmounts the file, ends requests in flight, and ends the threads. Call it inside of [`rt::block_on`].
     pub async fn stop(&self) {
         // The owner knows of this end.
         drop(lock(&self.shared.on_unmount).take());
         if self.shared.threads.look(|threads| *threads == 0) {
-            // Nothing is answered any more, so what waits must not go on to.
+            // Nothing is answered any more, so waiting requests must not wait on.
             drop(lock(&self.session).take());
         }
         let guard = lock(&self.guard).take();

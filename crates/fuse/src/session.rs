@@ -143,7 +143,7 @@ impl Session {
         self.bytes < MAX_BYTES_IN_FLIGHT
     }
 
-    /// Takes what is there and begins it. True: there was something.
+    /// Takes the available requests and begins them. True: there was something.
     async fn take(&mut self) -> std::result::Result<bool, End> {
         #[cfg(test)]
         if tests::FAILS.load(std::sync::atomic::Ordering::SeqCst) {

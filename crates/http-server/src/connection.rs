@@ -171,7 +171,7 @@ impl Clients {
 }
 
 impl Place {
-    /// Notes whether the client waits for a request to come to its mind.
+    /// Notes whether the client is between two requests.
     fn set_idle(&self, is_idle: bool) {
         if self.seat.is_idle.replace(is_idle) == is_idle {
             return;
@@ -316,7 +316,7 @@ impl Connection<'_> {
         }
         let reading = content.open();
         let version = reading.version().number;
-        // A client that goes on without saying with what (curl -C -) would join two disks.
+        // A client that goes on without naming the version (curl -C -) would join two disks.
         let is_rest = request.range.as_deref().is_some_and(is_rest) && request.if_range.is_none();
         let mut answer = match is_rest && clients.has_another_version(self.peer, &request.path, version) {
             true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
@@ -393,7 +393,7 @@ impl Connection<'_> {
 /// The end of a response in chunks (RFC 9112, 7.1).
 const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
-/// A chunk with what is sent of a piece.
+/// A chunk with the bytes to send of a piece.
 async fn chunk(packing: &Packing, piece: IoBuf) -> Result<IoBuf> {
     let packing = Arc::clone(packing);
     let packed = rt::run_on_cpu_pool(move || packing(&piece)).await?;

@@ -32,8 +32,8 @@ pub trait Content: Send + Sync + 'static {
     }
 }
 
-/// Makes what is sent of the bytes of a piece. Pieces have [`crate::Limits::piece_bytes`], the last one fewer. An empty content is
-/// one empty piece.
+/// Makes the bytes to send from those of a piece. Pieces have [`crate::Limits::piece_bytes`], the last one fewer. An
+/// empty content is one empty piece.
 pub type Packing = Arc<dyn Fn(&[u8]) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A content as one response reads it.
@@ -98,10 +98,10 @@ fn check_lengths(node: &Arc<Node>) -> Result<()> {
     Ok(())
 }
 
-/// For what can't be told from the files: each process has versions of its own.
+/// For contents whose version the files don't tell: each process has versions of its own.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
-/// The version of what a node shows: what its files say of themselves, and how often something was written through it.
+/// The version of a node's data: the stamps of its files, and the number of writes through it.
 fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
     let may_change = !node.is_read_only();

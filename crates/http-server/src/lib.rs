@@ -5,8 +5,8 @@
 //! Server::start(ServerConfig) ─ listen(address) ─ add(path, content) … remove(path) ─ stop(grace)
 //! ```
 //! - [`proto`]: bytes and structs, without I/O
-//! - `content`: what is served; a node of the block graph is one
-//! - `server`: what the owner does; `connection`: one client, from its first request to its last
+//! - `content`: the served content; a node of the block graph is one
+//! - `server`: the owner's side; `connection`: one client, from its first request to its last
 
 mod connection;
 mod content;

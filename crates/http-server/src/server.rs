@@ -24,7 +24,7 @@ pub struct ServerConfig {
     pub tls: Option<ServerTls>,
     /// The resources that clients may take from this process.
     pub limits: Limits,
-    /// Called for what is sent, on the thread that serves: it must be quick and must not wait for the server.
+    /// Called for sent bytes, on the thread that serves: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
 }
 
@@ -42,7 +42,7 @@ impl ServerConfig {
 pub enum Event<'a> {
     /// A piece of a content was handed to the system, which sends it to the client.
     Sent {
-        /// The client for people.
+        /// The client's name in messages.
         peer: &'a str,
         /// Where the content is found.
         path: &'a str,
@@ -55,7 +55,7 @@ pub enum Event<'a> {
     },
     /// A response with bytes of a content has ended.
     Ended {
-        /// The client for people.
+        /// The client's name in messages.
         peer: &'a str,
         /// Where the content is found.
         path: &'a str,
@@ -66,7 +66,7 @@ pub enum Event<'a> {
     },
     /// A content could not be read. The response ends there; where nothing of it was sent it is one of the status 500.
     Failed {
-        /// The client for people.
+        /// The client's name in messages.
         peer: &'a str,
         /// Where the content is found.
         path: &'a str,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The server with clients that speak by hand; what curl, browsers and QEMU make of it is tested with the tool.
+//! The server with clients that speak by hand; curl, browsers and QEMU are tested with the tool.
 
 use crate::{Content, Event, EventHandler, Limits, Reading, Server, ServerConfig, Version};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
@@ -389,7 +389,7 @@ fn what_is_made_on_the_way_comes_in_chunks() {
     assert_eq!(chunked, chunks.concat());
     let (_, chunked) = all("GET /empty HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
     assert_eq!(chunked, b"1\r\n|\r\n0\r\n\r\n");
-    // A client must not take what broke off for the whole.
+    // A client must not take a part that broke off for the whole.
     served.content.fails.store(true, Ordering::SeqCst);
     let (head, _) = all("GET /packed HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
     assert!(head.starts_with("HTTP/1.1 500 "), "{head}");

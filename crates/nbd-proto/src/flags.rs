@@ -79,7 +79,7 @@ flags! {
         SEND_WRITE_ZEROES = 6,
         /// `NBD_CMD_FLAG_DF` works.
         SEND_DF = 7,
-        /// A flush on one connection covers what others wrote.
+        /// A flush on one connection covers the writes of others.
         CAN_MULTI_CONN = 8,
         /// The experimental extension for `NBD_CMD_RESIZE`.
         SEND_RESIZE = 9,

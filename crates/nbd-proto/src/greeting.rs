@@ -47,7 +47,8 @@ pub fn is_oldstyle(bytes: &[u8]) -> bool {
     bytes.get(..16).is_some_and(|start| start == [INIT_MAGIC.to_be_bytes(), OLDSTYLE_MAGIC.to_be_bytes()].concat())
 }
 
-/// Size in bytes and flags from what follows these: "32 bits, flags", of which the lower half is of the transmission.
+/// Size in bytes and flags from the bytes that follow these: "32 bits, flags", of which the lower half is of the
+/// transmission.
 pub fn parse_oldstyle(bytes: &[u8; OLDSTYLE_BYTES]) -> Result<(u64, TransmissionFlags), Malformed> {
     let mut cursor = Cursor::new(bytes);
     let size = cursor.u64()?;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The NBD protocol as bytes and structs, for both sides: no I/O, no runtime, no allocation by a number from the wire.
 //!
-//! The text that this follows is `doc/proto.md` and `doc/uri.md` of the NetworkBlockDevice project, with the extension
-//! for 64-bit lengths, and for the namespace `qemu:` QEMU's `docs/interop/nbd.rst`.
+//! The sources are `doc/proto.md` and `doc/uri.md` of the NetworkBlockDevice project, with the extension for 64-bit
+//! lengths. For the namespace `qemu:` it is QEMU's `docs/interop/nbd.rst`.
 
 pub mod context;
 mod cursor;

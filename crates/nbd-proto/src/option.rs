@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Option haggling: what a client sends, what a server answers.
+//! Option haggling: a client's options, a server's replies.
 
 use crate::cursor::{Cursor, Malformed, text};
 use crate::flags::TransmissionFlags;
@@ -231,14 +231,14 @@ pub enum OptionReply<'a> {
     Server {
         /// Its name.
         name: &'a str,
-        /// Its description for people.
+        /// Its description for a user.
         description: &'a str,
     },
     /// Size in bytes and flags.
     Export(u64, TransmissionFlags),
     /// The export's canonical name.
     Name(&'a str),
-    /// The export's description for people.
+    /// The export's description for a user.
     Description(&'a str),
     /// The export's block sizes.
     BlockSize(BlockSizes),
@@ -246,7 +246,7 @@ pub enum OptionReply<'a> {
     MetaContext(u32, &'a str),
     /// Information that this version doesn't know.
     Unknown,
-    /// A refusal: `NBD_REP_ERR_…` and a text for people, perhaps empty.
+    /// A refusal: `NBD_REP_ERR_…` and a text for a user, perhaps empty.
     Refused(u32, &'a str),
 }
 
@@ -255,7 +255,7 @@ impl<'a> OptionReply<'a> {
     pub fn parse(kind: u32, data: &'a [u8]) -> Result<OptionReply<'a>, Malformed> {
         let mut cursor = Cursor::new(data);
         if kind & rep::ERROR_BIT != 0 {
-            // The text is for people: what is wrong with it is no reason to forget the error.
+            // The text is for a user: its faults are no reason to forget the error.
             return Ok(OptionReply::Refused(kind, text(data).unwrap_or_default()));
         }
         Ok(match kind {

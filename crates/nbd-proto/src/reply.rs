@@ -147,8 +147,8 @@ pub struct StatusRun {
     pub flags: u32,
 }
 
-/// Appends a status chunk with its header. In the compact form runs have at most 2^32 - 1 bytes: longer ones are cut to 4 GiB less
-/// 64 KiB, and what follows a cut one is left out.
+/// Appends a status chunk with its header. In the compact form runs have at most 2^32 - 1 bytes. Longer ones are cut to
+/// 4 GiB less 64 KiB, and runs behind a cut one are left out.
 pub fn append_status(
     extended: bool,
     to: Answered,
@@ -253,7 +253,7 @@ pub enum Chunk<'a> {
     Error {
         /// Why, never 0.
         errno: NbdErrno,
-        /// The same for people, perhaps empty.
+        /// The text for a user, perhaps empty.
         message: &'a str,
     },
 }
@@ -277,7 +277,7 @@ impl Status<'_> {
             Some(match wide {
                 true => {
                     let len = cursor.u64().ok()?;
-                    // 64 bits of flags, of which the upper half is padding: what doesn't fit is not understood.
+                    // 64 bits of flags, of which the upper half is padding: larger values are not understood.
                     StatusRun { len, flags: u32::try_from(cursor.u64().ok()?).unwrap_or(0) }
                 }
                 false => StatusRun { len: cursor.u32().ok()?.into(), flags: cursor.u32().ok()? },

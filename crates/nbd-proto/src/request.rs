@@ -79,7 +79,7 @@ impl Command {
         }
     }
 
-    /// True for what changes the export.
+    /// True for commands that change the export.
     pub const fn writes(self) -> bool {
         matches!(self, Command::Write | Command::Trim | Command::WriteZeroes)
     }

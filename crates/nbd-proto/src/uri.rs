@@ -134,7 +134,7 @@ fn check_export(name: &str) -> Result<(), String> {
     }
 }
 
-/// `[USER@]HOST[:PORT]`, where an IPv6 address stands in brackets.
+/// `[USER@]HOST[:PORT]`, where an IPv6 address has brackets.
 fn tcp(authority: &str) -> Result<Place, String> {
     let (_, host_port) = authority.rsplit_once('@').unwrap_or(("", authority));
     let (host, port) = match host_port.strip_prefix('[') {
@@ -237,7 +237,7 @@ fn decode(text: &str) -> Result<String, String> {
     String::from_utf8(bytes).map_err(|_| "it is not UTF-8".into())
 }
 
-/// Writes `text` with everything escaped that has a meaning in a URI. `keep`: characters that may stand.
+/// Writes `text` with everything escaped that has a meaning in a URI. `keep`: characters that stay.
 fn encode(text: &str, keep: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     for byte in text.bytes() {
         let plain = byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) || keep.as_bytes().contains(&byte);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Room for new clients.
 //!
-//! A connection that has sent no option yet takes a seat. Once an option is there with all of its data, the connection takes one
-//! of the places of the limit. So connections that say nothing keep no place from those that do. Silent ones lose their seats,
-//! and in negotiation their places, when all are taken. Seats and places go to the peer that has fewest of them, and a peer with
-//! several in negotiation gives one up for a peer with fewer.
+//! A connection that has sent no option yet takes a seat. Once an option is there with all of its data, the connection
+//! takes one of the places of the limit. So connections that say nothing keep no place from those that do. Silent ones
+//! lose their seats, and in negotiation their places, when all are taken. Seats and places go to the peer that has
+//! fewest of them. A peer with several in negotiation gives one up for a peer with fewer.
 //!
-//! Clients of an export keep their places, however idle they are. So that a peer with many of them doesn't keep the
-//! others out, a peer with few connections may have one of some spare places when all others are taken.
+//! Clients of an export keep their places, however idle they are. A peer with many of them doesn't keep the others out:
+//! when all others are taken, a peer with few connections may have one of some spare places.
 
 use crate::Disk;
 use crate::config::Limits;
@@ -67,7 +67,7 @@ const FEW: usize = 4;
 pub(crate) const SEATS: usize = 64;
 /// Connections that are accepted beyond these, and wait for a seat. Not one byte of them is read.
 pub(crate) const PARKED: usize = 256;
-/// Of these, the connections of one address. The server closes further ones: the clients behind them would wait.
+/// The most of these that one address may have. The server closes further ones: the clients behind them would wait.
 const PARKED_OF_ONE: usize = PARKED / 2;
 
 /// Places or seats, and the connections that wait for one.
@@ -260,9 +260,10 @@ impl Admissions {
         Haggling { all: self, admission }
     }
 
-    /// Cuts one connection for one of `newcomer`: of the silent ones the one that is silent for longest of the peer that has most
-    /// of them. Where none is silent, one of the peer that has most, if that is more than `newcomer` will have. Returns how long
-    /// to wait for free room before another attempt. While one that was cut is about to end, nothing more is cut.
+    /// Cuts one connection for one of `newcomer`: of the peer that has most of them, the silent one that is silent for
+    /// longest. Where none is silent, one of the peer that has most, if that is more than `newcomer` will have. Returns
+    /// how long to wait for free room before another attempt. While one that was cut is about to end, nothing more is
+    /// cut.
     pub(crate) fn make_room(&self, room: Room, newcomer: Origin, now: Instant) -> Duration {
         let all = lock(&self.0);
         let those: Vec<&Arc<Admission>> = all.iter().filter(|admission| admission.takes(room)).collect();
@@ -289,8 +290,8 @@ fn by_origin<'a>(those: impl Iterator<Item = &'a Arc<Admission>>) -> BTreeMap<Or
     origins
 }
 
-/// A connection that its peer has beyond what `newcomer` will have: the last that waits for a place, or the one that negotiates
-/// for longest, and for `SILENCE` at least.
+/// A connection that its peer has beyond the number that `newcomer` will have. It is the last that waits for a place,
+/// or the one that negotiates for longest, and for `SILENCE` at least.
 fn excess<'a>(those: &[&'a Arc<Admission>], room: Room, newcomer: Origin, now: Instant) -> Option<&'a Arc<Admission>> {
     let mut origins = by_origin(those.iter().copied());
     let own = origins.remove(&newcomer).map_or(0, |own| own.len());
@@ -399,7 +400,7 @@ impl<D: Disk> Drop for InLine<'_, D> {
 }
 
 impl<D: Disk> Registry<D> {
-    /// Waits until `take` takes what one of `newcomer` needs. Connections in negotiation make room.
+    /// Waits until `take` takes the room that one of `newcomer` needs. Connections in negotiation make room.
     async fn wait_for_room(
         &self,
         room: Room,

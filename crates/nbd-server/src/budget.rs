@@ -24,7 +24,7 @@ const POOL_PATIENCE: Duration = Duration::from_millis(250);
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit_bytes: u64,
-    /// Of all requests that may begin.
+    /// The memory of all requests that may begin, in bytes.
     used_bytes: Cell<u64>,
     /// The taken part of the connection's own share, in bytes.
     own_bytes: Cell<u64>,
@@ -100,8 +100,8 @@ impl Budget {
         }
     }
 
-    /// As [`Budget::take`], but of a request that is longer than the connection's own share and finds no memory in the pool soon
-    /// only `PIECE_BYTES`, where `may_be_some`.
+    /// As [`Budget::take`], but a long request may get only `PIECE_BYTES`, where `may_be_some`. That is one longer than
+    /// the connection's own share which finds no memory in the pool soon.
     pub(crate) async fn take_some(self: &Rc<Self>, bytes: u64, may_be_some: impl Fn() -> bool) -> Option<Permit> {
         match self.is_below_limit(bytes) && self.take_own(bytes) {
             true => Some(self.permit(bytes, false, true)),
@@ -117,7 +117,7 @@ impl Budget {
         }
     }
 
-    /// Memory for what may never begin, beside the connection's limit. Waits for at most `limit`.
+    /// Memory for requests that may never begin, beside the connection's limit. Waits for at most `limit`.
     pub(crate) async fn take_aside(self: &Rc<Self>, bytes: u64, limit: Duration) -> Option<Permit> {
         if self.take_own(bytes) {
             return Some(self.permit(bytes, false, false));

@@ -32,7 +32,7 @@ impl<D: Disk> Session<D> {
             }
             Work::Done(result) => self.answer(&request, result, "writing failed"),
             Work::Answered => {}
-            // In boxes what is rare: each request moves its whole future.
+            // Rare requests are in boxes: each request moves its whole future.
             Work::Status(contexts) => Box::pin(self.status(&request, &contexts)).await,
             Work::Plain if request.command == Command::Read => self.read(&request).await,
             Work::Plain => {

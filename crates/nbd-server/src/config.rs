@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a server is set up, and what it tells its owner.
+//! The settings of a server, and the events for its owner.
 
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::PORTABLE_PAYLOAD_BYTES;
@@ -24,7 +24,7 @@ pub struct ServerConfig {
     pub tls_required: bool,
     /// Which of those with a certificate may come; none: all. Needs credentials that verify clients.
     pub authorizer: Option<Authorizer>,
-    /// Called for what happens, on the threads that serve: it must be quick and must not wait for the server.
+    /// Called for events, on the threads that serve: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
 }
 
@@ -86,8 +86,8 @@ pub struct Limits {
     /// held for longer than `stall_limit` is left out; at least a quarter and one longest request then remain for other
     /// exports. A longer read or write that waits for it in vain goes in pieces through its connection's own memory.
     pub memory_bytes: u64,
-    /// A client that holds such memory while others wait for it, and that neither sends its data nor takes its replies for so
-    /// long, is cut off. 256 KiB in a second, on average, are enough to stay.
+    /// A client is cut off that holds such memory while others wait for it, and neither sends its data nor takes its
+    /// replies for so long. 256 KiB in a second, on average, are enough to stay.
     pub stall_limit: Duration,
     /// Longest read or write, in bytes; the block sizes of an export can make it smaller. A longer write than that (or than
     /// 32 MiB, whichever is more) costs the client its connection.
@@ -133,21 +133,21 @@ pub enum Event {
     ClientConnected {
         /// The export's name.
         export: String,
-        /// The client for people.
+        /// The client's name in messages.
         peer: String,
     },
     /// It is gone.
     ClientDisconnected {
         /// The export's name.
         export: String,
-        /// The client for people.
+        /// The client's name in messages.
         peer: String,
         /// The fault; none: it said goodbye, or was told to go.
         error: Option<String>,
     },
     /// A client was sent away, or went away, before it had chosen an export.
     ClientRefused {
-        /// The client for people.
+        /// The client's name in messages.
         peer: String,
         /// Why.
         reason: String,

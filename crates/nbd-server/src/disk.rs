@@ -168,7 +168,7 @@ impl DiskQueue for Arc<Node> {
     }
 }
 
-/// Whatever node stands at the attachment's place: the graph may change under the clients.
+/// The node that is at the attachment's place: the graph may change under the clients.
 impl Disk for Arc<Attachment> {
     type Queue = Queue;
 

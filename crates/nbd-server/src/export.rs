@@ -24,8 +24,8 @@ pub struct Export<D> {
     pub is_default: bool,
     /// Another name that finds it, if none is named so.
     pub alias: Option<String>,
-    /// Several connections of one client see one disk: what one has flushed, all have. True for every disk of ours, also
-    /// when it is written to; false forbids clients to rely on it.
+    /// Several connections of one client see one disk: a flush of one covers the writes of all. True for every disk of
+    /// ours, also when it is written to; false forbids clients to rely on it.
     pub multi_conn: bool,
     /// The context `qemu:allocation-depth` is offered.
     pub allocation_depth: bool,
@@ -85,7 +85,7 @@ pub enum Removal {
     /// Only when no client uses it; an error otherwise.
     #[default]
     Safe,
-    /// Its clients are disconnected, after the replies to what they have asked for; they have 5 seconds to take them.
+    /// Its clients are disconnected, after the replies to their requests; they have 5 seconds to take them.
     Hard,
 }
 

@@ -99,7 +99,7 @@ impl Intake {
                 Taken::Goodbye | Taken::End => return Ok(None),
             },
         };
-        // Both may have come to be while this waited for data or for the budget.
+        // Both may have become true while this waited for data or for the budget.
         let has_left = life.is_ending() && !session.stay.client.is_closing();
         if has_left && self.last.is_none() && !life.is_dead() {
             job = match Box::pin(self.gather(session, job)).await? {
@@ -110,7 +110,7 @@ impl Intake {
         if job.permit.is_none() {
             let bytes = memory_of(&job.request, &job.work);
             let limit = session.stall_limit.saturating_mul(2);
-            // Several connections may hold data of writes that stand behind such a request: the wait must end.
+            // Several connections may hold data of writes behind such a request: the wait must end.
             job.permit = match bytes {
                 0 => None,
                 bytes => match Box::pin(session.budget.take_within(bytes, limit)).await {
@@ -122,9 +122,9 @@ impl Intake {
         Ok((!life.is_dead()).then_some(job))
     }
 
-    /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end says that the client
-    /// wants all of it done. Without one the client has dropped the connection, has perhaps made another, and repeats there
-    /// what it had no reply to: then none of this may begin.
+    /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end says that the
+    /// client wants all of it done. Without one the client has dropped the connection, has perhaps made another, and
+    /// repeats the requests without a reply there. Then none of this may begin.
     async fn gather<D: Disk>(&mut self, session: &Session<D>, first: Job) -> Result<Option<Job>> {
         let mut last = VecDeque::new();
         let limit_bytes = session.budget.limit_bytes();
@@ -154,7 +154,7 @@ impl Intake {
         }
     }
 
-    /// Receives a request. The memory for what comes with it, and for what is to begin at once, is reserved.
+    /// Receives a request. The memory for its data, and for requests that are to begin at once, is reserved.
     async fn take<D: Disk>(&mut self, session: &Session<D>, purpose: Purpose) -> Result<Taken> {
         let Session { stay, terms, stream, disk, life, .. } = session;
         let header_bytes = terms.headers.request_bytes();

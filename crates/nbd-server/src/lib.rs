@@ -6,8 +6,8 @@
 //! ```
 //! The server serves anything that is a [`Disk`]: a node of the block graph, or an attachment to it.
 //!
-//! - `server`: what the owner does; `queue`: the threads; `registry`: exports and their clients; `signal`: waiting
-//!   across threads
+//! - `server`: the owner's side; `queue`: the threads; `registry`: exports and their clients; `signal`: waiting across
+//!   threads
 //! - `negotiation`: from the greeting to the transmission phase
 //! - `session`: requests of one client. `intake` reads them, `life` says whether any more may begin. `outbox` sends the
 //!   replies, `budget` bounds their memory (`pool`: that of all connections). `commands` carries them out, `sparse` words reads, `status` answers block status

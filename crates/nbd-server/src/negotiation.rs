@@ -414,7 +414,7 @@ impl<D: Disk> Negotiation<'_, D> {
         Ok(Next::Option)
     }
 
-    /// The export that the client means. The log says the name where there is none, and what there is.
+    /// The export that the client means. The log has the unknown name, and the known ones.
     fn find(&mut self, name: &str) -> Option<Arc<Served<D>>> {
         let found = self.registry.find(name);
         if found.is_none() && !std::mem::replace(&mut self.has_missed, true) {

@@ -23,7 +23,7 @@ const HEAD_BYTES: usize = 4096;
 /// The most replies that wait; the task of a further one waits with it.
 const MAX_WAITING: usize = 1024;
 
-/// A part of a reply. The parts of one chunk stand next to one another in the queue.
+/// A part of a reply. The parts of one chunk follow one another in the queue.
 #[derive(Debug)]
 pub(crate) enum ReplyPart {
     Head(Head),
@@ -112,7 +112,8 @@ impl Outbox {
         .await;
     }
 
-    /// The buffers of the next system call, what is given back after it, and the bytes of data; `None` when nothing waits.
+    /// The buffers of the next system call, the permits to give back after it, and the bytes of data; `None` when
+    /// nothing waits.
     fn take(&self) -> Option<(Vec<IoBuf>, Vec<Permit>, usize)> {
         let mut queue = self.queue.borrow_mut();
         if queue.is_empty() {

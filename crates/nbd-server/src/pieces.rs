@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Long reads and writes in the memory that a connection has for itself, while others hold the pool.
 //!
-//! Such a request is the only one of its connection that runs: its pieces follow one another, and no other reply comes between
-//! the parts of its own. So it needs no memory that another client could keep from it.
+//! Such a request is the only one of its connection that runs. Its pieces follow one another, and no other reply comes
+//! between the parts of its own. So it needs no memory that another client could keep from it.
 
 use crate::budget::{PIECE_BYTES, Permit};
 use crate::commands::answered;
@@ -79,7 +79,7 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    /// Sends what is queued. No other request runs, so nothing is left when this returns.
+    /// Sends the queued parts. No other request runs, so nothing is left when this returns.
     async fn send_alone(&self) {
         self.outbox.send(&self.stream, &self.life, &self.budget.account, false).await;
         rt::yield_now().await;

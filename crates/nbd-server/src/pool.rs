@@ -3,8 +3,8 @@
 //!
 //! Reservations are whole: a request waits until all of its memory is there and holds none of the pool meanwhile. A
 //! reservation ends by itself, when the disk and the peer have done their part. So two connections never wait for each
-//! other. A peer that is too slow while others wait is cut off. Memory that a disk doesn't give back in time is left out of the
-//! count, and the export of that disk gets nothing more of the pool meanwhile.
+//! other. A peer that is too slow while others wait is cut off. Memory that a disk doesn't give back in time is left
+//! out of the count. The export of that disk gets nothing more of the pool meanwhile.
 
 use crate::signal::lock;
 use cowshed_storage::{Socket, rt};
@@ -39,7 +39,7 @@ struct State {
     waiting: Vec<Waiting>,
     /// Requests that their disks carry out.
     working: Vec<Working>,
-    /// Of these, the bytes that are stuck in disks.
+    /// The part of it that is stuck in disks, in bytes.
     stuck_bytes: u64,
     next_ticket: u64,
     cut: u64,
@@ -70,7 +70,7 @@ struct Waiting {
 pub(crate) struct ExportShare {
     export: String,
     held_bytes: AtomicU64,
-    /// Of these, what its disk has held for too long.
+    /// The part of it that its disk has held for too long, in bytes.
     stuck_bytes: AtomicU64,
 }
 
@@ -312,7 +312,7 @@ impl Pool {
         }
     }
 
-    /// Finds the memory that disks have held for too long, and hands on what its absence makes room for.
+    /// Finds the memory that disks have held for too long, and hands on the room that its absence makes.
     fn note_stuck(&self) {
         let now_ns = rt::now_ns();
         let mut state = lock(&self.state);
@@ -339,7 +339,8 @@ impl Pool {
         }
     }
 
-    /// The memory for requests that aren't stuck: what stuck ones leave, but at least a quarter of the pool and one request.
+    /// The memory for requests that aren't stuck: the rest that stuck ones leave, but at least a quarter of the pool
+    /// and one request.
     fn open_bytes(&self, state: &State) -> u64 {
         let left = self.limit_bytes.saturating_sub(state.stuck_bytes);
         left.max(self.limit_bytes / 4).max(self.max_request_bytes).min(self.limit_bytes)
@@ -361,9 +362,9 @@ impl Pool {
         stuck_bytes.load(Ordering::Relaxed) == 0 && (held == 0 || held.saturating_add(bytes) <= open - open / 4)
     }
 
-    /// Hands free memory to requests that wait: first to those of exports that hold nothing, then to the connections that hold
-    /// least, of these to the one that came first. A connection that is cut off gets none.
-    /// A request that doesn't fit yet lets none past it, but for one of an export that has its part.
+    /// Hands free memory to requests that wait: first to those of exports that hold nothing, then to the connections
+    /// that hold least. Of these the one that came first gets it. A connection that is cut off gets none. A request
+    /// that doesn't fit yet lets none past it, but for one of an export that has its part.
     fn serve(&self, state: &mut State) {
         loop {
             let candidates = state.waiting.iter().enumerate().filter(|(_, waiting)| {

@@ -210,8 +210,8 @@ impl<D: Disk> Served<D> {
         self.clients.look(|clients| clients.list.iter().for_each(|client| client.socket.shutdown()));
     }
 
-    /// Where all clients have closed their connections already, waits until the threads that serve them have noticed and their last
-    /// requests have ended, for [`LEAVE_GRACE`] at most. Such a client's process may be long gone.
+    /// Where all clients have closed their connections already, waits for their threads to notice and for their last
+    /// requests to end. It waits for [`LEAVE_GRACE`] at most. Such a client's process may be long gone.
     async fn wait_for_leavers(&self) {
         let all_leave = self.clients.look(|clients| clients.list.iter().all(|client| client.socket.has_hung_up()));
         if all_leave {

@@ -110,8 +110,9 @@ impl<D: Disk> Server<D> {
         self.registry.connections.wait(|all| (all.all() == 0).then_some(())).await;
     }
 
-    /// Stops listening, answers what is in flight (for at most `grace`), disconnects all clients, flushes every disk
-    /// that could be written to, and ends the threads. The first error of a flush. Call it inside of [`rt::block_on`].
+    /// Stops listening, answers requests in flight (for at most `grace`) and disconnects all clients. Then it flushes
+    /// every disk that could be written to, and ends the threads. Returns the first error of a flush. Call it inside of
+    /// [`rt::block_on`].
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.registry.begin_stop();
         let queues = std::mem::take(&mut *lock(&self.queues));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The transmission phase of one connection.
 //!
-//! Workers take turns at reading: one waits for the next request, hands the turn on when it has it, carries it out and
-//! queues the reply. They start when they are needed and live as long as the connection, so a request costs no new task;
-//! how many there are bounds the requests in flight.
+//! Workers take turns at reading. One waits for the next request, hands the turn on when it has it, carries it out and
+//! queues the reply. They start when they are needed and live as long as the connection, so a request costs no new
+//! task. Their number bounds the requests in flight.
 
 use crate::Disk;
 use crate::budget::Budget;
@@ -52,7 +52,7 @@ pub(crate) struct Session<D: Disk> {
 }
 
 /// Serves a client until it leaves, is lost or is told to go. Each request that has begun runs to its end. Once the
-/// connection is dead none begins. An error says what was wrong with the client or the connection.
+/// connection is dead none begins. An error names the fault of the client or the connection.
 pub(crate) async fn run<D: Disk>(
     stay: ClientGuard<D>,
     terms: NegotiatedOptions,

@@ -56,7 +56,7 @@ impl<D: Disk> Session<D> {
         self.outbox.push([ReplyPart::Head(head)]);
     }
 
-    /// The next chunk of a reply, of the first `len` bytes of what is left.
+    /// The next chunk of a reply, of the first `len` bytes of the rest.
     fn push_part(&self, request: &Request, rest: &mut IoBuf, len: usize, is_hole: bool) {
         let offset = request.offset + (request.length - rest.len() as u64);
         let part = rest.split_to(len);
@@ -67,8 +67,8 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    /// The reply at once. Whether a block is zero shows in its first bytes most of the time, so looking costs next to nothing
-    /// for data, and less than sending for zeroes.
+    /// The reply at once. Whether a block is zero shows in its first bytes most of the time. So looking costs next to
+    /// nothing for data, and less than sending for zeroes.
     fn push_sparse(&self, request: &Request, mut rest: IoBuf) {
         while !rest.is_empty() {
             let zeroes = leading_zeroes(&rest);
@@ -132,7 +132,7 @@ struct Search {
 }
 
 impl Search {
-    /// Looks at what follows: bytes before the run, from where the search began.
+    /// Looks at the next bytes: bytes before the run, from where the search began.
     fn look(&mut self, bytes: &[u8]) -> Option<usize> {
         for block in bytes.chunks(HOLE_ALIGN) {
             self.zeroes = if is_zero(block) { self.zeroes + block.len() } else { 0 };

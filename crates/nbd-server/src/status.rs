@@ -99,7 +99,7 @@ fn align(runs: Vec<StatusRun>, block_bytes: u64, combine: fn(u32, u32) -> u32) -
         return runs;
     }
     let mut aligned = Vec::with_capacity(runs.len());
-    // A block that several runs share: what it has so far, and what holds of it.
+    // A block that several runs share: its part so far, and the flags of that.
     let mut partial: Option<StatusRun> = None;
     for run in runs {
         let mut rest = run.len;

@@ -147,10 +147,11 @@ pub fn await_up(path: &str, device: &dyn NbdControl, device_bytes: u64, is_over:
     true
 }
 
-/// Takes a device's connection away in order: what the page cache holds goes to the server first. The error is of that part, which
-/// takes `limit` at most; the connection is gone after it in any case.
+/// Takes a device's connection away in order: the device's data in the page cache goes to the server first. The error
+/// is of that part, which takes `limit` at most; the connection is gone after it in any case. The error is of that
+/// part, which takes `limit` at most; the connection is gone after it in any case.
 ///
-/// QEMU leaves the page cache out, and loses what programs have written and not synced.
+/// QEMU leaves the page cache out, and loses writes of programs that are not synced.
 pub fn detach(device: &Arc<dyn NbdControl>, limit: Duration) -> Result<()> {
     // A device without a connection has no length, and no server to write to.
     let result = if device.size_bytes().is_ok_and(|bytes| bytes > 0) { sync_within(device, limit) } else { Ok(()) };

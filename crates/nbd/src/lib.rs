@@ -2,7 +2,7 @@
 //! NBD connections: the stream that both sides share, plain or encrypted, and the client.
 //!
 //! - `stream`: bytes in both directions, with TLS where it was started
-//! - `receiver`: what came in and hasn't been looked at yet
+//! - `receiver`: received bytes that haven't been looked at yet
 //! - `tls`: encryption (feature `tls`)
 //! - `client`: an export as a file
 //! - `device`: an export as a block device of the kernel's NBD driver

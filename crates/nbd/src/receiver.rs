@@ -14,8 +14,8 @@ pub struct Receiver {
     buffer: IoBuf,
     start: usize,
     end: usize,
-    /// The last message was followed by much data, so the next one probably is: what goes into the buffer of it must be
-    /// copied once more.
+    /// The last message was followed by much data, so the next one probably is: data in the buffer of it must be copied
+    /// once more.
     expects_data: bool,
     /// How often something was received to be looked at.
     #[cfg(test)]
@@ -65,7 +65,7 @@ impl Receiver {
                 (self.start, self.end) = (0, self.end - self.start);
             }
             let mut tail = self.buffer.split_off(self.end);
-            // Of a message before much data, nothing but the message.
+            // Before much data, receive the message alone.
             let most = if self.expects_data { len - (self.end - self.start) } else { tail.len() };
             let unused = tail.split_off(most);
             #[cfg(test)]
@@ -102,7 +102,7 @@ impl Receiver {
         Ok(bytes)
     }
 
-    /// Fills `buf`: from what is there, then straight from the stream.
+    /// Fills `buf`: from received bytes, then straight from the stream.
     pub async fn fill(&mut self, stream: &Stream, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let here = (self.end - self.start).min(buf.len());
         buf[..here].copy_from_slice(&self.buffer[self.start..self.start + here]);
@@ -147,8 +147,8 @@ mod tests {
 
     /// The largest payload of a request.
     const PAYLOAD_BYTES: usize = 32 << 20;
-    /// A receive brings at least what one buffer of the kernel holds, and mostly the whole room: for a whole payload they
-    /// are no more than these.
+    /// A receive brings at least one buffer of the kernel, and mostly the whole room: for a whole payload they are no
+    /// more than these.
     pub(super) const MOST_RECEIVES: u64 = (PAYLOAD_BYTES / 4096) as u64;
 
     fn streams() -> (Stream, Stream) {

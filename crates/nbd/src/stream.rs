@@ -83,7 +83,7 @@ impl Stream {
         self.send_raw(dispatch).await
     }
 
-    /// Sends what the encryption has to say.
+    /// Sends the messages of the encryption.
     async fn send_raw(&self, dispatch: Dispatch) -> Result<()> {
         loop {
             let mut out = IoBuf::scratch(CIPHER_BYTES);

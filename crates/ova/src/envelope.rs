@@ -164,7 +164,7 @@ impl Envelope {
         self.files.iter().find(|file| file.id == id)
     }
 
-    /// The sum of a kind's quantities; for memory in bytes. Of the first machine.
+    /// The sum of a kind's quantities; for memory in bytes. The first machine counts.
     pub fn quantity(&self, kind: &str) -> Option<u64> {
         let items = self.items.iter().filter(|item| item.machine == 0 && item.field("ResourceType") == kind);
         items
@@ -173,7 +173,7 @@ impl Envelope {
             .flatten()
     }
 
-    /// Takes the names of files as URIs have them, with `%20` for a space, where there is no file of the name as it stands.
+    /// Takes the names of files as URIs have them, with `%20` for a space, where no file has the undecoded name.
     pub(crate) fn decode_names(&mut self, has_file: impl Fn(&str) -> bool) {
         let first = |file: &FileReference, href: &str| match file.chunk_bytes {
             Some(_) => has_file(&format!("{href}.000000000")),
@@ -230,7 +230,7 @@ pub fn unit_bytes(unit: &str) -> Option<u64> {
     }
 }
 
-/// The text of a URI whose bytes may stand as `%20`; none where they don't.
+/// The text of a URI whose bytes may be written as `%20`; none where they aren't.
 fn decoded(text: &str) -> Option<String> {
     let mut parts = text.split('%');
     let mut bytes = parts.next()?.as_bytes().to_vec();

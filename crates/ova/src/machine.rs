@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The descriptor of a new package: what VMware's and VirtualBox's importers take, and nothing that one of them rejects.
+//! The descriptor of a new package: elements that VMware's and VirtualBox's importers take, and nothing that one of
+//! them rejects.
 
 use crate::tar::{plain_name, printable};
 use cowshed_types::{Error, Result};
@@ -306,7 +307,7 @@ xmlns:vssd=\"http://schemas.dmtf.org/wbem/wscim/1/cim-schema/2/CIM_VirtualSystem
 xmlns:xsi=\"http://www.w3.org/2001/XMLSchema-instance\">
 ";
 
-/// An `Item`: its fields stand in the order of their names, as the schema has them.
+/// An `Item`: its fields have the order of their names, as in the schema.
 fn item(text: &mut String, fields: &[(&str, &str)]) {
     debug_assert!(fields.is_sorted_by_key(|(name, _)| *name));
     text.push_str("      <Item>\n");

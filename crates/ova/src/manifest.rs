@@ -11,9 +11,9 @@ use std::collections::HashMap;
 /// A digest's kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DigestKind {
-    /// Of OVF 1.
+    /// The digest of OVF 1.
     Sha1,
-    /// Of OVF 2, and what is written.
+    /// The digest of OVF 2, which new packages have.
     Sha256,
     /// Longer ones.
     Sha384,
@@ -89,7 +89,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// As it stands in the file.
+    /// The text of the file.
     pub fn text(&self) -> String {
         format!("{}({})= {}\n", self.kind.name(), self.name, self.digest)
     }
@@ -106,7 +106,7 @@ impl Manifest {
     /// Reads a manifest.
     ///
     /// # Errors
-    /// For a line that isn't understood: what isn't can't be checked. For two lines about one file that disagree.
+    /// A line that isn't understood, because its digest can't be checked. Two lines about one file that disagree.
     pub fn parse(bytes: &[u8]) -> Result<Manifest> {
         let text = std::str::from_utf8(bytes).map_err(|_| wrong("it is no UTF-8"))?;
         let text = text.trim_start_matches('\u{feff}').trim_end_matches('\0');

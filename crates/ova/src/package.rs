@@ -40,7 +40,7 @@ pub struct Package {
     pub manifest: Option<Manifest>,
     /// The name of the manifest.
     pub manifest_name: Option<String>,
-    /// Where each name stands in `members`.
+    /// The index in `members` of each name.
     by_name: HashMap<String, usize>,
 }
 
@@ -92,7 +92,7 @@ impl Package {
     /// Opens a package and reads its descriptor and its manifest.
     ///
     /// # Errors
-    /// For what can't be read, is damaged, or asks for more than [`limits`] allow.
+    /// A package that can't be read, is damaged, or exceeds [`limits`].
     pub fn open(path: &Path) -> Result<Package> {
         let named = |error: Error| error.file(path.display().to_string());
         // A FIFO would let the opening wait.
@@ -349,11 +349,11 @@ impl Package {
         self.copy(member, &mut io::sink(), None, is_ended).map(|_| true)
     }
 
-    /// Copies a file, and compares the bytes that were copied with all digests that the manifest has of it: a change between two
-    /// readings can't be missed. The digest of `kind`, empty for none. `is_ended` is asked for each piece.
+    /// Copies a file, and compares the copied bytes with all digests that the manifest has of it. So a change between
+    /// two readings can't be missed. Returns the digest of `kind`, empty for none. `is_ended` is asked for each piece.
     ///
     /// # Errors
-    /// For a digest that differs, for what can't be read or written, and where `is_ended` says so.
+    /// A digest that differs, a failed read or write, or a cancellation by `is_ended`.
     pub fn copy(
         &self,
         member: &Member,
@@ -463,8 +463,8 @@ fn stem_of(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(stem, _)| stem)
 }
 
-/// The file beside a descriptor that has its name with this ending, whatever it is: a link there is damage, and not the lack of
-/// a manifest.
+/// The file beside a descriptor that has its name with this ending, of any kind. A link there is damage, and not the
+/// lack of a manifest.
 fn beside(path: &Path, descriptor: &str, ending: &str) -> Result<Option<String>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let failed = |error: io::Error| Error::io(&error, "could not look for files beside it");

@@ -6,7 +6,7 @@ use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::io::{self, Read, Seek, SeekFrom};
 
-/// Headers and data stand in blocks of so many bytes.
+/// Headers and data are in blocks of so many bytes.
 pub const BLOCK_BYTES: u64 = 512;
 /// Archives end at a multiple of this, as those of other programs do.
 pub const RECORD_BYTES: u64 = 10240;
@@ -68,7 +68,7 @@ pub fn members(archive: &mut (impl Read + Seek), archive_len: u64) -> Result<Vec
                 let records = walk.extra(header.len)?;
                 let extra = Extra::of_pax(&records, header.offset)?;
                 match kind {
-                    // A long name of GNU may stand in front of it.
+                    // A long name of GNU may come before it.
                     b'x' => next = Extra { name: extra.name.or(next.name), len: extra.len.or(next.len) },
                     _ if extra != Extra::default() => {
                         return Err(unsupported("names or sizes in a global header", header.offset));
@@ -574,7 +574,7 @@ mod tests {
         for end in [&[][..], &zeroes, &[0; 1024], &[0; 700]] {
             assert_eq!(read(&[first, end].concat()).unwrap().len(), 1);
         }
-        // As tar reads them: behind two blocks, and behind one, stands no file.
+        // As tar reads them: behind two blocks, and behind one, comes no file.
         assert_eq!(read(&[first, &[0; 1024], second].concat()).unwrap().len(), 1);
         assert_eq!(read(&[first, &zeroes, &[7; 512]].concat()).unwrap().len(), 1);
     }

@@ -37,7 +37,7 @@ impl Event {
     }
 }
 
-/// The first message; `version` is what `query-version` returns.
+/// The first message; `version` is the result of `query-version`.
 pub fn greeting(version: Value) -> Value {
     json!({"QMP": {"version": version, "capabilities": ["oob"]}})
 }
@@ -55,7 +55,7 @@ pub fn reply(result: QmpResult<Value>, id: Option<Value>) -> Value {
     Value::Object(message)
 }
 
-/// The bytes of a message, as QEMU writes them. `pretty`: over several lines, for people.
+/// The bytes of a message, as QEMU writes them. `pretty`: over several lines, for a reader.
 pub fn encode(message: &Value, pretty: bool) -> Vec<u8> {
     let mut writer = Writer { bytes: Vec::with_capacity(128), depth: pretty.then_some(0) };
     writer.value(message);

@@ -10,7 +10,7 @@ const LINE_END: char = '\u{10fe0a}';
 /// Result with [`QmpError`].
 pub type QmpResult<T> = Result<T, QmpError>;
 
-/// The class of an error: what a program may depend on, as opposed to the description.
+/// The class of an error, on which a program may depend, as opposed to the description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
     /// Everything that has no class of its own.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! JSON as QEMU's parser takes it, with its words for errors. Strings may stand in single quotes. A key that comes twice in one
-//! object is an error, because either value could be meant.
+//! JSON as QEMU's parser takes it, with its words for errors. Strings may have single quotes. A key that comes twice in
+//! one object is an error, because either value could be meant.
 
 use crate::lexer::{Kind, Lexer, Position, Token};
 use serde_json::{Map, Number, Value};
@@ -11,7 +11,7 @@ pub const MAX_DEPTH: usize = 1024;
 /// QEMU's sentence for a text that is longer than it takes.
 pub(crate) const TOO_LONG: &str = "JSON token size limit exceeded";
 
-/// The value of a text, or what is wrong with it.
+/// The value of a text, or its fault.
 pub fn parse_json(text: &[u8]) -> Result<Value, String> {
     let (mut lexer, mut parser) = (Lexer::new(usize::MAX), Parser::default());
     let mut values = Vec::new();
@@ -53,7 +53,7 @@ enum Expected {
     More,
 }
 
-/// Tokens to values. After an error it takes nothing up to the end of what was open.
+/// Tokens to values. After an error it takes nothing up to the end of the open value.
 #[derive(Debug, Default)]
 pub(crate) struct Parser {
     open: Vec<Open>,
@@ -66,7 +66,7 @@ pub(crate) struct Parser {
 type Parsed<T> = Result<T, String>;
 
 impl Parser {
-    /// Takes a token; a value that is complete with it, or what is wrong.
+    /// Takes a token; returns a value that is complete with it, or the fault.
     pub fn take(&mut self, token: Token) -> Option<Parsed<Value>> {
         match token.kind {
             Kind::Stray(text) => {
@@ -245,7 +245,7 @@ fn text(token: &[u8], place: Position) -> Parsed<String> {
             b't' => '\t',
             b'u' => {
                 let (character, len) = escaped(bytes).ok_or_else(|| {
-                    // The quote that ends the token belongs to what is shown.
+                    // The quote that ends the token belongs to the text shown.
                     let shown = &token[token.len() - 1 - bytes.len()..];
                     let shown = String::from_utf8_lossy(&shown[..shown.len().min(4)]);
                     wrong(place, &format!("\\u{shown} is not a valid Unicode character"))
@@ -301,7 +301,7 @@ fn is_character(found: char) -> bool {
 mod tests {
     use super::*;
 
-    /// Texts and what QEMU says of them.
+    /// Texts and QEMU's errors about them.
     const WRONG: &[(&str, &str)] = &[
         ("{x}", "1:2: JSON parse error, expecting key"),
         ("{", "1:2: JSON parse error, premature end of input"),

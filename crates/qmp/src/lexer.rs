@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bytes to the tokens of JSON, with their places. It takes and refuses what QEMU takes and refuses, and names the same places.
+//! Bytes to the tokens of JSON, with their places. It takes and refuses the same as QEMU, and names the same places.
 
 /// Where a token begins: line and column, from 1 on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,7 @@ enum State {
     Word,
 }
 
-/// Where a number stands.
+/// The place within a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Digits {
     Sign,
@@ -81,9 +81,9 @@ impl Digits {
 pub(crate) struct Lexer {
     state: State,
     text: Vec<u8>,
-    /// Of the byte that comes next.
+    /// The place of the byte that comes next.
     place: Position,
-    /// Of the token that is open.
+    /// The start of the open token.
     start: Position,
     limit: usize,
 }
@@ -116,7 +116,8 @@ impl Lexer {
         len
     }
 
-    /// The end of the input: the number or word that is complete with it, or else the text that isn't, and the place of the end.
+    /// The end of the input: the number or word that is complete with it, or else the incomplete text, and the place of
+    /// the end.
     pub fn finish(&mut self) -> (Option<Token>, Position) {
         let mut end = self.place;
         let token = match self.state {

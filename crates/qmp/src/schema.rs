@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The schema: what commands take and return. Arguments are checked against it before a command runs, so that a wrong
-//! one changes nothing, and clients learn it with `query-qmp-schema`.
+//! The schema: arguments and results of commands. Arguments are checked against it before a command runs, so that a
+//! wrong one changes nothing, and clients learn it with `query-qmp-schema`.
 
 use crate::error::{QmpError, QmpResult};
 use crate::order::ordered;
@@ -18,7 +18,7 @@ const MOST_WORDS: usize = 12;
 pub enum Strictness {
     /// JSON: a number is a number.
     Exact,
-    /// From a command line: scalars are texts, and become what the type asks for.
+    /// From a command line: scalars are texts, and become values of the type.
     Texts,
 }
 
@@ -44,7 +44,7 @@ pub struct Schema {
     messages: BTreeMap<(String, String), String>,
 }
 
-/// Name of the object type of arguments or data that stand inline.
+/// Name of the object type of inline arguments or data.
 fn inline_name(of: &str) -> String {
     format!("{of}-arg")
 }
@@ -55,8 +55,8 @@ impl Schema {
         Self::default()
     }
 
-    /// Adds the definitions in `text`; the notation stands in the source of this crate's module `parse`. The error
-    /// says what can't be read, or is there twice.
+    /// Adds the definitions in `text`; the source of this crate's module `parse` has the notation. The error names the
+    /// part that can't be read, or is there twice.
     pub fn add(&mut self, text: &str) -> Result<(), String> {
         for (name, definition) in parse::parse(text)? {
             let twice = match definition {
@@ -375,7 +375,7 @@ impl Schema {
     }
 }
 
-/// Built-in types and what they are in JSON.
+/// Built-in types and their types in JSON.
 const BUILTINS: &[(&str, &str)] =
     &[("str", "string"), ("int", "int"), ("number", "number"), ("bool", "boolean"), ("null", "null"), ("any", "value")];
 

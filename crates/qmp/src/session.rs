@@ -56,7 +56,7 @@ impl Session {
         self.negotiated
     }
 
-    /// Takes what the client sent.
+    /// Takes the client's bytes.
     pub fn feed(&mut self, bytes: &[u8]) -> Vec<Incoming> {
         let messages = self.stream.feed(bytes);
         messages.into_iter().map(|message| self.message(message)).collect()

@@ -11,13 +11,13 @@ pub const MAX_TEXT_BYTES: usize = 4 << 20;
 
 /// Splits a stream into JSON values.
 ///
-/// As the protocol has it, strings may also stand in single quotes. A control character other than tab, carriage return
-/// and line feed, or a byte 0xFF, brings the stream back into its initial state.
+/// As in the protocol, strings may also have single quotes. A control character other than tab, carriage return and
+/// line feed, or a byte 0xFF, brings the stream back into its initial state.
 #[derive(Debug)]
 pub struct JsonStream {
     lexer: Lexer,
     parser: Parser,
-    /// Of the value that is open, in bytes.
+    /// Length of the open value in bytes.
     len: usize,
 }
 
@@ -33,7 +33,7 @@ impl JsonStream {
         JsonStream { lexer: Lexer::new(MAX_TEXT_BYTES), parser: Parser::default(), len: 0 }
     }
 
-    /// Takes bytes; the values that are complete with them, and what is wrong in between.
+    /// Takes bytes; returns the values that are complete with them, and the faults in between.
     pub fn feed(&mut self, bytes: &[u8]) -> Vec<QmpResult<Value>> {
         let mut found = Vec::new();
         let mut rest = bytes;
@@ -75,7 +75,7 @@ mod tests {
         found.into_iter().map(|value| value.map_err(|error| error.description)).collect()
     }
 
-    /// The faults of a text that stands in a stream, in QEMU's words.
+    /// The faults of a text in a stream, in QEMU's words.
     fn errors(text: &[u8]) -> Vec<String> {
         values(text).into_iter().filter_map(Result::err).collect()
     }

@@ -6,7 +6,7 @@
 pub enum Type {
     /// `str`
     Str,
-    /// `int`: what fits into 64 bits, with or without sign.
+    /// `int`: a number that fits into 64 bits, with or without sign.
     Int,
     /// `uint32`: an `int` of 32 bits without sign.
     Uint32,

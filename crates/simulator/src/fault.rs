@@ -37,7 +37,7 @@ pub enum Effect {
     Delay(Duration),
 }
 
-/// A rule: which operations, and what happens to them.
+/// A rule: the operations that it chooses, and its effect on them.
 #[derive(Clone, Debug)]
 pub struct Fault {
     /// Only this file.

@@ -14,8 +14,8 @@ use std::result::Result;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// An open file of a [`World`]. Everything that a kernel leaves to its caller (short counts, alignment, what follows
-/// a failed sync) is left to the caller here too.
+/// An open file of a [`World`]. Everything that a kernel leaves to its caller (short counts, alignment, the behaviour
+/// after a failed sync) is left to the caller here too.
 #[derive(Clone)]
 pub struct SimFile {
     world: World,
@@ -114,7 +114,7 @@ impl SimFile {
         (result.map(|value| count(value) as usize), bufs)
     }
 
-    /// A barrier over what completed before; each failure is told once.
+    /// A barrier over operations completed before; each failure is told once.
     pub async fn sync(&self) -> Result<(), Errno> {
         self.submit(Request::Sync).await.result.map(|_| ())
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A simulated machine: files on a disk whose operations complete in random order, fail on demand and lose what was
-//! not flushed. Deterministic: one seed, one run.
+//! A simulated machine: files on a disk whose operations complete in random order, fail on demand and lose data that
+//! was not flushed. Deterministic: one seed, one run.
 //!
-//! [`World`] holds the files. [`World::run`] runs a future on it; inside, [`cowshed_storage::File::open`] opens simulated files
-//! by name and [`cowshed_storage::rt`] keeps virtual time. The world logs every change ([`Event`]); [`Replay`] walks through
-//! the log and says at each point what a power cut may leave ([`Cut`], [`CrashState`]).
+//! [`World`] holds the files. [`World::run`] runs a future on it; inside, [`cowshed_storage::File::open`] opens
+//! simulated files by name and [`cowshed_storage::rt`] keeps virtual time. The world logs every change ([`Event`]);
+//! [`Replay`] walks through the log and gives at each point the states that a power cut may leave ([`Cut`],
+//! [`CrashState`]).
 
 mod fault;
 mod file;

@@ -101,20 +101,20 @@ pub enum Event {
         /// The part that reached the volatile contents.
         applied: Applied,
     },
-    /// A barrier was asked for. It covers what completed before.
+    /// A barrier was asked for. It covers operations completed before.
     SyncIssued {
         /// The operation.
         op: OpId,
         /// Its file.
         file: FileId,
     },
-    /// A barrier ended well: what it covers is durable.
+    /// A barrier ended well: the covered changes are durable.
     SyncDone {
         /// The operation.
         op: OpId,
     },
-    /// A barrier failed. The operating system has dropped what it covered: it may be on disk or not, and no later
-    /// barrier will write it.
+    /// A barrier failed. The operating system has dropped the covered changes: they may be on disk or not, and no later
+    /// barrier will write them.
     SyncFailed {
         /// The operation.
         op: OpId,

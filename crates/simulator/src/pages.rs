@@ -74,7 +74,7 @@ impl PageMap {
         self.pages.len() as u64 * PAGE_BYTES
     }
 
-    /// Fills `into` from `offset`; holes and what lies behind the end read as zeroes.
+    /// Fills `into` from `offset`; holes and bytes behind the end read as zeroes.
     pub fn read(&self, offset: u64, into: &mut [u8]) {
         for (index, within, part) in pieces_mut(offset, into) {
             match self.pages.get(&index) {
@@ -105,7 +105,7 @@ impl PageMap {
         let end = offset.saturating_add(len).min(self.len_bytes.next_multiple_of(PAGE_BYTES));
         let mut at = offset;
         if !keep_space {
-            // Only pages that exist need work: a range of terabytes costs what it holds.
+            // Only pages that exist need work: a range of terabytes costs no more than its contents.
             let first = offset.div_ceil(PAGE_BYTES);
             let last = end / PAGE_BYTES;
             if first < last {
@@ -130,8 +130,8 @@ impl PageMap {
         }
     }
 
-    /// Takes space for `offset .. offset + len` without changing what it reads as; grows the file with `grow`, else
-    /// pages wholly behind the end are left out.
+    /// Takes space for `offset .. offset + len` without changing its bytes; grows the file with `grow`, else pages
+    /// wholly behind the end are left out.
     pub fn allocate(&mut self, offset: u64, len: u64, grow: bool) {
         let end = offset.saturating_add(len);
         if grow {
@@ -143,7 +143,7 @@ impl PageMap {
         }
     }
 
-    /// Sets the length; what is cut off is gone, what is added is a hole.
+    /// Sets the length; bytes cut off are gone, an added range is a hole.
     pub fn set_len(&mut self, len_bytes: u64) {
         if len_bytes < self.len_bytes {
             let behind: Vec<u64> =
@@ -222,7 +222,7 @@ fn pieces_mut(offset: u64, mut bytes: &mut [u8]) -> impl Iterator<Item = (u64, u
 }
 
 fn hash_page(bytes: &[u8; PAGE_BYTES as usize]) -> u128 {
-    // Two lanes of multiply-and-rotate; what matters is speed and that equal hashes mean equal pages in practice.
+    // Two lanes of multiply-and-rotate: fast, and equal hashes mean equal pages in practice.
     let (mut a, mut b) = (0u64, 0u64);
     let (words, _) = bytes.as_chunks::<8>();
     for pair in words.chunks_exact(2) {

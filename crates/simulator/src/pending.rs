@@ -127,7 +127,7 @@ impl Drop for Completion {
     }
 }
 
-/// Waits until the virtual clock has come to a time.
+/// Waits until the virtual clock has reached a time.
 pub(super) struct Sleep {
     world: World,
     deadline_ns: u64,

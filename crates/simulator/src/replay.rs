@@ -3,7 +3,7 @@
 //!
 //! The rules, for each file on its own: everything that a successful barrier covered (all that completed before it was
 //! issued) is there. Of every later change any part may be there, sector by sector, also of one still under way. So a
-//! sector holds what it held at the barrier or what it held after any later change to it. Changes of the length and the
+//! sector holds its bytes at the barrier or those after any later change to it. Changes of the length and the
 //! appearance of a name are such parts too.
 
 use super::log::{Applied, Change, Event, FileId, OpId};
@@ -197,7 +197,7 @@ fn count_units(piece: &Piece, sector: u64) -> usize {
     (end - start).div_ceil(piece.unit(sector)) as usize
 }
 
-/// Writes the units `from .. to` of `piece`; what lies behind the end of the file is lost.
+/// Writes the units `from .. to` of `piece`; bytes behind the end of the file are lost.
 fn write_units(contents: &mut PageMap, piece: &Piece, from: u64, to: u64, sector: u64) {
     let (start, end) = piece.range();
     let unit = piece.unit(sector);
@@ -412,7 +412,7 @@ struct Base {
     durable: PageMap,
 }
 
-/// A point at which the power is cut: what is durable, and the changes that may be there or not.
+/// A point at which the power is cut: the durable contents, and the changes that may be there or not.
 #[derive(Clone, Debug)]
 pub struct Cut {
     position: usize,

@@ -231,7 +231,7 @@ fn a_deadlock_is_told() {
     world(1, &[]).run(std::future::pending::<()>());
 }
 
-/// Three queues that write and note in what order; what they leave.
+/// Three queues that write and note their order; returns the notes and the contents.
 fn run_three_queues(seed: u64) -> (Vec<u64>, PageMap) {
     let world = world(seed, &[0; 4096]);
     let order = Arc::new(Mutex::new(Vec::new()));

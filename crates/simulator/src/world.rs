@@ -104,7 +104,7 @@ pub struct Overlap {
     pub range: std::ops::Range<u64>,
     /// Length of the log when the second began.
     pub position: usize,
-    /// The two changes, for people.
+    /// The two changes, for a message.
     pub changes: String,
 }
 
@@ -222,7 +222,7 @@ impl World {
         state.find(name).map(|id| state.files[id].volatile.clone())
     }
 
-    /// A copy of the log and of what the disk held when it began.
+    /// A copy of the log and of the disk's contents at its beginning.
     pub fn trace(&self) -> Trace {
         let state = self.lock();
         Trace {
@@ -233,7 +233,7 @@ impl World {
         }
     }
 
-    /// Length of the log: the position between what has happened and what will.
+    /// Length of the log: the position between past and future events.
     pub fn position(&self) -> usize {
         self.lock().log.len()
     }
@@ -273,8 +273,8 @@ impl World {
         self.lock().config.capacity_bytes = capacity_bytes;
     }
 
-    /// Pairs of changes that were under way at once on the same bytes: fine for a disk, but a slip of an engine when
-    /// they hold metadata.
+    /// Pairs of changes that were under way at once on the same bytes. A disk bears them, but for metadata they are a
+    /// slip of an engine.
     pub fn overlaps(&self) -> Vec<Overlap> {
         self.lock().overlaps.clone()
     }

@@ -76,7 +76,7 @@ impl DeviceInfo {
         bytes
     }
 
-    /// Reads what the driver has written.
+    /// Reads the driver's bytes.
     ///
     /// # Errors
     /// Where a server can't work by these numbers: no queue, no request, or no whole sector of data.

@@ -3,8 +3,8 @@
 //!
 //! The kernel's `Documentation/block/ublk.rst` describes it. Numbers have the byte order of the machine, because both sides run on it.
 //!
-//! - `control`: features, and what the driver says of a device
-//! - `params`: what a device is to be like
+//! - `control`: features, and the driver's description of a device
+//! - `params`: the properties of a new device
 //! - `request`: the descriptor of a request
 //! - `tags`: whose turn it is with each request of a queue
 

@@ -77,14 +77,14 @@ impl Params {
         bytes
     }
 
-    /// Asks for them: what the buffer holds before the driver writes to it.
+    /// Asks for them: the contents of the buffer before the driver writes to it.
     pub fn question() -> [u8; PARAMS_BYTES] {
         let mut bytes = [0; PARAMS_BYTES];
         put_u32(&mut bytes, 0, PARAMS_BYTES as u32);
         bytes
     }
 
-    /// Reads what the driver has written.
+    /// Reads the driver's bytes.
     ///
     /// # Errors
     /// Where the first part is missing, or blocks have an impossible length.

@@ -36,7 +36,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// True for what changes bytes of the disk.
+    /// True for requests that change bytes of the disk.
     pub fn changes(&self) -> bool {
         !matches!(self, Operation::Read | Operation::Flush)
     }

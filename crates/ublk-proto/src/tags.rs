@@ -42,7 +42,7 @@ pub struct Tags {
 }
 
 impl Tags {
-    /// Of a queue of this depth.
+    /// The tags of a queue of this depth.
     pub fn new(depth: u16) -> Tags {
         Tags { turns: vec![Turn::New; depth.into()], with_server: 0, gone: 0 }
     }

@@ -46,7 +46,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks what a user may get wrong.
+    /// Checks the settings that a user may get wrong.
     ///
     /// # Errors
     /// The option and its range.

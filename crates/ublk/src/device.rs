@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 const NEW_REQUEST_BYTES: u32 = 1 << 20;
 /// So long a char device may take to appear, and to get the mode that a rule gives it.
 const NODE_PATIENCE: Duration = Duration::from_secs(5);
-/// So long the kernel may take to end what a dead server has left.
+/// So long the kernel may take to end the requests of a dead server.
 const DEATH_PATIENCE: Duration = Duration::from_secs(30);
 /// The same, where the server seems to be alive: it may be about to end.
 const DYING_PATIENCE: Duration = Duration::from_secs(2);
@@ -425,7 +425,7 @@ impl<D: UblkDriver> Device<D> {
         self.common.threads.look(|threads| *threads == 0)
     }
 
-    /// Ends what is in flight, and takes the device away.
+    /// Ends requests in flight, and takes the device away.
     pub fn stop(&mut self) {
         let (id, device) = (Arc::clone(&self.common.ways.id), self.number);
         let gone = |errno: &Errno| errno.0 == Number::NODEV.raw_os_error();

@@ -60,7 +60,7 @@ fn open(path: &Path, flags: OFlags) -> Option<File> {
 }
 
 impl Ledger {
-    /// Of a new device.
+    /// The ledger of a new device.
     pub fn begin(folder: &Path, device: u32) -> Ledger {
         let path = path_of(folder, device);
         let note = open(&path, OFlags::CREATE);
@@ -75,7 +75,7 @@ impl Ledger {
         Ledger { path, state: Mutex::new(state) }
     }
 
-    /// Of a device whose server has died. Without a note of that one its changes count as lost.
+    /// The ledger of a device whose server has died. Without a note of that one its changes count as lost.
     pub fn take_up(folder: &Path, device: u32) -> Ledger {
         let path = path_of(folder, device);
         let note = open(&path, OFlags::empty());

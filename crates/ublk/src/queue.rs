@@ -51,7 +51,7 @@ impl Drop for Running {
     }
 }
 
-/// Starts the thread of a queue. It says when the driver has all of its tags, or what is wrong.
+/// Starts the thread of a queue. It reports that the driver has all of its tags, or the fault.
 pub(crate) fn spawn<D: UblkDevice>(
     device: &Arc<D>,
     common: &Common,

@@ -92,7 +92,7 @@ impl Server {
         }
     }
 
-    /// Ends what is in flight, and takes the device away. Call it inside of [`rt::block_on`].
+    /// Ends requests in flight, and takes the device away. Call it inside of [`rt::block_on`].
     pub async fn stop(&self) {
         // The owner knows of this end.
         drop(lock(&self.shared.on_end).take());

@@ -3,7 +3,7 @@
 
 use crate::SECTOR_BYTES;
 
-/// Bytes of the config space that are used; what follows reads as zeroes.
+/// Bytes of the config space that are used; bytes behind read as zeroes.
 pub const CONFIG_BYTES: usize = 60;
 /// Where the switch of the write cache is: the only field that a driver may write.
 pub const WRITEBACK_AT: u32 = 32;
@@ -58,7 +58,7 @@ impl DeviceConfig {
         put(44, &self.discard_alignment_sectors.to_le_bytes());
         put(48, &self.max_zeroes_sectors.to_le_bytes());
         put(52, &self.max_zeroes_segments.to_le_bytes());
-        // A write of zeroes may free what lies there.
+        // A write of zeroes may free the space of its range.
         put(56, &[1]);
         bytes
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The region that notes which requests are in flight, so that a new back end carries out what the old one left behind.
+//! The region that notes the requests in flight, so that a new back end carries out those that the old one left behind.
 //!
 //! One part for each queue: `features` (8 bytes), `version` (2), number of descriptors (2), `last_batch_head` (2),
 //! `used_idx` (2). Then 16 bytes for each descriptor: in flight (1), padding (5), `next` (2), counter (8).
@@ -59,7 +59,7 @@ impl<P: Shared> UnflushedNote<P> {
         }
     }
 
-    /// Sets or clears it, before what follows in memory.
+    /// Sets or clears it, before later writes to memory.
     pub fn set(&self, is_set: bool) {
         self.0.store(FLAG_AT, is_set.into());
         fence(Ordering::SeqCst);

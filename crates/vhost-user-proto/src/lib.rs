@@ -2,7 +2,7 @@
 //! The back end's half of vhost-user-blk as bytes and structs: no I/O, no runtime, no clock.
 //!
 //! - `message`, `features`: the messages on the Unix socket, after QEMU's `docs/interop/vhost-user.rst`
-//! - `regions`: where guest memory is; `memory`: what the rings need of it
+//! - `regions`: where guest memory is; `memory`: the rings' needs of it
 //! - `ring`, `chain`: the split virtqueue, after the virtio 1.2 specification
 //! - `inflight`: the region that survives the back end
 //! - `config`, `request`: the block device

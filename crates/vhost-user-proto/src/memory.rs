@@ -41,8 +41,8 @@ pub trait Memory {
     /// A range that lies in one region. `None`: it doesn't.
     fn piece(&self, address: u64, len: usize) -> Option<Self::Piece>;
 
-    /// The pieces of a range, appended in order: several where regions meet in it. False: a part of it is no memory, and what was
-    /// appended is of no use.
+    /// The pieces of a range, appended in order: several where regions meet in it. False: a part of it is no memory,
+    /// and the appended pieces are of no use.
     fn pieces(&self, address: u64, len: usize, pieces: &mut Vec<Self::Piece>) -> bool;
 }
 

@@ -52,7 +52,7 @@ pub mod request {
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
-    /// Of the back end, on its own channel: the config space has changed.
+    /// A message of the back end, on its own channel: the config space has changed.
     pub const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 

@@ -56,7 +56,7 @@ impl Region {
     }
 }
 
-/// The regions that are there, each with what stands for its bytes.
+/// The regions, each with the object that stands for its bytes.
 #[derive(Clone, Debug)]
 pub struct Regions<T> {
     /// Ordered by the guest's addresses, without overlap.

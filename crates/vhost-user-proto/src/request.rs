@@ -17,7 +17,7 @@ const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
 const DISCARD: u32 = 11;
 const WRITE_ZEROES: u32 = 13;
-/// In a segment: what lies there may be freed.
+/// In a segment: the space of the range may be freed.
 const UNMAP: u32 = 1;
 
 /// How a request ended, as the guest reads it.
@@ -75,7 +75,7 @@ pub enum Request {
         /// In bytes.
         len: u64,
     },
-    /// Make what was written durable.
+    /// Make earlier writes durable.
     Flush,
     /// Give the name of the disk, in at most so many bytes.
     GetId {

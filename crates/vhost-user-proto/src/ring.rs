@@ -12,13 +12,13 @@ pub const MAX_RING_SIZE: u16 = 1 << 15;
 const NO_CALLS: u16 = 1;
 /// In the flags of the used ring: the device wants no kicks.
 const NO_KICKS: u16 = 1;
-/// Where the index stands in both rings, behind the flags.
+/// The place of the index in both rings, behind the flags.
 const INDEX_AT: usize = 2;
 /// Where the entries begin in both rings.
 const ENTRIES_AT: usize = 4;
 const USED_ENTRY_BYTES: usize = 8;
 
-/// Where a ring is, by the guest's addresses, and what was agreed on.
+/// The place of a ring, by the guest's addresses, and the agreed features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPlace {
     /// Places: a power of two.
@@ -95,7 +95,7 @@ impl<P: Shared> Ring<P> {
         self.size
     }
 
-    /// The index of the next chain to take: what `GET_VRING_BASE` answers once nothing is in flight.
+    /// The index of the next chain to take, which answers `GET_VRING_BASE` once nothing is in flight.
     pub fn base(&self) -> u16 {
         self.next_available
     }
@@ -176,7 +176,7 @@ impl<P: Shared> Ring<P> {
         self.used.store(INDEX_AT, self.next_used);
     }
 
-    /// True when the driver is to be called for what was given back since it was asked last.
+    /// True when the driver is to be called for chains given back since it was asked last.
     pub fn is_call_due(&mut self) -> bool {
         let before = self.told.replace(self.next_used);
         if before == Some(self.next_used) {

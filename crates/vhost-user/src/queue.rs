@@ -93,8 +93,8 @@ pub(crate) struct Start<M: Memory = GuestMemory> {
 
 pub(crate) enum Message<M: Memory = GuestMemory> {
     Start(Box<Start<M>>, Arc<Watched<Option<Result<(), Malformed>>>>),
-    /// Take no more, end what is in flight, and say where to go on. Requests of an earlier life that have not begun are carried out
-    /// only for a front end that is there: another one finds them noted.
+    /// Take no more, end requests in flight, and return the place to go on from. Requests of an earlier life that have
+    /// not begun are carried out only for a front end that is there: another one finds them noted.
     Stop {
         base: Arc<Watched<Option<u16>>>,
         is_left: bool,
@@ -273,7 +273,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
             self.left.clear();
         }
         loop {
-            // The base of the ring stands behind these.
+            // The base of the ring is behind these.
             self.begin_left(disk);
             match self.work.next().await {
                 Some(ended) => self.give_back(ended),
@@ -317,7 +317,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         self.bytes < MAX_BYTES_IN_FLIGHT
     }
 
-    /// Takes what is available and begins it. True: there was something.
+    /// Takes the available requests and begins them. True: there was something.
     fn take(&mut self, disk: &Disk) -> bool {
         let mut memory = None;
         let mut chains = self.begin_left(disk);

@@ -40,7 +40,7 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    /// Checks what a user may get wrong, in QEMU's words where it has some.
+    /// Checks the settings that a user may get wrong, in QEMU's words where it has some.
     pub fn check(&self) -> Result<()> {
         if !self.block_bytes.is_power_of_two() || !(512..=MAX_BLOCK_BYTES).contains(&self.block_bytes) {
             let message = "parameter logical-block-size must be a power of 2 between 512 and 2097152";
@@ -131,7 +131,7 @@ impl Server {
         self.shared.looks.change(|looks| *looks += 1);
     }
 
-    /// Ends what is in flight, sends the front end away, and ends the threads. Call it inside of [`rt::block_on`].
+    /// Ends requests in flight, sends the front end away, and ends the threads. Call it inside of [`rt::block_on`].
     pub async fn stop(&self) {
         self.begin_stop();
         self.shared.ended.wait(|ended| ended.then_some(())).await;

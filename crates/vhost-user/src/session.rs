@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One front end: what was agreed on, its memory, its rings.
+//! One front end: the agreed features, its memory, its rings.
 
 use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, MemoryPiece};

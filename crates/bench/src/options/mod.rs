@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The effect of one option: the same work without it and with it, in turns, by our program and by QEMU's where it has
-//! the option. The figures of docs/measurements/options.md.
+//! The effect of one option: the same work without it and with it, in turns. Our program runs it, and QEMU's where it
+//! has the option. The figures of docs/measurements/options.md.
 
 mod commands;
 mod served;
@@ -17,7 +17,7 @@ pub struct Taken {
     pub seconds: f64,
     /// User and system time for the same, in seconds.
     pub cpu_seconds: f64,
-    /// Peak resident memory in bytes, or what is resident at the end, as the row's name says.
+    /// Peak resident memory in bytes, or resident memory at the end, as the row's name says.
     pub peak_bytes: u64,
     /// The bytes that the disk was given to write; `None` without writes.
     pub written_bytes: Option<f64>,

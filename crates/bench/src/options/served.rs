@@ -16,13 +16,13 @@ use std::time::Duration;
 /// One value of an option.
 #[derive(Clone, Copy)]
 struct Value {
-    /// Of the fresh image, for `create`; `DATA` stands for the name of a second file.
+    /// Options of the fresh image, for `create`; `DATA` stands for the name of a second file.
     create: &'static str,
-    /// Of the file node.
+    /// Options of the file node.
     file: &'static str,
-    /// Of the qcow2 node.
+    /// Options of the qcow2 node.
     node: &'static str,
-    /// Of the program.
+    /// Options of the program.
     program: &'static [&'static str],
     /// Threads of `cowshed serve`, in place of the storage daemon.
     queues: Option<&'static str>,

@@ -151,7 +151,7 @@ impl Driver for LuksDriver {
         })
     }
 
-    /// All of it is data: what isn't written reads as garbage, not as zeroes.
+    /// All of it is data: a range never written reads as garbage, not as zeroes.
     fn block_status(&self, offset: u64, len: u64, _max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
         Box::pin(ready(Ok(vec![StatusExtent {
             start: offset,

@@ -110,7 +110,7 @@ impl Qcow2Driver {
         if is_there(allocation.head, head_len) && is_there(allocation.tail, tail_len) {
             return self.stored_in(allocation.file).write_at(data, allocation.host.0 + head_len).await;
         }
-        // In a box: the common case doesn't move what only this needs.
+        // In a box: the common case doesn't move the state that only this needs.
         Box::pin(self.write_around(allocation, data)).await
     }
 
@@ -215,8 +215,8 @@ impl Qcow2Driver {
         Ok(buf)
     }
 
-    /// As [`Self::write_filled`], through the cipher: what is copied was decrypted on reading and is encrypted for its
-    /// new place. Zeroes are encrypted too.
+    /// As [`Self::write_filled`], through the cipher. Copied data was decrypted on reading and is encrypted for its new
+    /// place. Zeroes are encrypted too.
     async fn write_filled_encrypted(&self, allocation: &Allocation, data: IoBuf) -> (Result<()>, IoBuf) {
         let bytes = match self.merged(allocation, &data).await {
             Ok(merged) => self.encrypted(allocation.start, allocation.host, merged).await,

@@ -6,7 +6,8 @@
 //! covers the image above them too, if that has no writers either: then a read doesn't ask its mapping at all. The map
 //! is thrown away when an edge of any graph moves or a node becomes writable. An answer may be short of the truth: a
 //! layer above the right one, which then asks its own backing file. It is never past the truth. A place is good only
-//! for a reader that holds a pin of that layer, and has seen after taking it that nothing has changed ([`Place`]).
+//! for a reader that holds a pin of that layer. The reader must have seen after taking it that nothing has changed
+//! ([`Place`]).
 
 use super::Qcow2Driver;
 use crate::DriverOf;
@@ -25,14 +26,14 @@ use std::sync::{Arc, OnceLock, Weak};
 const LAYERS_MIN: usize = 2;
 /// Layers that a byte can number, beside the three values that mean something else.
 const LAYERS_MAX: usize = 253;
-/// The map is as fine as the finest layer, but not finer than this; what is finer is read layer by layer.
+/// The map is as fine as the finest layer, but not finer than this; a finer layer is read alone.
 const GRANULE_BITS_MIN: u32 = 12;
 /// Granules in a chunk, and those that are looked up together.
 const CHUNK: u64 = 4096;
 const WINDOW: u64 = 64;
 /// Chunks of one image at most, 16 KiB each: with 64 KiB clusters they cover 256 GiB. One more begins a new map.
 const CHUNKS_MAX: usize = 1024;
-/// Places for chunks: what lies behind, 4 TiB with 64 KiB clusters, is read layer by layer.
+/// Places for chunks: the range behind, 4 TiB with 64 KiB clusters, is read layer by layer.
 const SLOTS_MAX: u64 = 1 << 14;
 
 /// Not looked up yet.
@@ -85,7 +86,7 @@ pub(crate) struct ChainMap {
     changes: u64,
     /// The backing file, its backing file, and so on. Empty when the chain is too short or not fit.
     layers: Vec<Weak<Node>>,
-    /// The image above them is read-only, and the map tells what it has.
+    /// The image above them is read-only, and the map has its ranges too.
     covers_itself: bool,
     granule_bits: u32,
     chunks: Vec<OnceLock<Chunk>>,
@@ -97,7 +98,7 @@ pub(crate) struct ChainMap {
 impl ChainMap {
     /// For `image` above `backing`.
     fn new(image: &Qcow2Driver, backing: &Arc<Node>) -> ChainMap {
-        // Before the look: what changes meanwhile is noticed at the next one.
+        // Before the look: a change meanwhile is noticed at the next one.
         let changes = graph_changes();
         let (mut layers, mut granule_bits) = (Vec::new(), u32::MAX);
         let covers_itself = image.is_frozen() && !without!("image_passed_over");
@@ -170,7 +171,7 @@ impl ChainMap {
         Known { owner, host: is_one_piece.then(|| (u64::from(place) << self.granule_bits) + within) }
     }
 
-    /// Whom to ask for a range, by what is known already.
+    /// The layer to ask for a range, by the known facts.
     fn whom_to_ask(&self, offset: u64, len: u64) -> Asked {
         let known = self.known(offset, len);
         let place = known
@@ -251,8 +252,8 @@ impl ChainMap {
         Ok(())
     }
 
-    /// Looks up what `image` itself has in the window around a granule. No layer is asked: what it has is read also while its
-    /// backing file doesn't answer.
+    /// Looks up the own ranges of `image` in the window around a granule. No other layer is asked: its own data is read
+    /// also while its backing file doesn't answer.
     async fn look_up_itself(&self, image: &Qcow2Driver, granule: u64) -> Result<()> {
         let Some(mut window) = Window::around(self, granule) else { return Ok(()) };
         for run in image.note_holdings(window.bytes_of(image), ITSELF, &mut window).await? {
@@ -364,9 +365,9 @@ impl<'a> Window<'a> {
 }
 
 impl Qcow2Driver {
-    /// How a read goes on of a range of which nothing is here. Only what is known already: no future and no memory.
+    /// How a read goes on of a range of which nothing is here. It uses known facts alone: no future and no memory.
     pub(super) fn below(&self, offset: u64, len: u64) -> Mapped<'_> {
-        // Faults are told what comes next.
+        // Faults need to know of each operation.
         if self.file.faults().is_some() {
             return Mapped::Special;
         }
@@ -417,7 +418,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Looks up what [`Asked::Unseen`] was said of.
+    /// Looks up the ranges of [`Asked::Unseen`].
     pub(super) async fn look_around(&self, offset: u64) {
         let Some(map) = self.chain_map.load_full() else { return };
         // As in `next_part`.
@@ -433,7 +434,7 @@ impl Qcow2Driver {
         self.frozen.load(Ordering::Acquire)
     }
 
-    /// Notes what this layer has of a range; the rest.
+    /// Notes the parts of a range that this layer has, and returns the rest.
     async fn note_holdings(&self, range: Range<u64>, owner: u8, window: &mut Window<'_>) -> Result<Vec<Range<u64>>> {
         let mut rest = Vec::new();
         for (run, holding) in self.holdings(range).await? {
@@ -446,7 +447,7 @@ impl Qcow2Driver {
         Ok(rest)
     }
 
-    /// Fills `buf` from the backing file: what this layer doesn't have.
+    /// Fills `buf` from the backing file, for a range that this layer doesn't have.
     pub(super) async fn read_backing(&self, backing: &Arc<Node>, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.meet(Event::ReadBackingAio).await;
         let known = self.chain_map.load();
@@ -466,7 +467,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// True when what this layer doesn't have reads as zeroes.
+    /// True when ranges that this layer doesn't have read as zeroes.
     fn is_last(&self) -> bool {
         self.backing.load().is_none() && !self.no_backing
     }
@@ -481,7 +482,7 @@ impl Qcow2Driver {
             for extent in extents.iter() {
                 let holding = match extent.mapping {
                     Mapping::Unallocated => Holding::Nothing,
-                    // Of all data of an image either none is in the data file, or all.
+                    // Either no data of an image is in the data file, or all.
                     Mapping::Data { host, encrypted: false, .. } => Holding::Data(host.0),
                     _ => Holding::Other,
                 };
@@ -559,7 +560,7 @@ mod tests {
         for covers_itself in [false, true] {
             map.covers_itself = covers_itself;
             assert_eq!(matches!(ask(&map, 0, 4096), Asked::Unseen), covers_itself);
-            // There is no memory for what lies behind.
+            // There is no memory for the chunk behind.
             assert!(matches!(ask(&map, CHUNK, 4096), Asked::Unknown));
         }
         put(&map, 1, ITSELF, Some(0x50000));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The children of a qcow2 image, its data file and its backing file, and what else its driver needs, from the options or on
-//! the header's word.
+//! The children of a qcow2 image, its data file and its backing file, and the other needs of its driver, from the
+//! options or on the header's word.
 
 use crate::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_graph::node::ChildRole;
@@ -11,7 +11,7 @@ use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::rc::Rc;
 
-/// Opens the children of the image in `file` and puts together what its driver needs.
+/// Opens the children of the image in `file` and puts the context of its driver together.
 pub(super) async fn context(
     opener: &Rc<Opener>,
     draft: &mut Draft,

@@ -23,7 +23,7 @@ impl Cleaner {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Cleans what is due, and sleeps until the next is.
+    /// Cleans the caches that are due, and sleeps until the next is.
     fn run(&self) {
         let mut entries = self.entries();
         loop {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compressed clusters as they came out of the decoder, kept for the next small read of the same cluster.
 //!
-//! One store of a limited size serves all images of the process. Clusters go first that were not used since the clock's hand
-//! last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may
-//! get another owner (`flush.rs`, `reclaim`). So the store always holds what the mapping means.
+//! One store of a limited size serves all images of the process. Clusters go first that were not used since the clock's
+//! hand last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its
+//! host cluster may get another owner (`flush.rs`, `reclaim`). So the store always agrees with the mapping.
 
 use cowshed_types::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
@@ -176,7 +176,7 @@ impl Inflated {
         store.relieve(&mut shard);
     }
 
-    /// Forgets what is compressed in these ranges of the image file, which are about to get new owners.
+    /// Forgets the compressed clusters in these ranges of the image file, which are about to get new owners.
     pub(super) fn forget(&self, ranges: &[(HostOffset, u64)]) {
         if ranges.is_empty() || self.kept.load(Ordering::Relaxed) == 0 {
             return;

@@ -24,7 +24,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Leaked clusters past the end are what a crash may leave: the check tells them from lost ones.
+    /// A crash may leave leaked clusters past the end: the check tells them from lost ones.
     async fn refuse_lost_structures(&self) -> Result<()> {
         let report = check(&self.file, &CheckOptions::default(), &|_, _| true).await?;
         let lost = report.findings.iter().find_map(|finding| match finding.kind {
@@ -44,7 +44,7 @@ impl Qcow2Driver {
         Err(self.error(error.context(REFUSAL)))
     }
 
-    /// Data in a data file lies at its guest offset: only what is behind the end of the file can be lost.
+    /// Data in a data file lies at its guest offset: only bytes behind the end of the file can be lost.
     async fn refuse_lost_data(&self, data_file_len: u64) -> Result<()> {
         let mut extents = ExtentList::default();
         let mut at = data_file_len;

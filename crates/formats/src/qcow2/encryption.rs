@@ -43,7 +43,7 @@ pub(super) async fn cipher_of(context: &OpenContext, header: &Header) -> Result<
     }
 }
 
-/// Where the LUKS header of an image stands.
+/// The place of the LUKS header of an image.
 fn luks_area(file: &File, header: &Header) -> Result<LuksArea> {
     let Some(area) = header.encryption_header() else {
         return Err(Error::invalid_image("crypt_method", METHOD_LUKS, "LUKS encryption without its header"));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A span of the virtual disk on its way to the files: mapped under a pin, cut at the borders of its extents, the parts
-//! carried out side by side. Reads and writes in place differ only in how they are mapped and what becomes of a part.
+//! A span of the virtual disk on its way to the files. It is mapped under a pin and cut at the borders of its extents,
+//! and the parts are carried out side by side. Reads and writes in place differ only in their mapping and in the
+//! operation for a part.
 
 use super::Qcow2Driver;
 use cowshed_graph::buffers::join;

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 /// Metadata writes in flight at once.
 const WRITES_AT_ONCE: usize = 32;
-/// Flushes by which a full container is given the chance to use what was freed.
+/// Flushes by which a full container gets the chance to use freed clusters.
 const FLUSHES_FOR_ROOM: u32 = 2;
 
 /// A cycle that counts as failed when its task is dropped half-way.

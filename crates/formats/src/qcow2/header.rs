@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of the header: always a write of fixed fields in its first sector; what reaches beyond is switched to from there.
+//! Changes of the header: always a write of fixed fields in its first sector; parts beyond it are switched to from
+//! there.
 
 use super::Qcow2Driver;
 use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};

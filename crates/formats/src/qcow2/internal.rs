@@ -2,8 +2,8 @@
 //! Internal snapshots of an image that is open for writing.
 //!
 //! The image is made complete on disk, and the snapshot is taken or deleted there as in a closed image. Then the
-//! mapping begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or
-//! what [`cowshed_offline::snapshots`] may leave. The graph sees to it that no request runs.
+//! mapping begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or a
+//! state that [`cowshed_offline::snapshots`] allows. The graph sees to it that no request runs.
 
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};
@@ -30,7 +30,7 @@ impl Qcow2Driver {
         self.at_rest(options, work).await
     }
 
-    /// Deletes a snapshot; what it was.
+    /// Deletes a snapshot, and returns its description.
     pub(crate) async fn delete_internal_snapshot(
         &self,
         wanted: &SnapshotName,
@@ -69,7 +69,7 @@ impl Qcow2Driver {
         again.map(|()| done)
     }
 
-    /// Repairs an image that was not closed cleanly, which was only read so far, and goes on by the mapping that the repair
+    /// Repairs an image that was not closed cleanly, which was only read so far. Goes on by the mapping that the repair
     /// leaves, also after an error. Its file takes writes by now, and no request runs.
     pub(super) async fn recover(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         self.membership.make_exclusive().map_err(|error| self.error(error))?;
@@ -91,7 +91,7 @@ impl Qcow2Driver {
         self.prepare_writing(options).await
     }
 
-    /// Forgets what is known of the mapping, and reads where it begins.
+    /// Forgets the mapping, and reads its beginning anew.
     async fn read_anew(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         let header = read_header(&self.file).await?;
         if header.size != self.size() {

@@ -68,11 +68,11 @@ pub struct Qcow2Driver {
     chain_map: ArcSwapOption<chain_map::ChainMap>,
     /// The chain map was made to cover this image too.
     is_covered: AtomicBool,
-    /// The node is read-only: nothing changes what the guest sees, not even between two requests.
+    /// The node is read-only: nothing changes the guest's data, not even between two requests.
     frozen: AtomicBool,
     no_backing: bool,
     cipher: Option<Arc<dyn Cipher>>,
-    /// Of an encrypted image: the writers, and their ranges.
+    /// The writers of an encrypted image, and their ranges.
     writers: Writers,
     codec: Mutex<Codec>,
     /// The bytes that compressed clusters gave so far, counted only under a limit; and the limit.
@@ -86,7 +86,7 @@ pub struct Qcow2Driver {
     writable: AtomicBool,
     /// Freed clusters get holes punched.
     punch: AtomicBool,
-    /// A shrink runs: what it frees gets holes punched.
+    /// A shrink runs: its freed clusters get holes punched.
     shrinks: AtomicBool,
     /// Something about the mapping has changed: waiting requests plan again.
     events: Arc<Events>,
@@ -99,7 +99,7 @@ pub struct Qcow2Driver {
     no_reserve: AtomicBool,
     /// Something was written to the metadata since the image was opened.
     wrote_metadata: AtomicBool,
-    /// A cycle was dropped before its end: what reached the disk is unknown.
+    /// A cycle was dropped before its end: the part that reached the disk is unknown.
     abandoned: AtomicBool,
     /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
     corrupt: AtomicBool,
@@ -197,7 +197,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Plans until there is a plan, doing meanwhile what it waits for. `Retry` comes out as `None`.
+    /// Plans until there is a plan, doing the work that it waits for meanwhile. `Retry` comes out as `None`.
     async fn try_plan<T>(&self, mut attempt: impl FnMut(&Engine) -> Planned<T>) -> Result<Option<T>> {
         let mut tries = 0;
         loop {
@@ -210,7 +210,8 @@ impl Qcow2Driver {
                     self.find_room(tries).await?;
                 }
                 Err(Stall::GrowRefcounts) => match self.grow_refcounts().await {
-                    // Behind the table's reach is no room for a larger one; what was freed below it may be free by then.
+                    // Behind the table's reach is no room for a larger one; clusters freed below it may be free by
+                    // then.
                     Err(error) if error.kind() == ErrorKind::NoSpace && self.file.is_device() => {
                         tries += 1;
                         self.find_room(tries).await?;
@@ -231,7 +232,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Does what a plan waits for. `seen` is the event count from before the plan was tried.
+    /// Does the work that a plan waits for. `seen` is the event count from before the plan was tried.
     async fn settle(&self, stall: Stall, seen: u64) -> Result<()> {
         match stall {
             Stall::Load(load) => self.load(load).await,
@@ -249,8 +250,9 @@ impl Qcow2Driver {
         }
     }
 
-    /// A plan met damage of the image: the request fails with EIO, and the image is marked as corrupt where it is in use for
-    /// writing. Damage that comes with EIO already isn't marked: it lies past the end of the file, which may only be short.
+    /// A plan met damage of the image. The request fails with EIO, and the image is marked as corrupt where it is in
+    /// use for writing. Damage that comes with EIO already isn't marked: it lies past the end of the file, which may
+    /// only be short.
     async fn meet_damage(&self, error: Error) -> Result<()> {
         let error = self.error(error);
         if error.kind() != ErrorKind::InvalidImage || error.errno() == Errno::EIO {
@@ -287,7 +289,7 @@ impl Qcow2Driver {
         Err(error)
     }
 
-    /// Tells the faults of the file, where it has some, what comes next.
+    /// Tells the faults of the file, where it has some, the next event.
     async fn meet(&self, event: Event) {
         if let Some(faults) = self.file.faults() {
             Box::pin(faults.meet(event)).await;

@@ -69,7 +69,7 @@ impl Qcow2Driver {
             check_may_write(&header, cipher.is_some())?;
         }
         if !context.check {
-            // To be checked, they are read as far as they go: the check says what is wrong.
+            // For a check, they are read as far as they go: the check reports the faults.
             header.check_disk_tables_within(context.file.len())?;
             if header.refcount_table_clusters == 0 {
                 let error = Error::invalid_image("refcount_table_clusters", 0, "the image has no refcount table");
@@ -135,7 +135,7 @@ impl Qcow2Driver {
     }
 }
 
-/// Refuses to write what can't be kept right yet.
+/// Refuses to write to images of which a part can't be kept right yet.
 pub(super) fn check_may_write(header: &Header, has_cipher: bool) -> Result<()> {
     if header.is_corrupt() {
         let message = "the image is marked as corrupt: it can only be opened for reading, or repaired";
@@ -221,7 +221,7 @@ fn config_of(header: &Header, context: &OpenContext) -> Result<EngineConfig> {
     })
 }
 
-/// Refuses what version 2 of the format has no means for.
+/// Refuses options for which version 2 of the format has no means.
 pub(super) fn check_version(header: &Header, options: &Qcow2RuntimeOptions) -> Result<()> {
     if header.version < 3 && options.discard_no_unref {
         let message = "discard-no-unref is only supported since qcow2 version 3";

@@ -59,7 +59,7 @@ impl Qcow2Driver {
         let file = self.stored_in(allocation.file);
         let HostOffset(host) = allocation.host;
         let len = allocation.end - allocation.start;
-        // Encrypted clusters are mapped as zeroes, whatever stands in them; version 2 can't say that.
+        // Encrypted clusters are mapped as zeroes, whatever their bytes; version 2 can't do that.
         let is_hidden = allocation.encrypted && self.engine.config().format.version >= 3;
         match mode {
             Preallocation::Full => self.fill_with_zeroes(allocation).await,
@@ -70,7 +70,7 @@ impl Qcow2Driver {
                     self.fill_with_zeroes(allocation).await?;
                 }
                 match file.allocate(host, len).await {
-                    // A file system that reserves no space has what is written.
+                    // In a file system that reserves no space, only the written bytes have it.
                     Err(error) if error.kind() == ErrorKind::Unsupported && !file.is_device() => {
                         self.fill_with_zeroes(allocation).await
                     }

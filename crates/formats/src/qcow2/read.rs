@@ -46,7 +46,7 @@ impl Qcow2Driver {
         self.read_range(offset, buf).await
     }
 
-    /// As [`Self::read`]; what lies past the end of the disk reads as zeroes.
+    /// As [`Self::read`]; bytes past the end of the disk read as zeroes.
     pub(super) async fn read_range(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let inside = self.size().saturating_sub(offset).min(buf.len() as u64) as usize;
         buf[inside..].fill(0);
@@ -153,7 +153,8 @@ impl Qcow2Driver {
         }
     }
 
-    /// Many entries of a small image can name the same compressed bytes: what comes out has a limit of its own.
+    /// Many entries of a small image can name the same compressed bytes, so the decompressed bytes have a limit of
+    /// their own.
     fn count_decompressed(&self) -> Result<()> {
         let limit = self.max_decompressed_bytes;
         if limit == u64::MAX {
@@ -199,7 +200,7 @@ impl Qcow2Driver {
             }
             Next::Inflate(turn) => turn,
         };
-        // In a box: a read of a kept cluster doesn't move what only this needs.
+        // In a box: a read of a kept cluster doesn't move the state that only this needs.
         Box::pin(self.inflate(turn, (host, len), skip, out)).await
     }
 

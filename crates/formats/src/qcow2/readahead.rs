@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Claims on compressed clusters, so that only one request inflates each, and reading ahead: a reader that takes cluster after
-//! cluster finds the next ones inflated.
+//! Claims on compressed clusters, so that only one request inflates each, and reading ahead. A reader that takes
+//! cluster after cluster finds the next ones inflated.
 //!
 //! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
 
@@ -243,7 +243,7 @@ impl Qcow2Driver {
         let is_busy = without!("read_ahead")
             || self.ahead.requests.load(Ordering::SeqCst) > 1
             || self.ahead.is_off.load(Ordering::SeqCst);
-        // A limit counts what the reader asked for.
+        // A limit counts the reader's own requests only.
         if is_busy || self.max_decompressed_bytes != u64::MAX {
             return;
         }
@@ -259,8 +259,8 @@ impl Qcow2Driver {
             file: self.file.clone(),
             codec: self.codec(),
         };
-        // Others wait for what it has taken, so it runs to its end whatever becomes of this request. Without an executor
-        // nothing is read ahead.
+        // Other readers wait for its clusters, so it runs to its end even when this request is dropped. Without an
+        // executor nothing is read ahead.
         let _ = rt::spawn_critical(async move {
             let _running = running;
             let reader = reader;
@@ -271,7 +271,7 @@ impl Qcow2Driver {
 
 impl Reader {
     async fn run(&self, guest: GuestOffset, len: u64) {
-        // Held until everything is in the store: what is put in must be what the mapping means.
+        // Held until everything is in the store: the store must agree with the mapping.
         let pin = self.engine.pin();
         let mut extents = ExtentList::default();
         match self.engine.map(guest, len, &mut extents) {

@@ -62,7 +62,7 @@ impl Qcow2Driver {
         if !header.is_dirty() {
             snapshots_to_keep(&self.file, &header, false).await.map_err(|error| self.error(error))?;
         }
-        // A plain file is its node's, and writable by now; what stands for another node is ours.
+        // A plain file is its node's, and writable by now; a file that stands for another node is ours.
         for file in std::iter::once(&self.file).chain(&self.data_file).filter(|file| !file.is_writable()) {
             file.make_writable(Permissions::WRITE).map_err(|error| self.error(error))?;
         }

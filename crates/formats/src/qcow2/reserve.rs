@@ -7,7 +7,7 @@ use cowshed_storage::IoBuf;
 use cowshed_types::{ErrorKind, Result};
 use std::sync::atomic::Ordering;
 
-/// Others may try to reserve what this request gives up.
+/// Other requests may try to reserve the place that this one gives up.
 struct Asked<'a>(&'a Qcow2Driver, Option<Reserve>);
 
 impl Drop for Asked<'_> {

@@ -183,8 +183,8 @@ impl Qcow2Driver {
             self.events.notify();
         }
         self.engine.publish_size(size);
-        // The size first: unmapped under the old one, what is cut off would show the backing file. Mappings behind the
-        // end that a power cut leaves are for the next growth to remove.
+        // The size first: unmapped under the old one, the range cut off would show the backing file. Mappings behind
+        // the end that a power cut leaves are for the next growth to remove.
         if slip!("shrink_unmaps_before_the_header") {
             self.unmap_behind(size).await?;
             self.write_back(false).await?;
@@ -193,7 +193,7 @@ impl Qcow2Driver {
             self.engine.publish_size(old);
             return Err(error);
         }
-        // Whatever becomes of guests' discards: a shrink is to give space back.
+        // Also where guests' discards are ignored: a shrink is to give space back.
         self.shrinks.store(true, Ordering::Relaxed);
         let freed = async {
             self.unmap_behind(size).await?;

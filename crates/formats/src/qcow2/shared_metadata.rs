@@ -128,7 +128,7 @@ impl Core {
         if let Some(core) = known.get_mut(&key).and_then(|core| core.join(key)) {
             return Ok(core);
         }
-        // The membership comes last: one that an error drops would ask for what is locked here.
+        // The membership comes last: one that an error drops would wait for the lock held here.
         let mut core = Core::new(config, l1)?;
         core.membership = Membership(Mutex::new(Some(key)));
         let (engine, events) = (Arc::downgrade(&core.engine), Arc::downgrade(&core.events));

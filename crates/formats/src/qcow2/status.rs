@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Block status: what this layer says of a range.
+//! Block status: the status of a range in this layer.
 
 use super::Qcow2Driver;
 use cowshed_graph::node::StatusExtent;

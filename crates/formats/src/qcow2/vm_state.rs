@@ -31,7 +31,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Fills `buf` from `offset` of the state; what was never written reads as zeroes.
+    /// Fills `buf` from `offset` of the state; bytes that were never written read as zeroes.
     pub async fn read_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (start, end) = match self.vm_state_range(offset, buf.len()) {
             Ok(range) => range,

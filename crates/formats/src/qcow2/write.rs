@@ -36,8 +36,8 @@ impl Qcow2Driver {
         self.write_alone(offset, buf).await
     }
 
-    /// As [`Self::write_range`] of an image without a cipher, where the first byte can't be written in place: the allocation
-    /// comes without a second look at the mapping.
+    /// As [`Self::write_range`] of an image without a cipher, where the first byte can't be written in place. The
+    /// allocation comes without a second look at the mapping.
     pub(super) async fn write_newly(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (result, part, rest) = self.write_allocating(offset, buf).await;
         match result {
@@ -51,7 +51,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// As [`Self::write_range`], and no other write changes meanwhile what this one must leave as it is.
+    /// As [`Self::write_range`], and no other write meanwhile changes bytes that this one must leave as they are.
     pub(super) async fn write_alone(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let _writing = self.enter(offset, buf.len() as u64).await;
         self.write_range(offset, buf).await
@@ -65,7 +65,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// Writes `buf` at `offset`. Of an encrypted image also parts of sectors: the caller has entered the range.
+    /// Writes `buf` at `offset`. In an encrypted image it may be parts of sectors: the caller has entered the range.
     pub(super) async fn write_range(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         if let Err(error) = self.check_writable() {
             return (Err(error), buf);
@@ -103,7 +103,7 @@ impl Qcow2Driver {
         let Mapping::Data { host, file, encrypted } = extent.mapping else {
             return (Err(Error::internal("an in-place write to something that is not data")), buf);
         };
-        // Writing there would make the file longer, and what else was lost would read as zeroes.
+        // Writing there would make the file longer, and other lost data would read as zeroes.
         if let Err(error) = self.check_stored(&extent, file, host) {
             return (Err(error), buf);
         }

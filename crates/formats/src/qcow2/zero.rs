@@ -77,7 +77,7 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Zeroes parts of units: each unit becomes a zero unit where the rest of it reads as zeroes, too, else the part is
+    /// Zeroes parts of units. Each unit becomes a zero unit where the rest of it reads as zeroes, too, else the part is
     /// written as data.
     async fn zero_edge(&self, start: u64, end: u64, flags: ZeroFlags) -> Result<()> {
         let unit = self.engine.zero_unit();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The headers and the log of a VHDX image that is written to (\[MS-VHDX\] 2.2.2, 2.3). Changes of the BAT go to the log, then to
-//! their place, with a barrier behind each. An entry of the log stays there until the next one is behind it, so that a log in use
-//! always has one that is whole.
+//! The headers and the log of a VHDX image that is written to (\[MS-VHDX\] 2.2.2, 2.3). Changes of the BAT go to the
+//! log, then to their place, with a barrier behind each. An entry of the log stays there until the next one is behind
+//! it. So a log in use always has one that is whole.
 
 use crate::blocks::ImageFile;
 use cowshed_crypto::luks::fill_random;
@@ -54,12 +54,12 @@ fn new_guid() -> Result<Guid> {
 }
 
 impl Journal {
-    /// Of an image with this header, the first one or the second.
+    /// The journal of an image with this header, the first one or the second.
     pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
         Journal { state: Turn::new(State { header, slot, log: None }), is_changed: AtomicBool::new(false) }
     }
 
-    /// Puts what the log holds where it belongs, and empties it.
+    /// Writes the sectors in the log to their places, and empties it.
     pub(super) async fn carry_out(&self, file: &File, replay: Replay) -> Result<()> {
         let mut state = self.state.lock().await;
         if file.len() < replay.last_bytes {
@@ -93,7 +93,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Puts entries into the table, durably. `end`: where what is in use ends.
+    /// Puts entries into the table, durably. `end`: the end of the used part of the file.
     pub(super) async fn write(
         &self,
         image: &ImageFile,
@@ -168,7 +168,7 @@ impl State {
         self.place(file).await
     }
 
-    /// Writes what the log has to its places, durably.
+    /// Writes the sectors in the log to their places, durably.
     async fn place(&mut self, file: &File) -> Result<()> {
         let Some(guid) = self.log.as_ref().filter(|log| !log.late.is_empty()).map(|log| log.guid) else {
             return Ok(());

@@ -292,7 +292,7 @@ impl BlockFormat for Vhdx {
 
     fn units(&self) -> Option<Units> {
         let (head, tail) = (Vec::new(), Vec::new());
-        // Regions that are not known may be anywhere, and what a block of zeroes has in the file may be kept.
+        // Unknown regions may be anywhere, and the bytes of a zero block in the file may be kept.
         let block_bytes = self.disk.block_bytes;
         Some(Units { file: 0, block_bytes, head, first: 0, grid: UNIT_BYTES, tail, is_at_end: true })
     }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Grain tables that an extent keeps in memory: with the usual sizes 128 KiB of them cover 2 GiB of disk.
 const KEPT_TABLES: usize = 64;
-/// Deflate makes nothing more than a little longer; what is longer is no grain.
+/// Deflate makes nothing more than a little longer; a longer stream is no grain.
 const MAX_PACKED_EXCESS_BYTES: u64 = 64 << 10;
 
 /// An extent of the disk.
@@ -36,7 +36,7 @@ pub(super) enum Storage {
     Zero,
 }
 
-/// A sparse extent: its header, its directory, and what was read of its grain tables.
+/// A sparse extent: its header, its directory, and the grain tables read so far.
 pub(super) struct Sparse {
     pub file: usize,
     pub header: SparseHeader,
@@ -90,7 +90,7 @@ impl Tables {
         tables.kept.clear();
     }
 
-    /// Keeps what was read, unless tables have changed since they were counted as `changes`.
+    /// Keeps the entries read, unless tables have changed since they were counted as `changes`.
     fn keep(&self, index: u64, entries: &Arc<Vec<u32>>, changes: u64) {
         let inside = &mut *self.lock();
         if inside.changes != changes {
@@ -345,7 +345,7 @@ impl Sparse {
             bytes = longer;
         }
         bytes.truncate(needed as usize);
-        // The last grain may hold only what there is of the disk.
+        // The last grain may hold only the rest of the disk.
         let wanted = grain_bytes.min(extent_bytes.saturating_sub(block)) as usize;
         rt::run_on_cpu_pool(move || {
             let mut grain = vec![0; grain_bytes as usize];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the mark of
-//! the end follow when the disk is closed; without them it is no disk that can be read.
+//! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the
+//! mark of the end follow when the disk is closed; without them the disk can't be read.
 
 use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 pub(super) struct StreamWriter {
     file: File,
     header: SparseHeader,
-    /// The header as it stands in the file.
+    /// The bytes of the header in the file.
     header_bytes: Vec<u8>,
     len: u64,
     state: Turn<State>,
@@ -58,7 +58,7 @@ impl StreamWriter {
         let codec = self.state.lock().await.codec;
         let packed = grains.into_iter().map(|(at, grain)| async move {
             let packed = rt::run_on_cpu_pool(move || {
-                // The last grain holds what there is of the disk, and zeroes.
+                // The last grain holds the rest of the disk, and zeroes.
                 let mut bytes = grain.to_vec();
                 bytes.resize(grain_bytes as usize, 0);
                 let mut packed = Vec::new();

@@ -327,7 +327,7 @@ impl Vmdk {
         }
     }
 
-    /// Cuts what a client writes into grains.
+    /// Cuts a client's writes into grains.
     async fn write_stream(&self, stream: &StreamWriter, at: u64, part: IoBuf) -> (Result<()>, IoBuf) {
         let Some(grain_bytes) = self.pieces.first().and_then(|piece| piece.extent.grain_bytes()) else {
             return (Err(Error::internal("a stream has no grains")), part);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A folder of the host as a disk with a FAT file system, for reading: docs/formats/vvfat.md. The files' bytes stay where they are, and
-//! all that stands around them is made when it is read.
+//! A folder of the host as a disk with a FAT file system, for reading: docs/formats/vvfat.md. The files' bytes stay
+//! where they are, and the structures around them are made when they are read.
 
 mod tree;
 
@@ -51,7 +51,7 @@ struct Vvfat {
     heads: Vec<(u64, Vec<u8>)>,
     /// The root folder of FAT12 and FAT16.
     root: Vec<u8>,
-    /// In order, without gaps from the first cluster on; and what stands there.
+    /// In order, without gaps from the first cluster on; with their contents.
     chains: Vec<Chain>,
     contents: Vec<Content>,
     files: Vec<HostFile>,
@@ -233,7 +233,7 @@ impl Vvfat {
             Err(error) => return (Err(error), part),
         };
         let (result, mut part) = file.read_at(part, offset).await;
-        // Looked at behind the read: what came before a change is as it was.
+        // Looked at behind the read: bytes from before a change are as they were.
         if file.change_stamp() == Some(known.stamp) {
             return (result, part);
         }

@@ -70,7 +70,7 @@ fn stamp_of(about: &Metadata) -> [u64; 7] {
 }
 
 impl Tree {
-    /// Reads what is in a folder. Blocks.
+    /// Reads the entries of a folder. Blocks.
     pub(super) fn read(root: &Path) -> Result<Tree> {
         let about = fs::metadata(root).map_err(|error| failed(&error, root))?;
         let first = Directory {

@@ -18,7 +18,7 @@ const SECTOR_BYTES: u64 = 512;
 /// Bytes that one thread packs at once.
 const PACKED_AT_ONCE: u64 = 128 << 10;
 
-/// A block, and what it becomes; `None` where it doesn't get shorter.
+/// A block, and its packed bytes; `None` where it doesn't get shorter.
 struct Packing {
     at: u64,
     bytes: IoBuf,
@@ -176,7 +176,7 @@ impl Writer {
     }
 }
 
-/// Packs blocks, on as many threads as there are. The last one holds what there is of the disk, and zeroes.
+/// Packs blocks, on as many threads as there are. The last one holds the rest of the disk, and zeroes.
 async fn pack(blocks: Vec<(u64, IoBuf)>, block_bytes: u64) -> Result<Vec<Packing>> {
     let at_once = (PACKED_AT_ONCE / block_bytes).max(1) as usize;
     let (mut parts, mut part) = (Vec::new(), Vec::new());

@@ -23,7 +23,7 @@ pub(super) struct EntryRoom {
 }
 
 impl EntryRoom {
-    /// Sees to it that byte `at` of the file has space, with what follows in the table from `start` to `end`.
+    /// Makes byte `at` of the file have space, with the bytes that follow in the table from `start` to `end`.
     pub(super) async fn ensure(&self, file: &File, at: u64, (start, end): (u64, u64)) -> Result<()> {
         let part = at / PART_BYTES * PART_BYTES;
         self.reserve(file, (part.max(start), part.saturating_add(PART_BYTES).min(end))).await

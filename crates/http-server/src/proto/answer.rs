@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! From a request, and what is known of the content, to the response.
+//! From a request, and the known facts of the content, to the response.
 
 use super::range::{Wanted, wanted};
 use super::request::Request;
@@ -47,7 +47,7 @@ pub struct About<'a> {
     pub is_packed: bool,
 }
 
-/// A response: its head, and what follows.
+/// A response: its head, and the parts behind it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     /// The status code.
@@ -92,7 +92,7 @@ pub fn phrase(status: u16) -> &'static str {
     }
 }
 
-/// A response without the content: a line of text for people.
+/// A response without the content: a line of text for a reader.
 pub fn message(status: u16, text: &str) -> Answer {
     let text = format!("{text}\n");
     let mut fields = String::new();

@@ -39,7 +39,7 @@ pub fn wanted(field: &str, len: u64) -> Wanted {
             _ => parts.push(part),
         }
     }
-    // Ranges that come back to what was sent already would multiply the content.
+    // Ranges that overlap with earlier ones would multiply the content.
     let total = parts.iter().try_fold(0_u64, |total, part| total.checked_add(part.end - part.start));
     match (count, parts.is_empty(), total) {
         (0, ..) => Wanted::All,

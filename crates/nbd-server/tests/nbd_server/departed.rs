@@ -34,7 +34,7 @@ enum Ending {
     Reset,
     /// Both directions are shut down first, as by a client that connects again.
     Shutdown,
-    /// The client's direction is shut down, and what the server sends is still taken.
+    /// The client's direction is shut down, and the server's bytes are still taken.
     HalfClosed,
 }
 
@@ -82,7 +82,7 @@ fn enter(served: &Served, tcp: bool) -> Wire {
     let address = SocketAddress::Tcp { host: "127.0.0.1".into(), port: 0 };
     let bound = served.server.listen(&address).expect("listen").remove(0);
     let stream = TcpStream::connect(bound.to_string()).expect("connect");
-    // The file descriptor is a stream's, whatever its family: `Wire` uses what all streams have.
+    // The file descriptor is a stream's, whatever its family: `Wire` uses the operations that all streams have.
     Wire::enter_on(UnixStream::from(OwnedFd::from(stream)), ReplyStyle::Simple, "", &[]).0
 }
 
@@ -94,7 +94,8 @@ fn fill_up(wire: &mut Wire) {
     wire.request(Command::Write, NONE, AT, LEN as u64, &[1; LEN]);
 }
 
-/// A proxy between a client and the server, as `ssh -L` or a load balancer: it passes on what comes from the client, and takes no replies.
+/// A proxy between a client and the server, as `ssh -L` or a load balancer. It passes on the client's bytes, and takes
+/// no replies.
 struct Proxy {
     /// To the server, over TCP.
     line: UnixStream,
@@ -107,7 +108,7 @@ struct Proxy {
 enum LettingGo {
     /// With replies unread: a reset.
     Reset,
-    /// It says that nothing more comes, and takes what the server still sends.
+    /// It ends its direction, and takes the bytes that the server still sends.
     HalfClosed,
     /// It ends both directions first.
     Shutdown,
@@ -168,7 +169,7 @@ fn old_write_never_lands_after_a_new_connection() {
             let mut old = enter(&served, tcp);
             fill_up(&mut old);
             await_standstill(&node);
-            // The client takes the connection for dead and goes on with another; what is in between lingers.
+            // The client takes the connection for dead and goes on with another; the bytes in between linger.
             let (mut new, _) = Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]);
             assert_eq!(new.write(NONE, AT, &[1; LEN]).errno, 0);
             assert_eq!(new.write(NONE, AT, &[2; LEN]).errno, 0);

@@ -173,7 +173,7 @@ fn hanging_disks_leave_memory_to_others() {
         assert_eq!(other.ask(Command::Read, NONE, 0, 2 * MIB).errno, 0);
         assert_eq!(other.write(NONE, 0, &vec![0; 8 * MIB as usize]).errno, 0, "also the longest one");
     }
-    // The exports whose disks hang have what they have, and get no more.
+    // The exports whose disks hang keep their memory, and get no more.
     assert_eq!(setup.server.memory().stuck_bytes, 8 * MIB);
     setup.await_that("the long write is given back", || setup.server.memory().used_bytes == 8 * MIB);
     assert_eq!(held(), 8 * MIB + PIECE_BYTES);
@@ -350,7 +350,7 @@ fn requests_that_go_in_pieces_are_whole() {
         let fua = CommandFlags::FUA;
         assert_eq!(wire.write(fua, offset, &data).errno, 0);
         content[range.clone()].copy_from_slice(&data);
-        // Others stand behind the long ones, in order.
+        // Other requests follow the long ones, in order.
         let cookies: Vec<u64> = (0..4).map(|n| wire.request(Command::Read, NONE, n * MIB, 2 * MIB, &[])).collect();
         for (n, cookie) in cookies.into_iter().enumerate() {
             let read = wire.collect(cookie, n as u64 * MIB, 2 * MIB);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A matrix of peers. Our server with the clients of QEMU and libnbd, the system's and the newest (`scripts/peers`), and nbdkit; our
-//! client with the servers of both QEMUs and nbdkit. Each pair reads, writes, zeroes, trims, flushes, asks for the status, sends 32 MiB
-//! at once, does so under TLS, and goes on with a server that was started again.
+//! A matrix of peers. Our server runs with the clients of QEMU and libnbd, the system's and the newest
+//! (`scripts/peers`), and nbdkit. Our client runs with the servers of both QEMUs and nbdkit. Each pair reads, writes,
+//! zeroes, trims, flushes, asks for the status and sends 32 MiB at once. It does so under TLS too, and goes on with a
+//! server that was started again.
 
 use crate::served::foreign::Foreign;
 use crate::served::{Served, text};

@@ -492,7 +492,7 @@ fn a_stream_of_requests_is_answered_right_with_pauses_and_without() {
         let (_, writes) = in_flight[slot];
         let own = &content[slot * BYTES as usize..][..BYTES as usize];
         assert!(writes || wire.bytes(BYTES as usize) == own, "request {cookie}");
-        // Towards the end only one slot is used: what was gathered before isn't there any more.
+        // Towards the end only one slot is used: the gathered replies aren't there any more.
         if received + SLOTS < REQUESTS - 1000 || (slot == 0 && received < REQUESTS - 1) {
             in_flight[slot] = send(&mut wire, slot as u64, &mut content);
         } else {

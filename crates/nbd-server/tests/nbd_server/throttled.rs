@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests that wait for their limits when their client goes: what has not begun is left, what has begun is done.
+//! Requests that wait for their limits when their client goes: begun ones are carried out, others are left.
 
 use crate::served;
 

@@ -294,7 +294,7 @@ impl Connection {
         self.take_chunk(cookie, kind, &payload)
     }
 
-    /// Notes what a part without data says.
+    /// Notes the content of a part without data.
     fn take_chunk(&self, cookie: u64, kind: u16, payload: &[u8]) -> Result<()> {
         let chunk = Chunk::parse(kind, payload).map_err(broken)?;
         let mut table = lock(&self.table);

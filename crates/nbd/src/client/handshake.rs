@@ -10,7 +10,7 @@ use cowshed_nbd_proto::{HeaderStyle, Malformed, PORTABLE_PAYLOAD_BYTES, ReplySty
 use cowshed_storage::{Dispatch, IoBuf, SocketAddress};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 
-/// Replies to one option: more is no honest answer to what this client asks.
+/// Replies to one option: more is no honest answer to this client's options.
 const MAX_REPLIES: usize = 1024;
 /// The longest read or write that this client sends, in bytes, whatever the server allows.
 const MAX_REQUEST_BYTES: u32 = PORTABLE_PAYLOAD_BYTES;

@@ -4,9 +4,9 @@
 //! Usable from any thread, without a thread or a task of its own. One of the requests that wait for replies receives
 //! for all, on its own thread. It hands that on when it has its own reply.
 //!
-//! - here: what callers see, and connecting again when the server went away
+//! - here: the callers' view, and connecting again when the server went away
 //! - `handshake`: choosing the export
-//! - `list`: what a server has
+//! - `list`: a server's exports
 //! - `connection`: requests and replies of one connection
 //! - `pending`: requests that have no reply yet
 
@@ -37,7 +37,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 /// After a failed attempt, requests fail for so long without another one.
 const GIVE_UP_PAUSE: Duration = Duration::from_secs(1);
-/// A request that so many connections were lost under, over at least `reconnect_delay`, fails: it may be what the server dies of.
+/// A request under which so many connections were lost, over at least `reconnect_delay`, fails: the server may die of
+/// it.
 const MAX_LOSSES: u32 = 16;
 
 /// Which export of which server, and how.
@@ -75,7 +76,7 @@ impl ClientOptions {
         }
     }
 
-    /// The same as a URI, for people and for messages.
+    /// The same as a URI, for messages.
     pub fn uri(&self) -> NbdUri {
         let place = match &self.address {
             SocketAddress::Unix(path) => Place::Unix { path: path.clone() },

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An export as what a `File` stands on.
+//! An export as the base of a `File`.
 
 use super::{Client, Reply};
 use cowshed_nbd_proto::flags::{STATE_ZERO, TransmissionFlags};
@@ -55,7 +55,7 @@ impl Client {
                     break;
                 }
             }
-            // One reply is enough when it has some data; what follows is asked for next time.
+            // One reply is enough when it has some data; the range behind is asked for next time.
             if let Some(start) = start {
                 return Ok(Some(DataRange { start, end: at }));
             }

@@ -192,7 +192,7 @@ fn no_list(path: &Path, reason: &str) -> Error {
     Error::invalid_argument(format!("Cannot load CRL '{}': {reason}", path.display()))
 }
 
-/// An error of what verifies the peer.
+/// An error of building the verifier of the peer.
 fn unverifying(dir: &Path, error: &VerifierBuilderError) -> Error {
     match error {
         VerifierBuilderError::InvalidCrl(_) => no_list(&dir.join(CA_CRL), "it can't be parsed"),
@@ -204,7 +204,7 @@ pub(super) fn not_parsed(path: &Path) -> Error {
     Error::invalid_argument(format!("Unable to import certificate {}: it can't be parsed", path.display()))
 }
 
-/// An error of a file in PEM. `kind` is what QEMU calls its contents.
+/// An error of a file in PEM. `kind` is QEMU's name for its contents.
 fn unread(path: &Path, kind: &str, error: &pem::Error) -> Error {
     let whole = wrong(path, error);
     let shown = path.display();

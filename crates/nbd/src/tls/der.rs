@@ -17,7 +17,7 @@ pub(super) const EXTENSIONS: u8 = 0xa3;
 /// `[0] IMPLICIT` in an authority key identifier.
 pub(super) const KEY_IDENTIFIER: u8 = 0x80;
 
-/// Tag and content of the first element, and what follows it. Only the definite lengths that DER has.
+/// Tag and content of the first element, and the bytes behind it. Only the definite lengths that DER has.
 pub(super) fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let (&tag, rest) = bytes.split_first()?;
     let (&first, rest) = rest.split_first()?;
@@ -33,7 +33,7 @@ pub(super) fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     Some((tag, content, rest))
 }
 
-/// The content of the first element, which must have this tag, and what follows it.
+/// The content of the first element, which must have this tag, and the bytes behind it.
 pub(super) fn expect(bytes: &[u8], tag: u8) -> Option<(&[u8], &[u8])> {
     element(bytes).filter(|(found, ..)| *found == tag).map(|(_, content, rest)| (content, rest))
 }

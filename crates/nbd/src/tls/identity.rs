@@ -138,7 +138,7 @@ mod tests {
         der(SEQUENCE, &[der(OBJECT_IDENTIFIER, kind), der(tag, value.as_bytes())].concat())
     }
 
-    /// A certificate with these sets of attributes as its subject, without what stands behind that.
+    /// A certificate with these sets of attributes as its subject, without the fields behind.
     fn certificate(sets: &[Vec<u8>]) -> Vec<u8> {
         let subject: Vec<u8> = sets.iter().flat_map(|set| der(SET, set)).collect();
         let head = [der(VERSION, &der(INTEGER, &[2])), der(INTEGER, &[7]), der(SEQUENCE, &[]), der(SEQUENCE, &[])];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks of a program's own certificate before a peer sees it, with QEMU's words: its dates, what it may be used for,
-//! and that `ca-cert.pem` has issued it.
+//! Checks of a program's own certificate before a peer sees it, with QEMU's words: its dates, its allowed uses, and its
+//! issue by `ca-cert.pem`.
 
 use super::certificate::{Certificate, Oid, Usage};
 use super::credentials::{CA_CERT, certificates, not_parsed};

@@ -27,7 +27,7 @@ impl std::fmt::Debug for TlsSession {
     }
 }
 
-/// An error of the handshake, or of what follows it, with QEMU's words for certificates.
+/// An error of the handshake, or after it, with QEMU's words for certificates.
 fn refused(error: &rustls::Error, is_handshaking: bool) -> Error {
     let words = match error {
         rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
@@ -44,7 +44,7 @@ fn refused(error: &rustls::Error, is_handshaking: bool) -> Error {
         rustls::Error::AlertReceived(alert) => {
             let words = in_words(&format!("{alert:?}"));
             let words = format!("the peer ended the encrypted connection: {words}");
-            // In TLS 1.3 a client learns behind its handshake what the server thinks of its certificate.
+            // In TLS 1.3 a client learns the server's judgement of its certificate behind its handshake.
             let place = match is_handshaking {
                 true => "TLS handshake failed",
                 false => "Failed to read option reply: Cannot read from TLS channel",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A server's export on a device that notes what the kernel's driver would be told.
+//! A server's export on a device that notes the calls for the kernel's driver.
 
 use cowshed_nbd::device::{Connection, await_up, detach, open, serve};
 use cowshed_storage::{NbdCall, NbdControl};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Servers whose replies never end, or announce what was not asked for: the client ends the connection.
+//! Servers whose replies never end, or announce parts that were not asked for: the client ends the connection.
 
 use crate::fake::{CHUNK_MAGIC, Offer, negotiate, numbers};
 use cowshed_nbd::{Client, ClientOptions};
@@ -23,7 +23,8 @@ fn chunk(cookie: &[u8], flags: u16, kind: u16, length: u32, payload: &[u8]) -> V
     bytes
 }
 
-/// Answers the first request with what `answer` says of its cookie, for ever if `endless`, until the client leaves.
+/// Answers the first request with the bytes that `answer` makes of its cookie, for ever if `endless`, until the client
+/// leaves.
 fn read_from(answer: fn(&[u8]) -> Vec<u8>, endless: bool) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("s");

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Arguments against the schema: what is refused, and with which words. The words are QEMU's, as its storage daemon
-//! says them.
+//! Arguments against the schema: refusals and their words. The words are those of QEMU's storage daemon.
 
 use cowshed_qmp::{Schema, Strictness};
 use serde_json::{Map, Value, json};

@@ -179,7 +179,7 @@ impl Fake {
         self.device(number).unwrap().look(|dev| Params::parse(&dev.params).unwrap())
     }
 
-    /// Changes what is known of a device.
+    /// Changes the driver's facts about a device.
     pub fn change_info(&self, number: u32, change: impl FnOnce(&mut DeviceInfo)) {
         self.device(number).unwrap().change(|dev| change(&mut dev.info));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The server, on a driver that knows what a server does wrong.
+//! The server, on a driver that finds faults of a server.
 
 mod fake;
 mod life;

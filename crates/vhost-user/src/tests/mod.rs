@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The server, driven by a front end that does what no real one does.
+//! The server, driven by a front end that misbehaves as no real one does.
 
 mod hostile;
 mod life;

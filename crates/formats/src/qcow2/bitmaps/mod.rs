@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Persistent dirty bitmaps: reading, changing, and recording what is written (`docs/formats/bitmap-journal.md`).
+//! Persistent dirty bitmaps: reading, changing, and recording of writes (`docs/formats/bitmap-journal.md`).
 //!
-//! While something is recorded, the bitmaps concerned are in use on disk. The journal in the header still says that they are
-//! up to date. A bit reaches its place in the file before the write that it stands for begins, so the flush that covers the
-//! write covers the bit.
+//! While something is recorded, the bitmaps concerned are in use on disk. The journal in the header still says that
+//! they are up to date. A bit reaches its place in the file before its write begins, so the flush that covers the write
+//! covers the bit.
 
 mod change;
 mod load;
@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The bitmaps of an open image.
 #[derive(Default)]
 pub(super) struct Bitmaps {
-    /// A bitmap wants to know what is written: a write looks no further without.
+    /// A bitmap records writes: without one a write looks no further.
     recording: AtomicBool,
     known: Mutex<Known>,
     /// Held while bitmaps are written to the file.

@@ -50,7 +50,7 @@ impl Qcow2Driver {
         if directory_bytes > 0 {
             let mut space = Space { driver: self, taken: Vec::new() };
             let written = match self.write_new(&mut maps, &mut space, in_use).await {
-                // The counts are durable before anything refers to the clusters; so is what was written.
+                // The counts are durable before anything refers to the clusters; so are the written bits.
                 Ok(place) if slip!("bitmaps_named_before_they_are_durable") => Ok(place),
                 Ok(place) => self.write_back(true).await.map(|()| place),
                 Err(error) => Err(error),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Recording what is written: first the bit, then the write.
+//! Recording of writes: first the bit, then the write.
 
 use super::super::Qcow2Driver;
 use super::StoredBitmap;
@@ -120,7 +120,7 @@ impl Qcow2Driver {
         steps
     }
 
-    /// Gives a cluster to each piece that has none. Their counts are durable afterwards, and so is what they hold.
+    /// Gives a cluster to each piece that has none. Their counts and their contents are durable afterwards.
     async fn place(&self, steps: &mut [Step]) -> Result<()> {
         let geometry = self.engine.geometry();
         let mut taken = Vec::new();
@@ -190,8 +190,8 @@ impl Qcow2Driver {
         self.file.write_at(bytes, host + step.changed.start as u64).await.0
     }
 
-    /// Says on disk that the recording bitmaps change from now on: first the journal, after which only this process
-    /// trusts them, then the marks for other programs. The caller holds the lock for changes.
+    /// Marks on disk that the recording bitmaps change from now on. First comes the journal, after which only this
+    /// process trusts them, then the marks for other programs. The caller holds the lock for changes.
     pub(super) async fn mark_in_use(&self) -> Result<()> {
         let (directory, entries) = {
             let known = self.bitmaps.known();

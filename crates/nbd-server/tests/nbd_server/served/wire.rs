@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A client that says exactly what a test wants, right or wrong.
+//! A client that sends exactly the bytes of a test, right or wrong.
 
 use cowshed_nbd_proto::flags::{ClientFlags, CommandFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, OptionReply, OptionReplyHeader, code, rep};
@@ -23,11 +23,11 @@ pub struct Collected {
     /// 0: success.
     pub errno: u32,
     pub message: String,
-    /// Of a read, holes filled in.
+    /// The data of a read, holes filled in.
     pub data: Vec<u8>,
     /// Content chunks: (offset, length, is a hole).
     pub pieces: Vec<(u64, u64, bool)>,
-    /// Of a block status: runs by the number of the context.
+    /// The runs of a block status, by the number of the context.
     pub status: Vec<(u32, Vec<StatusRun>)>,
 }
 
