@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Brings an image to the content of a raw file and writes only what differs, so that an overlay stays small.
+//! Brings an image to the content of a raw file and writes only the differences, so that an overlay stays small.
 //!
 //! `cargo run --release -p cowshed --example patch -- overlay.qcow2 wanted.raw`
 //!

@@ -13,7 +13,7 @@ const MAP_RUNS: usize = 1024;
 /// An open disk image. Cheap to clone and usable from any thread: each makes a [`Queue`] of its own.
 ///
 /// [`Disk::close`] is the last chance to learn that something didn't reach the disk. A disk that is dropped without it
-/// releases its files and locks; what was flushed before is safe.
+/// releases its files and locks; data flushed before is safe.
 #[derive(Clone, Debug)]
 pub struct Disk {
     node: Arc<Node>,
@@ -51,7 +51,7 @@ impl Disk {
         self.node.warnings()
     }
 
-    /// The top node of the block graph, for what this face doesn't have.
+    /// The top node of the block graph, for functions that this face doesn't have.
     pub fn node(&self) -> &Arc<Node> {
         &self.node
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Under which name the program was called, and what follows from it.
+//! The name by which the program was called, and its consequences.
 
 use crate::commands::TOOLS;
 use cowshed_types::text_of_name;
@@ -10,10 +10,10 @@ use std::path::Path;
 /// choose their options by that number.
 pub const QEMU_IMG_LEVEL: &str = "11.1.0";
 
-/// Whose manners to have: the words of the output, never what is done.
+/// The tool whose manners apply: the words of the output, never the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Persona {
-    /// Our own name: made for people.
+    /// Our own name: made for a person at a terminal.
     Cowshed,
     /// `qemu-img`: the text that scripts parse.
     QemuImg,
@@ -39,7 +39,8 @@ pub fn has_name_of_qemu() -> bool {
     name.is_some_and(|name| TOOLS.iter().any(|tool| is_called(&name, tool.name)))
 }
 
-/// True of a program's name, also with what diversions, alternatives and versions append: `qemu-img.distrib`, `qemu-img-11`.
+/// True of a program's name, also with the endings of diversions, alternatives and versions: `qemu-img.distrib`,
+/// `qemu-img-11`.
 fn is_called(name: &str, program: &str) -> bool {
     name.strip_prefix(program).is_some_and(|rest| rest.is_empty() || rest.starts_with(['-', '.']))
 }

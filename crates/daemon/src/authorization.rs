@@ -20,7 +20,7 @@ pub(crate) enum Authorization {
     ListFile { path: PathBuf, refresh: bool, loaded: Mutex<Loaded> },
 }
 
-/// Rules, and what counts where none fits.
+/// Rules, and the policy where none fits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rules {
     allows: bool,

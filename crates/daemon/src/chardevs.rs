@@ -99,7 +99,7 @@ impl ChardevOptions {
 
 struct Chardev {
     backend: Backend,
-    /// Takes a copy of what the monitor says.
+    /// Takes a copy of the monitor's messages.
     log: Option<Arc<Log>>,
     /// The monitor that is there.
     monitor: Option<Listening>,
@@ -288,7 +288,7 @@ impl Devices {
     }
 }
 
-/// Refuses what only the other side of a connection can do, as QEMU does.
+/// Refuses options that only the other side of a connection can have, as QEMU does.
 pub(crate) fn check_pauses(is_server: bool, reconnects: bool, waits: bool) -> std::result::Result<(), &'static str> {
     match (is_server, reconnects, waits) {
         (true, true, _) => Err("'reconnect-ms' option is incompatible with socket in server listen mode"),

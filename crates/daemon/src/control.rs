@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control thread: starts what was asked for, runs commands as tasks, stops in order.
+//! The control thread: starts the parts of a setup, runs commands as tasks, stops in order.
 
 use crate::commands;
 use crate::faults;
@@ -67,7 +67,7 @@ pub struct Ready {
 }
 
 /// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that the steps
-/// ask for. When a step fails, what was there already is taken back.
+/// ask for. When a step fails, the parts that were there already are taken back.
 pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
     run_with(setup, started, |_| ())
 }

@@ -60,7 +60,7 @@ impl EventBus {
         None
     }
 
-    /// Tells what was held back and may be told now.
+    /// Tells events that were held back and may be told now.
     pub fn emit_due(&self) {
         let now = Instant::now();
         let mut due = Vec::new();
@@ -94,14 +94,15 @@ impl EventBus {
         match name {
             // Told with the whole error where it happens.
             "BLOCK_JOB_ERROR" => {}
-            // A job's events tell what is of interest.
+            // A job's other events carry the interesting facts.
             "JOB_STATUS_CHANGE" => tracing::debug!("{}", words(&event)),
             _ => tracing::info!("{}", words(&event)),
         }
         self.listeners().iter().for_each(|listener| listener.event(&event));
     }
 
-    /// Gives what was said the time to reach the listeners, before the process ends, and hangs up. `patience` is for all together.
+    /// Gives earlier events the time to reach the listeners, before the process ends, and hangs up. `patience` is for
+    /// all together.
     pub fn settle(&self, patience: Duration) {
         let end = Instant::now() + patience;
         self.listeners().iter().for_each(|listener| listener.settle(end.saturating_duration_since(Instant::now())));
@@ -113,7 +114,7 @@ impl EventBus {
     }
 }
 
-/// The event for people: `export deleted: id e`.
+/// The event as a log line: `export deleted: id e`.
 fn words(event: &Event) -> String {
     let name = event.name.to_lowercase().replace('_', " ");
     let name = name.strip_prefix("block ").filter(|rest| !rest.starts_with("io ")).unwrap_or(&name);

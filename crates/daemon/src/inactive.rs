@@ -15,7 +15,7 @@ const CHILDREN: &[&str] = &["file", "backing", "data-file", "header", "target", 
 #[derive(Clone, Debug)]
 pub(crate) struct Closed {
     pub options: BlockdevOptions,
-    /// Its `BlockDeviceInfo` when it was closed, without what stands below it.
+    /// Its `BlockDeviceInfo` when it was closed, without the nodes below it.
     pub described: Map<String, Value>,
     /// A command put it in, not the user.
     pub is_inserted: bool,
@@ -46,7 +46,7 @@ impl InactiveNodes {
         self.0.borrow().values().map(|closed| Value::Object(closed.described.clone())).collect()
     }
 
-    /// Refuses what needs a node that is active.
+    /// Refuses a command that needs an active node.
     pub fn check(&self, name: &str) -> QmpResult<()> {
         match self.contains(name) {
             true => Err(QmpError::generic(format!("Node '{name}' is inactive"))),

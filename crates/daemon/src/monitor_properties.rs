@@ -12,7 +12,7 @@ pub struct MonitorProperties {
 }
 
 impl MonitorProperties {
-    /// Of a monitor on this device. `deletes`: it goes when its last client goes.
+    /// The properties of a monitor on this device. `deletes`: it goes when its last client goes.
     pub fn new(chardev: &str, pretty: bool, deletes: bool) -> Self {
         let (pretty, deletes) = (AtomicBool::new(pretty), AtomicBool::new(deletes));
         MonitorProperties { chardev: chardev.to_owned(), pretty, deletes }

@@ -294,8 +294,9 @@ impl Nbd {
         }
     }
 
-    /// Answers what is in flight, flushes, and ends all exports. The first error, and what did not end within `limit`.
-    /// `detaches`: nodes are given back in order, which waits for changes of the graph that are under way.
+    /// Answers requests in flight, flushes, and ends all exports. Returns the first error, and the exports that did not
+    /// end within `limit`. `detaches`: nodes are given back in order, which waits for changes of the graph that are
+    /// under way.
     pub async fn stop(&self, limit: Duration, detaches: bool) -> (Result<()>, Vec<String>) {
         let end = rt::now() + limit;
         let server = Arc::clone(&self.server);

@@ -72,8 +72,7 @@ pub(crate) const OBJECTS_OF_MACHINES: &[&str] = &[
 /// An object.
 #[derive(Clone, Debug)]
 pub(crate) enum Object {
-    /// A name for a thread: connections are spread over the daemon's own threads, so of what it says only `poll-max-ns`
-    /// counts.
+    /// A name for a thread: connections are spread over the daemon's own threads, so only its `poll-max-ns` counts.
     IoThread(Arc<IoThreadProperties>),
     /// `throttle-group`: limits that its members share.
     ThrottleGroup(Arc<Group>),
@@ -226,7 +225,7 @@ impl TypeInfo {
         TYPES.iter().find(|one| one.name == name)
     }
 
-    /// True when it is the type `name`, is built on it, or can do what the interface of that name says.
+    /// True when it is the type `name`, is built on it, or has the interface of that name.
     pub fn is_a(&self, name: &str) -> bool {
         let kin = std::iter::successors(Some(self), |one| one.parent.and_then(TypeInfo::find));
         (name == "user-creatable" && self.is_creatable) || kin.map(|one| one.name).any(|one| one == name)
@@ -283,7 +282,7 @@ impl IoThreadProperties {
         ("thread-pool-max", i64::MAX, 64),
     ];
 
-    /// With what is given; the rest is as in QEMU.
+    /// With the given properties; the rest is as in QEMU.
     pub fn new(given: &serde_json::Map<String, Value>) -> QmpResult<IoThreadProperties> {
         let all = Self::RANGES.iter().map(|(name, _, default)| (*name, *default));
         let properties = IoThreadProperties(Mutex::new(IoThreadValues { all: all.collect(), says_poll_max: false }));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The schema of this daemon: what the groups of commands define, and the block drivers' options out of their table.
+//! The schema of this daemon: the definitions of the groups of commands, and the block drivers' options out of their
+//! table.
 
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
 use crate::objects::{OBJECTS_OF_MACHINES, REFUSED_OBJECTS};
@@ -71,7 +72,7 @@ fn object_type(schema: &mut Schema, name: &str, keys: &[Key]) -> ObjectType {
     ObjectType { members: keys.iter().map(member).collect(), ..ObjectType::default() }
 }
 
-/// The type of a key; what needs a name gets `name`.
+/// The type of a key; a type that needs a name gets `name`.
 fn value_type(schema: &mut Schema, name: &str, key: &KeyType) -> Type {
     match key {
         KeyType::Bool => Type::Bool,

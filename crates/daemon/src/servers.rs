@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// So long the removal of an export is waited for; what takes longer goes on by itself.
+/// So long the removal of an export is waited for; a longer one goes on by itself.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
 
 /// The name of the type.
@@ -35,7 +35,7 @@ pub(crate) trait ExportServer {
     /// The size of the disk may have changed.
     fn look_at_size(&self) {}
 
-    /// Ends what is in flight, and the server.
+    /// Ends requests in flight, and the server.
     fn stop(&self) -> LocalFuture<'_, ()>;
 }
 
@@ -125,7 +125,7 @@ impl Servers {
         };
         if let Some((server, export)) = found {
             tracing::info!(export = export.id, "an export was ended from outside");
-            // It has said what went wrong.
+            // It has reported the error.
             let _: Result<()> = self.take_away(&*server, export).await;
         }
     }
@@ -141,7 +141,7 @@ impl Servers {
         detached
     }
 
-    /// Ends all of them, the newest first. The first error, and what did not end within `limit`.
+    /// Ends all of them, the newest first. Returns the first error, and the exports that did not end within `limit`.
     pub async fn stop(self: &Rc<Self>, limit: Duration, detaches: bool) -> (Result<()>, Vec<String>) {
         let end = rt::now() + limit;
         let (mut result, mut hung) = (Ok(()), Vec::new());

@@ -25,8 +25,8 @@ pub(crate) struct Stopped {
     pub is_overdue: bool,
 }
 
-/// Stops everything, users before what they use. The first error is the result; the rest is stopped all the same.
-/// Commands and jobs get a sixth of the limit each, clients' requests a third; the disks get what is left.
+/// Stops everything, users before the nodes that they use. The first error is the result; the rest is stopped all the
+/// same. Commands and jobs get a sixth of the limit each, clients' requests a third; the disks get the rest.
 pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> Stopped {
     let limit = limit.unwrap_or(FOR_EVER);
     let end = rt::now() + limit;
@@ -96,8 +96,8 @@ fn log(result: &Result<()>) {
     }
 }
 
-/// Closes the nodes that no stuck request can reach, users before what they use, all of one height at once. Returns those
-/// that don't end.
+/// Closes the nodes that no stuck request can reach, users before the nodes that they use, all of one height at once.
+/// Returns those that don't end.
 async fn close_each(daemon: &Rc<Daemon>, mut nodes: Vec<Arc<Node>>, end: Duration) -> Vec<String> {
     let stuck: Vec<Arc<Node>> = daemon
         .graph

@@ -172,7 +172,7 @@ impl Daemon {
         self.start_monitor(&id, &Arc::new(MonitorProperties::new(&id, pretty, false)))
     }
 
-    /// Notes where a metrics endpoint has come to be.
+    /// Notes the address of a metrics endpoint.
     pub fn note_metrics(&self, address: String) {
         self.metrics.borrow_mut().push(address);
     }

@@ -15,7 +15,7 @@ const KINDS: &[(&str, &[IoKind])] = &[
     ("unmap", &[IoKind::Discard]),
 ];
 
-/// Kinds whose latencies are kept, with QEMU's names; before names of our own stands `x-`.
+/// Kinds whose latencies are kept, with QEMU's names; names of our own begin with `x-`.
 const LATENCIES: &[(&str, &str, IoKind)] = &[
     ("", "rd", IoKind::Read),
     ("", "wr", IoKind::Write),
@@ -121,7 +121,7 @@ fn of_node_counters(stats: &NodeStats) -> Value {
     Value::Object(map)
 }
 
-/// A `BlockStats` of a node, with what it stands on.
+/// A `BlockStats` of a node, with those of the nodes below it.
 pub(crate) fn of_node(node: &Node) -> Value {
     let mut stats = json!({"node-name": node.name(), "stats": of_node_counters(&node.statistics())});
     if let Some(cache) = node.cache_statistics() {

@@ -65,7 +65,7 @@ impl Untrusted {
     }
 }
 
-/// True for a policy that allows some of what `inspect` calls suspicious: then the policy alone decides.
+/// True for a policy that allows features which `inspect` calls suspicious: then the policy alone decides.
 fn is_loosened(policy: &Policy) -> bool {
     let usual = Policy::untrusted();
     policy.allow_json

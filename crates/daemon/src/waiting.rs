@@ -78,7 +78,8 @@ impl Commands {
         self.running.borrow().clone()
     }
 
-    /// Waits until no other command changes what this one is about; in vain for too long it names the command in the way.
+    /// Waits until no other command changes the nodes of this one; in vain for too long it names the command in the
+    /// way.
     pub async fn turn<'a>(&'a self, listed: &Listed<'_>, scope: Scope<'_>) -> QmpResult<Turn<'a>> {
         listed.running.waits_for_turn.set(true);
         let name = &listed.running.name;
@@ -94,7 +95,7 @@ impl Commands {
         })
     }
 
-    /// From now on the command with this turn is about `name` alone: commands for what else it was about need not wait for it.
+    /// From now on the command with this turn concerns `name` alone: commands for its other nodes need not wait for it.
     pub fn narrow(&self, turn: TurnId, name: &str) {
         self.turns.change(|tickets| {
             if let Some(ticket) = tickets.iter_mut().find(|ticket| ticket.id == turn.0) {

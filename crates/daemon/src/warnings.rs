@@ -15,7 +15,7 @@ pub fn print_warnings(print: fn(&str)) {
     let _ = PRINTER.set(print);
 }
 
-/// Tells what the opening of the node warned of.
+/// Tells the warnings of the node's opening.
 pub(crate) fn tell(node: &Node) {
     for warning in node.warnings() {
         tracing::warn!(target: OPENING, node = node.name(), "{warning}");

@@ -7,8 +7,8 @@
 //!
 //! So many cases and no more: `--first 0 --cases 100 --requests 40 --states 2000 --qemu 200`.
 //!
-//! `--fail-sync N`, `--fail-write N` and `--fail-read N` let the operation after the first N of its kind fail, `--room N`
-//! lets the disk get full after N bytes; `--weather` takes what the long run has for the seed.
+//! `--fail-sync N`, `--fail-write N` and `--fail-read N` let the operation after the first N of its kind fail,
+//! `--room N` lets the disk get full after N bytes; `--weather` takes the long run's settings for the seed.
 //!
 //! A failing case prints its seed and the fewest requests that show it; `--replay 'REQUESTS'` with that seed runs
 //! just those.

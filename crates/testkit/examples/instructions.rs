@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Holds the paths that every request takes to a budget of instructions: `scripts/instructions` builds and runs it.
 //!
-//! A run of one case is a process of one thread: files of the host, operations carried out inline, no ring and no pool,
-//! under valgrind's callgrind. Two runs with different numbers of requests give the cost of one; nothing that the
-//! machine does besides changes that. The C library is kept from choosing other ways to copy memory on other
-//! processors. The figures of another compiler are compared with its own figures for the same request to a raw file.
+//! A run of one case is a process of one thread. Files are the host's and operations are carried out inline, with no
+//! ring and no pool, under valgrind's callgrind. Two runs with different numbers of requests give the cost of one;
+//! nothing that the machine does besides changes that. The C library is kept from choosing other ways to copy memory on
+//! other processors. The figures of another compiler are compared with its own figures for the same request to a raw
+//! file.
 //!
 //! `instructions` compares with the budgets and fails above them by more than 5 %; `instructions record` writes them anew.
 
@@ -56,7 +57,7 @@ enum Kind {
     Queued,
     /// The same, with a throttle node whose limit isn't reached on top.
     Throttled,
-    /// Of an NBD client, a window of requests at a time.
+    /// Served to an NBD client, a window of requests at a time.
     Served,
     /// The same below a limit that isn't reached.
     ServedThrottled,
@@ -242,7 +243,7 @@ fn served(path: &Path, throttled: bool, count: u64) {
     });
 }
 
-/// Requests that a client has in flight: what their replies take fits into the buffer of a socket.
+/// Requests that a client has in flight: their replies fit into the buffer of a socket.
 const IN_FLIGHT: usize = 32;
 
 /// An NBD client without a thread of its own: it has its turn when the server has nothing left to do. Its own work is
@@ -273,7 +274,7 @@ impl Client {
         Client { socket, left: RefCell::new(places), due, replies: RefCell::new(vec![0; 256 << 10]) }
     }
 
-    /// Takes what has come; true when all of it has.
+    /// Takes the received bytes; true when all have come.
     fn receive(&self) -> bool {
         let mut replies = self.replies.borrow_mut();
         while self.due.get() > 0 {
@@ -380,7 +381,7 @@ fn build(folder: &Path, qemu: &Qemu, kind: Kind) {
     qemu.create(&path("overlay"), "qcow2", "backing_file=base,backing_fmt=raw", size);
 }
 
-/// Words in random order, the same in each run: what compresses as text does.
+/// Words in random order, the same in each run: they compress as text does.
 fn text(bytes: u64) -> Vec<u8> {
     let mut random = Random::new(1);
     let words: Vec<Vec<u8>> = (0..4096)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Counts the cost of the overlap checks by default (`overlap-check=cached`). The figures are instructions of a 4 KiB
-//! write and of the checks in it, in place and allocating, on a small image and on one of several TiB. Counted by
-//! valgrind's callgrind: a busy machine changes little (threads that find each other awake or asleep).
+//! write and of the checks in it. Writes are in place and allocating, on a small image and on one of several TiB.
+//! Counted by valgrind's callgrind: a busy machine changes little (threads that find each other awake or asleep).
 //!
 //! `cargo run --release -p cowshed-testkit --example overlap_cost [-- TIB]` prints a table in markdown; TIB (default 4)
 //! is the size of the large image; its metadata takes some 160 MiB on the disk for each of them.
@@ -13,7 +13,7 @@ use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Writes of the shorter run; the longer one has twice as many, and the difference is what counts.
+/// Writes of the shorter run; the longer one has twice as many, and the difference counts.
 const WRITES: u64 = 2000;
 const BYTES: u64 = 4096;
 /// Writes in place go to so much of the disk, whose mapping is cached before.

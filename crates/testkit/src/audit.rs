@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A second opinion on a qcow2 image: is every cluster that is used counted often enough, and are the COPIED flags
-//! right? Written against the specification alone and sharing no code with the engine or its `check`, small and fast
-//! enough for every state of the crash enumerator. The contents of dirty bitmaps are not looked into.
+//! right? It is written against the specification alone and shares no code with the engine or its `check`. It is small
+//! and fast enough for every state of the crash enumerator. The contents of dirty bitmaps are not looked into.
 
 use cowshed_simulator::PageMap;
 use std::collections::BTreeMap;
@@ -116,8 +116,8 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
     Ok(image)
 }
 
-/// A digest of all that internal snapshots hold: what is in their tables and in the clusters that these name. 0 without
-/// snapshots. Nothing that is done to the disk may change it.
+/// A digest of all data of internal snapshots: the contents of their tables and of the clusters that these name. 0
+/// without snapshots. Nothing that is done to the disk may change it.
 ///
 /// # Errors
 /// As [`audit`].
@@ -149,7 +149,7 @@ pub fn snapshot_digest(file: &PageMap) -> Result<u64, String> {
     Ok(digest)
 }
 
-/// The L2 entry of the guest's cluster `cluster` as it stands in `file`; 0 without a table.
+/// The L2 entry of the guest's cluster `cluster` in the bytes of `file`; 0 without a table.
 pub fn l2_entry(file: &PageMap, cluster: u64) -> u64 {
     let extended = read(file, 4, 4) >= 3 && read(file, 72, 8) & 16 != 0;
     let (cluster_bits, entry_bytes) = (read(file, 20, 4), if extended { 16 } else { 8 });
@@ -297,7 +297,7 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// Offset and length of what a compressed entry names.
+    /// Offset and length of a compressed entry's target.
     fn compressed_span(&self, entry: u64) -> (u64, u64) {
         let shift = 62 - (self.cluster_bits - 8);
         let offset = entry & ((1 << shift) - 1);

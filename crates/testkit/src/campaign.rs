@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Long runs of the crash test: seed after seed on every core until the time is up, states counted by content over
-//! the whole run, figures on the way.
+//! Long runs of the crash test: seed after seed on every core until the time is up. States are counted by content over
+//! the whole run, with figures on the way.
 
 use crate::matrix::{CrashScene, Effort};
 use crate::tally::Tally;
@@ -115,7 +115,7 @@ impl Shared<'_> {
 }
 
 impl Campaign {
-    /// Runs until the time is up; each line for people goes to `print`.
+    /// Runs until the time is up; each line of the report goes to `print`.
     pub fn run(&self, print: &(dyn Fn(&str) + Sync)) -> CampaignReport {
         let shared = Shared {
             campaign: self,

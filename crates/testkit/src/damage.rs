@@ -201,7 +201,7 @@ impl Victim {
         sites.extend(tables.filter(|table| *table != 0).map(|start| Site { what, start, len }));
     }
 
-    /// One random change of metadata at one of `sites`; says what was done, for messages.
+    /// One random change of metadata at one of `sites`; returns its description, for messages.
     pub fn harm(&self, sites: &[Site], random: &mut Random) -> String {
         let mut kinds: Vec<&str> = sites.iter().map(|site| site.what).collect();
         kinds.dedup();

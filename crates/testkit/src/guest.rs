@@ -129,8 +129,8 @@ impl Guest {
         }
     }
 
-    /// Its text until it turned itself off. Linux takes its virtual disk away before the machine ends (since 6.14), and
-    /// a read-ahead of that moment is then reported as an I/O error, though no server failed it.
+    /// Its text until it turned itself off. Linux takes its virtual disk away before the machine ends (since 6.14). A
+    /// read-ahead of that moment is then reported as an I/O error, though no server failed it.
     pub fn said_while_up(&self) -> &str {
         ["sysrq: Power Off", "reboot: Power down"]
             .iter()
@@ -144,7 +144,7 @@ impl Guest {
         self.machine.try_wait().expect("a child").is_none()
     }
 
-    /// Waits until the machine has turned itself off, and takes the rest of what it says.
+    /// Waits until the machine has turned itself off, and takes the rest of its output.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
         loop {

@@ -62,7 +62,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Checks what the whole disk reads as after the process is gone.
+    /// Checks the data of the whole disk after the process is gone.
     ///
     /// # Errors
     /// The first byte or size that isn't allowed.

@@ -32,7 +32,7 @@ struct Taken {
     ended: usize,
 }
 
-/// The images that stand on each other, as an observer of the guest would know them.
+/// The images of a chain, as an observer of the guest would know them.
 #[derive(Clone, Debug, Default)]
 struct History {
     bottom: String,
@@ -318,9 +318,9 @@ impl LiveScene {
         report.map(|report| (report, taken)).map_err(|failure| failure.to_string())
     }
 
-    /// Every image that is surely part of the chain is whole, and the disk is what the guest was promised. While a
-    /// snapshot is being taken the old top must be; with several queues the new one may have got the guest's writes
-    /// before its taking was over.
+    /// Every image that is surely part of the chain is whole, and the disk has the data that the guest was promised.
+    /// While a snapshot is being taken the old top must be. With several queues the new one may have got the guest's
+    /// writes before its taking was over.
     fn verify(
         &self,
         outcome: &Outcome,

@@ -11,12 +11,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-/// One case: what image, on what machine.
+/// One case: an image on a machine.
 #[derive(Clone, Debug)]
 pub struct CrashScene {
     /// Where all of it comes from.
     pub seed: u64,
-    /// The image's layers; the top is what is written to.
+    /// The image's layers; the top is written to.
     pub chain: Chain,
     /// The machine.
     pub config: Config,
@@ -131,7 +131,7 @@ impl CrashScene {
             let count = 1 + random.below(2);
             scene.bitmaps = (0..count).map(|_| random.pick(&[512, 512, 4096, 65536, 1 << 20])).collect();
         }
-        // From another source, so that a seed's image stays what it was.
+        // From another source, so that a seed keeps its image.
         let mut random = Random::new(seed ^ 0x6c75_6b73);
         if !has_backing && !scene.grows() && random.chance(20) {
             // A key derivation for each state is dear; the legacy method has none.
@@ -262,7 +262,7 @@ impl CrashScene {
         let align_bytes = if self.whole_sectors { 512 } else { 1 };
         let spec = self.spec();
         let compressed = self.compresses();
-        // Growing a v2 image over a longer backing file has no way to hide what is there.
+        // Growing a v2 image over a longer backing file has no way to hide that file's data.
         let resizes = !spec.is_v2 && self.seed % 4 == 1;
         OpGen { align_bytes, compressed, resizes, ..requests }.steps(self.seed, count)
     }
@@ -386,7 +386,7 @@ fn fill(random: &mut Random, spec: &Qcow2Spec, size: u64, count: usize) -> Vec<i
     if spec.data_file.is_some() {
         ops.retain(|op| !matches!(op, images::Op::WriteCompressed { .. }));
     }
-    // The disk keeps its size: a resize and what follows it goes.
+    // The disk keeps its size: a resize and the steps behind it go.
     let resize = ops.iter().position(|op| matches!(op, images::Op::Resize { .. }));
     ops.truncate(resize.unwrap_or(ops.len()));
     ops

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The means of speed that no option switches off. The code has a switch for each, `cowshed_types::without!("NAME")`, which leaves
-//! what a user sees as it is. `scripts/without` builds the program with these switches; `cowshed-bench means` measures it with and
-//! without each. `tests/tree/switches.rs` keeps the list true.
+//! The means of speed that no option switches off. The code has a switch for each, `cowshed_types::without!("NAME")`,
+//! which changes nothing that a user sees. `scripts/without` builds the program with these switches;
+//! `cowshed-bench means` measures it with and without each. `tests/tree/switches.rs` keeps the list true.
 
 /// One means of speed.
 #[derive(Clone, Copy, Debug)]
@@ -12,7 +12,8 @@ pub struct Means {
     pub about: &'static str,
 }
 
-/// The environment variable that holds the names of what is switched off, with commas between them (`crates/types/src/switches.rs`).
+/// The environment variable with the names that are switched off, with commas between them
+/// (`crates/types/src/switches.rs`).
 pub const VARIABLE: &str = "COWSHED_WITHOUT";
 
 /// The list.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The data that a guest may read from its disk: while it runs, and after a power cut.
 //!
-//! The model keeps, for each sector, every version that a write, zero write or discard has given it, with the moments
-//! at which the request began and ended. A version is out of the question once a later one is settled: one that began
-//! after it had ended. For a read, settled is what ended before the read began; after a power cut, what ended before
-//! a flush began that was acknowledged. So overlapping requests may win in either order, and what was not flushed may
-//! be there or not, sector by sector.
+//! The model keeps, for each sector, every version that a write, zero write or discard has given it. A version has the
+//! moments at which its request began and ended. A version is out of the question once a later one is settled: one that
+//! began after it had ended. For a read, requests that ended before it began are settled. After a power cut, those are
+//! settled that ended before an acknowledged flush began. So overlapping requests may win in either order, and
+//! unflushed data may be there or not, sector by sector.
 
 use crate::random::Random;
 
@@ -18,7 +18,7 @@ enum Content {
     /// [`fill`] with this stamp.
     Stamp(u64),
     Zero,
-    /// Zeroes, or what was there before.
+    /// Zeroes, or the old data.
     MaybeZero,
 }
 
@@ -183,16 +183,16 @@ impl Model {
         self.flushes[flush.0].ended = Some(moment);
     }
 
-    /// A read begins; what it gives is checked with [`Model::check_read`].
+    /// A read begins; its bytes are checked with [`Model::check_read`].
     pub fn begin_read(&mut self) -> u64 {
         self.tick += 1;
         self.tick
     }
 
-    /// Checks what a read that began at `began` has given at `offset`.
+    /// Checks the bytes at `offset` of a read that began at `began`.
     ///
     /// # Errors
-    /// The first byte or sector that may not be so, and what it might have been.
+    /// The first byte or sector that isn't allowed, and its allowed values.
     pub fn check_read(&self, began: u64, offset: u64, bytes: &[u8]) -> Result<(), String> {
         self.check(offset, bytes, usize::MAX, began)
     }
@@ -201,7 +201,7 @@ impl Model {
     /// Processors copy words of eight bytes: words of the disk, or those of the buffer, which begins at `offset`.
     ///
     /// # Errors
-    /// The first word that may not be so, and what it might have been.
+    /// The first word that isn't allowed, and its allowed values.
     pub fn check_torn_read(&self, began: u64, offset: u64, bytes: &[u8]) -> Result<(), String> {
         if self.check_read(began, offset, bytes).is_ok() {
             return Ok(());
@@ -217,10 +217,10 @@ impl Model {
         Ok(())
     }
 
-    /// Checks what stands at `offset` after a power cut with `position` entries in the log.
+    /// Checks the bytes at `offset` after a power cut with `position` entries in the log.
     ///
     /// # Errors
-    /// The first byte or sector that may not be so, and what it might have been.
+    /// The first byte or sector that isn't allowed, and its allowed values.
     pub fn check_after_cut(&self, position: usize, offset: u64, bytes: &[u8]) -> Result<(), String> {
         self.check(offset, bytes, position, self.settled(position))
     }
@@ -230,14 +230,14 @@ impl Model {
     /// by itself.
     ///
     /// # Errors
-    /// The first byte or sector that may not be so, and what it might have been.
+    /// The first byte or sector that isn't allowed, and its allowed values.
     pub fn check_point_in_time(&self, began: u64, position: usize, offset: u64, bytes: &[u8]) -> Result<(), String> {
         self.check(offset, bytes, position, began)
     }
 
-    /// Ranges of the disk that unsettled requests have changed: those under way at a power cut, or not covered by the
-    /// last acknowledged flush but one. Their allocated or freed clusters may be leaked. In units of `unit_bytes`, each
-    /// unit once for each request. Flushes that overlap count as one: one round of writes may serve both, and the round
+    /// Ranges of the disk changed by requests that were under way at a power cut, or not covered by the last
+    /// acknowledged flush but one. Their allocated or freed clusters may be leaked. In units of `unit_bytes`, each unit
+    /// once for each request. Flushes that overlap count as one: one round of writes may serve both, and the round
     /// after it writes the freed counts.
     pub fn unsettled_units(&self, position: usize, unit_bytes: u64) -> u64 {
         let ended = |flush: &Flush| flush.ended.filter(|moment| moment.position <= position).map(|moment| moment.tick);
@@ -276,7 +276,8 @@ impl Model {
         RequestId(index)
     }
 
-    /// Only versions begun with at most `position` entries in the log exist; what ended before `settled` is settled.
+    /// Only versions begun with at most `position` entries in the log exist; requests that ended before `settled` are
+    /// settled.
     fn check(&self, offset: u64, bytes: &[u8], position: usize, settled: u64) -> Result<(), String> {
         let mut done = 0;
         while done < bytes.len() {
@@ -320,7 +321,7 @@ impl Model {
 
     /// The contents allowed where exactly the versions `here` apply; `None` is the initial one.
     fn allowed(&self, here: &[&Version], settled: u64) -> Vec<Option<Content>> {
-        // A discard settles nothing: what was there before may still be.
+        // A discard settles nothing: the old data may still be there.
         let settling = |version: &&&Version| {
             version.content != Content::MaybeZero && version.ended.is_some_and(|ended| ended.tick < settled)
         };

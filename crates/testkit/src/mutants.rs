@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mutants: small slips in the ordering of writes, the freeing of clusters and the rights to write, and slips of NBD
-//! servers and clients. The code has each of them behind a switch, `cowshed_types::slip!("NAME")`. Here it stands with the test
-//! that must fail with it, in four lists. `scripts/mutants` tries them; `tests/tree/switches.rs` keeps the lists true.
+//! servers and clients. The code has each of them behind a switch, `cowshed_types::slip!("NAME")`. Here are the tests
+//! that must fail with them, in four lists. `scripts/mutants` tries them; `tests/tree/switches.rs` keeps the lists
+//! true.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -18,8 +19,8 @@ pub struct Mutant {
     pub name: &'static str,
     /// The broken rule.
     pub about: &'static str,
-    /// The test that fails: its module below `tests/`, and the name of the function. In front of the module stands the folder of
-    /// its crate, unless that is this one: `nbd/outages`.
+    /// The test that fails: its module below `tests/`, and the name of the function. The folder of its crate comes
+    /// before the module, unless that is this one: `nbd/outages`.
     pub test: (&'static str, &'static str),
 }
 

@@ -45,7 +45,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// Gives what a write writes another stamp (below [`COMPRESSIBLE`]), so that no two writes of a longer run are alike.
+    /// Gives the data of a write another stamp (below [`COMPRESSIBLE`]), so that no two writes of a longer run are
+    /// alike.
     pub fn set_stamp(&mut self, number: u64) {
         match self {
             Op::Write { stamp, .. } => *stamp = number,

@@ -78,7 +78,7 @@ pub struct MapEntry {
     pub data: bool,
     /// Stored compressed; `None` from tools that don't report it (before QEMU 8.2).
     pub compressed: Option<bool>,
-    /// Offset in the layer's file when the bytes stand there as they are.
+    /// Offset in the layer's file, when its bytes are the data.
     pub offset: Option<u64>,
 }
 
@@ -332,8 +332,8 @@ impl Qemu {
     }
 }
 
-/// An empty folder for a test, removed with it, on the disk that holds the build (never tmpfs where the build isn't:
-/// holes, `fallocate` and direct I/O behave differently there).
+/// An empty folder for a test, removed with it, on the disk that holds the build. It is never tmpfs where the build
+/// isn't: holes, `fallocate` and direct I/O behave differently there.
 pub fn temp_dir() -> tempfile::TempDir {
     let executable = std::env::current_exe().expect("the test knows its own path");
     // target/TRIPLE/PROFILE/deps/TEST-HASH → target/TRIPLE/tmp

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Lets a guest loose on a disk: several streams of requests at once, with a model that knows what each may read.
+//! Lets a guest loose on a disk: several streams of requests at once, with a model that knows the bytes that each may
+//! read.
 
 use crate::model::{Model, fill};
 use crate::operations::{Op, Step};
@@ -65,7 +66,7 @@ struct Shared<D> {
     requests: AtomicU64,
 }
 
-/// Is told, a line each, what a run does: `begin NUMBER STEP` before a request, `end NUMBER` after it has succeeded,
+/// Is told the steps of a run, a line each: `begin NUMBER STEP` before a request, `end NUMBER` after it has succeeded,
 /// `failed NUMBER ERROR`. [`crate::journal`] reads it.
 pub type Journal = Arc<dyn Fn(&str) + Send + Sync>;
 
@@ -285,7 +286,7 @@ impl<D: GuestDisk> Shared<D> {
     }
 }
 
-/// Reads the whole disk and holds it against what may be there after a power cut at `position`.
+/// Reads the whole disk and compares it with the bytes that may be there after a power cut at `position`.
 ///
 /// # Errors
 /// The complaint, or the error of the read.

@@ -34,7 +34,7 @@ fn told<T>(work: impl FnOnce() -> std::result::Result<T, String>) -> std::result
     })
 }
 
-/// For [`ImageDisk::open_with`]: between the image and its file stands a filter that lets everything pass.
+/// For [`ImageDisk::open_with`]: a filter that lets everything pass is between the image and its file.
 pub const BEHIND_A_FILTER: &str = "file.driver=fault";
 
 /// Id and passphrase of the secret that every disk is opened with.
@@ -75,7 +75,7 @@ impl ImageDisk {
         open(request.writable(writable).cache(cache)?.secrets([secret])).await.map(ImageDisk)
     }
 
-    /// Opens what `options` say, as `--image-opts` takes them.
+    /// Opens the node that `options` describe, as `--image-opts` takes them.
     ///
     /// # Errors
     /// Those of [`open()`], and of the options.
@@ -182,8 +182,8 @@ impl Prepared {
         Self::with(chain, false, &[])
     }
 
-    /// As [`Prepared::new`], with two internal snapshots in the top image and something written between them, if wanted, and
-    /// with enabled dirty bitmaps of these granularities in bytes.
+    /// As [`Prepared::new`], if wanted with two internal snapshots in the top image and writes between them. It has
+    /// enabled dirty bitmaps of these granularities in bytes.
     pub fn with(chain: &Chain, has_snapshots: bool, granularities: &[u64]) -> Self {
         let (qemu, folder) = (Qemu::system(), temp_dir());
         let built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
@@ -314,7 +314,7 @@ impl Prepared {
         bytes
     }
 
-    /// Exit code of the real check, and what it said.
+    /// Exit code of the real check, and its output.
     fn check_by_qemu(&self, repairs: bool) -> (i32, String) {
         if self.is_encrypted {
             let verb: &[&str] = if repairs { &["check", "-r", "all"] } else { &["check"] };
@@ -336,7 +336,7 @@ impl Prepared {
         disk.map_err(|error| format!("opened again: {error}"))
     }
 
-    /// Changes the top image's file before anything is done to it; what the guest sees must stay the same.
+    /// Changes the top image's file before anything is done to it; the guest's data must stay the same.
     pub fn patch(&mut self, change: impl FnOnce(&mut PageMap)) {
         let Some(file) = self.files.get_mut(&self.top) else { unreachable!("the top image is among the files") };
         change(file);

@@ -11,7 +11,7 @@ pub struct Specimen {
     pub name: &'static str,
     /// `create -o`; `{dir}` is the folder.
     pub options: &'static str,
-    /// See above.
+    /// Commands of qemu-io, `snapshot NAME` and `bitmap NAME`, in order.
     pub steps: &'static [&'static str],
 }
 

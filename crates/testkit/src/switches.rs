@@ -11,8 +11,9 @@ use std::process::Command;
 /// Crates that are no part of the product.
 const FOR_DEVELOPMENT: &[&str] = &["bench", "testkit"];
 
-/// A cargo command for the workspace at `root`, in which `--cfg NAME` is set for our own crates. Programs come to `target/NAME-build`.
-/// Packages of others are those that other commands have built. Panics where the wrapper of the compiler can't be written.
+/// A cargo command for the workspace at `root`, in which `--cfg NAME` is set for our own crates. Programs go to
+/// `target/NAME-build`. Packages of others are those that other commands have built. Panics where the wrapper of the
+/// compiler can't be written.
 pub fn cargo(root: &Path, cfg: &str, arguments: &[&str]) -> Command {
     // Flags of the environment, or of `--config`, would count for all packages and have them built again.
     let wrapper = root.join(format!("target/rustc-{cfg}"));

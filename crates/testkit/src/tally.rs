@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How many states were tried, by what the images were.
+//! The number of tried states, by the features of the images.
 
 use crate::crash::CrashReport;
 use crate::matrix::CrashScene;

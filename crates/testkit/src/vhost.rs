@@ -89,7 +89,7 @@ impl FrontEnd {
     /// Connects with a new guest.
     ///
     /// # Panics
-    /// As all of this does, where the back end isn't there or says what it must not.
+    /// As all of this does, where the back end isn't there or sends a wrong message.
     pub fn connect(path: &Path) -> FrontEnd {
         let address = SocketAddress::Unix(path.to_str().unwrap().to_owned());
         let counter = || EventCounter::new().unwrap();
@@ -134,7 +134,7 @@ impl FrontEnd {
         u64::from_le_bytes(self.ask(number, body).try_into().unwrap())
     }
 
-    /// Sends what needs no reply and asks for one: true when it was accepted.
+    /// Sends a message that needs no reply and asks for one: true when it was accepted.
     pub fn tell(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) -> bool {
         self.send_raw(&MessageHeader::message(number, true, body), descriptor);
         u64::from_le_bytes(self.receive().expect("an answer").0.try_into().unwrap()) == 0
@@ -226,7 +226,8 @@ impl FrontEnd {
         u16::from_le_bytes(reply[4..6].try_into().unwrap())
     }
 
-    /// Where a ring is in the guest's memory: its descriptors, 16 KiB further what is available, 32 KiB further what is used.
+    /// The place of a ring in the guest's memory: its descriptors, 16 KiB further the available ring, 32 KiB further
+    /// the used ring.
     pub fn place(ring: usize) -> usize {
         RINGS as usize + 0x1_0000 * ring
     }
@@ -259,7 +260,7 @@ impl FrontEnd {
         self.guest.memory.load(Self::place(ring) + 0x8000 + 2)
     }
 
-    /// Waits for the next chain that the device gives back: its head and what was written.
+    /// Waits for the next chain that the device gives back: its head and the number of written bytes.
     pub fn wait_used(&mut self, ring: usize) -> (u16, u32) {
         let end = Instant::now() + PATIENCE;
         while self.used(ring) == self.guest.seen[ring] {

@@ -121,7 +121,7 @@ fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// qemu-img says what is wrong with an option without the name of the file.
+/// qemu-img reports a wrong option without the name of the file.
 fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     match error.kind() {
         _ if persona == Persona::QemuImg && error.field_name() == Some("keyslot") => Failure::new(error.message()),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Arguments that several verbs share, and what they become.
+//! Arguments that several verbs share, and the values made of them.
 
 use super::new_image::local_path;
 use super::untrusted::UntrustedArgs;
@@ -87,7 +87,7 @@ impl NamingArgs {
         Ok(self.loaded.get_or_init(|| loaded).clone())
     }
 
-    /// Refuses what isn't supported yet, and a format beside an option string, which names its own.
+    /// Refuses options that aren't supported yet, and a format beside an option string, which names its own.
     pub fn check(&self, format: Option<&String>) -> Result<(), Failure> {
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `commit`: writes what an image holds into its backing file.
+//! `commit`: writes an image's data into its backing file.
 
 use super::arguments::{NamingArgs, cache_mode};
 use super::untrusted::Use;

@@ -141,7 +141,7 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
     if about_output && sentence.starts_with("Unknown file format '") {
         let format = sentence.split('\'').nth(1).unwrap_or_default();
         let refusal = create_options::refusal(format);
-        // This verb doesn't name what it doesn't know.
+        // This verb doesn't name an unknown format.
         return Failure::new(if refusal.starts_with("Unknown") { "Unknown file format" } else { &refusal });
     }
     if about_output

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `info`: what an image is, without reading its data.
+//! `info`: a description of an image, without reading its data.
 
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
 use super::untrusted::Use;

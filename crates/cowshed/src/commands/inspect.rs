@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `inspect`: what an image asks for.
+//! `inspect`: the files and resources that an image asks for.
 
 use super::arguments::{IS_PACKAGE, OutputFormat, one_file};
 use super::untrusted::confine_to;
@@ -99,7 +99,7 @@ fn print_human(inspection: &Inspection, console: &mut Console) {
     }
 }
 
-/// Text from a stranger: what could command a terminal is shown as an escape.
+/// Text from a stranger: a character that could command a terminal is shown as an escape.
 pub(super) fn printable(text: &str) -> String {
     visible_name(&shown_name(text)).into_owned()
 }

@@ -81,7 +81,7 @@ enum Writer {
         line: String,
     },
     Table {
-        /// The heading stands: it comes once the image is open.
+        /// The heading is printed: it comes once the image is open.
         headed: bool,
         /// There was data without a plain place to show.
         placeless: bool,

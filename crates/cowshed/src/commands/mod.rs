@@ -48,7 +48,7 @@ pub struct Verb {
     pub operands: &'static str,
     /// A paragraph or more for its own help.
     pub details: &'static str,
-    /// Command lines with what they do, written with `cowshed` as program name.
+    /// Command lines with their effects, written with `cowshed` as program name.
     pub examples: &'static str,
     /// False for verbs that only our own name has.
     pub in_qemu_img: bool,
@@ -94,7 +94,7 @@ pub const NOT_YET: &[&str] = &[];
 
 pub use daemon::TOOLS;
 
-/// A name that the program has: what completions and manual pages are made for.
+/// A name of the program, with completions and manual pages of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Program {
     #[default]

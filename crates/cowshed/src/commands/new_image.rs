@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rules of our own name for a new image: its name's ending gives the format where the user gives none, and no file of
+//! Rules of our own name for a new image. Its name's ending gives the format where the user gives none, and no file of
 //! that name may exist. Under QEMU's name the format is raw, and an existing file is overwritten.
 
 use crate::invocation::Persona;
@@ -22,7 +22,7 @@ const ENDINGS: &[(&str, &str)] = &[
     ("qed", "qed"),
 ];
 
-/// The format of a new image, and what is said of it when the image is made.
+/// The format of a new image, and the message about it when the image is made.
 pub struct Chosen {
     /// The format.
     pub format: String,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The parser, built from the commands table, and the words for what it refuses.
+//! The parser, built from the commands table, and the words of its refusals.
 
 use super::{COMMANDS, Verb};
 use crate::invocation::{Persona, QEMU_IMG_LEVEL};
@@ -296,7 +296,7 @@ pub fn explain(
                 format!("invalid option -- '{}'", short.chars().next().unwrap_or('-'))
             }
             _ => {
-                // With its value, as it stands there.
+                // With its value, as in the argument.
                 let option = argument();
                 let start = format!("{option}=");
                 let given = arguments.iter().find(|word| word.starts_with(&start)).cloned();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `rescue`: what is left of a damaged image.
+//! `rescue`: the remains of a damaged image.
 
 use super::arguments::{NamingArgs, Objects, OutputFormat};
 use super::inspect::printable;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes on the command line, and what is said of wrong ones.
+//! Sizes on the command line, and the messages about wrong ones.
 
 use crate::output::Failure;
 use cowshed_image::options::parse_size;

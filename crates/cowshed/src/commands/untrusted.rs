@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `--untrusted`: what an image from a stranger may ask for, how much it may cost, and a process that can't do more
-//! than that.
+//! `--untrusted`: the files that an image from a stranger may name, the limits of its cost, and a process that can't do
+//! more than that.
 
 use super::{sizes, work};
 use crate::output::{Console, Failure};
@@ -80,7 +80,7 @@ pub enum Use<'a> {
 }
 
 impl PolicyArgs {
-    /// Refuses what means nothing without `--untrusted`.
+    /// Refuses options without meaning unless `--untrusted` is given.
     pub fn check(&self) -> Result<(), Failure> {
         let message = match self {
             PolicyArgs { untrusted: true, .. } => return Ok(()),
@@ -123,7 +123,7 @@ impl PolicyArgs {
 }
 
 impl UntrustedArgs {
-    /// Refuses what means nothing without `--untrusted`.
+    /// Refuses options without meaning unless `--untrusted` is given.
     pub fn check(&self) -> Result<(), Failure> {
         self.of_image.check()?;
         match self.is_on() || self.time_limit.is_none() {
@@ -147,7 +147,7 @@ impl UntrustedArgs {
         Ok(Policy { time_limit, ..self.of_image.policy()? })
     }
 
-    /// The policy for an image that we make by ourselves: what it names, the user has named.
+    /// The policy for an image that we make by ourselves: its names come from the user.
     pub fn policy_of_target(&self, is_new: bool) -> Result<Policy, Failure> {
         if is_new { Ok(Policy::default()) } else { self.policy() }
     }

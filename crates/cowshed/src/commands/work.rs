@@ -112,7 +112,7 @@ pub struct Foreground {
 type Watch = Box<dyn FnOnce() + Send>;
 
 impl Foreground {
-    /// Progress as wanted by `-p` (`wanted`) and `-q`; `what` stands before the bar.
+    /// Progress as wanted by `-p` (`wanted`) and `-q`; `what` comes before the bar.
     pub fn new(persona: Persona, wanted: bool, quiet: bool, what: &'static str) -> Result<Self, Failure> {
         let progress = Arc::new(Mutex::new(Progress::new(persona, wanted, quiet, what)));
         let shown = Arc::clone(&progress);
@@ -146,7 +146,7 @@ impl Foreground {
         self
     }
 
-    /// Says 100 % also where the work ends with such an error, as QEMU does for what a format refuses.
+    /// Prints 100 % also where the work ends with such an error, as QEMU does for refusals of a format.
     #[must_use]
     pub fn ending_with(mut self, refusals: fn(&Error) -> bool) -> Self {
         self.ends_with = refusals;
@@ -169,8 +169,8 @@ impl Foreground {
         self.run_saying(work, failed, |_| true, |_| {})
     }
 
-    /// As [`Foreground::run`] for what has a result to `say`: qemu-img does so before it ends the line of its progress. The
-    /// progress ends at 100 % where the result is that of the `whole` work.
+    /// As [`Foreground::run`] for work whose result is printed by `say`: qemu-img does so before it ends the line of
+    /// its progress. The progress ends at 100 % where the result is that of the `whole` work.
     pub fn run_saying<T, F: Future<Output = Result<T, Error>>>(
         &self,
         work: impl FnOnce(JobHandle) -> F,
@@ -262,9 +262,9 @@ async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
 }
 
 /// The first signal asks the job to stop, so that it can leave the target closed in order. It has [`STOP_GRACE`] for
-/// that; then, or on the second signal, the process ends. A job that never waits for anything sees it at its next pause point; one that waits is woken by the
-/// thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img. From now on signals are taken; the
-/// thread that is to run what is returned acts on them.
+/// that; then, or on the second signal, the process ends. A job that never waits for anything sees it at its next pause
+/// point; one that waits is woken by the thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
+/// From now on signals are taken; the thread that is to run the returned watch acts on them.
 fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<Watch, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];

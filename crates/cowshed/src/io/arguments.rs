@@ -16,7 +16,7 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// Takes `words` apart. `known`: letters, each followed by ':' when it takes a value. Flags may stand anywhere; `--`
+    /// Takes `words` apart. `known`: letters, each followed by ':' when it takes a value. Flags may come anywhere; `--`
     /// ends them.
     pub fn parse(command: &str, known: &str, words: &[&str]) -> Result<Arguments, CommandFailed> {
         let mut arguments = Arguments::default();
@@ -44,7 +44,7 @@ impl Arguments {
         Ok(arguments)
     }
 
-    /// An injected request says nothing of what follows.
+    /// An injected request reports nothing of its rest.
     fn ends_here(&self, command: &str) -> bool {
         matches!(command, "aio_read" | "aio_write") && self.has('i')
     }
@@ -103,7 +103,7 @@ impl Arguments {
     }
 }
 
-/// Refuses the value of a flag where it stands, before what follows it is looked at.
+/// Refuses the value of a flag at its place, before the next words are looked at.
 fn check_value(command: &str, letter: char, value: &str) -> Result<(), CommandFailed> {
     match (command, letter) {
         (_, 'P') => pattern(value).map(drop),

@@ -12,10 +12,10 @@ use cowshed_types::Result;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the shell sleeps between two looks at what runs in the background.
+/// The pause of the shell between two looks at requests in the background.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Starts a request; what it returns is printed later.
+/// Starts a request; its text is printed later.
 fn start<F>(shell: &mut Shell, work: impl FnOnce(Arc<Node>) -> F) -> Done
 where
     F: Future<Output = String> + 'static,

@@ -2,8 +2,9 @@
 //! An I/O shell over images: `cowshed io`, and by the name `qemu-io` one that scripts made for that tool can use.
 //!
 //! `table.rs` lists the commands; `arguments.rs` takes their words apart, `text.rs` words their reports. The rest
-//! carries them out: `transfer.rs` at once, `background.rs` without waiting, `image.rs` what is no transfer, `session.rs`
-//! opens and closes, `faults.rs` holds requests up, `zone.rs` refuses what needs a zoned device, `prompt.rs` asks for lines.
+//! carries them out: `transfer.rs` at once, `background.rs` without waiting, and `image.rs` those that are no transfer.
+//! `session.rs` opens and closes, `faults.rs` holds requests up, `zone.rs` refuses requests to zoned devices,
+//! `prompt.rs` asks for lines.
 
 mod arguments;
 mod background;
@@ -65,8 +66,8 @@ impl Shell {
         }
     }
 
-    /// Opens the image of the command line and runs `commands`, or what comes from the terminal or standard input. The
-    /// exit code: 1 when anything failed.
+    /// Opens the image of the command line and runs `commands`, or those from the terminal or standard input. Returns
+    /// the exit code: 1 when a command failed.
     pub async fn run(mut self, image: Option<OpenSpec>, commands: &[String]) -> u8 {
         let mut is_well = match image {
             Some(spec) => {
@@ -129,7 +130,7 @@ impl Shell {
             None => (None, Err(CommandFailed::plain_error(format!("command \"{name}\" not found")))),
             Some(command) => (Some(command), self.carry_out(command, name, words).await),
         };
-        // A moment for what runs in the background, so that it doesn't wait for the next long command.
+        // A moment for requests in the background, so that they don't wait for the next long command.
         rt::yield_now().await;
         self.print_later();
         self.conclude(command, done)
@@ -166,7 +167,7 @@ impl Shell {
         false
     }
 
-    /// Prints what requests in the background have said.
+    /// Prints the texts of requests in the background.
     fn print_later(&mut self) {
         faults::print_news(self);
         let said = std::mem::take(&mut *self.said_later.borrow_mut());

@@ -21,7 +21,7 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-/// The filter that keeps what was read from a backing file.
+/// The filter that keeps data read from a backing file.
 const COPY_ON_READ: &str = "copy-on-read";
 
 /// The image to open, and the way to do it.
@@ -67,7 +67,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// The image itself, below a filter that stands on it.
+    /// The image itself, below a filter.
     pub fn image(&self) -> Arc<Node> {
         let below = (self.node.driver_name() == COPY_ON_READ).then(|| self.node.child(ChildRole::File)).flatten();
         below.unwrap_or_else(|| Arc::clone(&self.node))
@@ -157,7 +157,7 @@ pub(super) fn options_of(text: &str) -> Result<BlockdevOptions> {
 
 /// Opens an image.
 async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
-    // With -s the writer is the overlay, and what is shared is the image below it.
+    // With -s the writer is the overlay, and the image below it is shared.
     if spec.force_share && !spec.read_only && !spec.snapshot {
         return Err(Error::invalid_argument("force-share=on can only be used with read-only images"));
     }
@@ -207,7 +207,7 @@ async fn with_driver(spec: &OpenSpec, tree: BlockdevOptions) -> Result<BlockdevO
 
 /// A temporary overlay over the image. Its file has no name any more when this returns.
 async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<Arc<Node>> {
-    // A server may serve one client only: the overlay stands on what is open.
+    // A server may serve one client only: the overlay is put on the open image.
     let spec = OpenSpec { graph: Some(spec.graph.clone().unwrap_or_else(|| Graph::new(&DRIVERS))), ..spec.clone() };
     let reading = OpenSpec { read_only: true, ..spec.clone() };
     let base = open_image(reading.request(Some(base.unwrap_or_default()))?).await?;
@@ -299,7 +299,7 @@ pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Don
     open(shell, spec).await
 }
 
-/// Waits for what runs in the background, and closes the image where there is one.
+/// Waits for requests in the background, and closes the image where there is one.
 pub(super) async fn close(shell: &mut Shell) -> Done {
     super::faults::let_go(shell);
     background::wait_for_all(shell).await;

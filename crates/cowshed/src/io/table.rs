@@ -27,7 +27,7 @@ pub struct ShellCommand {
     pub writes: bool,
     /// The words behind the name in its usage.
     pub syntax: &'static str,
-    /// One line for people.
+    /// One line of help.
     pub about: &'static str,
     /// More lines of help.
     pub details: &'static [&'static str],
@@ -438,13 +438,13 @@ pub fn find(name: &str) -> Option<&'static ShellCommand> {
 }
 
 impl ShellCommand {
-    /// One line: how it is called and what it does.
+    /// One line: the call and its effect.
     pub fn usage(&self) -> String {
         let space = if self.syntax.is_empty() { "" } else { " " };
         format!("{}{space}{} -- {}", self.name, self.syntax, self.about)
     }
 
-    /// The number of words behind `name`, which is what the user typed.
+    /// Checks the number of words behind `name`, the word that the user typed.
     pub fn check_count(&self, name: &str, count: usize) -> Done {
         if (self.least..=self.most).contains(&count) {
             return Ok(());

@@ -165,7 +165,7 @@ pub(super) async fn readv(shell: &mut Shell, arguments: Arguments) -> Done {
     read_range(shell, &arguments, range, expected, "readv").await
 }
 
-/// `name`: the command's, for what can't be read.
+/// `name`: the command's, for the error of a failed read.
 async fn read_range(
     shell: &mut Shell,
     arguments: &Arguments,

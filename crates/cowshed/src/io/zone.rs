@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Zones of zoned block devices. No format and no driver here has any, so what is left of the commands is what qemu-io
-//! says of all other devices.
+//! Zones of zoned block devices. No format and no driver here has any, so the commands only have qemu-io's messages for
+//! other devices.
 
 use super::Shell;
 use super::arguments::{self, Arguments};

@@ -9,8 +9,8 @@ use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
 
 /// Where a verb prints.
 ///
-/// A reader that went away (`cowshed map a.qcow2 | head`) changes neither what a verb does nor its exit code:
-/// what is printed afterwards is dropped. Any other failure to print is kept and reported by [`Console::finish`].
+/// A reader that went away (`cowshed map a.qcow2 | head`) changes neither the work of a verb nor its exit code: later
+/// output is dropped. Any other failure to print is kept and reported by [`Console::finish`].
 pub struct Console {
     /// Whose manners to have.
     pub persona: Persona,
@@ -49,13 +49,13 @@ impl Console {
         self.error_text(&format!("{name}: {message}\n"));
     }
 
-    /// Prints to standard error, after what was printed before. A failure of that has nowhere to go.
+    /// Prints to standard error, after earlier output. A failure of that has nowhere to go.
     pub fn error_text(&mut self, text: &str) {
         self.flush();
         let _ = io::stderr().lock().write_all(&name_of_text(&lines_of(text)));
     }
 
-    /// Hands what was printed on to the reader.
+    /// Hands the printed text on to the reader.
     pub fn flush(&mut self) {
         if self.failed.is_none() {
             self.failed = self.out.flush().err();

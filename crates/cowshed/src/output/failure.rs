@@ -60,7 +60,7 @@ impl Failure {
         Self { message: message.into(), sentence: None, code: 1, usage: false, names_verb: false }
     }
 
-    /// Appends to the message what a tool of QEMU doesn't say.
+    /// Appends to the message a part that a tool of QEMU doesn't print.
     #[must_use]
     pub fn hint(mut self, hint: &str) -> Self {
         let sentence = self.message.clone();
@@ -223,7 +223,7 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
              however, opening the given target as an existing image failed: {reason}"
         );
     }
-    // These name what it is about themselves.
+    // These name their subject themselves.
     if ["address resolution failed for ", "Failed to connect to '"].iter().any(|start| sentence.starts_with(start)) {
         return sentence;
     }

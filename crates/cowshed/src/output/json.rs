@@ -9,7 +9,7 @@ use cowshed_types::shown_name;
 use serde_json::{Map, Value};
 
 /// Every key of `info`, `check` and `measure`, in the order of QEMU's output (observed with 7.2 and 11.1). Keys of
-/// different objects stand here together: the order is the same wherever two of them meet.
+/// different objects are in one list: the order is the same wherever two of them meet.
 const ORDER: &[&str] = &[
     "limits",
     "compressed",
@@ -175,7 +175,7 @@ fn indent(text: &mut String, depth: usize) {
     }
 }
 
-/// QEMU escapes everything outside ASCII, as UTF-16 code units, and DEL; what is no UTF-8 is U+FFFD.
+/// QEMU escapes everything outside ASCII, as UTF-16 code units, and DEL; bytes that are no UTF-8 become U+FFFD.
 fn write_string(text: &mut String, string: &str) {
     text.push('"');
     for character in shown_name(string).chars() {

@@ -56,7 +56,7 @@ impl Progress {
                 *is_done = total != 0 && done >= total;
                 let hundredths = hundredths(done, total);
                 let is_step = match *shown {
-                    // Work in several rounds begins again; what was said before stays.
+                    // Work in several rounds begins again; earlier percentages stay.
                     Some(before) => {
                         hundredths.saturating_sub(before) >= STEP || (hundredths == 10_000 && before != 10_000)
                     }
@@ -74,7 +74,7 @@ impl Progress {
         }
     }
 
-    /// The work ended; with `well` it stands at 100 %. A bar goes away, a percentage stays until [`Progress::finish`].
+    /// Ends the work; with `well` at 100 %. A bar goes away, a percentage stays until [`Progress::finish`].
     pub fn complete(&mut self, well: bool) {
         match self {
             Progress::Percent { shown, .. } if well && *shown != Some(10_000) => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes for people, in the notation of qemu-img: three significant digits and a binary unit.
+//! Sizes in the notation of qemu-img: three significant digits and a binary unit.
 
 const UNITS: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 

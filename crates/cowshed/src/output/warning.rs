@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 /// Fields of a snapshot table that can't be read.
 const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
 
-/// Of a folder as a disk. QEMU leaves nothing out: scripts must see it under each name.
+/// The warning about a folder as a disk. QEMU leaves nothing out: scripts must see it under each name.
 const LEFT_OUT: &str = " entries are left out, ";
 
 /// A warning of QEMU's that is shown under QEMU's names only.

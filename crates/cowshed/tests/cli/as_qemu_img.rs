@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Under the name qemu-img we say what qemu-img says: byte for byte, on the same images.
+//! Under the name qemu-img our output is qemu-img's: byte for byte, on the same images.
 
 use crate::oracle::{self, Oracle};
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Verbs that change images, asked for what can't be: one clear line, exit code 1, and not a byte of any image changed.
+//! Verbs that change images, with impossible requests: one clear line, exit code 1, and not a byte of any image
+//! changed.
 
 use crate::oracle::{Oracle, words};
 use cowshed_testkit::programs::tool;
@@ -255,13 +256,13 @@ fn a_full_disk_is_one_clear_error_of_every_verb() {
         assert!(said.err.contains("No space left on device") && !said.err.contains("panicked"), "{line}: {}", said.err);
         assert!(said.err.lines().count() <= 2, "{line}: {}", said.err);
         oracle.qemu.expect_no_corruption(&own.join("image.qcow2"));
-        // Of a conversion into it and of a test of writing, the data may be there in part.
+        // After a conversion into it, or a test of writing, the data may be there in part.
         if !line.starts_with("convert") && !line.starts_with("bench") {
             assert!(read(&own)[..2 << 20] == before[..], "{line}: reads otherwise");
         }
         let (theirs, _) = oracle.folders();
         let real = oracle.real(&theirs, &words(&line));
-        // Its event stands for the guest's data alone: what only changes metadata succeeds there.
+        // Its event stands for the guest's data alone: a verb that only changes metadata succeeds there.
         assert!(matches!(real.code, Some(0 | 1)), "the real one, {line}: {}{}", real.out, real.err);
     }
     // Into the base, and into new files.

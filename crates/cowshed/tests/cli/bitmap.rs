@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `bitmap` and `convert --bitmaps` beside the real qemu-img: exit codes, messages, and what each finds in the other's image.
+//! `bitmap` and `convert --bitmaps` beside the real qemu-img: exit codes, messages, and the bitmaps that each finds in
+//! the other's image.
 
 use crate::oracle::Oracle;
 use serde_json::Value;
@@ -185,7 +186,7 @@ fn other_verbs_know_bitmaps_as_qemu_img_does() {
     oracle.verdict();
 }
 
-/// QEMU 11's; the installed one may be older, so what it makes of the image is what counts.
+/// QEMU 11's; the installed one may be older, so the resulting image counts.
 #[test]
 fn all_bitmaps_are_removed_at_once() {
     let oracle = images();

@@ -261,7 +261,7 @@ fn qcow_and_qed_stand_on_backing_files() {
             oracle.compare(&format!("info child.{format}"));
             oracle.compare(&format!("info --output=json --backing-chain child.{format}"));
             oracle.compare(&format!("map --output=json child.{format}"));
-            // Only QED says of a base that it is raw; what else it is would be a guess.
+            // Only QED records that a base is raw; another format would be a guess.
             let said = oracle.ours(&oracle.work(), &words(&format!("convert --untrusted -O raw child.{format} x.raw")));
             assert!(said.code == Some(1) && said.err.contains("policy"), "{}", said.err);
             let line = format!("convert --untrusted --allow backing -O raw child.{format} x.raw");

@@ -6,7 +6,7 @@ use crate::oracle::{Oracle, words};
 use cowshed_layout::{vhdx, vpc};
 use std::fs;
 
-/// A change of bytes, and what the message must say.
+/// A change of bytes, and a part of the message.
 type Case<'a> = (usize, &'a [u8], &'a str);
 
 /// Each change alone must be refused by `info` and by `convert`. `finish` puts checksums right.

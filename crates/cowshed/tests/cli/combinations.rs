@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random sessions of qemu-img and qemu-io, the real tools and ours each on their own copies: snapshots, bitmaps, sizes, backing
-//! files, options and writes mixed. Exit codes must agree at every step, and what the images hold in the end.
-//! `COWSHED_SEED=N` runs one session, `COWSHED_SEEDS=A..B` a range.
+//! Random sessions of qemu-img and qemu-io, the real tools and ours each on their own copies: snapshots, bitmaps,
+//! sizes, backing files, options and writes mixed. Exit codes must agree at every step, and the images' contents in the
+//! end. `COWSHED_SEED=N` runs one session, `COWSHED_SEEDS=A..B` a range.
 
 use crate::oracle::{Oracle, words};
 use cowshed_testkit::programs::{Said, finish};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that are containers and no disks: each is known by its mark, and what can't be read is refused by its name.
+//! Files that are containers and no disks: each is known by its mark, and an unreadable one is refused by its name.
 
 use crate::oracle::Oracle;
 use std::path::Path;
@@ -93,7 +93,7 @@ fn what_can_not_be_read_is_refused_by_name() {
             _ => part,
         };
         assert!(reason.contains(part), "inspect {name}: {reason}");
-        // By its name it is what the user says that it is.
+        // With a format from the user it is a disk of that format.
         let output = cowshed(&folder, &format!("convert -f raw -O raw {name} out"));
         assert!(output.status.success(), "{name}: {output:?}");
         std::fs::remove_file(folder.join("out")).expect("it was made");

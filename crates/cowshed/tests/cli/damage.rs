@@ -18,7 +18,7 @@ fn set(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
 }
 
-/// From the file's bytes and the places of its L1 and L2 table: damages what guest offset 0 needs.
+/// Gets the file's bytes and the places of its L1 and L2 table, and damages the entries for guest offset 0.
 type Damage = fn(&mut [u8], usize, usize);
 
 /// Kinds of damage by the options of the image they are made in.
@@ -65,7 +65,7 @@ fn is_known(damage: &str, request: &str) -> bool {
         "data on the L1 table" => request.starts_with("discard 0") || request.starts_with("write -z"),
         // QEMU takes entries that contradict themselves for zeroes or data as it likes; ours refuses them.
         "version 2 with a zero flag" => !request.starts_with("read 512k"),
-        // QEMU leaves the entry as it is; ours makes zeroes of what the guest gave up.
+        // QEMU leaves the entry as it is; ours makes zeroes of the clusters that the guest gave up.
         "subclusters without a cluster" => request.starts_with("discard 0 64k; read"),
         _ => false,
     }

@@ -95,7 +95,7 @@ fn shell_of(page: &str, language: &str) -> String {
     blocks.collect()
 }
 
-/// Runs a script in a folder of its own, and gives what it has written.
+/// Runs a script in a folder of its own, and returns its output.
 fn run_script(script: &str) -> String {
     const MOST_SECONDS: &str = "300";
     let folder = tempfile::tempdir().expect("a folder, and a short path for its sockets");

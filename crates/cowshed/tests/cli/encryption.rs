@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Encrypted images by the verbs: what they say is what qemu-img says, and no passphrase is in it.
+//! Encrypted images by the verbs: their messages are qemu-img's, and no passphrase is in them.
 
 use crate::oracle::{Oracle, words};
 use std::path::Path;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images made to do harm, one for each class of the known holes of disk-image tools, and what `--untrusted` and
-//! `inspect` make of them. Each attack is first shown to work where the image is trusted: else the test would prove
-//! nothing.
+//! Images made to do harm, one for each class of the known holes of disk-image tools, and their treatment by
+//! `--untrusted` and `inspect`. Each attack is first shown to work where the image is trusted: else the test would
+//! prove nothing.
 
 use cowshed::{Disk, ErrorKind, OpenRequest, Policy};
 use cowshed_layout::qcow2::Extension;
@@ -96,7 +96,7 @@ fn contains_secret(bytes: &[u8]) -> bool {
     })
 }
 
-/// Verbs that read data, with what comes before the image's name and after it.
+/// Verbs that read data, with the words before the image's name and after it.
 const READERS: [(&str, &str); 5] = [
     ("convert -O raw --untrusted", " out"),
     ("compare --untrusted", " secret"),
@@ -529,7 +529,7 @@ fn limits_by_option() {
         bench.expect_ok(&verb(least));
         bench.expect_refused(&verb(least - 1), part);
     }
-    // And beyond what --untrusted would set.
+    // Also beyond the limits of --untrusted.
     bench.make("create -q -f qcow2 -o cluster_size=2M huge 100T");
     bench.expect_refused("info --untrusted huge", "size");
     bench.expect_ok("info --untrusted --limit virtual-size=100T,table-bytes=32M huge");
@@ -538,7 +538,7 @@ fn limits_by_option() {
     bench.expect_refused("info --time-limit 1 huge", "needs --untrusted");
 }
 
-/// Work that would never end comes to its end.
+/// Work that would never end is ended.
 #[test]
 fn time_limits() {
     let bench = Bench::new();

@@ -42,7 +42,8 @@ fn prepare(folder: &Path, qemu: &Qemu) {
     .expect_ok();
 }
 
-/// A line of output without what differs from run to run: places on the disk, times, and how finely progress is told.
+/// A line of output without the parts that differ from run to run: places on the disk, times, and the steps of
+/// progress.
 fn comparable(line: &str) -> Option<String> {
     let is_progress = line.ends_with("/100%)");
     if is_progress && !line.contains("(100.00/") {

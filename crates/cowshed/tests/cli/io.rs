@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The I/O shell by the name qemu-io: the same scripts through the real tool and ours, with the same output (times
+//! The I/O shell by the name qemu-io. The same scripts run through the real tool and ours, with the same output (times
 //! masked), exit codes and images afterwards.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -207,7 +207,8 @@ fn run(tool: &Path, folder: &Path, arguments: &[&str], input: &str) -> Said {
     Said { code: output.status.code(), out: lines(text(output.stdout)), err: lines(text(output.stderr)) }
 }
 
-/// Takes out of a line what depends on the time, the words of usages, and reasons that each tool words for itself.
+/// Takes out of a line the parts that depend on the time, the words of usages, and reasons that each tool words for
+/// itself.
 fn mask(line: &str) -> String {
     if let Some((start, end)) = line.split_once("; ")
         && end.ends_with(" ops/sec)\n")
@@ -348,7 +349,7 @@ fn zones_are_of_no_image() {
 
 const SECRET: &str = "secret,id=s,data=geheim";
 
-/// Parts of sectors, zeroes and what is durable at once, on images whose bytes are encrypted: the real one reads it.
+/// Parts of sectors, zeroes and durable writes, on images whose bytes are encrypted: the real one reads it.
 #[test]
 fn encrypted_images_are_written_and_the_real_one_reads_them() {
     let pair = Pair::new();
@@ -409,7 +410,7 @@ fn the_history_outlives_the_shell() {
     let pair = Pair::new();
     let place = pair.place("own");
     let state = pair.place("state");
-    // Keys are struck when the shell asks for them: what comes earlier is lost when it takes the terminal over.
+    // Keys are struck when the shell asks for them: earlier ones are lost when it takes the terminal over.
     let sit = |lines: &[&[u8]]| {
         let command = format!("{} io -r image.qcow2", env!("CARGO_BIN_EXE_cowshed"));
         let mut child = Command::new("script")

@@ -5,7 +5,7 @@ use crate::oracle::{Oracle, words};
 
 const FILE: &str = r#"{"request-alignment":1,"min-mem-alignment":1,"opt-mem-alignment":4096,"max-iov":1024}"#;
 
-/// The limits of the top node and of its child, as they stand in the JSON, without spaces.
+/// The limits of the top node and of its child, as text of the JSON, without spaces.
 fn limits(oracle: &Oracle, line: &str) -> (String, String) {
     let said = oracle.ours(&oracle.work(), &words(&format!("info --limits --output=json {line}")));
     assert_eq!(said.code, Some(0), "{line}: {}", said.err);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Encrypted images without their key: a verb that needs their content is refused when they are opened, before a target
+//! Encrypted images without their key. A verb that needs their content is refused when they are opened, before a target
 //! is made, emptied or written to.
 
 use crate::oracle::{Oracle, words};
@@ -43,7 +43,7 @@ fn gallery(oracle: &Oracle) {
     oracle.make("create -q -f qcow2 -b r.raw -F raw plain.qcow2");
 }
 
-/// Each image that needs a key: how it is named, and what the refusal ends with.
+/// Each image that needs a key: its name, and the end of the refusal.
 const LOCKED: &[(&str, &str)] = &[
     ("e.qcow2", "Could not open 'e.qcow2': Parameter 'encrypt.key-secret' is required for cipher"),
     ("aes.qcow2", "Could not open 'aes.qcow2': Parameter 'encrypt.key-secret' is required for cipher"),

@@ -143,7 +143,7 @@ fn the_protocol_of_devices_names_only_devices() {
     }
 }
 
-/// Names that stand in images must not command a terminal, nor begin a line that looks like one of ours.
+/// Names in images must not command a terminal, nor begin a line that resembles one of ours.
 #[test]
 fn names_out_of_images_stay_in_their_line() {
     let folder = Folder(Oracle::new());
@@ -220,7 +220,7 @@ fn no_name_begins_a_line_of_a_message() {
     }
 }
 
-/// Of a message with two lines both are lines, under every name.
+/// Both lines of a message are lines, under every name.
 #[test]
 fn what_identifiers_are_stands_in_a_line_of_its_own() {
     let folder = Folder(Oracle::new());

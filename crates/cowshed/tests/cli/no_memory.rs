@@ -113,7 +113,7 @@ const LINES: &[&str] = &[
     "rescue IMAGE",
 ];
 
-/// With any memory a verb does its work or refuses it; from what it takes for a small image on.
+/// With any memory, from the need of a small image on, a verb does its work or refuses it.
 #[test]
 fn no_amount_of_memory_ends_a_verb_half_way() {
     let folder = temp_dir();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! No byte of an earlier use of memory reaches a file or a client. Builds with debug assertions fill memory that is about
-//! to be filled with a mark, and every way of it that these tests know ends without the mark.
+//! No byte of an earlier use of memory reaches a file or a client. Builds with debug assertions fill memory that is
+//! about to be filled with a mark. Every way of it that these tests know ends without the mark.
 
 use crate::oracle::Oracle;
 use crate::serving::Serving;
@@ -93,7 +93,7 @@ fn images_hold_no_old_bytes() {
     expect_no_mark(&folder.join("data.raw"), "a data file");
 }
 
-/// Writes of parts: what surrounds them in their cluster, block or sector is zeroes or the backing file's.
+/// Writes of parts: the bytes around them in their cluster, block or sector are zeroes or the backing file's.
 #[test]
 fn writes_of_parts_bring_no_old_bytes_along() {
     let oracle = Oracle::new();
@@ -144,7 +144,7 @@ fn failed_reads_show_no_old_bytes() {
     let folder = oracle.work();
     oracle.make("create -q -f qcow2 disk.qcow2 4M");
     oracle.io(&["write -P 7 0 4M"], "disk.qcow2");
-    // The last MiB can't be read: what can is there, the rest is zeroes.
+    // The last MiB can't be read: the readable part is there, the rest is zeroes.
     let bad = "driver=qcow2,file.driver=blkdebug,file.image.filename=disk.qcow2,file.inject-error.0.event=none,\
                file.inject-error.0.iotype=read,file.inject-error.0.errno=5,file.inject-error.0.sector=6144";
     let line = format!("convert --salvage -O raw --image-opts {bad} out");

@@ -95,7 +95,7 @@ fn a_conversion_to_a_server_replaces_what_was_there() {
     oracle.make("create -q -f raw target.raw 8M");
     oracle.io(&["write -P 255 0 8M"], "target.raw");
     let server = QemuNbd::start(&oracle, "target.raw", "raw");
-    // As new, and with -n into what is there: nothing of the old content may show through.
+    // As new, and with -n into an existing image: nothing of the old content may show through.
     for more in [&[][..], &["-n"]] {
         let uri = server.uri();
         let mut arguments = vec!["convert", "-f", "qcow2", "-O", "raw"];

@@ -105,7 +105,7 @@ fn copies_beside_the_source_go_on() {
     for line in [
         // One backing file for both: it is only read.
         "convert -n -U -f qcow2 -O qcow2 top.qcow2 other.qcow2",
-        // The target stands on the source.
+        // The target's backing file is the source.
         "convert -n -U -f qcow2 -O qcow2 base.qcow2 other.qcow2",
         // Two parts of one file.
         "convert -n -U --image-opts --target-image-opts driver=raw,size=64k,file.filename=plain.raw \

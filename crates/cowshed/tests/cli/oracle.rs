@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the real qemu-img and ours, called by the same name, on the same files, and compares what they say.
+//! Runs the real qemu-img and ours, called by the same name, on the same files, and compares their output.
 //!
-//! Ours speaks as QEMU 11 does, and the newest QEMU, of `scripts/peers`, decides. The system's stands beside it: lines that only
-//! read run with both, the others with each of the two in turn. Where the system's is older, our text is brought back to what that
-//! version prints, by the rules of [`as_older`], one a known change of QEMU.
+//! Ours speaks as QEMU 11 does, and the newest QEMU, of `scripts/peers`, decides. The system's is compared too: lines
+//! that only read run with both, the others with each of the two in turn. Where the system's is older, our text is
+//! turned into that version's by the rules of [`as_older`], one a known change of QEMU.
 
 use cowshed_testkit::programs::{self, Said};
 use cowshed_testkit::qemu::Qemu;
@@ -55,7 +55,7 @@ impl Oracle {
         assert_eq!(said.code, Some(0), "qemu-img {line}: {}", said.err);
     }
 
-    /// As [`Oracle::make`] for what fails on a busy machine: measuring the time of a key derivation.
+    /// As [`Oracle::make`] for commands that fail on a busy machine: they measure the time of a key derivation.
     #[track_caller]
     pub fn make_patiently(&self, line: &str) {
         let run = || self.real(&self.work(), &words(line));
@@ -265,7 +265,7 @@ fn named(line: &str, (major, minor): (u32, u32)) -> String {
     format!("{line}   [QEMU {major}.{minor}]")
 }
 
-/// First lines of the installed tool, and what QEMU 11 says instead (or ours, where the comment says so).
+/// First lines of the installed tool, with the words of QEMU 11 (or ours, by the comment there).
 const NEWER_WORDS: &[(&str, &str)] = &[
     ("qemu-img: Unknown option value for -r (", "qemu-img: --repair (-r) expects 'leaks' or 'all', not "),
     ("qemu-img: Not enough arguments", "qemu-img: Expecting image file name and size"),
@@ -370,7 +370,7 @@ fn as_older(text: &str, version: (u32, u32)) -> String {
         text = text.replace(", \"compressed\": false", "").replace(", \"compressed\": true", "");
     }
     if version < (9, 0) {
-        // Where the header of LUKS may stand apart is news of QEMU 9.
+        // A detached header of LUKS is news of QEMU 9.
         text = without_block(&text, |line| line.trim_start().starts_with("detached header: "), |_| true, false);
         text = without_block(&text, |line| line.trim_start().starts_with("\"detached-header\": "), |_| true, false);
     }

@@ -152,7 +152,7 @@ fn packages_for_one_importer_have_its_words() {
     assert!(!virtualbox.contains("E1000") && !virtualbox.contains("<Network "), "{virtualbox}");
     let both = ovf("both", "");
     assert!(both.contains("vmx-10") && !both.contains("virtualbox-2.2"), "{both}");
-    // VMware's importer would reject what is for VirtualBox alone.
+    // VMware's importer would reject elements for VirtualBox alone.
     ok(&oracle, "convert --force -O ova --for virtualbox a.qcow2 m.ova");
     let said = cowshed(&oracle, "ova verify --for vmware m.ova");
     assert_eq!(said.code, Some(2));
@@ -173,7 +173,7 @@ fn a_disk_of_a_package_is_a_source() {
         ok(&oracle, &format!("convert --force {choice} -O qcow2 m.ova out"));
         oracle.make(&format!("compare -f qcow2 out {source}"));
     }
-    // The name doesn't matter: the content says what it is.
+    // The name doesn't matter: the content decides.
     fs::rename(oracle.work().join("m.ova"), oracle.work().join("other.tar")).unwrap();
     ok(&oracle, "convert --force --disk 1 -O raw other.tar out");
     oracle.make("compare -f raw -F qcow2 out a.qcow2");
@@ -311,7 +311,7 @@ fn package_with_a_cut_disk_is_refused() {
     assert_eq!(cowshed(&oracle, "ova verify t.ova").code, Some(2));
 }
 
-/// Each line: what is changed in a good package, and what `verify` says. docs/formats/ova.md lists them.
+/// Each line: the change in a good package, and the message of `verify`.
 #[test]
 fn what_importers_reject_is_found() {
     let oracle = disks();
@@ -413,7 +413,7 @@ fn packages_are_unpacked_and_packed() {
     ok(&oracle, "convert -q -O ova a.qcow2 b.raw m.ova");
     assert_eq!(ok(&oracle, "ova unpack m.ova"), "m: 4 files\n");
     assert_eq!(names(&oracle.work().join("m")), ["m-disk1.vmdk", "m-disk2.vmdk", "m.mf", "m.ovf"]);
-    // Nothing is overwritten, and what was there stays.
+    // Nothing is overwritten, and old files stay.
     refused(&oracle, "ova unpack m.ova", &["m/m.ovf", "File exists"]);
     assert_eq!(names(&oracle.work().join("m")).len(), 4);
     assert_eq!(ok(&oracle, "ova pack m/m.ovf again.ova"), "again.ova: 4 files\n");
@@ -421,7 +421,7 @@ fn packages_are_unpacked_and_packed() {
     refused(&oracle, "ova pack m/m.ovf again.ova", &["exists already"]);
     ok(&oracle, "ova pack --force m/m.ovf again.ova");
     refused(&oracle, "ova pack m.ova again2.ova", &["packed already"]);
-    // A file that isn't what the manifest says isn't packed with a new digest.
+    // A file that differs from the manifest isn't packed with a new digest.
     fs::write(oracle.work().join("m/m-disk2.vmdk"), "x").unwrap();
     refused(&oracle, "ova pack m/m.ovf bad.ova", &["m-disk2.vmdk"]);
     assert!(!oracle.work().join("bad.ova").exists());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Packages of virtual machines at their edges: names, empty disks, other verbs, what is left out or not compared.
+//! Packages of virtual machines at their edges: names, empty disks, other verbs, parts left out or not compared.
 
 use super::ova::{changed, cowshed, disks, names, ok, refused, run, tool};
 use crate::oracle::{Oracle, words};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The packages: `scripts/package` twice over this program, and `scripts/try-package` on what it made.
+//! The packages: `scripts/package` twice over this program, and `scripts/try-package` on the result.
 
 use cowshed_testkit::programs::tool;
 use std::collections::BTreeMap;

@@ -17,7 +17,7 @@ fn base64(bytes: &[u8]) -> String {
     bytes.chunks(3).map(part).collect()
 }
 
-/// By a program that packs what it is given.
+/// The input packed by a program.
 fn packed(program: &str, arguments: &[&str], bytes: &[u8]) -> Vec<u8> {
     let mut child =
         Command::new(program).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
@@ -55,7 +55,7 @@ fn lzfse(bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Literals alone, but for one copy of what stands before.
+/// Literals alone, but for one copy of earlier bytes.
 fn adc(bytes: &[u8]) -> Vec<u8> {
     let mut out: Vec<u8> = Vec::new();
     for chunk in bytes.chunks(128) {
@@ -356,7 +356,7 @@ fn a_gap_between_the_pieces_of_a_dmg_is_an_error() {
     }
 }
 
-/// QEMU reads what stands behind the end's mark.
+/// QEMU reads the pieces behind the end's mark.
 #[test]
 fn a_piece_behind_the_mark_of_the_end_is_read() {
     let oracle = Oracle::new();

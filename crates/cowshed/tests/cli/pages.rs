@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands that pages of docs/ show, run as they stand there. The tutorial has a test of its own (`documents.rs`).
+//! The commands on pages of docs/, run word for word. The tutorial has a test of its own (`documents.rs`).
 
 use std::path::Path;
 use std::process::Command;
 
-/// A command of a page: how it begins, the script that makes what it needs, and the exit code. Without a script it isn't run: it
-/// serves until it is stopped.
+/// A command of a page: its beginning, the script that prepares its files, and the exit code. Without a script it isn't
+/// run: it serves until it is stopped.
 type Case = (&'static str, Option<&'static str>, i32);
 
 const SECRETS: &str = "printf secret >passphrase.txt; printf other >new.txt";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `convert --for`: what each platform takes.
+//! `convert --for`: each platform's requirements.
 
 use crate::oracle::{Oracle, words};
 use cowshed_testkit::programs::{Said, finish};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images of other formats that come to stand on another backing file, beside QEMU.
+//! Images of other formats that get another backing file, beside QEMU.
 
 use crate::oracle::{Oracle, words};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

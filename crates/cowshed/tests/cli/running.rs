@@ -155,7 +155,7 @@ fn signal(signal: &str, id: u32) {
     assert!(killed.expect("kill runs").success());
 }
 
-/// Ends when the process does; what it said on standard error, its exit code, and how long it took.
+/// Waits for the end of the process; returns its standard error, its exit code, and its time.
 fn end_of(mut child: Child) -> (String, Option<i32>, Duration) {
     let started = Instant::now();
     let status = loop {

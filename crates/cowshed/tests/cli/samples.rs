@@ -65,7 +65,7 @@ fn vhdx_shorter_than_its_log_knows_is_refused() {
     }
 }
 
-/// The disk by the tables of a VHD of type 4: a sector whose bit is set is in this file, every other one in the parent.
+/// The disk by the tables of a VHD of type 4. A sector whose bit is set is in this file, every other one in the parent.
 fn merged_vhd(child: &[u8], parent: &[u8]) -> Vec<u8> {
     let be32 = |at: usize| u32::from_be_bytes(child[at..at + 4].try_into().unwrap()) as usize;
     let header = be32(child.len() - 512 + 20);
@@ -218,7 +218,7 @@ fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
     assert!(message.contains("fat-parent.vhdx"), "{message}");
     let message = oracle.refused("resize -f vhdx child.vhdx 8M");
     assert!(message.contains("can only be read"), "{message}");
-    // A write to the parent gives it another GUID: the difference belongs to what it was.
+    // A write to the parent gives it another GUID: the difference belongs to its old state.
     let script = ["-f", "vhdx", "-c", "write -P 1 0 512", "fat-parent.vhdx"];
     let done = Command::new(oracle.qemu.io_path()).args(script).current_dir(oracle.work()).output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));

@@ -12,7 +12,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 
 const COWSHED: &str = env!("CARGO_BIN_EXE_cowshed");
 
-/// A running daemon and what it says on its standard error; killed if the test ends early.
+/// A running daemon and its standard error; killed if the test ends early.
 pub struct Serving(Child, File);
 
 impl Serving {
@@ -83,7 +83,7 @@ fn serve_prints_a_uri_that_clients_use() {
     oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 9 1M 2M".into()]);
 }
 
-/// Numbers of processes come again: what a killed daemon left under its number is in no other one's way.
+/// Numbers of processes come again: remains of a killed daemon under its number are in no other one's way.
 #[test]
 fn folders_of_killed_daemons_block_no_later_one() {
     let oracle = Oracle::new();
@@ -139,7 +139,7 @@ fn a_single_drive_answers_to_its_name_and_without_one() {
         assert_eq!(seen(&oracle, unknown), None, "{arguments:?}: '{unknown}'");
         serving.signal("TERM");
         assert!(serving.wait().success(), "{arguments:?}");
-        // The log names what was asked for and what there is.
+        // The log has the unknown name and the known ones.
         let mut text = String::new();
         log.rewind().and_then(|()| log.read_to_string(&mut text)).expect("text");
         let names = known.iter().map(|name| format!("{name:?}")).collect::<BTreeSet<_>>();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Short runs of commands beside the real qemu-img, each tool on its own copy: where names, sizes and keys come from another
-//! place than the plain case has them.
+//! Short runs of commands beside the real qemu-img, each tool on its own copy. Names, sizes and keys come from other
+//! places than in the plain case.
 
 use crate::oracle::{Oracle, words};
 
@@ -154,7 +154,7 @@ fn rebase_gives_the_new_base_its_key() {
     oracle.verdict();
 }
 
-/// Stretches where both bases read as zeroes are passed over; what begins or ends beside one isn't.
+/// Stretches where both bases read as zeroes are passed over; a run that begins or ends beside one isn't.
 #[test]
 fn rebase_between_sparse_bases() {
     let oracle = Oracle::new();

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-/// A share that runs, and what it says on its standard error; killed if the test ends early.
+/// A share that runs, and its standard error; killed if the test ends early.
 struct Share {
     child: Child,
     errors: std::fs::File,

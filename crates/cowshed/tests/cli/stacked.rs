@@ -7,7 +7,7 @@ use std::path::Path;
 
 const SECRET: &str = "--object secret,id=s,data=x";
 
-/// Name, what makes the container of the image `inner.qcow2`, and the options of the image in it.
+/// Name, the commands that make the container of the image `inner.qcow2`, and the options of the image in it.
 const CONTAINERS: &[(&str, &[&str], &str)] = &[
     (
         "a LUKS volume",
@@ -123,7 +123,7 @@ fn an_image_in_another_node_is_read_and_written_there() {
     }
 }
 
-/// A repair writes through what the image is stored in.
+/// A repair writes through the image's container.
 #[test]
 fn an_image_in_another_node_is_repaired_there() {
     let oracle = Oracle::new();
@@ -166,7 +166,7 @@ fn a_volume_below_an_image_needs_its_key() {
         assert_eq!(own.code, Some(1), "{verb}: {}", own.err);
         assert!(own.err.contains("Parameter 'key-secret' is required for cipher"), "{verb}: {}", own.err);
     }
-    // Of the volume alone no data are read.
+    // `info` reads no data of the volume.
     let said = oracle.ours(&oracle.work(), &words("info --image-opts driver=luks,file.driver=file,file.filename=c"));
     assert_eq!(said.code, Some(0), "{}", said.err);
 }

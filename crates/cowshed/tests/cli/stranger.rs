@@ -105,7 +105,7 @@ fn files_that_are_no_images() {
     assert_eq!(std::fs::read(work.join("good.qcow2")).expect("the image"), good, "nothing has touched the image");
 }
 
-/// A file that was cut off in the middle of its data, its tables still there: what is lost is never handed out as zeroes.
+/// A file that was cut off in the middle of its data, its tables still there: lost data is never handed out as zeroes.
 #[test]
 fn images_that_end_too_early() {
     let oracle = Oracle::new();

@@ -275,7 +275,7 @@ fn a_certificate_of_ones_own_is_checked_as_by_qemu() {
     assert!(refused > 50, "{refused}");
 }
 
-/// Files of credentials that are missing, or are something else: QEMU 11's words, with every choice of what is checked.
+/// Files of credentials that are missing, or are something else: QEMU 11's words, with every choice of the checks.
 #[test]
 fn credentials_that_cannot_be_read_are_refused_as_by_qemu() {
     let oracle = Oracle::new();
@@ -341,7 +341,7 @@ fn unused_objects_are_checked_as_by_qemu() {
     }
 }
 
-/// A server without TLS, and one that insists on it: our client and our server say what QEMU's do.
+/// A server without TLS, and one that insists on it: the messages of our client and our server are QEMU's.
 #[test]
 fn a_server_that_wants_the_other_kind_of_connection_says_so() {
     let oracle = Oracle::new();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Shell scripts as users of qemu-img write them: what management tools do with volumes, installers with disks, and builders
-//! with cloud images. Each runs with the real tool first on the PATH and with ours, and must print and leave the same.
+//! Shell scripts as users of qemu-img write them: management tools' work on volumes, installers' on disks, and
+//! builders' on cloud images. Each runs with the real tool first on the PATH and with ours, and must print and leave
+//! the same.
 
 use crate::oracle::Oracle;
 use cowshed_testkit::programs::{Said, finish};

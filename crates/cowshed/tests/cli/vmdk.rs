@@ -145,8 +145,8 @@ fn streams_with_their_directory_at_the_end_are_read() {
     assert!(said.code == Some(1) && said.err.contains("cut short"), "{}", said.err);
 }
 
-/// A disk of one extent of ESX' older sparse kind: grains of one sector, `data` at sector 5, and at sector 5000, which
-/// the second grain table describes.
+/// A disk of one extent of ESX' older sparse kind: grains of one sector. `data` is at sector 5, and at sector 5000,
+/// which the second grain table describes.
 fn esx(folder: &Path, data: &[u8; 512]) {
     let mut extent = b"COWD".to_vec();
     for word in [1u32, 3, 8192, 1, 4, 2, 80] {

@@ -192,7 +192,7 @@ fn descriptors_that_lie_are_refused() {
     ];
     for (create_type, lines, part) in cases {
         fs::write(work.join("disk.vmdk"), descriptor(create_type, lines)).unwrap();
-        // Reasons of our own stand behind QEMU's sentence under our own name only.
+        // Our own reasons come behind QEMU's sentence under our own name only.
         let message = oracle.refused("info disk.vmdk") + &ova::refused(&oracle, "info disk.vmdk", &[]);
         assert!(message.contains(part), "{lines}: {message}");
     }

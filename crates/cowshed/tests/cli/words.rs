@@ -6,7 +6,7 @@ use crate::oracle::{Oracle, words};
 const OBJECTS: &str = "--object secret,id=s,data=one --object secret,id=n,data=two --object secret,id=w,data=wrong";
 const LUKS: &str = "--image-opts driver=qcow2,encrypt.key-secret=s,file.filename=e.qcow2";
 
-/// Runs each line and compares the first line that it says with what is expected; nothing may be framed as if the image
+/// Runs each line and compares its first line of output with the expected one. None may have a frame as if the image
 /// could not be opened.
 fn hold(oracle: &Oracle, table: &[(String, &str)]) {
     for (line, expected) in table {
@@ -206,7 +206,7 @@ fn who_chooses_luks_is_told_what_xts_does_not_do() {
     );
 }
 
-/// `rebase -c` and `commit -p`: what qemu-img writes and prints.
+/// `rebase -c` and `commit -p`: qemu-img's files and output.
 #[test]
 fn rebase_compresses_and_commit_tells_its_progress() {
     let oracle = Oracle::new();

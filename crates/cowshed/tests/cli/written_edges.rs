@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images of other formats that are odd and allowed, under writes: nothing but what is written changes.
+//! Images of other formats that are odd and allowed, under writes: nothing but the written range changes.
 
 use crate::oracle::{Oracle, words};
 use cowshed_layout::vpc;

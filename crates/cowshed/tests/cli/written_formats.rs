@@ -164,7 +164,7 @@ fn images_are_written_in_turns_with_qemu() {
 #[test]
 fn new_image_equals_qemus_but_for_its_identifier() {
     let tools = Tools::new();
-    // Where the names and the time stand.
+    // The places of the names and the time.
     let ours_may_differ = |format: &str, len: usize, at: usize| match format {
         "vdi" => (392..424).contains(&at),
         "vpc" => [0, len - 512].iter().any(|start| {
@@ -270,7 +270,7 @@ fn a_vmdk_disk_stands_on_its_parent() {
     }
 }
 
-/// Differences over a disk of another format, and what a disk becomes that grows over a longer one.
+/// Differences over a disk of another format, and disks that grow over a longer one.
 #[test]
 fn qed_and_qcow_stand_on_backing_files() {
     let tools = Tools::new();
@@ -500,7 +500,7 @@ fn qed_and_parallels_are_repaired_as_qemu_does() {
             let verdict = |file: &str| oracle.real(&work, &words(&format!("check --output=json -f qed {file}"))).code;
             assert_eq!(verdict("ours"), verdict("real"), "{name} {what}");
         }
-        // An opening for writing repairs what is marked.
+        // An opening for writing repairs a marked image.
         if name == "marked" {
             damage("ours", &edits, longer);
             let link = work.join("qemu-io");
@@ -557,7 +557,7 @@ fn a_converted_disk_is_equal_whatever_tool_looks() {
         tools.img(0, &format!("convert -f {format} -O raw image back"));
         let back = fs::read(tools.path("back")).unwrap();
         assert!(back[..disk.len()] == disk && back[disk.len()..].iter().all(|byte| *byte == 0), "{format} {options}");
-        // Over what is there, with -n.
+        // Over an existing image, with -n.
         tools.img(0, &format!("convert -n -f raw -O {format} source image"));
         tools.img(1, &format!("compare -f raw -F {format} source image"));
         if CHECKED.contains(format) {

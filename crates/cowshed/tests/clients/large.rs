@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! libnbd's longest requests, beside QEMU's server: block status of 2^32 - 1 bytes and of unaligned tails, zero requests of several
-//! GiB, and the block sizes that are announced.
+//! libnbd's longest requests, beside QEMU's server. They are block status of 2^32 - 1 bytes and of unaligned tails, and
+//! zero requests of several GiB. The announced block sizes are compared too.
 
 use super::tools::{make_tools, path_with, text};
 use cowshed_testkit::programs::finish_well;
@@ -42,8 +42,8 @@ h.trim(2**32 - 512, 512)
 assert h.pread(1 << 20, 2 << 30) == bytes(1 << 20)
 "#;
 
-/// The output of a script of libnbd's Python at a server that `qemu-nbd` with these arguments is, and the most memory that the
-/// server had, in KiB.
+/// The output of a script of libnbd's Python at a `qemu-nbd` with these arguments, and the most memory of the server,
+/// in KiB.
 fn at_server(tools: &Path, folder: &Path, arguments: &str, script: &str) -> (String, u64) {
     let command = format!(
         "rm -f $PWD/s; qemu-nbd -t -A -k $PWD/s --fork --pid-file $PWD/pid {arguments}

@@ -52,7 +52,7 @@ fn nbdkit_and_our_tools_pass_disks_to_each_other() {
     let cow = here.join("cow.qcow2");
     qemu.img(["convert", "-f", "qcow2", "-O", "raw", text(&cow), text(&here.join("cow.raw"))]).expect_ok();
     let mut kept = read("cow.raw");
-    // A discard leaves what it will.
+    // The data after a discard is free.
     kept[1 << 20..(1 << 20) + (64 << 10)].copy_from_slice(&changed[1 << 20..(1 << 20) + (64 << 10)]);
     assert!(kept == changed);
     shell(here, &tools, "nbdkit -U - partitioning one two --run 'qemu-img convert -f raw -O raw \"$uri\" parts.out'");

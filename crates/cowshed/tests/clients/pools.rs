@@ -18,7 +18,7 @@ fn description(libvirt: &Libvirt, volume: &str) -> Vec<String> {
     lines.map(|line| line.replace(&folder, "")).collect()
 }
 
-/// The story of a pool; what libvirt says of its volumes.
+/// The story of a pool; returns libvirt's descriptions of its volumes.
 fn use_pool(libvirt: &Libvirt) -> Vec<String> {
     let pool = format!(
         "<pool type='dir'><name>p</name><target><path>{}</path></target></pool>",

@@ -13,7 +13,7 @@ const GROWTH: usize = 512 << 10;
 /// Header fields that say where tables are: their places are the writer's affair.
 const PLACES: [std::ops::Range<usize>; 3] = [40..48, 48..56, 64..72];
 
-/// Pairs of what QEMU's folder and ours have, where they differ.
+/// Pairs of QEMU's and our descriptions of files, where they differ.
 pub fn differences(qemu: &Qemu, theirs: &Path, ours: &Path) -> Vec<(String, String)> {
     let names = |folder: &Path| -> BTreeSet<String> {
         let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
@@ -79,7 +79,7 @@ fn layer(format: &str, path: &Path) -> String {
     format!("json:{options}")
 }
 
-/// Length, header and map. Where clusters stand, and whether the file has holes in them, is the writer's affair.
+/// Length, header and map. The places of clusters, and whether the file has holes in them, are the writer's affair.
 fn describe(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
     if !bytes.starts_with(QCOW2_MAGIC) {
         return format!("{} bytes", bytes.len());
@@ -117,7 +117,7 @@ fn header(bytes: &[u8]) -> String {
     for range in PLACES {
         fields.get_mut(range).into_iter().for_each(|field| field.fill(0));
     }
-    // Where the backing file's name stands follows from the extensions.
+    // The place of the backing file's name follows from the extensions.
     let (name_at, name_length) = (number(12) as usize, number(16) as usize);
     fields.get_mut(8..16).into_iter().for_each(|field| field.fill(0));
     let mut text = format!("\nheader: {}", hex(&fields));

@@ -39,7 +39,7 @@ pub fn io_sessions(seed: u64) -> Case {
         let commands = with_waits(&commands);
         case.lines.push(format!("qemu-io {flags}{commands} {name}"));
     }
-    // QEMU doesn't compress what is allocated: other clusters are allocated then.
+    // QEMU doesn't compress into allocated clusters: other clusters are allocated then.
     if !case.contains("write -c ") {
         case.lines.push(format!("qemu-io -r -f {} -c map {name}", format_of(options)));
     }
@@ -137,7 +137,7 @@ fn io_command(random: &mut Random, image: &str) -> String {
         18 => format!("write -c {}{at} {len}", flags(random, &["-q", "-f"])),
         19 | 20 => format!("readv {}{at} {len} {}", flags(random, &["-q", "-C", "-r"]), length(random)),
         21 | 22 => format!("writev {}{at} {len} {}", flags(random, &["-q", "-C", "-f"]), length(random)),
-        // Of a cluster with subclusters ours discards those that are allocated.
+        // In a cluster with subclusters ours discards the allocated ones.
         23 | 24 if image == "parts" => "flush".to_owned(),
         23 | 24 => format!("discard {}{at} {len}", random.pick(&["", "-q ", "-C ", "-x "])),
         25 => format!("aio_read {}{at} {len}", flags(random, &["-q", "-C", "-i"])),
@@ -287,7 +287,7 @@ fn img_line(random: &mut Random, number: usize) -> String {
             ]);
             // Onto itself QEMU says of the lock first, whatever else is wrong.
             let image = if image == "copy" { "new" } else { image };
-            // A conversion that fails leaves its file in QEMU; here what did not exist before goes.
+            // A conversion that fails leaves its file in QEMU; here a new file goes.
             format!(
                 "qemu-img convert {flag}-O {format} {}{image} copy || {{ code=$?; rm -f copy; exit $code; }}",
                 create_options(random)

@@ -50,7 +50,7 @@ impl Known {
         row.inspect(|row| row.used.store(true, Ordering::Relaxed)).is_some()
     }
 
-    /// Rows that cover nothing any more: what has become equal stays equal.
+    /// Rows that cover nothing any more: a row that has become equal stays equal.
     pub fn stale(&self, suite: &str) -> Vec<String> {
         let of_suite = self.rows.iter().filter(|row| row.suite == suite && !row.varies);
         let stale = of_suite.filter(|row| !row.used.load(Ordering::Relaxed));

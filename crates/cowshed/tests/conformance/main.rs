@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The newest QEMU tools and ours run the same command lines on the same files. Standard output, standard error, exit
-//! codes and the files afterwards must be equal, but for what `known.txt` lists with a reason.
+//! codes and the files afterwards must be equal, but for the differences that `known.txt` lists with a reason.
 //!
 //! The tables in `tables/` hold the cases. `COWSHED_CASES=TEXT` runs only the cases that contain the text.
 
@@ -145,7 +145,7 @@ fn compare(title: &str, cases: &[Case]) {
     found.retain(|difference| !known.covers(difference));
     let lines: usize = cases.iter().map(|case| case.compared()).sum();
     let told = |difference: &Difference| match cases.iter().find(|case| case.name == difference.case) {
-        // Where there are few, what led to each of them is shown too.
+        // Where there are few, the lines before each of them are shown too.
         Some(case) if difference.part == "file" || found.len() <= FEW => {
             format!("{difference}{}\n{}\n", case.setup.join("\n"), case.lines.join("\n"))
         }

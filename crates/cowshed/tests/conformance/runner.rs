@@ -189,7 +189,7 @@ fn without_number_after(line: &str, marker: &str) -> String {
     kept
 }
 
-/// Of a percentage that grows only the first and the last one: the steps between are as large as each writer's requests.
+/// Keeps only the first and the last of a growing percentage: the steps between are as large as each writer's requests.
 fn without_middle(line: &str) -> String {
     const END: &str = "/100%)\r";
     let parts: Vec<&str> = line.split_inclusive(END).collect();

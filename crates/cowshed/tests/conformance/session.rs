@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sessions of QMP with the storage daemon on its standard streams.
 //!
-//! A session is a line `qmp` with arguments of the daemon (`qmp,pretty=on` with options of the monitor) and lines of its own:
-//! `> TEXT` sends and waits for the answer, `>> TEXT` sends and goes on, `< WORDS` waits for a message with these words behind
-//! what was waited for before, `! SIGNAL` sends a signal. `~ WORDS | COMMAND` repeats a command while its answer has the words;
-//! these answers are left out. The end of the session is the end of the input.
+//! A session is a line `qmp` with arguments of the daemon (`qmp,pretty=on` with options of the monitor) and lines of
+//! its own: `> TEXT` sends and waits for the answer, `>> TEXT` sends and goes on, and `! SIGNAL` sends a signal.
+//! `< WORDS` waits for a message with these words, behind the last one waited for. `~ WORDS | COMMAND` repeats a
+//! command while its answer has the words; these answers are left out. The end of the session is the end of the input.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -135,7 +135,7 @@ pub fn run(session: &str, path: &str, folder: &Path) -> Outcome {
     Outcome { code, out: without_repeated(&out.text()) + &missed, err: err.text() }
 }
 
-/// Carries the lines out; what was waited for in vain.
+/// Carries the lines out; returns the words waited for in vain.
 fn converse<'a>(child: &mut Child, out: &Output, lines: impl Iterator<Item = &'a str>) -> Option<String> {
     let mut input = child.stdin.take().expect("piped");
     // Where the answers and the messages begin that were not waited for yet.

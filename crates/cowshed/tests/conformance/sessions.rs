@@ -109,7 +109,7 @@ impl Script {
         self.random.pick(&["a", "a", "b", "over", "t", "u", "r", "zz"])
     }
 
-    /// Opens images; `over` and `top` stand on nodes.
+    /// Opens images; `over` and `top` have nodes below them.
     fn open(&mut self, names: &[&str]) {
         for name in names {
             let mut options = qcow2(name);
@@ -277,7 +277,7 @@ fn job(script: &mut Script) {
             let query = json!({"execute": "query-jobs"});
             script.lines.push(format!("~ \"current-progress\": 0, | {query}"));
             if command == "block-commit" {
-                // QEMU passes over what the top lacks, and shows it for a moment.
+                // QEMU passes over ranges that the top lacks, and shows the progress for a moment.
                 script.lines.push(format!("~ \"current-progress\": 131072, | {query}"));
             }
             script.run("job-pause", json!({"id": "j"}));

@@ -21,7 +21,7 @@ fn run(program: &Path, arguments: &[&str], folder: &Path) -> (Option<i32>, Strin
     (said.code, said.out, errors.collect())
 }
 
-/// Without the kernel's driver the checks of both are the same, up to what ours adds about the driver.
+/// Without the kernel's driver the checks of both are the same, up to our addition about the driver.
 #[test]
 fn what_is_no_device_is_refused_as_by_qemu() {
     let (folder, qemu) = (temp_dir(), Qemu::newest());
@@ -182,7 +182,7 @@ const SAID: &[&str] = &[
 fn an_image_is_a_block_device_of_the_kernel() {
     let (files, folder) = (guest_files(), temp_dir());
     let (initrd, program) = (folder.path().join("initrd"), folder.path().join("cowshed"));
-    // Without what only a debugger reads it fits the guest's memory.
+    // Without the parts for debuggers it fits the guest's memory.
     let stripped = Command::new("strip").args(["-o", text(&program), COWSHED]).status();
     assert!(stripped.expect("strip runs: it comes with gcc").success());
     let program = fs::read(&program).expect("our own program");

@@ -120,7 +120,7 @@ fn faults_of_a_node_reach_the_clients_of_each_export() {
         client.fails("write -P 8 4M 4k", "Input/output error");
         client.works(&["read -P 8 4M 512", "read -P 3 4194816 3584"]);
         disarm(monitor);
-        // Noise is in what is read, not on the disk.
+        // The noise is in the read bytes, not on the disk.
         arm(monitor, json!({"op": "read", "action": "corrupt", "offset": 5 << 20}));
         client.fails("read -P 3 5M 512", "Pattern verification failed");
         disarm(monitor);

@@ -113,7 +113,7 @@ fn a_file_has_holes_a_length_a_mode_and_times() {
     let status = path.metadata().expect("attributes");
     assert_eq!((status.mode(), status.len()), (0o100_600, DISK_BYTES));
     assert!((1..DISK_BYTES / 512).contains(&status.blocks()), "{}", status.blocks());
-    // The end of the disk stands where it is.
+    // The end of the disk stays where it is.
     assert_eq!(file.write_at(&[1; 100], DISK_BYTES - 40).expect("a part"), 40);
     assert_eq!(errno(file.write_at(&[1], DISK_BYTES)), 28);
     assert_eq!(file.read_at(&mut [0; 100], DISK_BYTES - 40).expect("a part"), 40);

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// The first program of the guest: loads the modules (which need one another, hence several passes), finds the disk and hands over to the system on it.
+/// The first program of the guest. It loads the modules (which need one another, hence several passes), finds the disk
+/// and hands over to the system on it.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t proc none /proc
 /bin/busybox mount -t devtmpfs none /dev

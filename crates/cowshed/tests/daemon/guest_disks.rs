@@ -55,7 +55,8 @@ echo o > /proc/sysrq-trigger
 sleep 600
 ";
 
-/// Checks what earlier boots wrote, writes its own, and waits until its disk has the size that it reads from the console.
+/// Checks the files of earlier boots, writes its own, and waits until its disk has the size that it reads from the
+/// console.
 const WRITE: &str = "
 cd /work
 boot=$(($(ls sums.* 2>/dev/null | wc -l) + 1))

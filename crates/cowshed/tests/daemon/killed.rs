@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Commands that make the image `new.qcow2`, with what they are told besides its place.
+/// Commands that make the image `new.qcow2`, with the name of the argument for its place.
 const COMMANDS: [(&str, &str); 3] =
     [("blockdev-snapshot-sync", "snapshot-file"), ("drive-backup", "target"), ("drive-mirror", "target")];
 

@@ -107,7 +107,7 @@ fn fio_finds_what_it_wrote_through_snapshots_and_changing_limits() {
             .expect("qemu-nbd runs"),
     );
     await_that("the socket is there", || folder.path().join("n.sock").exists());
-    // The export is read-only: fio only counts what it would write.
+    // The export is read-only: fio only counts its intended writes.
     assert_eq!(finish(start(fio(folder.path(), &["--verify_only"]))).0, blocks);
     drop(theirs);
 }
@@ -163,7 +163,7 @@ fn several_connections_copy_through_other_servers_and_clients() {
     let source = folder.path().join("source.raw");
     fs::write(&source, &content).expect("a file");
     tool("nbdcopy", &["--connections=4", "--flush", text(&source), &uri(folder.path())]);
-    // nbdkit's plugin is a client; what it hands on is read by another.
+    // nbdkit's plugin is a client; another client reads the data that it hands on.
     let copy = folder.path().join("copy.raw");
     let command = format!("nbdcopy \"$uri\" {}", text(&copy));
     tool("nbdkit", &["-U", "-", "nbd", &format!("uri={}", uri(folder.path())), "--run", &command]);
@@ -181,7 +181,7 @@ fn full_disk_reaches_the_client_and_the_daemon_survives() {
     let (folder, qemu) = (temp_dir(), Qemu::system());
     let image = folder.path().join("disk.qcow2");
     qemu.create(&image, "qcow2", "", 64 << 20);
-    // The file may grow to 2 MiB: the kernel refuses what is beyond as it does on a full file system.
+    // The file may grow to 2 MiB: the kernel refuses further bytes as it does on a full file system.
     let mut command = Command::new("bash");
     let script = "trap '' XFSZ; ulimit -f 2048; exec \"$0\" serve -x disk -k n.sock disk.qcow2";
     command.args(["-c", script, COWSHED]);

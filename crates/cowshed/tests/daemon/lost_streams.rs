@@ -103,7 +103,7 @@ fn a_daemon_goes_on_without_readers_of_its_words() {
                 drop((errors, daemon.0.stdout.take()));
             }
             use_it(folder.path(), &mut daemon, &what);
-            // A second one: the first may have ended what served it.
+            // A second client: the first may have ended the thread that served it.
             use_it(folder.path(), &mut daemon, &what);
             if line.contains("m.sock") {
                 let mut monitor = Monitor::connect(&folder.path().join("m.sock"));

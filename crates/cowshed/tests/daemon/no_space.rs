@@ -67,7 +67,7 @@ fn a_job_without_space_leaves_no_file() {
         assert!(error.contains("File too large"), "{command}: {error}");
         assert_eq!(files(folder.path()), before, "{command}");
     }
-    // A file that was there is another one's; what a job has written into it stays, as with QEMU.
+    // An older file is another owner's; bytes that a job has written into it stay, as with QEMU.
     for (command, before) in [("drive-backup", "qcow2"), ("drive-mirror", "qcow2")] {
         Qemu::system().create(&new, before, "", 4 << 20);
         let mut arguments = drive("qcow2");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Options of the daemon's programs, and what is said of those that can't be.
+//! Options of the daemon's programs, and the messages about impossible ones.
 
 use super::process::{COWSHED, Killed, Monitor, Serving, page, text};
 use cowshed_testkit::programs::tool;
@@ -108,7 +108,7 @@ fn a_memory_that_holds_no_request_is_refused() {
     }
 }
 
-/// A daemon whose memory may hardly grow: what a client asks for is refused, and the daemon goes on.
+/// A daemon whose memory may hardly grow: a client's request is refused, and the daemon goes on.
 #[test]
 fn a_request_without_memory_fails_and_ends_nothing() {
     let folder = temp_dir();
@@ -267,7 +267,7 @@ fn values_ask_for_help() {
 fn options_of_qemu_nbd_are_refused_with_its_words() {
     let folder = temp_dir();
     Qemu::system().create(&folder.path().join("disk.qcow2"), "qcow2", "", 8 << 20);
-    // With what qemu-nbd 11 says of each.
+    // With qemu-nbd 11's message for each.
     for (arguments, words) in [
         (&["--cache", "none", "--cache=writeback"][..], "--cache can only be specified once"),
         (&["--aio", "threads", "--aio", "threads"], "--aio can only be specified once"),
@@ -311,7 +311,7 @@ fn credentials_have_no_options_without_a_meaning() {
             assert!(refused.contains(words), "{arguments:?}: {refused}");
         }
     }
-    // The default's name, and checks that are made in any case, are taken: what is missing are the files.
+    // The default's name, and checks that are made in any case, are taken: only the files are missing.
     let given = "tls-creds-x509,id=t,dir=.,endpoint=server,priority=NORMAL,sanity-check=off";
     assert!(refusal(folder.path(), &["qemu-storage-daemon", "--object", given], &[]).contains("ca-cert.pem"));
 }
@@ -341,7 +341,7 @@ fn a_drive_keeps_what_is_read_through_it() {
     qemu.expect_clean(&disk);
 }
 
-/// A terminal of its own for the program: `script` gives it one, and what the test writes are its keys.
+/// A terminal of its own for the program: `script` gives it one, and the test's bytes are its keys.
 #[test]
 fn q_ends_top_on_a_terminal() {
     let folder = temp_dir();

@@ -51,7 +51,7 @@ impl Serving {
     #[track_caller]
     pub fn line(&mut self) -> String {
         let mut line = String::new();
-        // One byte at a time: what comes behind the line is for the next call.
+        // One byte at a time: bytes behind the line are for the next call.
         let output = self.process.0.stdout.as_mut().expect("a pipe");
         let len = BufReader::with_capacity(1, output).read_line(&mut line).expect("text");
         assert!(len > 0, "the daemon has ended:\n{}", self.log());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a daemon comes to its sockets and streams, and what it says when something is wrong.
+//! The way of a daemon to its sockets and streams, and its messages about errors.
 
 use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::credentials::make_credentials;
@@ -208,7 +208,7 @@ fn a_monitor_can_be_the_standard_streams() {
         let mut stdin = daemon.0.stdin.take().expect("a pipe");
         let mut lines = BufReader::new(daemon.0.stdout.take().expect("a pipe")).lines();
         let mut message = || -> Value {
-            // Messages of `serve` for people are no JSON.
+            // Lines of `serve` that aren't JSON are passed over.
             let text = lines.by_ref().map(|line| line.expect("text")).find(|line| line.starts_with('{'));
             serde_json::from_str(&text.expect("a message")).expect("JSON")
         };
@@ -333,8 +333,8 @@ fn stale_socket_is_taken_over_and_a_living_one_not() {
     assert_eq!(first.line(), "nbd+unix:///?socket=n.sock");
     first.signal("KILL");
     drop(first);
-    // The kernel takes a killed process's ring down a moment later, and with it what waits for clients: the next daemon
-    // sees to that.
+    // The kernel takes a killed process's ring down a moment later, and with it the operations that wait for clients.
+    // The next daemon sees to that.
     assert!(["n.sock", "m.sock"].iter().all(|socket| folder.path().join(socket).exists()));
     let mut second = Serving::start(folder.path(), &arguments);
     assert_eq!(second.line(), "nbd+unix:///?socket=n.sock");

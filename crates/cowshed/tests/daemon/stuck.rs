@@ -419,7 +419,8 @@ fn silent_target_is_given_back_without_holding_changes() {
     bench.await_free(&mut monitor);
 }
 
-/// A write of the job that is on its way keeps the target until it ends: else it could land on what the target is used for next.
+/// A write of the job that is on its way keeps the target until it ends: else it could land on the target's next
+/// contents.
 #[test]
 fn cancelled_mirror_keeps_its_target_under_a_write() {
     let bench = Bench::start(&[]);
@@ -445,7 +446,7 @@ fn cancelled_mirror_keeps_its_target_under_a_write() {
 /// Starts a job from `disk` to `remote`, which falls silent, and a write to `disk` that waits for it. Once the job is cancelled the
 /// users of `disk` go on; the job ends when the target answers.
 fn cancelled_job_lets_the_source_go(name: &str, arguments: Value) {
-    // Such a job takes what it has copied from the disk.
+    // Such a job discards its copied parts on the disk.
     let discards = arguments.get("discard-source").is_some();
     let bench = Bench::start(&[]);
     let mut monitor = bench.monitor();
@@ -591,7 +592,7 @@ fn a_snapshot_that_broke_on_a_silent_target_holds_no_command() {
     bench.await_free(&mut monitor);
 }
 
-/// A copy that goes on behind the cancellation does not discard what a client has written meanwhile.
+/// A copy that goes on behind the cancellation does not discard a client's later writes.
 #[test]
 fn a_cancelled_backup_that_discards_loses_no_write() {
     let bench = Bench::start(&[]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images from strangers in the daemon: what they ask for is refused, by the command line and at run time.
+//! Images from strangers in the daemon: their files and options are refused, by the command line and at run time.
 
 use super::process::{COWSHED, Monitor, Serving, text};
 use cowshed_testkit::programs::{run_to_code, tool};

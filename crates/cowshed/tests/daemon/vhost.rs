@@ -272,7 +272,7 @@ fn a_guest_hears_of_changes_that_died_with_a_daemon() {
     live(
         &mut |driver| {
             assert_eq!((flush(driver), read(driver, 0)), (0, (0, vec![1; 4096])), "all was flushed");
-            // In its place: the page cache has it, whatever becomes of the daemon.
+            // In its place: the page cache has it, also after the daemon's death.
             write(driver, 0, 2);
         },
         true,

@@ -217,7 +217,7 @@ fn data_are_shared_where_the_file_system_can() {
                 let space =
                     if to == "raw" { std::os::unix::fs::MetadataExt::blocks(&found) * 512 } else { found.len() };
                 assert!(!has_holes || space < 14 * MIB as u64, "{case}: {space} bytes");
-                // Each is its own: what is written to the copy stays there.
+                // Each is its own: writes to the copy stay there.
                 let before = std::fs::read(&from).unwrap();
                 qemu.io_commands(Path::new(&target), to, &["write -P 0xdd 1M 9M".to_owned()]).expect_ok();
                 assert!(std::fs::read(&from).unwrap() == before, "{case}: the source changed");
@@ -238,8 +238,8 @@ fn data_are_shared_where_the_file_system_can() {
     }
 }
 
-/// An image's life in a container of fixed length that holds 48 MiB which aren't zero: all that takes more than one
-/// neighbouring cluster, and a refcount table that grows. The same in a file by QEMU is the measure.
+/// An image's life in a container of fixed length that holds 48 MiB which aren't zero. It has all operations that take
+/// more than one neighbouring cluster, and a refcount table that grows. The same in a file by QEMU is the measure.
 #[track_caller]
 fn live_in_a_container(container: &str, cluster_size: &str) {
     let qemu = Qemu::system();
@@ -302,7 +302,8 @@ fn an_image_lives_on_a_device_as_in_a_file() {
     }
 }
 
-/// A new image takes a bitmap, and guest writes past what its first refcount blocks count, within its new device.
+/// A new image takes a bitmap, and guest writes past the range that its first refcount blocks count, within its new
+/// device.
 #[test]
 #[ignore = "needs root and loop devices"]
 fn a_new_image_on_a_device_takes_bitmaps_and_writes() {
@@ -616,7 +617,7 @@ fn a_read_only_device_is_read_and_never_opened_for_writing() {
     assert!(std::fs::read(path("below")).unwrap() == vec![0xee; MIB]);
 }
 
-/// As in QEMU, a device is a target like a file: the new image takes the place of what is on it.
+/// As in QEMU, a device is a target like a file: the new image takes the place of its contents.
 #[test]
 #[ignore = "needs root and loop devices"]
 fn drives_are_copied_to_a_device() {

@@ -104,7 +104,7 @@ async fn inactivate(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
         }
     }
     close(daemon, node).await?;
-    // Users come before what they use.
+    // Users come before the nodes that they use.
     let mut left: Vec<Arc<Node>> = below.into_iter().filter(|node| owns(daemon, node)).collect();
     while let Some(at) = left.iter().position(|node| node.user_names().is_empty()) {
         let node = left.swap_remove(at);
@@ -150,7 +150,7 @@ pub(super) fn activate<'a>(daemon: &'a Rc<Daemon>, name: &'a str) -> LocalFuture
     })
 }
 
-/// Opens what options name of inactive nodes; their names. On an error all are as before.
+/// Opens the inactive nodes that options name; returns their names. On an error all are as before.
 pub(super) async fn activate_named(daemon: &Rc<Daemon>, options: &BlockdevOptions) -> QmpResult<Vec<String>> {
     let mut opened = Vec::new();
     for name in references(options).into_iter().filter(|name| daemon.inactive.contains(name)) {

@@ -265,7 +265,7 @@ impl BitmapAction {
         &self.node
     }
 
-    /// True where it changes what the image stores: it is durable once it is done.
+    /// True where it changes the image's stored data: it is durable once it is done.
     pub async fn is_stored(&self) -> bool {
         if matches!(&self.what, What::Change { persistent: true, .. }) {
             return true;

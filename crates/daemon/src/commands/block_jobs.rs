@@ -148,7 +148,7 @@ pub(super) async fn prepare_mirror(
         options.buffer_bytes = bytes;
     }
     if closes_target && let Some(cluster) = target.cluster_bytes() {
-        // A part of a cluster would be filled up with what stands below the target, and nothing may.
+        // A part of a cluster would be filled up with data from below the target, and nothing may.
         options.granularity_bytes = options.granularity_bytes.max(cluster);
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
@@ -226,7 +226,7 @@ impl MirrorPrepared {
 
 async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let name = arguments.text("device");
-    // Of all commands this one has the older class for it.
+    // This one command has the older class for it.
     let not_found = |_| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{name}' not found"));
     names::device(&daemon, name).map_err(not_found)?;
     let named = names::root(&daemon, name)?;
@@ -280,8 +280,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     nothing()
 }
 
-/// Refuses a chain of which a job uses a node. Backups may read its top: their filters stand above it, so that what becomes of the
-/// layers below doesn't reach them. The filters come first, as QEMU meets them.
+/// Refuses a chain of which a job uses a node. Backups may read its top: their filters are above it, so that changes of
+/// the layers below don't reach them. The filters come first, as QEMU meets them.
 fn check_chain_free(daemon: &Daemon, chain: &Chain) -> QmpResult<()> {
     let nodes = chain.nodes();
     nodes.iter().filter(|node| node.is_filter()).try_for_each(|filter| daemon.jobs.check_free(filter))?;
@@ -314,7 +314,7 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     nothing()
 }
 
-/// The layer that a streamed image is to stand on.
+/// The layer that becomes the backing node of a streamed image.
 fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> QmpResult<Option<Arc<Node>>> {
     let top = layers.first().map(|top| top.name().to_owned()).unwrap_or_default();
     let Some(name) = arguments.maybe_text("bottom") else {
@@ -430,7 +430,7 @@ fn check_perf(arguments: &Arguments) -> QmpResult<()> {
     }
 }
 
-/// The bitmap of a backup, by the rules of QEMU for what goes together.
+/// The bitmap of a backup, by QEMU's rules of combinations.
 fn backup_bitmap(arguments: &Arguments) -> QmpResult<Option<BackupBitmap>> {
     let refuse = |message: String| Err(QmpError::generic(message));
     let (sync, mode) = (arguments.text("sync"), arguments.maybe_text("bitmap-mode"));

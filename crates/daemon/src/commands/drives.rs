@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file, made for it where it isn't
-//! there, and closed again when the job ends.
+//! `drive-backup` and `drive-mirror`: backups and mirrors to an image that is named by its file. A missing one is made,
+//! and it is closed again when the job ends.
 
 use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, plan_backup, prepare_mirror};
 use super::names;
@@ -70,8 +70,8 @@ impl Target {
         let is_discarding = arguments.flag("unmap", true);
         options.insert("discard", if is_discarding { "unmap" } else { "ignore" });
         if options.text("driver") == Some("qcow2") {
-            // The disk itself can't stand below: it is being written. The job doesn't read the part that the copy
-            // lacks.
+            // The disk itself can't be the backing node: it is being written. The job doesn't read the part that the
+            // copy lacks.
             let below = below.filter(|_| arguments.text("sync") == "top");
             options.insert("backing", below.map_or(Value::Null, |node| node.name().into()));
         }

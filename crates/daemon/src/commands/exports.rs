@@ -245,7 +245,7 @@ async fn nbd_server_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<V
 /// A type of exports.
 struct ExportType {
     name: &'static str,
-    /// The type for people, as QEMU names it where it refuses several threads.
+    /// The type in QEMU's words, for the refusal of several threads.
     title: &'static str,
     /// It serves with as many threads as it is given.
     has_threads: bool,

@@ -54,7 +54,7 @@ pub(super) fn device(daemon: &Daemon, name: &str) -> QmpResult<Named> {
     lookup(daemon, Some(name), Some(name))
 }
 
-/// As [`device`], for commands that take no node on which another node stands.
+/// As [`device`], for commands that take no node with another node above it.
 pub(super) fn root(daemon: &Daemon, name: &str) -> QmpResult<Named> {
     let found = device(daemon, name)?;
     if let Named::Node(node) = &found
@@ -92,7 +92,8 @@ pub(super) fn parents(daemon: &Daemon, node: &Arc<Node>) -> Vec<(Arc<Node>, Chil
     found
 }
 
-/// True when no node stands on this one and no job works on it. A filter that a command put in counts as part of its users.
+/// True when this one has no node above it and no job works on it. A filter that a command put in counts as part of its
+/// users.
 fn is_root(daemon: &Daemon, node: &Arc<Node>) -> bool {
     let stands_free =
         |(parent, _): (Arc<Node>, ChildRole)| daemon.inserted_filters.contains(&parent) && is_root(daemon, &parent);
@@ -155,7 +156,7 @@ fn found_nodes(daemon: &Daemon, name: &str) -> Vec<Arc<Node>> {
     daemon.graph.find(name).into_iter().chain(export).chain(job).chain(behind_filter).collect()
 }
 
-/// These names, and those of all nodes that are connected with what they name.
+/// These names, and those of all nodes that are connected with them.
 pub(super) fn connected(daemon: &Daemon, names: &BTreeSet<String>) -> BTreeSet<String> {
     let nodes: Vec<Arc<Node>> = names.iter().flat_map(|name| found_nodes(daemon, name)).collect();
     let connected = daemon.graph.connected(&nodes);
@@ -174,7 +175,7 @@ pub(super) fn check_no_overlay(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<(
     }
 }
 
-/// Refuses what is no id of a job.
+/// Refuses a text that is no id of a job.
 pub(super) fn check_job_id(id: &str) -> QmpResult<()> {
     if is_identifier(id) { Ok(()) } else { Err(QmpError::generic(format!("Invalid job ID '{id}'"))) }
 }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// Names that are tried.
 const ATTEMPTS: u32 = 100;
 
-/// Names of files have up to 255 bytes; what is added takes at most 19.
+/// Names of files have up to 255 bytes; the ending takes at most 19.
 const LONGEST_STEM_BYTES: usize = 230;
 
 /// A file that goes when this is dropped.
@@ -61,7 +61,7 @@ impl NewFile {
 
     /// Removes it, for the command fails. A file that has taken its name stays.
     pub(crate) fn remove(self) {
-        // A device stays, with what is on it.
+        // A device stays, with its contents.
         if FileIdentity::of_path(&self.path) != Some(self.identity) || is_device(&self.path) {
             return;
         }
@@ -108,7 +108,7 @@ fn is_device(path: &Path) -> bool {
     path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }
 
-/// Creates the image of a request on a block device, where it takes the place of what was there.
+/// Creates the image of a request on a block device, where it takes the place of the old contents.
 async fn on_device(daemon: &Rc<Daemon>, request: CreateRequest) -> QmpResult<NewFile> {
     let file = request.filename.clone();
     let path = path_of_name(&file);
@@ -222,7 +222,7 @@ fn name_of_path(path: &Path) -> String {
     if path.is_relative() && name.contains(':') { format!("./{name}") } else { name }
 }
 
-/// The name of a file, cut where it leaves no room for what makes a temporary name of it.
+/// The name of a file, cut where it leaves no room for the ending of a temporary name.
 fn stem_of(path: &Path) -> OsString {
     let name = path.file_name().unwrap_or_default().as_bytes();
     let mut len = name.len().min(LONGEST_STEM_BYTES);

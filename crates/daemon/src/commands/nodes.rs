@@ -91,7 +91,8 @@ fn is_taken(daemon: &Daemon, name: &str) -> bool {
     daemon.graph.find(name).is_some() || daemon.inactive.contains(name)
 }
 
-/// Refuses a child whose name another node has, or that no node has. `files`: what it is to be opened from.
+/// Refuses a child whose name another node has, or that no node has. `files`: the names of the children that it is to
+/// be opened from.
 fn check_child(daemon: &Daemon, key: &str, child: &Value, files: &mut Vec<String>) -> QmpResult<()> {
     const ROLES: [ChildRole; 3] = [ChildRole::File, ChildRole::Image, ChildRole::DataFile];
     if !ROLES.iter().any(|role| role.as_str() == key) {
@@ -202,7 +203,7 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     if node.driver_name() == "qcow2" && !size.is_multiple_of(512) {
         return Err(QmpError::generic("The new size must be a multiple of 512"));
     }
-    // Shrinking takes away what a request may be about to write to.
+    // Shrinking takes away a range that a request may be about to write to.
     let drained = daemon.graph.drain(&[&node]).await;
     let result = node.resize(size, Preallocation::Off).await;
     drop(drained);
@@ -213,8 +214,8 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     nothing()
 }
 
-/// Refuses another size for a node that stands below another one: an image would lose what its tables point to, an overlay
-/// what it reads below. Filters pass the size on, so their own users count.
+/// Refuses another size for a node below another one. An image would lose the targets of its tables, an overlay the
+/// data that it reads below. Filters pass the size on, so their own users count.
 fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     for parent in daemon.graph.snapshot().nodes().flat_map(|top| nodes_below(&top)) {
         for child in parent.children().iter().filter(|child| Arc::ptr_eq(&child.node, node)) {
@@ -292,7 +293,7 @@ async fn blockdev_reopen(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     nothing()
 }
 
-/// Puts a filter between the node that it stands on and that node's users.
+/// Puts a filter between its child and that node's users.
 async fn insert(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let filter = filter_named(&daemon, arguments.text("node-name"))?;
     let below = filter.child(ChildRole::File).ok_or_else(|| QmpError::generic("a filter without a file"))?;
@@ -386,7 +387,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         false => std::iter::successors(node.backing(), |node| node.backing()).count(),
     };
     let mut children = node.children();
-    // As in QEMU what was linked last comes first.
+    // As in QEMU the child linked last comes first.
     children.sort_by_key(|child| child.role != ChildRole::Backing);
     let children: Vec<Value> =
         children.iter().map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()})).collect();
@@ -432,7 +433,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
             images.push(image_in_time(&node).await?);
             below = node.backing();
         }
-        // Each image holds the one that it stands on.
+        // Each image holds the one below it.
         let nested = images.into_iter().rev().reduce(|inner, mut outer| {
             outer["backing-image"] = inner;
             outer
@@ -450,7 +451,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
 /// So long the disk of a node may take to tell something about it.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// As [`image_of`]; of a disk that doesn't answer, what is known without it.
+/// As [`image_of`]; for a disk that doesn't answer, the facts known without it.
 async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
     let asked = Arc::clone(node);
     match within(ANSWER_LIMIT, rt::spawn(async move { image_of(&asked).await })).await {

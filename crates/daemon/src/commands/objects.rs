@@ -183,7 +183,7 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
 /// Its name and its type.
 type Property = (String, String);
 
-/// Names and types of what stands at a path, and the object itself where it is one.
+/// Names and types of the properties at a path, and the object itself where it is one.
 fn properties_at(daemon: &Daemon, path: &str) -> QmpResult<(Vec<Property>, Option<Object>)> {
     let mut properties = vec![("type".to_owned(), "string".to_owned())];
     match path.trim_end_matches('/') {

@@ -150,9 +150,9 @@ async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
     Err(give_up(&daemon, ready, error).await)
 }
 
-/// Discards actions behind which another one failed with `error`; the error of the transaction. As in QEMU changes of bitmaps
-/// fail in their turn, so the error is that of the first one that can't be carried out. A bitmap that the image stores is left
-/// alone: its change is durable at once, and a power cut could come before it is taken back.
+/// Discards actions behind which another one failed with `error`; the error of the transaction. As in QEMU changes of
+/// bitmaps fail in their turn, so the error is that of the first one that can't be carried out. A bitmap that the image
+/// stores is left alone. Its change is durable at once, and a power cut could come before it is taken back.
 async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError) -> QmpError {
     let nodes: Vec<Arc<Node>> = actions.iter().map(Action::node).collect();
     let drained = daemon.graph.drain(&nodes.iter().collect::<Vec<_>>()).await;
@@ -294,7 +294,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
         match one {
             Done::Snapshot(one, _) => {
                 tracing::info!(node = one.node.name(), overlay = one.overlay.name(), "snapshot taken");
-                // The monitor owns only what `blockdev-add` made.
+                // The monitor owns only the nodes of `blockdev-add`.
                 if one.opened
                     && let Err(error) = daemon.graph.disown(&one.overlay).await
                 {
@@ -310,7 +310,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
     nothing()
 }
 
-/// Names another backing file in an image's header; what is open stays as it is.
+/// Names another backing file in an image's header; open nodes stay as they are.
 async fn change_backing_file(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let device = arguments.text("device");
     let named = names::root(&daemon, device)?;

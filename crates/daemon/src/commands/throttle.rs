@@ -135,7 +135,7 @@ async fn throttle(
         None => {
             let inserted = insert(daemon, target, name, &group_name).await;
             if let Err(error) = inserted {
-                // As before: what others in the group had, or no group.
+                // As before: the limits of the group's others, or no group.
                 group.set_limits(before).map_err(failed)?;
                 drop(group);
                 if is_new {

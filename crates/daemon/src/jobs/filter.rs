@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The filter node that a mirror or a commit has in QEMU (`filter-node-name`). Requests need none here: the source counts its own
-//! writes. So the name stands for the node that the filter would stand on, and is listed as a node.
+//! The filter node that a mirror or a commit has in QEMU (`filter-node-name`). Requests need none here: the source
+//! counts its own writes. So the name stands for the node that would be the filter's child, and is listed as a node.
 
 use super::{Job, Jobs};
 use cowshed_image::Node;
@@ -13,7 +13,7 @@ pub(crate) struct JobFilter {
     pub held: HeldName,
     /// The driver that QEMU names.
     pub driver: &'static str,
-    /// The node that it stands on.
+    /// The node below it.
     pub below: Arc<Node>,
 }
 
@@ -22,7 +22,7 @@ impl JobFilter {
         self.held.name()
     }
 
-    /// `below`: the `BlockDeviceInfo` of the node that it stands on.
+    /// `below`: the `BlockDeviceInfo` of the node below it.
     fn describe(&self, mut below: Map<String, Value>) -> Map<String, Value> {
         let is_mirror = self.driver == "mirror_top";
         for (key, value) in [

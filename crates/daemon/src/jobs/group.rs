@@ -23,7 +23,7 @@ struct Arrival {
 }
 
 impl Arrival {
-    /// Makes durable what the job has copied.
+    /// Makes the job's copies durable.
     async fn flushed(self) -> Arrival {
         let Arrival { job, finish: Finish { flush, end }, .. } = self;
         let result = flush().await;

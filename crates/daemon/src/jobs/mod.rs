@@ -103,7 +103,7 @@ pub(crate) struct Job {
     finalize: Cell<bool>,
     /// It has nothing to do by itself.
     is_idle: Cell<bool>,
-    /// It takes away from its source what it has copied.
+    /// It takes the copied parts away from its source.
     empties_source: Cell<bool>,
     /// Its target has had all of the disk once.
     was_ready: Cell<bool>,
@@ -382,7 +382,7 @@ impl Job {
     }
 }
 
-/// The system's words for what went wrong, and nothing else.
+/// The system's words for the error, and nothing else.
 pub(crate) fn words_of(errno: Errno) -> String {
     Error::os(errno, "").sentence().trim_start_matches(": ").to_owned()
 }
@@ -413,19 +413,19 @@ impl Judge for Job {
     }
 }
 
-/// A job and its work, which comes with what ends it.
+/// A job and its work, whose result has the steps that end it.
 pub(crate) type Work = (Rc<Job>, LocalFuture<'static, (Result<()>, Finish)>);
 
 /// Ends the work of a job.
 pub(crate) struct Finish {
-    /// Makes durable what a completed job counts on, where [`Finish::end`] doesn't.
+    /// Makes the data durable on which a completed job counts, where [`Finish::end`] doesn't.
     flush: Box<dyn FnOnce() -> LocalFuture<'static, Result<()>>>,
-    /// Completes the job (`true`), or takes back what was prepared.
+    /// Completes the job (`true`), or takes back its preparation.
     end: Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>,
 }
 
 impl Finish {
-    /// Of a job whose end needs nothing before it.
+    /// The finish of a job whose end needs nothing before it.
     pub fn new(end: impl FnOnce(bool) -> LocalFuture<'static, Result<()>> + 'static) -> Finish {
         Finish { flush: Box::new(|| Box::pin(async { Ok(()) })), end: Box::new(end) }
     }
@@ -551,7 +551,7 @@ impl Jobs {
         }
     }
 
-    /// Runs a job's work as a task, and its life around it. The work comes with what ends it, well or not.
+    /// Runs a job's work as a task, and its life around it. The work's result has the steps that end it, well or not.
     pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
         let jobs = Rc::clone(self);
         job.enter(Status::Running);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The work of the jobs, with what ends it.
+//! The work of the jobs, with the steps that end it.
 
 use super::{Finish, Job, LOOK, Status, Wish};
 use cowshed_image::Node;
@@ -17,7 +17,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Copies until both are the same, then goes on doing so until the user says what to do.
+/// Copies until both are the same, then goes on doing so until the user's decision.
 pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>, Finish) {
     let handle = job.handle.clone();
     let mut result = Ok(());
@@ -70,7 +70,7 @@ pub(crate) async fn run_merge(job: Rc<Job>, merge: Merge) -> (Result<()>, Finish
     copy_once!(job, merge)
 }
 
-/// Takes over what the layers below an image hold.
+/// Takes over the data of the layers below an image.
 pub(crate) async fn run_stream(job: Rc<Job>, stream: StreamJob) -> (Result<()>, Finish) {
     copy_once!(job, stream)
 }

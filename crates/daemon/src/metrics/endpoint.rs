@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A scraper gets this long, from its connection on, to say what it wants, to wait for it and to take it.
+/// A scraper gets this long, from its connection on, to send its request, to wait for the answer and to take it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Scrapers at a time. The next one takes the place of the oldest that is silent, or else waits to be accepted.
@@ -54,7 +54,7 @@ fn accept(listener: &TcpListener, control: &Sender<Message>) {
 enum Phase {
     /// Its request isn't complete.
     Asking,
-    /// It takes what it asked for.
+    /// It takes the answer.
     Taking,
     /// It waits for the daemon.
     Waiting,

@@ -39,7 +39,7 @@ fn seconds(nanoseconds: u64) -> f64 {
     nanoseconds as f64 / 1e9
 }
 
-/// A counter of requests: name, help, and where it stands.
+/// A counter of requests: name, help, and its value.
 type Counter = (&'static str, &'static str, fn(&KindStats) -> f64);
 
 const COUNTERS: &[Counter] = &[

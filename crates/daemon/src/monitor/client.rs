@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::Duration;
 
-/// So much waits for a client that doesn't read; what follows is dropped if it is an event, and else its commands wait.
+/// So much waits for a client that doesn't read. Later events are dropped, and commands with further replies wait.
 const MAX_WAITING_BYTES: usize = 1 << 20;
 
 /// Bytes asked for in one read.
@@ -23,7 +23,7 @@ const READ_BYTES: usize = 16 << 10;
 #[derive(Default)]
 struct Waiting {
     messages: VecDeque<Vec<u8>>,
-    /// Of the messages, and of the one that is being written.
+    /// The bytes of the messages, and of the one that is being written.
     bytes: usize,
     /// A command runs whose reply is still to come.
     owes_reply: bool,
@@ -106,7 +106,7 @@ impl Outlet {
         }
     }
 
-    /// Writes what comes until there is no more, or the client is gone.
+    /// Writes messages until there is no more, or the client is gone.
     fn drain(&self, mut output: impl Write, log: Option<&Log>) {
         while let Some(message) = self.next() {
             if let Some(log) = log {
@@ -153,9 +153,9 @@ pub enum InputEnd {
     Stays,
 }
 
-/// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more: what it
-/// left is not run then. `negotiated` is called once the client has said its capabilities. `hang_up` ends the connection, and with it
-/// the reader's wait for more, when the daemon stops first.
+/// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more:
+/// its remaining commands are not run then. `negotiated` is called once the client has said its capabilities. `hang_up`
+/// ends the connection, and with it the reader's wait for more, when the daemon stops first.
 pub fn serve(
     context: &MonitorContext,
     (mut input, end): (impl Read, InputEnd),
@@ -247,13 +247,14 @@ fn converse(
 enum Ran {
     /// The reply is in the outlet.
     Answered,
-    /// The daemon stopped meanwhile; what to say of it.
+    /// The daemon stopped meanwhile; its last words about that.
     Dropped(Vec<u8>),
     /// The daemon had stopped before.
     Stopped,
 }
 
-/// Says what needs no command. The control thread does it, so that it doesn't come between events that belong together.
+/// Sends replies that need no command. The control thread does it, so that it doesn't come between events that belong
+/// together.
 fn say(context: &MonitorContext, reply: Vec<u8>, outlet: &Arc<Outlet>) -> Ran {
     let (done, ended) = mpsc::sync_channel(1);
     let answered = Arc::clone(outlet);

@@ -141,7 +141,7 @@ impl Bound {
         Ok(Listening { listener: self.listener.clone(), stopped, _calling: None })
     }
 
-    /// Listens once more, after the monitor that was here has ended: what was shut down stays so.
+    /// Listens once more, after the monitor that was here has ended: a direction that was shut down stays so.
     pub fn listen_again(&mut self) -> Result<()> {
         self.listener = None;
         self.file = None;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies of what monitors say, in files.
+//! Copies of the monitors' messages, in files.
 
 use cowshed_types::{Error, Result};
 use std::fs::{File, OpenOptions};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Monitors: QMP servers on Unix and TCP sockets and on standard input. Each client has a thread that reads and one that
-//! writes; a client's commands are answered in order, each by a task on the control thread.
+//! Monitors: QMP servers on Unix and TCP sockets and on standard input. Each client has a thread that reads and one
+//! that writes. A client's commands are answered in order, each by a task on the control thread.
 
 mod client;
 mod connection;

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Clone, Debug, Default)]
 pub struct Chardevs(BTreeMap<String, ChardevOptions>);
 
-/// Options that say how a connection is made, with nothing to decide for us: they must say what we do.
+/// Options of a connection with only one value here: they must have it.
 const FIXED: &[(&str, bool)] = &[("telnet", false), ("mux", false)];
 
 /// Options without effect.

@@ -148,7 +148,7 @@ impl Drive {
             }
             None => return Err(wrong("'file' is missing".to_owned())),
         };
-        // The rest as dotted keys beside what the name says.
+        // The rest as dotted keys beside the options in the name.
         for (key, value) in rest {
             options.insert(key, value);
         }
@@ -224,7 +224,7 @@ impl Drive {
         self.policy = Some(policy);
     }
 
-    /// Leaves the image as it is: what clients write goes to a temporary overlay, in the folder that `TMPDIR` names, else in
+    /// Leaves the image as it is: clients' writes go to a temporary overlay, in the folder that `TMPDIR` names, else in
     /// `/var/tmp`.
     pub fn keep_writes_apart(&mut self) {
         self.apart = true;
@@ -360,7 +360,7 @@ impl Controls {
         Ok(())
     }
 
-    /// Gives an export what the drive says of it.
+    /// Gives an export the drive's settings for it.
     pub(crate) async fn apply(self, daemon: &Rc<Daemon>, id: &str) -> QmpResult<()> {
         let export = daemon.find_export(id).ok_or_else(|| QmpError::generic(format!("there is no export '{id}'")))?;
         let failed = |error: Error| QmpError::generic(error.to_string());
@@ -422,7 +422,7 @@ mod tests {
         let both = drive("file=a,cache.writeback=off,cache=none").cache;
         assert!(both.writethrough && both.direct);
         assert!(!drive("file=a,cache=writethrough,cache.writeback=on").cache.writethrough);
-        // A single option counts more than the mode, on whichever side of it that stands.
+        // A single option counts more than the mode, on either side of it.
         let cache = |text: &str| Value::from(drive(text).options)["cache"].clone();
         assert_eq!(cache("file=a,cache=none,cache.direct=off"), json!({"direct": "off", "no-flush": false}));
         assert_eq!(cache("file=a,cache.no-flush=off,cache=unsafe"), json!({"direct": false, "no-flush": "off"}));

@@ -74,7 +74,7 @@ enum What {
         /// See [`Step::answering_to_ids`].
         by_ids: bool,
     },
-    /// Nothing: what it asks for is known to be wrong.
+    /// No step: the option is known to be wrong.
     Refused(Error),
 }
 
@@ -167,7 +167,7 @@ pub fn client_credentials(objects: &[String], id: &str) -> Result<ClientTls> {
     }
 }
 
-/// Refuses what is no id of credentials of a server among the objects of a command line.
+/// Refuses a text that is no id of credentials of a server among the objects of a command line.
 pub fn check_server_credentials(objects: &[String], id: &str) -> Result<()> {
     match credentials(objects, id)? {
         TlsCredentials::Server => Ok(()),
@@ -331,8 +331,8 @@ impl Step {
         Step { option: option.to_owned(), what: What::Metrics(address.to_owned()) }
     }
 
-    /// `--metadata-budget SIZE`: bytes of memory, at least 1 MiB, that the metadata of all images may take. The sizes of
-    /// caches don't depend on it, what is in them does.
+    /// `--metadata-budget SIZE`: bytes of memory, at least 1 MiB, that the metadata of all images may take. It limits
+    /// the contents of caches, not their sizes.
     pub fn metadata_budget(option: &str, text: &str) -> Result<Step> {
         let bytes = cowshed_image::options::parse_size(text).map_err(|error| error.file(option))?;
         Ok(Step { option: option.to_owned(), what: What::MetadataBudget(bytes) })

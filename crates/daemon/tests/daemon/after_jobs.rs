@@ -84,7 +84,7 @@ fn state(client: &mut Client, folder: &Path) -> State {
     found
 }
 
-/// Commands, and what is waited for after them.
+/// Commands, and the events waited for after them.
 type Steps = Vec<(&'static str, Value, Option<&'static str>)>;
 
 const READY: Option<&str> = Some("BLOCK_JOB_READY");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which clients may come (`tls-authz`), beside what qemu-nbd says of the same clients.
+//! The clients that may come (`tls-authz`), beside qemu-nbd's messages about the same clients.
 
 use super::running::{Running, temp_folder};
 use cowshed_daemon::Step;

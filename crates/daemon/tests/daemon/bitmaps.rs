@@ -220,7 +220,7 @@ fn incremental_backups_are_chains_that_read_as_the_disk() {
         let path = |name: &str| folder.path().join(name);
         let disk = qemu.content(&path("t"), "qcow2");
         assert!(qemu.content(&path("two"), "qcow2") == disk, "the chain reads otherwise");
-        // Only what was dirty was copied.
+        // Only dirty parts were copied.
         let copied = qemu.map(&path("one"), "qcow2").into_iter().filter(|run| run.depth == 0);
         let copied: u64 = copied.map(|run| run.length).sum();
         assert_eq!(copied, 2 * 65536);
@@ -246,7 +246,7 @@ fn a_backup_that_fails_keeps_what_was_dirty() {
         client.command("block-job-cancel", json!({"device": mode}));
         client.event("BLOCK_JOB_CANCELLED");
         let count = bitmap(&mut client, "b")["count"].as_u64().expect("a count");
-        // Of `always` what was copied before the end is clean.
+        // With `always`, parts copied before the end are clean.
         assert!(count <= left + 65536 && count > left / 2, "{mode}: {count}");
         if mode == "on-success" {
             assert_eq!(count, left + 65536);

@@ -15,13 +15,13 @@ type Writes = &'static [(u8, usize, usize)];
 /// The data of the chain's layers, base first.
 pub const LAYERS: &[(&str, u64, Writes)] = &[
     ("b", SIZE, &[(1, 0, 4 << 20), (2, 6 << 20, 2 << 20)]),
-    // Shorter than the others: what the base has behind its end is not to be seen.
+    // Shorter than the others: the base's data behind its end must not show.
     ("l", 7 << 20, &[(3, 1 << 20, 300 << 10), (0, 100 << 10, 50 << 10)]),
     ("m", SIZE, &[(4, 2 << 20, 1 << 20), (0, 3 << 20, 65536)]),
     ("t", SIZE, &[(5, 5 << 20, 70_144), (6, 512, 1024)]),
 ];
 
-/// A daemon with the chain `b` ← `l` ← `m` ← `t`, all by name, and the export `e` of `t`; and what the disk holds.
+/// A daemon with the chain `b` ← `l` ← `m` ← `t`, all by name, and the export `e` of `t`; and the disk's data.
 pub fn chain(options: &str) -> (Running, Client, Vec<u8>) {
     let daemon = Running::start(Vec::new());
     let qemu = Qemu::system();

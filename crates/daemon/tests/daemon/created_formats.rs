@@ -43,7 +43,7 @@ fn cases() -> Vec<Value> {
     cases
 }
 
-/// Creates an image: its bytes, or what is said.
+/// Creates an image; returns its bytes, or the error.
 fn create(client: &mut Client, folder: &Path, options: &Value) -> Result<Vec<u8>, String> {
     let file = json!({"driver": "file", "filename": "new", "size": 0});
     client.command("blockdev-create", json!({"job-id": "f", "options": file}));
@@ -57,7 +57,7 @@ fn create(client: &mut Client, folder: &Path, options: &Value) -> Result<Vec<u8>
     Ok(std::fs::read(folder.join("new")).expect("an image"))
 }
 
-/// True where a random name, the time, or the program's name stands.
+/// True at the place of a random name, the time, or the program's name.
 fn may_differ(driver: &str, len: usize, at: usize) -> bool {
     match driver {
         "vdi" => (392..424).contains(&at),

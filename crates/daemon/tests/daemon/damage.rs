@@ -35,7 +35,8 @@ const CASES: &[(&str, Damage, &str, bool)] = &[
     ("data on the L1 table", |bytes, l1, l2| set(bytes, l2, l1 as u64 | 1 << 63), "discard 0 64k", false),
 ];
 
-/// Serves the image, sends the request and a write elsewhere; what failed, and the event without the export's name.
+/// Serves the image, sends the request and a write elsewhere. Returns whether each failed, and the event without the
+/// export's name.
 fn converse(client: &mut Client, folder: &Path, request: &str, qemu: &Qemu) -> (bool, bool, Value) {
     let image = folder.join("d.qcow2").display().to_string();
     let socket = folder.join("n.sock").display().to_string();
@@ -78,7 +79,7 @@ fn damage_is_an_error_and_qemus_event() {
         let expected = converse(&mut their_client, theirs.folder.path(), request, &qemu);
         let folder = daemon.folder.path().to_owned();
         let ours = converse(&mut our_client, &folder, request, &qemu);
-        // QEMU frees the guest's cluster before it looks at what is there, and says that a discard of it went well.
+        // QEMU frees the guest's cluster before it looks at its metadata, and reports success of its discard.
         let is_late = *damage == "data on the L1 table" && request.starts_with("discard");
         assert!(ours.0 == expected.0 || (is_late && ours.0), "{about}: {ours:?}, QEMU {expected:?}");
         assert_eq!((ours.1, &ours.2), (expected.1, &expected.2), "{about}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The examples of docs/daemon.md do what they say.
+//! The examples of docs/daemon.md work as the page says.
 
 use super::exports::{node, serving};
 use super::running::Running;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Users and commands that come to the nodes of a running job: QEMU's daemon and ours refuse the same ones.
+//! Users and commands that reach the nodes of a running job: QEMU's daemon and ours refuse the same ones.
 
 use super::beside_qemu::Theirs;
 use super::exports::node;
@@ -66,7 +66,7 @@ fn try_export(client: &mut Client, name: &str, writable: bool) -> Option<String>
     said.map(|error| error["desc"].as_str().expect("a text").to_owned())
 }
 
-/// As [`try_export`], of a new node that stands on the one with that name.
+/// As [`try_export`], of a new node above the one with that name.
 fn try_export_above(client: &mut Client, folder: &Path, driver: &str, name: &str) -> Option<String> {
     let mut above = match driver {
         "qcow2" => node(&folder.join("ov"), "above"),

@@ -27,7 +27,7 @@ pub fn uri(daemon: &Running, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", daemon.path("n.sock").display())
 }
 
-/// Runs a tool that must be there; what it printed.
+/// Runs a tool that must be there; returns its output.
 pub fn tool(name: &str, arguments: &[&str]) -> String {
     let output = Command::new(name).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{name} can't be run ({error}): scripts/setup test installs it"));

@@ -54,7 +54,7 @@ fn failed_job_removes_only_its_own_file() {
             client.command(command, job(&daemon, &json!({"format": format})));
             expect_failure(&mut client);
             assert_eq!(files(daemon.folder.path()), [""; 0], "{command} {format}");
-            // A file of others is theirs, whatever becomes of the job.
+            // Another owner's file stays, also after the job's failure.
             let target = daemon.path("copy");
             Qemu::system().create(&target, format, "", SIZE);
             client.command(command, job(&daemon, &json!({"format": format, "mode": "existing"})));
@@ -117,7 +117,7 @@ fn cancel_removes_partial_targets_only() {
         ("drive-mirror", slow, false),
         // It holds the past until it is cancelled.
         ("drive-backup", json!({"format": "qcow2", "sync": "none"}), true),
-        // The bitmap, or the source, has lost what the copy has.
+        // The bitmap, or the source, lacks the parts that the copy has.
         ("drive-backup", always, true),
         ("drive-backup", json!({"format": "raw", "speed": 1, "discard-source": true}), true),
     ] {
@@ -148,7 +148,7 @@ fn ready_mirror_keeps_its_file_when_cancelled() {
     }
 }
 
-/// The copy has been whole: what failed later takes nothing from it.
+/// The copy has been whole: a later failure takes nothing from it.
 #[test]
 fn a_mirror_that_was_ready_keeps_its_file_when_it_fails() {
     let (daemon, mut client) = serving(false);

@@ -105,7 +105,7 @@ fn the_past_of_a_disk_is_exported_while_clients_write() {
         client.command("blockdev-del", json!({"node-name": "past"}));
         stand_on(&mut client, "t");
         client.command("blockdev-del", json!({"node-name": "filter"}));
-        // The next round begins with what this one left on the target.
+        // The next round begins with this one's remains on the target.
     }
     let (folder, stopped) = daemon.keep_after_stop();
     stopped.expect("stopped in order");

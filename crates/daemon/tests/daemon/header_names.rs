@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The names that commands write into headers: QEMU reads from the files what the guest read, after the daemon has ended.
+//! The names that commands write into headers: QEMU reads the guest's data from the files, after the daemon has ended.
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running};
@@ -249,7 +249,7 @@ fn closed_image_reads_as_it_did_in_the_daemon() {
     }
 }
 
-/// A name as it stands in a header.
+/// A name as its bytes in a header.
 fn named(path: &Path) -> Value {
     Qemu::newest().info(path, "qcow2")["backing-filename"].clone()
 }
@@ -388,12 +388,12 @@ fn a_stream_of_nothing_leaves_the_header() {
     client.command("blockdev-add", over("t", "top", Value::Null));
     client.command("block-stream", json!({"job-id": "j", "device": "t"}));
     ended(&mut client);
-    // On what it stands on already, which isn't what its header says.
+    // On its present backing node, which isn't the one in its header.
     client.command("blockdev-add", qcow2("b", "base2"));
     client.command("blockdev-add", over("m", "mid", json!("b")));
     client.command("block-stream", json!({"job-id": "j", "device": "m", "base-node": "b"}));
     ended(&mut client);
-    // A disk of another format that stands on nothing.
+    // A disk of another format without a backing file.
     client.command("blockdev-add", json!({"driver": "raw", "node-name": "r", "file": file("flat")}));
     client.command("block-stream", json!({"job-id": "j", "device": "r"}));
     ended(&mut client);

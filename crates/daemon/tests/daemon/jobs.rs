@@ -179,7 +179,7 @@ fn a_mirror_that_is_ready_can_end_as_a_copy() {
 #[test]
 fn jobs_pause_slow_down_and_are_cancelled() {
     let (daemon, mut client) = with_target();
-    // Of an empty disk nothing is to be copied to an empty one.
+    // An empty disk has nothing to be copied to an empty one.
     Qemu::system().io(["-f", "raw", "-c", "write -P 99 0 16M", &uri(&daemon, "q")]).expect_ok();
     let mirror = json!({"job-id": "m", "device": "q", "target": "t", "sync": "full", "speed": 1 << 20});
     client.command("blockdev-mirror", mirror.clone());
@@ -316,7 +316,7 @@ fn failed_requests_of_exports_are_events_and_no_flood() {
     let first = client.event("BLOCK_IO_ERROR");
     assert_eq!((&first["device"], &first["node-name"]), (&json!("e"), &json!("bad")));
     assert_eq!((&first["action"], &first["qom-path"]), (&json!("report"), &json!("")));
-    // Of the others the newest one is told, when its time has come.
+    // The newest of the others is told, when its time has come.
     let second = client.event("BLOCK_IO_ERROR");
     assert_eq!((&second["operation"], second.get("nospace")), (&json!("read"), None));
     assert!(second["reason"].as_str().expect("a text").contains("e.raw"), "{second}");
@@ -350,7 +350,7 @@ fn a_corrupt_image_is_an_event_once() {
     assert_eq!((&event["offset"], &event["size"]), (&json!(l1), &json!(4096)));
     client.command("query-jobs", json!({}));
     assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
-    // Closing it says so too: what was written last may not be there.
+    // Closing it reports that too: the last writes may not be there.
     let error = daemon.stop().expect_err("the image is corrupt");
     assert!(error.to_string().contains("marked as corrupt"), "{error}");
 }

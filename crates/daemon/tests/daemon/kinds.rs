@@ -247,7 +247,7 @@ impl Pair {
         Pair { ours: (ours, client), theirs: (theirs, theirs_client) }
     }
 
-    /// The answers of ours and of theirs, for people. A job that creates something is waited for.
+    /// The answers of ours and of theirs, as text. A job that creates something is waited for.
     fn ask(&mut self, command: &str, arguments: &Value) -> [String; 2] {
         [&mut self.ours.1, &mut self.theirs.1].map(|client| match client.execute(command, arguments.clone()) {
             Ok(_) if command == "blockdev-create" => created(client),

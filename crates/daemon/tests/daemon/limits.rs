@@ -201,8 +201,8 @@ fn waits_are_counted_while_they_last_and_after() {
     let daemon = Running::start_measured(16 << 20);
     let mut client = daemon.client();
     let set = "block_set_io_throttle";
-    // A tenth of a second's worth goes at once: one request. Each of the next four waits a tenth of a second, less what has
-    // passed by then; the whole takes three tenths at least.
+    // A tenth of a second's worth goes at once: one request. Each of the next four waits a tenth of a second, less the
+    // time passed by then; the whole takes three tenths at least.
     client.command(set, limits("e", json!({"iops": 10})));
     let writes = ["-c", "write 0 4k"].repeat(5);
     let started = Instant::now();

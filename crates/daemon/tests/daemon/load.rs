@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Clients that write while a test does something else, and what the disk must hold afterwards.
+//! Clients that write while a test does something else, and the disk's expected contents afterwards.
 
 use cowshed_testkit::qemu::Qemu;
 use cowshed_testkit::random::Random;
@@ -12,7 +12,7 @@ const WRITES: u64 = 250;
 pub struct Load(Vec<Child>);
 
 impl Load {
-    /// Starts them; `model` is the disk before, and afterwards what it holds once they have ended.
+    /// Starts them; `model` is the disk before, and afterwards its contents once they have ended.
     pub fn start(uri: &str, model: &mut [u8], seed: u64) -> Load {
         let part = model.len() as u64 / WRITERS / 65536 * 65536;
         let start = |writer: u64| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The locks of a node's file follow from what its users do, as in QEMU's storage daemon.
+//! The locks of a node's file follow from the operations of its users, as in QEMU's storage daemon.
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running};
@@ -228,7 +228,7 @@ fn a_format_sees_what_the_file_has_become() {
     daemon.stop().expect("stopped in order");
 }
 
-/// Waits until these bytes are locked: what ends a job gives its locks back after the job's last event.
+/// Waits until these bytes are locked: the end of a job gives its locks back after the job's last event.
 #[track_caller]
 fn await_locked(image: &Path, expected: &[u64]) {
     let until = Instant::now() + Duration::from_secs(60);

@@ -120,7 +120,8 @@ fn node_names(client: &mut Client) -> Vec<Value> {
     nodes.as_array().expect("a list").iter().map(|node| node["node-name"].clone()).collect()
 }
 
-/// Their replies reach no client, and another client may have gone on meanwhile. QEMU drops what it has not begun, too.
+/// Their replies reach no client, and another client may have gone on meanwhile. QEMU drops commands that it has not
+/// begun, too.
 #[test]
 fn commands_of_a_client_that_has_gone_are_not_run() {
     let daemon = Running::start(Vec::new());

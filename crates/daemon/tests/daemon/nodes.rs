@@ -12,7 +12,8 @@ fn with_image() -> Running {
     daemon
 }
 
-/// As QEMU's daemon says it, where another node stands on the node. Ours lets a disk grow under its clients.
+/// QEMU's daemon refuses it in these words, where another node is above the node. Ours lets a disk grow under its
+/// clients.
 #[test]
 fn nodes_below_others_and_disks_of_clients_keep_their_sizes() {
     let daemon = Running::start(Vec::new());
@@ -260,7 +261,7 @@ fn every_driver_is_added_by_name_and_serves() {
     qemu.img(fill).expect_ok();
     let file = |name: &str| json!({"driver": "file", "filename": path(name)});
     let raw = |name: &str| json!({"driver": "raw", "file": file(name)});
-    // In this order: later ones stand on earlier ones.
+    // In this order: later ones have earlier ones below them.
     let drivers = [
         ("qcow2", json!({"file": file("a.qcow2")}), Some(7)),
         ("file", json!({"filename": path("a.raw")}), Some(7)),

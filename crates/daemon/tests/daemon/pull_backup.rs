@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Backups that a client pulls: an overlay of the disk gets what the disk's clients overwrite, and is exported. The commands are
-//! those that libvirt sends for `virsh backup-begin`, beside the newest QEMU.
+//! Backups that a client pulls: an overlay of the disk gets the parts that the disk's clients overwrite, and is
+//! exported. The commands are those that libvirt sends for `virsh backup-begin`, beside the newest QEMU.
 
 use super::beside_qemu::Theirs;
 use super::commits::{SIZE, chain};
@@ -182,7 +182,7 @@ fn begin_again(client: &mut Client) {
     end(client);
 }
 
-/// A reader of the past never sees what a write that comes between its two looks has changed.
+/// A reader of the past never sees the bytes of a write that comes between its two looks.
 #[test]
 fn the_past_is_read_whole_while_clients_write() {
     for seed in 0..3 {
@@ -249,7 +249,7 @@ fn write_beside_a_slow_reader(by_filter: bool) {
     let target = if by_filter { "above" } else { "scratch" };
     client.command("blockdev-backup", json!({"device": "t", "target": target, "sync": "none", "job-id": "b"}));
     client.command("block-export-add", json!({"type": "nbd", "id": "past", "node-name": "scratch", "name": "past"}));
-    // The first reads use up what the group lets through at once.
+    // The first reads use up the credit of the group.
     let mut reader = std::process::Command::new(Qemu::system().io_path());
     reader.args([
         "-r",

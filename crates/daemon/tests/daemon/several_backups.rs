@@ -10,7 +10,7 @@ use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// An empty image as node `name`, whose header names what an incremental backup stands on.
+/// An empty image as node `name`, whose header names the base of an incremental backup.
 fn add_target(daemon: &Running, client: &mut Client, name: &str, below: Option<&Path>) {
     let path = daemon.path(name);
     let options = below.map(|below| format!("backing_file={},backing_fmt=raw", below.display()));
@@ -200,7 +200,7 @@ fn a_backup_that_empties_its_disk_spares_the_past_of_others() {
     add_target(&daemon, &mut client, "gone", None);
     let before = model.clone();
     let full = |id: &str, more: bool| json!({"job-id": id, "device": "t", "target": id, "sync": "full", "speed": 1 << 20, "discard-source": more});
-    // The later filter stands below the earlier one: what it discards would be gone for that one.
+    // The later filter is below the earlier one: its discards would be lost to that one.
     client.command("blockdev-backup", full("whole", false));
     let refusal = client.refusal("blockdev-backup", full("gone", true));
     assert!(refusal.contains("keeps the past of 't'"), "{refusal}");
@@ -225,8 +225,8 @@ fn a_backup_that_empties_its_disk_spares_the_past_of_others() {
     assert!(Qemu::system().content(&folder.path().join("t"), "qcow2") == model, "the disk has been emptied");
 }
 
-/// A job `B` beside a backup `A` of each image: both daemons take and refuse the same, the disk stays what it is, and the backup keeps
-/// the past.
+/// A job `B` beside a backup `A` of each image. Both daemons take and refuse the same, the disk stays as it is, and the
+/// backup keeps the past.
 #[test]
 fn commits_and_streams_beside_a_backup_are_those_of_qemu() {
     let commit = |more: Value| ("block-commit", more);
@@ -291,7 +291,7 @@ fn commits_and_streams_beside_a_backup_are_those_of_qemu() {
     }
 }
 
-/// A backup that comes to a running commit or stream.
+/// A backup that begins beside a running commit or stream.
 #[test]
 fn backups_beside_a_commit_or_a_stream_are_those_of_qemu() {
     let first = [

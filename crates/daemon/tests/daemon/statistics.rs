@@ -318,7 +318,7 @@ fn nodes_have_latencies_too() {
     assert!(find(&nodes, "q")["stats"].get("rd_latency_histogram").is_none());
     let file = find(&nodes, "q")["parent"]["node-name"].as_str().expect("its file has a name").to_owned();
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
-    // Both what an image is asked and what that means for its file.
+    // Both an image's requests and the resulting ones to its file.
     for name in ["q", &file] {
         client.command("block-latency-histogram-set", json!({"id": name, "boundaries": [1_000_000_000_000_u64]}));
         client.command("x-block-stats-intervals-set", json!({"id": name, "intervals": [3600]}));
@@ -377,7 +377,7 @@ fn a_write_past_its_threshold_is_told_once() {
     client.command("block-set-write-threshold", threshold("q", 1 << 20));
     client.command("block-set-write-threshold", threshold("q", 0));
     write("write 12M 4k");
-    // Also past a throttle filter, whose own threshold counts for what goes past it.
+    // Also past a throttle filter, whose own threshold counts for requests past it.
     client.command(
         "block_set_io_throttle",
         json!({"id": "q", "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 100_000,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Data that a job or a filter moves into an image without changing what the disk reads as: dirty bitmaps count it as QEMU's do.
+//! Data that a job or a filter moves into an image without changing the disk's data: dirty bitmaps count it as QEMU's
+//! do.
 
 use super::beside_qemu::Theirs;
 use super::exports::node;

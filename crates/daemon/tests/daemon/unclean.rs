@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images that were not closed cleanly and are read first: what makes them writable repairs them. QEMU writes by the counts that
-//! they have, over their data.
+//! Images that were not closed cleanly and are read first: the switch to writing repairs them. QEMU writes by the
+//! counts that they have, over their data.
 
 use super::running::{Client, Running, temp_folder};
 use cowshed_testkit::qemu::Qemu;
@@ -110,7 +110,7 @@ fn an_image_that_can_not_be_repaired_stays_readable() {
     let daemon = Running::start_in(temp_folder(), Vec::new());
     let path = daemon.path("a");
     unclean(&path);
-    // A bitmap directory of an unknown place: what may own clusters stops the repair.
+    // A bitmap directory of an unknown place: a possible owner of clusters stops the repair.
     let mut image = std::fs::read(&path).expect("an image");
     image[88] |= 0x80;
     std::fs::write(&path, &image).expect("an image");
@@ -127,7 +127,7 @@ fn an_image_that_can_not_be_repaired_stays_readable() {
     daemon.stop().expect("stopped in order");
 }
 
-/// A repair that could not be followed by a look at what it left may be tried again.
+/// A repair without a following look at its result may be tried again.
 #[test]
 fn a_second_attempt_to_write_to_an_image_begins_anew() {
     let daemon = Running::start_in(temp_folder(), Vec::new());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs in an emulated guest (`tests/processes/linux_client.rs`): has the kernel attach `/dev/nbd0` to a server, uses it, and gives the
-//! kernel a new connection when the first one is dead. It says on its standard output where it is, and reads there when to go on.
+//! Runs in an emulated guest (`tests/processes/linux_client.rs`). It has the kernel attach `/dev/nbd0` to a server,
+//! uses it, and gives the kernel a new connection when the first one is dead. It says on its standard output where it
+//! is, and reads there when to go on.
 //!
 //! `cowshed-guest HOST:PORT`
 
@@ -215,7 +216,7 @@ fn use_disk() -> io::Result<()> {
     cached.sync_all()
 }
 
-/// Writes one block after another, again and again, until told to stop; returns what the last round left.
+/// Writes one block after another, again and again, until told to stop; returns the sum of the last round.
 fn write_on(rounds: &AtomicU64, stop: &AtomicU64) -> io::Result<u64> {
     let device = open(true)?;
     let mut block = Aligned::new(RUNNING.2);

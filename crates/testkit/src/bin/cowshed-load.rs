@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes to an image from several threads until it is killed, or for a number of rounds, and says on standard output
-//! what it does: the journal that `cowshed_testkit::journal` follows. Used by `tests/processes/real_processes.rs`.
+//! Writes to an image from several threads until it is killed, or for a number of rounds. It prints each step on
+//! standard output: the journal that `cowshed_testkit::journal` follows. Used by `tests/processes/real_processes.rs`.
 //!
 //! `cowshed-load IMAGE CLUSTER_BYTES SEED ROUNDS [OPTIONS [LIMIT_BYTES]]`: OPTIONS are the driver's, as `--image-opts`
 //! takes them; files can't grow past LIMIT_BYTES, as on a full disk.

@@ -20,8 +20,8 @@ impl Chooser {
         }
     }
 
-    /// The choices to try, and whether they are all that there are. `newest`: the change that has just begun; what
-    /// is possible without it was possible before.
+    /// The choices to try, and whether they are all that there are. `newest`: the change that has just begun; states
+    /// without it were possible before.
     pub fn tries(&self, plan: &CrashPlan, newest: Option<u64>, rng: &mut Rng) -> (Vec<Vec<Choice>>, bool) {
         let newest = newest.and_then(|op| self.ops.iter().position(|other| *other == op));
         let open: usize = self.atoms.iter().sum();

@@ -37,7 +37,7 @@ impl CrashPlan {
     }
 }
 
-/// A disk after a power cut, and how it came to be.
+/// A disk after a power cut, and its history.
 pub struct CrashCase<'a> {
     /// The disk.
     pub state: &'a CrashState,
@@ -47,8 +47,8 @@ pub struct CrashCase<'a> {
     pub number: usize,
 }
 
-/// Tries power cuts all over `trace`. `verify` looks at a disk and says what is wrong with it; the first complaint
-/// ends the search, with the smallest deviation from a complete disk that still draws one.
+/// Tries power cuts all over `trace`. `verify` looks at a disk and returns its fault. The first complaint ends the
+/// search, with the smallest deviation from a complete disk that still draws one.
 ///
 /// # Errors
 /// The complaint, with the cut and the changes lost.

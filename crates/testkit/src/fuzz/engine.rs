@@ -44,8 +44,8 @@ async fn read(node: &Node, start: u64, len: u64) -> Option<Vec<u8>> {
     result.ok().map(|()| bytes.to_vec())
 }
 
-/// The whole way of an image that is opened and read, wherever its tables point: what is said of it holds, and two reads
-/// give the same.
+/// The whole way of an image that is opened and read, wherever its tables point. Its status holds, and two reads give
+/// the same.
 pub fn open_read(data: &[u8]) {
     machine(data).run(async {
         let request = OpenRequest::file(IMAGE).format("qcow2").policy(policy());
@@ -126,7 +126,7 @@ async fn reopened() -> Arc<Node> {
     open(OpenRequest::file(IMAGE).format("qcow2").writable(true)).await.expect("the image opens")
 }
 
-/// An image and what it should read as.
+/// An image and its expected data.
 struct Pair {
     node: Arc<Node>,
     bytes: Vec<u8>,

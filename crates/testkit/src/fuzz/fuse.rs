@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry point of `cowshed-fuse-proto`: what comes out of the kernel's device.
+//! Entry point of `cowshed-fuse-proto`: bytes of the kernel's device.
 
 use super::replay::Entry;
 use cowshed_fuse_proto::request::HEADER_BYTES;

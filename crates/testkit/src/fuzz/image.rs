@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry points of what `cowshed-image` parses; see `layout.rs`.
+//! Entry points of the parsers in `cowshed-image`; see `layout.rs`.
 
 use super::replay::Entry;
 use cowshed_codec::{Codec, ZlibMode, unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
@@ -32,7 +32,7 @@ pub fn unpack(data: &[u8]) {
     assert_eq!(first.ok(), second.ok());
 }
 
-/// 1 byte of settings, then a cluster: what is compressed is smaller and inflates to itself.
+/// 1 byte of settings, then a cluster: its compressed bytes are fewer and inflate to itself.
 pub fn deflate(data: &[u8]) {
     let [settings, source @ ..] = data else { return };
     let mut cluster = source.to_vec();

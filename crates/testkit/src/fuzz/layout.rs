@@ -42,7 +42,7 @@ pub const ENTRIES: &[Entry] = &[
     ("partitions", partitions),
 ];
 
-/// The first bytes of a file as a header: what is accepted can be written again and then says the same.
+/// The first bytes of a file as a header: an accepted one can be written again, with the same meaning.
 pub fn header(data: &[u8]) {
     if let Ok(need) = Header::bytes_needed(data) {
         assert!(need <= 2 << 20);
@@ -58,7 +58,7 @@ pub fn header(data: &[u8]) {
     assert_eq!(Header::bytes_needed(&encoded).unwrap(), encoded.len());
 }
 
-/// A disk with a partition table, behind the number of a partition: what is found and what is read are inside of the disk. The
+/// A disk with a partition table, behind the number of a partition: found and read ranges are inside of the disk. The
 /// checksum of a GPT header is made right first.
 pub fn partitions(data: &[u8]) {
     const HEADER: usize = 512;
@@ -90,13 +90,13 @@ pub fn partitions(data: &[u8]) {
     panic!("the search doesn't end");
 }
 
-/// The header of a LUKS volume: what is accepted can be written again and then says the same.
+/// The header of a LUKS volume: an accepted one can be written again, with the same meaning.
 pub fn luks_header(data: &[u8]) {
     let Ok(header) = LuksHeader::parse(data) else { return };
     let _ = (header.mode_parts(), header.cipher_with_width());
     let encoded = header.encode();
     let again = LuksHeader::parse(&encoded).unwrap();
-    // Texts that fill their field lose the byte of the NUL, and what is no UTF-8 grows.
+    // Texts that fill their field lose the byte of the NUL, and bytes that are no UTF-8 grow.
     assert_eq!(again.slots, header.slots);
     assert_eq!((again.key_bytes, again.payload_offset), (header.key_bytes, header.payload_offset));
     assert_eq!(LuksHeader::parse(&again.encode()).unwrap().slots, again.slots);

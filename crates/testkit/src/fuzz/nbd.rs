@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry points of `cowshed-nbd-proto`: what a stranger at the other end of a connection sends.
+//! Entry points of `cowshed-nbd-proto`: messages of a stranger at the other end of a connection.
 
 use super::replay::Entry;
 use cowshed_nbd_proto::option::{
@@ -75,7 +75,7 @@ pub fn server(data: &[u8]) {
     }
 }
 
-/// A name: what is accepted can be printed and then means the same.
+/// A name: an accepted one can be printed and then means the same.
 pub fn uri(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     if let Ok(uri) = NbdUri::parse(text)

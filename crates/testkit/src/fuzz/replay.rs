@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Replays what the fuzzer knows, and mutates it a little, on a stable compiler and with the same result every time.
+//! Replays the fuzzer's inputs, slightly mutated, on a stable compiler and with the same result every time.
 
 use std::path::{Path, PathBuf};
 
@@ -83,7 +83,7 @@ impl Random {
 
     /// One change: a bit, a byte, a number at the edge of its range, a cut, a repetition.
     fn damage(&mut self, bytes: &mut Vec<u8>) {
-        // Half of the changes go to the first 160 bytes: headers are what decides.
+        // Half of the changes go to the first 160 bytes: headers decide most.
         let near = if self.next() & 1 == 0 { bytes.len().min(160) } else { bytes.len() };
         let at = self.below(near);
         match self.below(8) {

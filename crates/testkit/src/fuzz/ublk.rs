@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry point of `cowshed-ublk-proto`: what the kernel's driver writes.
+//! Entry point of `cowshed-ublk-proto`: bytes of the kernel's driver.
 
 use super::replay::Entry;
 use cowshed_ublk_proto::control::INFO_BYTES;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry points of `cowshed-vhost-user-proto`: what a front end sends, and what a guest has in its memory.
+//! Entry points of `cowshed-vhost-user-proto`: messages of a front end, and the memory of a guest.
 
 use super::replay::Entry;
 use cowshed_vhost_user_proto::chain::MAX_DESCRIPTORS;

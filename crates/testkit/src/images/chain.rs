@@ -38,7 +38,7 @@ pub struct Chain {
     pub layers: Vec<Layer>,
 }
 
-/// The files of a chain and what its top reads as.
+/// The files of a chain and the data of its top.
 #[derive(Clone, Debug)]
 pub struct Built {
     /// The top image.
@@ -112,7 +112,7 @@ impl Chain {
         let mut layers = Vec::new();
         for index in 0..count {
             let is_top = index + 1 == count;
-            // Shorter, equal or longer than what lies under it.
+            // Shorter, equal or longer than the image below it.
             let size = match random.below(3) {
                 0 => base_size,
                 1 => base_size + 512 * random.below(1024),
@@ -162,7 +162,7 @@ impl Chain {
 }
 
 fn raw_layer(random: &mut Random, size: u64) -> Layer {
-    // An odd length is what a shell's `>>` leaves; readers must see zeroes behind it.
+    // A shell's `>>` leaves an odd length; readers must see zeroes behind it.
     let size = if random.chance(30) { size + random.below(512) } else { size };
     let mut ops = generate(random, &Qcow2Spec::default(), &mut size.clone(), 12, &mut BTreeSet::new());
     ops.retain(|op| matches!(op, Op::Write { offset, len, .. } if offset + len <= size));

@@ -53,7 +53,7 @@ impl Content {
         }
     }
 
-    /// Takes what was read as the truth where a discard had left it open. `Err` names the first byte that can't be.
+    /// Takes read bytes as the truth where a discard had left them open. `Err` names the first byte that can't be.
     pub fn settle(&mut self, read: &[u8]) -> Result<(), String> {
         if read.len() != self.bytes.len() {
             return Err(format!("{} bytes long instead of {}", read.len(), self.bytes.len()));

@@ -87,7 +87,7 @@ fn touched(op: &Op) -> Option<std::ops::Range<u64>> {
         Op::Write { offset, len, .. } | Op::WriteZeroes { offset, len, .. } | Op::Discard { offset, len } => {
             Some(offset..offset + len)
         }
-        // A resize changes what the others may touch, and a flush in between is worth more than one beside.
+        // A resize changes the range that the others may touch, and a flush in between is worth more than one beside.
         Op::WriteCompressed { .. } | Op::Resize { .. } | Op::Flush => None,
     }
 }

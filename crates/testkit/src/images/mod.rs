@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Seeded images over the whole matrix of options, filled by seeded operations, with a byte model of what they hold.
+//! Seeded images over the whole matrix of options, filled by seeded operations, with a byte model of their data.
 //!
 //! A [`Chain`] is drawn from a seed: layers from the base up, each with its options and its operations in sessions. In
 //! [`Chain::build`] `qemu-img` creates the layers, and an [`Executor`] carries out each session: qemu-io, our own

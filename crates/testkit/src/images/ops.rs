@@ -18,7 +18,7 @@ pub enum Texture {
 }
 
 impl Texture {
-    /// Fills `buffer` with what this texture has from its start.
+    /// Fills `buffer` with this texture from its start.
     pub fn fill(self, buffer: &mut [u8]) {
         match self {
             Texture::Constant(byte) => buffer.fill(byte),
@@ -138,7 +138,7 @@ fn resize(random: &mut Random, spec: &Qcow2Spec, size: &mut u64) -> Op {
     let grow = random.chance(60) || spec.data_file.is_some();
     let step = 512 * (1 + random.below((3 * spec.cluster_size).max(8192) / 512));
     // QEMU keeps the rest of a cluster that a shrink cuts, and shows it again when the disk grows. So the shared
-    // operations cut between clusters; what we do inside one has tests of its own.
+    // operations cut between clusters; cuts inside of one have tests of their own.
     let shrunk = size.saturating_sub(step) / spec.cluster_size * spec.cluster_size;
     *size = if grow || shrunk == 0 { *size + step } else { shrunk };
     let preallocation = match *size > old && random.chance(40) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A small blocking NBD client of its own: nothing of the product's protocol code is in it, so a mistake there can't hide
-//! behind the same mistake here.
+//! A small blocking NBD client of its own. Nothing of the product's protocol code is in it, so a mistake there can't
+//! hide behind the same mistake here.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};

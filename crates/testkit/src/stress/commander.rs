@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The commands that change what lies under a disk, one disk each: snapshots, jobs, bitmaps, limits, other exports.
+//! The commands that change the layers below a disk, one disk each: snapshots, jobs, bitmaps, limits, other exports.
 
 use super::client::{Client, Dialect, Ended};
 use super::exports::Server;
@@ -223,7 +223,7 @@ impl Commander<'_> {
             }
             Some(false) => Ok(true),
             None => {
-                // Whether the answer was lost or the change never happened: an overlay that stands on the old image shows all.
+                // Whether the answer was lost or the change never happened, an overlay of the old image shows all.
                 if is_overlay_of(&file, &top.file) {
                     place.clone_from(&file);
                 }
@@ -523,7 +523,7 @@ impl Commander<'_> {
     }
 }
 
-/// True for an image that is whole and stands on `base`.
+/// True for an image that is whole and has `base` as its backing file.
 fn is_overlay_of(file: &Path, base: &Path) -> bool {
     let info = Qemu::system().img(["info".as_ref(), "-U".as_ref(), "--output=json".as_ref(), file.as_os_str()]);
     let backing = |info: &Value| info["full-backing-filename"].as_str().map(PathBuf::from);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Stress on a real daemon: several disks, several connections each, random commands beside the writes, and an end by
-//! SIGKILL, SIGTERM or `quit`, life after life. A byte model judges each read, each backup, each disk at quiet points and after
-//! each life.
+//! Stress on a real daemon: several disks, several connections each, random commands beside the writes. It ends by
+//! SIGKILL, SIGTERM or `quit`, life after life. A byte model judges each read, each backup, each disk at quiet points
+//! and after each life.
 //!
 //! - `client`, `guest`: connections of every dialect with requests in flight, and the model
-//! - `commander`, `exports`: commands that change what lies under a disk, or take its export away
+//! - `commander`, `exports`: commands that change the layers below a disk, or take its export away
 //! - `meddler`: a monitor that asks for everything else
 //!
 //! A seed fixes the choices, not the timing, so a failure's seed is a place to look, not a replay.
@@ -38,7 +38,7 @@ pub use tally::{Counts, Tally};
 
 /// The longest time that an orderly end may take, in seconds.
 const END_LIMIT_S: u64 = 60;
-/// Memory that the daemon may have at most, in KiB: far above what its disks need.
+/// Memory that the daemon may have at most, in KiB: far above its disks' needs.
 const MOST_MEMORY_KIB: u64 = 1 << 20;
 
 /// The settings of a run.
@@ -362,7 +362,7 @@ impl Life<'_> {
         Ok(memory)
     }
 
-    /// Our own check finds what QEMU's finds: no error, leaks at most.
+    /// Our own check has QEMU's result: no error, leaks at most.
     fn check_by_us(&self, image: &Path) -> Result<(), String> {
         let output = Command::new(&self.config.program).args(["check", "-f", "qcow2"]).arg(image).output();
         let output = output.map_err(|error| format!("{}: {error}", self.config.program.display()))?;
@@ -411,7 +411,7 @@ impl Life<'_> {
     }
 }
 
-/// Keeps what a thread has found, and ends the life then.
+/// Keeps a thread's failure, and ends the life then.
 fn note(wrong: &Mutex<Vec<String>>, stop: &AtomicBool, outcome: Result<(), String>) {
     if let Err(text) = outcome {
         lock(wrong).push(text);

@@ -41,7 +41,7 @@ impl Monitor {
         }
     }
 
-    /// Notes commands, and what they come to, from now on.
+    /// Notes commands, and their results, from now on.
     pub fn trace(&mut self, trace: &Arc<Trace>) {
         self.1 = Some(Arc::clone(trace));
     }

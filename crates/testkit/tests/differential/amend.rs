@@ -162,9 +162,9 @@ impl Subject<'_> {
                 self.qemu.expect_clean(&self.path("ours"));
                 return false;
             }
-            // QEMU's own counts have no room for what it does on the way.
+            // QEMU's own counts have no room for its steps on the way.
             (Ok(()), _) => eprintln!("only we can: {}", theirs.stderr),
-            // It leaves alone what is on already, and makes it version 2, where nothing is on.
+            // It leaves an option alone that is on already, and makes it version 2, where none is on.
             (Err(error), _)
                 if error.contains("Lazy refcounts only supported") && wanted.contains("lazy_refcounts=on") =>
             {

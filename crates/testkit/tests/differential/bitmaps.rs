@@ -163,7 +163,7 @@ impl Subject<'_> {
 
     fn merge(&mut self, target: String, source: String, ours: bool) {
         let from = self.bitmaps[&source].clone();
-        // Only newer ones than 7.2 merge what is coarser into what is finer.
+        // Only newer ones than 7.2 merge a coarser bitmap into a finer one.
         let ours = ours || from.granularity != self.bitmaps[&target].granularity;
         if ours {
             self.ours(async |node| {
@@ -257,7 +257,7 @@ impl Subject<'_> {
     }
 }
 
-/// `x-dirty-bitmap` shows what is dirty as what is no data.
+/// `x-dirty-bitmap` shows dirty ranges as ranges without data.
 fn dirty_of(map: &Value) -> Vec<(u64, u64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for run in map.as_array().expect("runs").iter().filter(|run| run["data"] == false) {

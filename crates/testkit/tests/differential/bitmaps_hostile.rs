@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bitmap directories and tables that lie: writing is refused by one error that names what is wrong, nothing is changed,
+//! Bitmap directories and tables that lie: writing is refused by one error that names the fault, nothing is changed,
 //! reading the disk goes on. And disks that get full, or fail, while bitmaps are changed.
 
 use cowshed_image::formats::DriverOf;

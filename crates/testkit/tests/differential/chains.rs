@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commit and rebase over random chains: what an image reads never changes, for us and for QEMU. The memory of a chain
-//! is also tested: with layers that are written to later, and with a whole chain without writers.
+//! Commit and rebase over random chains: an image's data never changes, for us and for QEMU. The memory of a chain is
+//! also tested: with layers that are written to later, and with a whole chain without writers.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::Graph;
@@ -348,7 +348,7 @@ fn writable_image_is_never_passed_over() {
     };
     for round in 0..3 {
         rt::block_on(graph.set_read_only(&top, false)).unwrap();
-        // Into what was nowhere, into what was its own, and into what was below.
+        // Into a range without data, into its own, and into a range from below.
         write((8 + usize::from(round)) * CLUSTER, 30 + round, &mut model);
         write(2 * CLUSTER, 10 + round, &mut model);
         write((4 + usize::from(round)) * CLUSTER, 20 + round, &mut model);

@@ -44,7 +44,7 @@ fn key(finding: &Finding) -> ((u8, u64), &'static str) {
     (finding.order(), finding.kind_name())
 }
 
-/// Repairs with an undo log, and returns also what an undo made of a copy of the repaired image.
+/// Repairs with an undo log, and returns also the result of an undo on a copy of the repaired image.
 fn run_with_undo_log(bench: &Workbench, image: &Path, repair: Repair, lossy: bool) -> (CheckOutcome, Vec<u8>) {
     let log = bench.folder().join("undo.log");
     let _ = std::fs::remove_file(&log);
@@ -87,7 +87,7 @@ fn snapshot(bench: &Workbench, image: &Path) -> Option<Vec<u8>> {
     bytes.filter(|_| output.code == 0)
 }
 
-/// Counters without what depends on the name.
+/// Counters without the parts that depend on the name.
 fn counters(mut json: Value) -> Value {
     if let Some(object) = json.as_object_mut() {
         object.remove("filename");
@@ -553,7 +553,7 @@ fn repair_refuses_what_it_can_not_count() {
     assert!(std::fs::read(&image).expect("image") == bytes);
 }
 
-/// Random bytes in the metadata: no panic, and a repair that reports success has kept what could be read.
+/// Random bytes in the metadata: no panic, and a repair that reports success has kept the readable data.
 #[test]
 fn random_damage() {
     let bench = Workbench::new();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Repairs on the simulated disk: the power is cut everywhere, and no disk that is left may be worse than the damaged
-//! one was. A second repair must come to the same good end.
+//! one was. A second repair must reach the same good end.
 
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{
@@ -250,9 +250,9 @@ struct Expected<'a> {
     content: Vec<u8>,
     repair: Repair,
     lossy: bool,
-    /// A snapshot can't be read, and stays: with it stays what it may own.
+    /// A snapshot can't be read, and stays: the clusters that it may own stay with it.
     partly: bool,
-    /// Where the damage to the snapshot was done, and what stood there.
+    /// The place of the damage to the snapshot, and its old bytes.
     mended: Option<(u64, u64)>,
     config: Config,
 }
@@ -358,7 +358,7 @@ async fn write_mended((at, word): &(u64, u64)) -> cowshed_types::Result<()> {
     file.write_at(IoBuf::copy_from(&word.to_be_bytes()), *at).await.0
 }
 
-/// A snapshot that can't be read keeps what it owns while all the rest is repaired, wherever the power is cut.
+/// A snapshot that can't be read keeps its clusters while all the rest is repaired, wherever the power is cut.
 #[test]
 fn repairs_beside_a_snapshot_that_cannot_be_read_survive_power_cuts() {
     type Damage = fn(&Victim);
@@ -439,7 +439,7 @@ async fn run_undo() -> cowshed_types::Result<UndoReport> {
     undo(&open_for_writing(NAME)?, &open_for_writing(LOG)?).await
 }
 
-/// Undoes what a power cut left of a repair or of an undo; the world in which that was done.
+/// Undoes a repair or an undo that a power cut has interrupted; returns the world of that undo.
 fn undo_after_cut(config: &Config, case: &CrashCase<'_>, original: &[u8]) -> Result<World, String> {
     let config = Config { in_order: case.number.is_multiple_of(2), ..config.clone() };
     let world = World::with_files(config, &case.state.files);

@@ -57,7 +57,7 @@ fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
     let what = format!("ours {} {:?}\n{lines}\n{told}", ours.exit_code(), ours.report.counters);
     match (ours.exit_code(), theirs.code) {
         (ours, theirs) if i32::from(ours) == theirs => Ok(()),
-        // Where QEMU gives up because it can't read refcounts or snapshots, we say what is missing.
+        // Where QEMU gives up because it can't read refcounts or snapshots, we name the missing part.
         (2, 1) => Ok(()),
         (0 | 3, 1) if OPENS_MORE.iter().any(|part| theirs.stderr.contains(part)) => Ok(()),
         (2, _) if ours.report.findings.iter().any(only_ours) => Ok(()),

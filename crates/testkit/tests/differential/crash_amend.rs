@@ -118,7 +118,7 @@ async fn read(snapshot: Option<SnapshotName>, base: bool) -> Result<Vec<u8>> {
         for run in node.block_status_chain(at, SIZE - at, 64).await? {
             assert_eq!(run.start, at);
             at += run.len;
-            // Without the backing file only what the image holds itself can be read.
+            // Without the backing file only the image's own data can be read.
             match run.present || base {
                 true => {
                     let (result, buf) = node.read(run.start, IoBuf::zeroed(run.len as usize)).await;
@@ -206,7 +206,7 @@ impl Expected<'_> {
         !(is_after && self.case.amend.contains("long/way"))
     }
 
-    /// The amendment is made once more on what the first cut left, and cut again.
+    /// The amendment is made once more after the first cut, and cut again.
     fn again(&self, files: &Snapshot) -> std::result::Result<(), String> {
         let world = World::with_files(self.config.clone(), files);
         world.run(act(self.case.amend)).map_err(|error| format!("amended again: {error}"))?;

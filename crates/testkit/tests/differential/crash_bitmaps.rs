@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Power cuts while dirty bitmaps are changed, and while the disk below them is resized. The bitmaps are as before or
-//! as after, and nothing is wrong with the image but leaked clusters. And a killed process: what it wrote is dirty,
-//! flushed or not.
+//! as after, and nothing is wrong with the image but leaked clusters. The same holds after a killed process: its writes
+//! are dirty, flushed or not.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
@@ -98,11 +98,11 @@ async fn act(action: Action) -> Result<()> {
     node.close().await
 }
 
-/// Size, bitmaps, and what they hold.
+/// Size, bitmaps, and their bits.
 type Bitmaps = (u64, Vec<(BitmapStatus, Vec<Range<u64>>)>);
 
 async fn bitmaps() -> Result<Bitmaps> {
-    // For writing: what a cut has left is taken up.
+    // For writing: the journal that a cut has left is taken up.
     let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await?;
     let driver = node.qcow2().expect("a qcow2 image");
     let mut all = Vec::new();
@@ -204,7 +204,7 @@ fn change_and_cut(on_a_device: bool, max_distinct: usize) {
 /// The image reads as `BASE` where it has nothing.
 const BASE: &str = "base.raw";
 
-/// Reads all of the disk through a filter that copies what it reads into the image.
+/// Reads all of the disk through a filter that copies the read data into the image.
 async fn copy_on_read() -> Result<()> {
     let graph = Graph::new(&cowshed_image::DRIVERS);
     let options = format!("driver=copy-on-read,node-name=disk,file.driver=qcow2,file.file.filename={NAME}");
@@ -304,7 +304,7 @@ fn a_killed_process_loses_no_bit() {
     }
 }
 
-/// A program that doesn't know the journal clears its bit before it writes: what it wrote is in no bitmap of ours.
+/// A program that doesn't know the journal clears its bit before it writes: its writes are in no bitmap of ours.
 #[test]
 fn another_writer_ends_the_journal() {
     let (qemu, folder) = (Qemu::system(), temp_dir());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while an image is rebased or committed: it reads the same before, after and at every moment between, and
+//! Power cuts while an image is rebased or committed. It reads the same before, after and at every moment between, and
 //! its chain has nothing wrong but leaked clusters.
 
 use cowshed_image::{OpenRequest, open};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Power cuts while a disk in use is copied, and while its past is read (snapshot-access). The copy is a backup
 //! (copy-before-write), a mirror, or a mirror whose writes go to both ends. At every moment both images have nothing
-//! wrong but leaked clusters and the disk is what its clients were promised; once the job is over, its copy is there,
-//! whole. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
+//! wrong but leaked clusters, and the disk has the data that its clients were promised. Once the job is over, its copy
+//! is there, whole. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
 
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;

@@ -22,7 +22,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 const SIZE: u64 = 512 << 10;
-/// The chain, base first. The second one is shorter: what the base has behind its end is not to be seen.
+/// The chain, base first. The second one is shorter: the base's data behind its end must not show.
 const FILES: &[&str] = &["base", "low", "mid", "top"];
 
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +31,7 @@ enum Action {
     Merge,
     /// The top goes; the base takes its place.
     Commit,
-    /// The top takes over everything, or what is above the base.
+    /// The top takes over everything, or the data above the base.
     StreamJob(Option<&'static str>),
 }
 

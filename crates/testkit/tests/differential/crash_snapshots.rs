@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while an internal snapshot is taken, applied or deleted. The image is as before or as after, every byte
-//! of the disk and of each snapshot included, and nothing is wrong with it but leaked clusters.
+//! Power cuts while an internal snapshot is taken, applied or deleted. The image is as before or as after, with every
+//! byte of the disk and of each snapshot, and nothing is wrong with it but leaked clusters.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
@@ -190,7 +190,7 @@ fn change_and_cut(on_a_device: bool, max_distinct: usize) {
     assert!(total.distinct() > 1000, "{total}");
 }
 
-/// A full disk is the reason to delete a snapshot: what there is no room for beside the old metadata changes in place.
+/// A full disk is the reason to delete a snapshot: metadata without room beside the old changes in place.
 #[test]
 fn snapshots_on_a_full_disk_survive_power_cuts() {
     let (qemu, folder) = (Qemu::newest(), temp_dir());

@@ -275,8 +275,8 @@ fn a_resize_keeps_what_preallocation_promises() {
     }
 }
 
-/// The base ends within a cluster, or is longer than the overlay: what it has before the old end stays, and nothing of it shows
-/// behind.
+/// The base ends within a cluster, or is longer than the overlay. Its data before the old end stays, and nothing of it
+/// shows behind.
 #[test]
 fn growth_with_preallocation_keeps_what_the_backing_file_shows() {
     const OLD: u64 = 100 << 10;
@@ -318,7 +318,7 @@ fn growth_with_preallocation_keeps_what_the_backing_file_shows() {
                 assert!(kept.iter().all(|byte| *byte == 5), "{case}: the backing file is gone");
                 assert!(added.iter().all(|byte| *byte == 0), "{case}: old bytes show");
                 fixture.qemu.expect_clean(&path);
-                // All of it has its space: what is written there fits.
+                // All of it has its space: writes there fit.
                 let map = fixture.qemu.map(&path, "qcow2");
                 let own: u64 =
                     map.iter().filter(|run| run.depth == 0 && run.offset.is_some()).map(|run| run.length).sum();
@@ -453,7 +453,7 @@ fn data_runs(qemu: &Qemu, path: &Path) -> Vec<(u64, u64, u64)> {
     runs
 }
 
-/// A write to a cluster that a snapshot shares takes over the subclusters that have data, and what lies between them.
+/// A write to a cluster that a snapshot shares takes over the subclusters that have data, and those between them.
 #[test]
 fn shared_subclusters_are_copied_as_in_qemu() {
     for qemu in Qemu::all() {
@@ -509,7 +509,7 @@ fn shared_subclusters_are_copied_as_in_qemu() {
     }
 }
 
-/// A guest that never flushes doesn't make the file longer and longer: what it freed is used again.
+/// A guest that never flushes doesn't make the file longer and longer: its freed clusters are used again.
 #[test]
 fn space_that_was_freed_is_used_again_without_a_flush() {
     for fixture in Fixture::all() {

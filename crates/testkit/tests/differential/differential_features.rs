@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images with several features at once (encryption, snapshots, bitmaps, data files, subclusters, backing files),
-//! created, written and changed by the real QEMU and by us in turns. Each is compared with a plain copy of the disk's
-//! bytes and a set of granules.
+//! Images with several features at once: encryption, snapshots, bitmaps, data files, subclusters, backing files. The
+//! real QEMU and we create, write and change them in turns. Each is compared with a plain copy of the disk's bytes and
+//! a set of granules.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::secret::Secret;
@@ -168,7 +168,7 @@ impl<'a> Subject<'a> {
         rt::block_on(open(request.writable(writable))).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// A verb of QEMU's on the image: what comes before its name, and behind.
+    /// A verb of QEMU's on the image: the words before its name, and behind.
     fn theirs(&self, before: &[&str], behind: &[&str]) -> Output {
         let image = self.image_opts();
         let (verb, rest) = before.split_first().expect("a verb");
@@ -252,8 +252,8 @@ impl<'a> Subject<'a> {
             let image = self.image_opts();
             let done = self.qemu.io(["--image-opts", "-c", command.as_str(), image.as_str()]);
             if done.code != 0 || done.stdout.contains("failed") {
-                // It doesn't compress what has a cluster already. Bitmaps have the range all the same, here as there: a
-                // backup may copy too much.
+                // It doesn't compress into a range that has a cluster already. Bitmaps have the range all the same,
+                // here as there: a backup may copy too much.
                 assert!(format!("{}{}", done.stdout, done.stderr).contains("Input/output error"), "{done:?}");
                 return self.mark(start, cluster);
             }
@@ -268,8 +268,8 @@ impl<'a> Subject<'a> {
         self.mark(start, cluster);
     }
 
-    /// Into the backing file, or away from it. Snapshots stand on it too, and no program promises the state of bitmaps
-    /// then: not with those.
+    /// Into the backing file, or away from it. Snapshots have it below them too, and no program promises the state of
+    /// bitmaps then: not with those.
     fn move_content(&mut self) {
         if self.features.backing.is_none() || !self.taken.is_empty() || !self.bitmaps.is_empty() {
             return self.write();
@@ -419,7 +419,7 @@ impl<'a> Subject<'a> {
                 self.theirs(&["resize", "-q"], &[&size.to_string()]);
             }
             if self.features.is_encrypted && self.features.is_raw {
-                // It maps the new range at once, to what has never been encrypted.
+                // It maps the new range at once, to bytes that were never encrypted.
                 let now = self.content_by_qemu();
                 is_same(&now[..self.current.len()], &self.current, "QEMU grew the disk");
                 self.current = now;

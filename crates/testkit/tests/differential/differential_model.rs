@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The harness tested on QEMU alone: what the byte model says of seeded operations is what qemu-img reads.
+//! The harness tested on QEMU alone: qemu-img reads the byte model's data after seeded operations.
 
 use cowshed_testkit::images::{Chain, DataFile, Format, Qcow2Spec, QemuIo};
 use cowshed_testkit::qemu::{Qemu, temp_dir};

@@ -64,7 +64,7 @@ impl Known {
 
 async fn write_at_random(guest: Arc<Attachment>, model: Rc<RefCell<Vec<u8>>>, writer: u64, seed: u64) {
     let (queue, mut random) = (guest.queue(), Random::new(seed * 31 + writer));
-    // Each has stripes of its own, so that the model knows what wins; parts are shared by all of them.
+    // Each has stripes of its own, so that the model knows the winner; parts are shared by all of them.
     let stripe = 16 << 10;
     for _ in 0..30 {
         let at = (random.below(SIZE / stripe / WRITERS) * WRITERS + writer) * stripe;
@@ -258,7 +258,7 @@ fn saving_that_takes_too_long_fails_the_write() {
             graph.find("filter").and_then(|filter| Some(filter.copy_before_write()?.pending_bytes())).expect("a filter")
         };
         assert_eq!(pending(&graph), SIZE, "it is still being saved");
-        // A change of the graph waits for what goes on.
+        // A change of the graph waits for operations that go on.
         drop(graph.drain(&[&graph.find("target").expect("the target")]).await);
         assert_eq!(pending(&graph), SIZE - PART);
         write(&guest, 0).await.expect("saved by now");
@@ -344,7 +344,7 @@ fn the_smallest_part_is_what_the_options_and_the_target_say() {
     });
 }
 
-/// A target that stands on the disk reads missing ranges there: a write waits for readers that have begun.
+/// A target above the disk reads missing ranges there: a write waits for readers that have begun.
 #[test]
 fn a_write_waits_for_a_slow_reader_through_an_overlay() {
     let (_, files) = scene(0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest on a disk that gets full below it: what was acknowledged can be flushed, and what was flushed is there, by the word
-//! of QEMU. A refused write leaves a sound image, and with room again everything goes on. (Power cuts on full disks:
+//! A guest on a disk that gets full below it: acknowledged data can be flushed, and flushed data is there, as QEMU
+//! reads it. A refused write leaves a sound image, and with room again everything goes on. (Power cuts on full disks:
 //! `crash_engine.rs`; verbs: `full_disk.rs`.)
 
 use cowshed_image::formats::DriverOf;
@@ -281,7 +281,7 @@ fn a_flush_whose_write_failed_can_be_made_again() {
     }
 }
 
-/// Sectors of the disk: what each holds.
+/// The bytes of the disk's sectors.
 struct Sectors(Vec<u8>);
 
 impl Sectors {
@@ -295,14 +295,14 @@ impl Sectors {
         self.0[Self::range(offset, len)].fill(byte);
     }
 
-    /// A request to fill a range has ended: it found room, or each sector holds what it held or the new byte.
+    /// A request to fill a range has ended: it found room, or each sector has its old byte or the new one.
     async fn ended(&mut self, node: &Node, range: (u64, u64), byte: u8, outcome: Result<()>, text: &str) {
         let Err(error) = outcome else { return self.fill(range.0, range.1, byte) };
         assert_eq!(error.kind(), ErrorKind::NoSpace, "{text}: {error}");
         self.adopt(node, range, byte, text).await;
     }
 
-    /// Each sector holds what it held or the new byte.
+    /// Each sector has its old byte or the new one.
     async fn adopt(&mut self, node: &Node, (offset, len): (u64, u64), byte: u8, text: &str) {
         let (result, buf) = node.read(offset, IoBuf::zeroed(len as usize)).await;
         result.unwrap_or_else(|error| panic!("{text}: {error}"));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of the graph while compressed clusters are read ahead, by tasks that outlive the request that started them. The
-//! disk is so slow that they are under way for certain: nothing hangs, nothing is read afterwards, and what is read then is
-//! what the image holds.
+//! Changes of the graph while compressed clusters are read ahead, by tasks that outlive the request that started them.
+//! The disk is so slow that they are under way for certain: nothing hangs, no read follows the change, and later reads
+//! have the image's data.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
@@ -96,7 +96,7 @@ impl Scene {
         Scene { graph, node, disk, before }
     }
 
-    /// Does something to the graph that has to wait for what is read ahead, and nothing is read once it is done.
+    /// Makes a change of the graph that has to wait for the read-ahead, and nothing is read once it is done.
     async fn wait_for(&self, world: &World, change: impl Future<Output = ()>) {
         let started = world.now();
         change.await;
@@ -199,7 +199,7 @@ fn a_disk_that_was_cut_off_forgets_what_was_read_ahead() {
             .await;
         scene.before[4 * CLUSTER as usize..].fill(0);
         expect_all(&scene.disk, &scene.before).await;
-        // The places of what was cut off, for something else.
+        // Puts other data into the places of the range that was cut off.
         let fresh = content(3);
         let clusters = (6..12).map(|cluster| {
             let at = (cluster * CLUSTER) as usize;

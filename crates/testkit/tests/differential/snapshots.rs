@@ -16,7 +16,7 @@ use std::path::Path;
 
 const SIZE: u64 = 1 << 20;
 
-/// The image and what it must hold.
+/// The image and its expected contents.
 struct Subject<'a> {
     qemu: &'a Qemu,
     path: &'a Path,
@@ -209,7 +209,7 @@ fn age(path: &Path, is_v2: bool) -> Snapshot {
     first.date_s = 1_234_567_890;
     first.date_ns = 987_654_321;
     first.vm_clock_ns = 3_723_004_000_000;
-    // Size of the state, of the disk, instructions, and what a later version may have added.
+    // Size of the state, of the disk, instructions, and a field of a later version.
     let fields = [0u64, SIZE, 77, 0x0123_4567_89ab_cdef, u64::MAX];
     let count = if is_v2 { 0 } else { fields.len() };
     first.extra_data = fields[..count].iter().flat_map(|field| field.to_be_bytes()).collect();

@@ -208,7 +208,7 @@ async fn errors_in(name: &str) -> Result<u64> {
     Ok(report.counters.corruptions + report.counters.check_errors)
 }
 
-/// A disk that was written to holds 7 from its start on; the rest is what it was.
+/// A disk that was written to holds 7 from its start on; the rest has its old bytes.
 fn is_partly_written(now: &[u8], before: &[u8]) -> bool {
     now.len() == before.len() && now.iter().zip(before).all(|(now, before)| now == before || *now == 7)
 }
@@ -217,11 +217,11 @@ fn judge(world: &World, verb: &str, before: &Contents) {
     let found = world.run(contents()).unwrap_or_else(|error| panic!("{verb}: {error}"));
     for (index, name) in FILES.iter().enumerate() {
         let errors = world.run(errors_in(name)).unwrap_or_else(|error| panic!("{verb}: {name}: {error}"));
-        // It was damaged before; what its repair couldn't do is still to be done.
+        // It was damaged before; the rest of its repair is still to be done.
         assert!(errors == 0 || *name == "leaky", "{verb}: {name} has {errors} errors");
         let (now, then) = (&found[index], &before[index]);
         let is_kept = match (verb, *name) {
-            // A commit writes to the base what the top holds; the top reads the same.
+            // A commit writes the top's data to the base; the top reads the same.
             ("commit", "base") => continue,
             // Its snapshot shows the base where it has nothing of its own, as ever.
             ("commit", "top") => now[0] == then[0],
@@ -232,7 +232,7 @@ fn judge(world: &World, verb: &str, before: &Contents) {
     }
 }
 
-/// A file system that shares blocks has what can't be read at hand; `--salvage` promised zeroes.
+/// A file system that shares blocks has the unreadable ranges at hand; `--salvage` promised zeroes.
 #[test]
 fn what_is_salvaged_is_not_taken_over() {
     let bad = 256 << 10..260 << 10;
@@ -320,7 +320,7 @@ fn no_verb_loses_anything_on_a_full_disk() {
     }
 }
 
-/// The images on devices that are `room` bytes longer than their content, and what is there isn't zero.
+/// The images on devices that are `room` bytes longer than their content, with bytes there that aren't zero.
 fn on_devices(files: &Snapshot, room: u64) -> Snapshot {
     let longer = |(name, file): (&String, &PageMap)| {
         let mut file = file.clone();
@@ -385,8 +385,8 @@ fn every_verb_uses_the_room_of_a_device() {
     }
 }
 
-/// The container ends a few clusters behind what the refcount table can count: no larger table fits there. Clusters that the guest
-/// gives back below are used all the same, also without a flush of the guest's.
+/// The container ends a few clusters behind the reach of the refcount table: no larger table fits there. Clusters that
+/// the guest gives back below are used all the same, also without a flush of the guest's.
 #[test]
 fn freed_clusters_are_used_where_no_larger_refcount_table_fits() {
     const PIECE: u64 = 8 << 10;

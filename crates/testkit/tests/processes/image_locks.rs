@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! File locks against a running qemu-io: each of us refuses what the other's writing would spoil.
+//! File locks against a running qemu-io: each of us refuses a use that the other's writing would spoil.
 
 use cowshed_image::{OpenRequest, open};
 use cowshed_storage::rt;
@@ -130,7 +130,7 @@ fn force_share_and_writing_exclude_each_other() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 
-/// Byte for byte: a raw image is locked by what is done with it, qcow2 also against what others do.
+/// Byte for byte: a raw image is locked by its user's operations, qcow2 also against those of others.
 #[test]
 fn our_locks_are_those_of_qemu() {
     let (folder, raw) = disk();

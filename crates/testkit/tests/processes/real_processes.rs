@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of what
-//! they had been told is held against what QEMU finds.
+//! Real processes on real files: killed under load, over and over, and on full disks. After each the journal of
+//! acknowledged requests is compared with QEMU's reading of the disk.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
@@ -90,7 +90,7 @@ fn wait_for_locks(image: &Path) {
     panic!("the dead writer's locks stay");
 }
 
-/// Nothing but the caches in the writer's memory is lost: what it was told is safe must be there.
+/// Nothing but the caches in the writer's memory is lost: data that it was told to be safe must be there.
 fn judge(image: &Path, follower: &Follower) {
     let qemu = Qemu::system();
     let bytes = std::fs::read(image).expect("the image is there");
@@ -110,7 +110,7 @@ fn a_killed_writer_loses_nothing_that_was_flushed() {
         let image = folder.path().join("image.qcow2");
         qemu.create(&image, "qcow2", case.create, case.disk_bytes);
         let mut flushes = 0;
-        // Each writer goes on with what the one before has left.
+        // Each writer goes on with the image of the one before.
         for life in 0..5 {
             let lines = 60 + (seed * 97 + life * 211) as usize % 900;
             let load = load(&image, case, seed * 100 + life, u64::MAX, None, lines);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Four real threads on one real image: overlapping requests against the byte model, then what QEMU says. On good disks
+//! Four real threads on one real image: overlapping requests against the byte model, then QEMU's verdict. On good disks
 //! and, through `blkdebug`, on failing ones.
 
 use cowshed_simulator::PageMap;

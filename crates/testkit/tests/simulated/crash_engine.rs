@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts on the real engine: images of every kind, several streams of requests, each disk that is left audited,
-//! opened and read, some given to the real `qemu-img`. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a range.
-//! For long runs: `cargo run -p cowshed-testkit --example crash`.
+//! Power cuts on the real engine: images of every kind and several streams of requests. Each resulting disk is audited,
+//! opened and read, some are given to the real `qemu-img`. `COWSHED_SEED=N` runs one case, `COWSHED_SEEDS=A..B` a
+//! range. For long runs: `cargo run -p cowshed-testkit --example crash`.
 
 use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};

@@ -55,8 +55,8 @@ fn a_shrink_never_shows_the_backing_file() {
     survives(vec![base, top()], &Config::new(0), &[], again);
 }
 
-/// After a cycle had failed between its pointers, tables that a pointer might name already were written again as if
-/// they were new, beside the counts that they needed.
+/// After a cycle had failed between its pointers, tables that a pointer might name already were written again as new
+/// ones. The counts that they needed were written beside.
 #[test]
 fn after_a_failed_pointer_write_new_tables_count_as_linked() {
     let requests = "1 write 0x200 0x400 4; 2 write 0x1ba00 0x400 5; 0 write 0x17000 0x600 7; 1 write 0x1800 0x200 8; \
@@ -69,7 +69,7 @@ fn after_a_failed_pointer_write_new_tables_count_as_linked() {
     }
 }
 
-/// With lazy refcounts a flush looked whether anything was dirty; what another queue changed before its cycle began went
+/// With lazy refcounts a flush looked whether anything was dirty. Another queue's changes before its cycle began went
 /// out without the dirty bit.
 #[test]
 fn what_another_queue_changes_goes_out_with_the_dirty_bit() {

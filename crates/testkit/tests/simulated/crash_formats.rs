@@ -95,7 +95,7 @@ fn allowed(steps: &[Step], position: usize) -> Vec<Vec<u8>> {
     allowed
 }
 
-/// Reads the whole disk and holds it against what is allowed.
+/// Reads the whole disk and compares it with the allowed values.
 fn judge(left: &World, kind: Kind, allowed: &[Vec<u8>]) -> Result<Vec<u8>, String> {
     let content = left.run(async {
         let node = opened(kind.format, false).await;
@@ -123,7 +123,7 @@ fn judge(left: &World, kind: Kind, allowed: &[Vec<u8>]) -> Result<Vec<u8>, Strin
     Ok(content)
 }
 
-/// Another write to what is left: it goes where it belongs, and nothing else changes.
+/// Another write to the disk after the cut: it goes where it belongs, and nothing else changes.
 fn write_again(left: &World, kind: Kind, content: &[u8], seed: u64) -> Result<(), String> {
     let mut expected = content.to_vec();
     let first = Random::new(seed).below(SECTORS as u64 - 20) as usize;
@@ -272,7 +272,7 @@ fn power_cut_during_log_replay_keeps_the_disk() {
     assert!(with_log > 20, "{total}, {with_log} carried out");
 }
 
-/// The log has 1 MiB. Its first entry takes 12 KiB here and the others 8 KiB, so that one of them stands at both ends.
+/// The log has 1 MiB. Its first entry takes 12 KiB here and the others 8 KiB, so that one of them lies at both ends.
 #[test]
 fn power_cut_while_a_log_wraps_keeps_flushed_data() {
     const BEFORE: u64 = 122;

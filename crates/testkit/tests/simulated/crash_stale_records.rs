@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A write leaves some records of a file's content out of date: the UUID of a VDI's content, by which differences know it, and the
-//! dirty bitmaps of Parallels. They go before the write, wherever the power is cut.
+//! A write makes some records of a file's content out of date. These are the UUID of a VDI's content, by which
+//! differences know it, and the dirty bitmaps of Parallels. They go before the write, wherever the power is cut.
 
 use crate::fresh_images::{IMAGE, kinds, opened};
 use cowshed_image::ZeroFlags;

@@ -2,9 +2,9 @@
 //! The crash enumerator on a toy whose right and wrong forms are known: a right protocol must pass, and each wrong
 //! one must be caught. Without this, a clean run on the real engine would prove nothing.
 //!
-//! The toy is a copy-on-write disk of 64 sectors. The file holds a header sector that names one of two table slots,
-//! the two slots (a sector of 64 pointers each), and data sectors. A write goes to a free sector; a flush writes the
-//! table to the other slot, and after a barrier over table and data the header, then a second barrier.
+//! The toy is a copy-on-write disk of 64 sectors. The file holds a header sector that names one of two table slots, the
+//! two slots (a sector of 64 pointers each), and data sectors. A write goes to a free sector. A flush writes the table
+//! to the other slot, and after a barrier over table and data the header, then a second barrier.
 
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};

@@ -49,7 +49,7 @@ struct Run {
     outcome: Outcome,
 }
 
-/// Runs the trial and cuts the power everywhere; panics with what is wrong.
+/// Runs the trial and cuts the power everywhere; panics with the fault.
 #[track_caller]
 fn survives(prepared: &Prepared, trial: &Trial) -> Run {
     let world = prepared.world(trial);
@@ -268,7 +268,7 @@ fn narrow_refcounts_never_overflow() {
     }
 }
 
-/// The guest cluster that is used: its place is behind what opening looks at.
+/// The guest cluster that is used: its place is behind the parts that opening looks at.
 const SLOW: u64 = 28;
 
 /// A request with the right to use guest cluster `SLOW` is slow. Meanwhile the cluster is discarded, that is flushed,
@@ -420,7 +420,7 @@ fn dirty_slices_go_with_their_freed_table() {
 fn decompressed_cluster_goes_with_its_host_cluster() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
     let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
-    // Small reads: what was inflated for the first is kept for the next.
+    // Small reads: the cluster inflated for the first is kept for the next.
     let first = format!("0 compressed 0x0 0x1000 {one}; 0 read 0x0 0x200; 0 read 0x400 0x200; 0 flush");
     let placed = l2_entry(&survives(&prepared, &trial(1, &first)).end(&prepared), 0);
     let requests = format!(
@@ -493,7 +493,7 @@ fn zeroes_wait_for_a_copy_that_is_under_way() {
     let base = image(4096, 64 << 10, 0..64 << 10);
     let prepared = Prepared::new(&Chain { layers: vec![base, image(4096, 64 << 10, 0x8000..0x9000)] });
     let end = start(&prepared).len();
-    // The slow write carries old data beside the new; what is zeroed meanwhile must not come back with it.
+    // The slow write carries old data beside the new; a range zeroed meanwhile must not come back with it.
     let requests = "0 read 0x8000 0x200; 0 write 0x200 0x200 1; 1 read 0x8000 0x200; 1 read 0x8200 0x200; 1 read 0x8400 0x200; \
                     1 unmap 0x0 0x1000; 1 read 0x0 0x1000; 1 flush";
     for seed in 0..4 {
@@ -548,8 +548,8 @@ fn writes_meet(trace: &Trace, range: &Range<u64>) -> bool {
 
 #[test]
 fn a_cycle_that_fails_waits_for_its_other_writes() {
-    // A block counts 64 clusters, 32 KiB. Discards change the counts of one block only; the write that takes the place
-    // of what they freed and more changes another one as well.
+    // A block counts 64 clusters, 32 KiB. Discards change the counts of one block only. The write that takes the place
+    // of the freed clusters and more changes another one as well.
     let spec = Qcow2Spec { cluster_size: 512, refcount_bits: 64, ..Qcow2Spec::default() };
     let prepared = Prepared::new(&Chain { layers: vec![shaped(spec, 512 << 10, 0..128 << 10)] });
     let requests = "0 discard 0x0 0x800; 0 flush; 0 flush; 0 flush; 0 write 0x20000 0x4000 1; 0 flush; \

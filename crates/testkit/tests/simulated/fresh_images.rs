@@ -174,7 +174,7 @@ pub fn wide_vmdk() -> (Kind, Vec<u8>) {
     (Kind { format: "vmdk", block_bytes }, vmdk(block_bytes))
 }
 
-/// Says what is wrong with the count of a VDI header. QEMU's next block goes where it says.
+/// Returns the fault of the count in a VDI header. QEMU's next block goes to its place.
 pub fn vdi_count(bytes: &[u8]) -> Result<(), String> {
     let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let blocks = number(384) as usize;

@@ -57,7 +57,7 @@ fn unix(dir: &tempfile::TempDir) -> SocketAddress {
     SocketAddress::Unix(dir.path().join("nbd.sock").to_str().expect("UTF-8").to_owned())
 }
 
-/// A relay of TCP that hands on what the server says, and what the client says up to a moment.
+/// A relay of TCP that hands on the server's bytes, and the client's up to a moment.
 struct Relay {
     address: SocketAddress,
     cut: Arc<AtomicBool>,
@@ -203,7 +203,8 @@ fn requests_of_a_dead_connection_are_not_begun() {
     // Some may begin before the end is noticed.
     rt::block_on(served.server.wait_until_idle());
     assert!(served.reads() <= begun + 64, "{} requests were begun for nobody", served.reads() - begun);
-    // The same without a reset: the client ends its direction without a goodbye, and takes what is begun.
+    // The same without a reset: the client ends its direction without a goodbye, and takes the replies of begun
+    // requests.
     let before = served.reads();
     let (mut client, begun) = leave_reads(&served);
     client.shutdown(Shutdown::Write).expect("shutdown");

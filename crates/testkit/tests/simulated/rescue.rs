@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rescues: what can be reached is read, what is lost is named, and the damaged image stays as it is.
+//! Rescues: reachable data is read, lost ranges are named, and the damaged image stays as it is.
 
 use cowshed_create::{CreateRequest, prepare};
 use cowshed_image::secret::Secret;
@@ -75,7 +75,7 @@ fn whole_images_are_read_whole() {
 
 type Damage = fn(&Victim);
 
-/// Damage to an image, and what is lost by it: (start, length, reason).
+/// Damage to an image, and the ranges lost by it: (start, length, reason).
 type Case = (&'static str, Damage, &'static [(u64, u64, &'static str)]);
 
 const K: u64 = 1 << 10;
@@ -144,7 +144,7 @@ fn a_failing_disk_loses_its_sectors_only() {
     assert_rest_is_whole(&map, &before, &after);
 }
 
-/// Damage to the header, and what the user says instead.
+/// Damage to the header, and the user's values instead.
 type HeaderCase = (&'static str, Damage, Overrides);
 
 const NOTHING: Overrides = Overrides {
@@ -347,7 +347,7 @@ fn a_snapshot_outlives_the_disk_and_the_other_way_round() {
     }
     assert!(!run(&bench, &options(&image, &bench.path("new"))).0.is_whole());
 
-    // The first snapshot's table is lost: what it says so, and nothing else.
+    // The first snapshot's table is lost: the map lists exactly its ranges.
     let (victim, image, [a, b], _) = fresh();
     victim.set_word(victim.snapshot_l1_entry(0), COPIED | 1 << 40);
     let (map, after) = run(&bench, &reading("a", options(&image, &bench.path("new"))));
@@ -373,7 +373,7 @@ fn a_snapshot_outlives_the_disk_and_the_other_way_round() {
     let (map, after) = run(&bench, &reading("a", RescueOptions { overrides, ..options(&image, &bench.path("new")) }));
     assert!(map.is_whole() && after == a[..128 << 10], "{map:?}");
 
-    // The second entry is broken: the first snapshot and the disk are read, and a note says what is missing.
+    // The second entry is broken: the first snapshot and the disk are read, and a note names the missing part.
     let (victim, image, [a, _], disk) = fresh();
     // Fixed part, extra data, one byte of ID and one of name.
     let extra_bytes = victim.word(table + 32) & 0xffff_ffff;
@@ -428,8 +428,8 @@ fn the_damaged_image_is_never_the_target() {
     assert!(std::fs::read(&image).expect("image") == bytes);
 }
 
-/// Whatever is broken: no panic, the image stays as it is, and what is listed as neither lost nor doubtful is what
-/// qemu-img reads, where it reads anything.
+/// Whatever is broken: no panic, and the image stays as it is. Ranges listed as neither lost nor doubtful read as in
+/// qemu-img, where it reads anything.
 #[test]
 fn random_damage() {
     let bench = Workbench::new();
@@ -504,7 +504,7 @@ fn encrypted_images_are_read_with_their_passphrase() {
         let error = try_rescue(&options).expect_err("no key").to_string();
         assert!(error.contains(word) && !error.contains("falsch"), "{error}");
     }
-    // A cut file: what lies behind its end is lost, and a sector that it ends in.
+    // A cut file: the range behind its end is lost, and a sector that it ends in.
     let len = std::fs::metadata(&image).expect("the image").len();
     std::fs::OpenOptions::new().write(true).open(&image).expect("the image").set_len(len - 10_100).expect("a cut");
     let (_, bytes) = run(&bench, &with(Some("s"), "geheim"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Targets and bases that fall silent: what ends, what goes on, and what is refused meanwhile.
+//! Targets and bases that fall silent: requests that end, that go on, and that are refused meanwhile.
 
 use cowshed_create::{CreateRequest, prepare_sized};
 use cowshed_image::graph::{AttachRequest, Graph, below_filters};

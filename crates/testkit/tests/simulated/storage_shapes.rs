@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Slips in the layer of files that would lose what a guest wrote, one test each; `src/mutants/files.rs` has the slips.
+//! Slips in the layer of files that would lose a guest's writes, one test each; `src/mutants/files.rs` has the slips.
 
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Replay, World};
 use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, Permissions, rt};
@@ -64,7 +64,7 @@ fn what_a_short_write_left_out_is_written() {
     }
 }
 
-/// The cut that follows an odd tail must not take what is written behind it meanwhile.
+/// The cut that follows an odd tail must not take bytes that are written behind it meanwhile.
 #[test]
 fn a_tail_that_grows_keeps_writers_behind_it_waiting() {
     for seed in 0..200 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A back end of vhost-user that is killed between any two of its steps. The guest's memory, the region that notes requests in
-//! flight, and what the back end has written to its files survive. A new back end on the same region goes on.
+//! A back end of vhost-user that is killed between any two of its steps. The guest's memory, the region that notes
+//! requests in flight, and the back end's writes to its files survive. A new back end on the same region goes on.
 
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
@@ -104,7 +104,7 @@ impl Guest {
         self.left == 0 && self.read == [PLACES; SLOTS] && self.slots.iter().all(Option::is_none)
     }
 
-    /// Takes what was given back, and begins what comes next.
+    /// Takes the requests given back, and begins the next ones.
     fn step(&mut self, bytes: &mut [u8]) {
         while number(bytes, USED_AT + 2) != self.seen {
             let entry = USED_AT + 4 + 8 * usize::from(self.seen % RING);
@@ -330,9 +330,9 @@ impl Memory for Piece {
     }
 }
 
-/// A disk, and what its guest may see.
+/// A disk, and the data that its guest may see.
 struct Scene {
-    /// Of a qcow2 image; nothing: a raw file.
+    /// The options of a qcow2 image; `None`: a raw file.
     spec: Option<Qcow2Spec>,
     seed: u64,
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// ARCHITECTURE.md is a map: what a topic needs beyond it has a page in docs/design.
+/// ARCHITECTURE.md is a map: further needs of a topic have a page in docs/design.
 const MOST_LINES_OF_THE_MAP: usize = 200;
 
 fn root() -> PathBuf {

@@ -13,7 +13,7 @@ const LONGEST_TEST_NAME_WORDS: usize = 11;
 const PERSONS: [&str; 8] = ["who", "whoever", "somebody", "someone", "nobody", "anybody", "anyone", "everybody"];
 /// The user of this name.
 const USER_NOBODY: &str = "`nobody`";
-/// Modules are named after what they hold.
+/// Modules are named after their contents.
 const VAGUE_NAMES: &[&str] = &["common", "helper", "helpers", "misc", "util", "utils"];
 
 fn root() -> PathBuf {
@@ -160,7 +160,7 @@ const COMPILED: [(&str, &[&str]); 2] = [
 fn rust_blocks_of_the_docs_are_compiled_elsewhere() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
-    // Of a documentation test what a reader sees of it.
+    // The lines of a documentation test that a reader sees.
     let shown = |line: &str| match line.strip_prefix("//!") {
         Some(rest) => (!rest.starts_with(" #")).then(|| rest.strip_prefix(' ').unwrap_or(rest).to_owned()),
         None => Some(line.to_owned()),

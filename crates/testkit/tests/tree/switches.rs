@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The lists of mutants and of optimisations fit the code: each has its switch there, each switch has its line, and each test that
-//! must fail is there.
+//! The lists of mutants and of optimisations fit the code. Each has its switch there, each switch has its line, and
+//! each test that must fail is there.
 
 use cowshed_testkit::means::{self, MEANS};
 use cowshed_testkit::mutants::{self, MUTANTS, place_of};

@@ -360,7 +360,7 @@ fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
     if lacks("backing_fmt") && args.backing_format.is_some() {
         return Err(Failure::new(format!("Backing file format not supported for file format '{format}'")));
     }
-    // Of VMDK disks one kind is compressed: its options decide.
+    // One kind of VMDK disks is compressed: its options decide.
     if !convert::COMPRESSED_FORMATS.contains(&format) && format != "vmdk" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }

@@ -92,7 +92,7 @@ pub fn pack(args: ConvertArgs, sources: &[String], target: &str, console: &mut C
     Ok(0)
 }
 
-/// As [`super::failed`]; what has another name until it is whole has the target's.
+/// As [`super::failed`]; a file that has another name until it is whole has the target's.
 pub fn failed(persona: Persona, options: &ConvertOptions, target: &Path, error: &Error) -> Failure {
     let failure = super::failed(persona, options, error);
     Failure { message: ova::archive::with_final_names(&failure.message, target), ..failure }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `convert --for`: what each platform takes, in one table.
+//! `convert --for`: each platform's requirements, in one table.
 
 use super::{ConvertArgs, options, package, summary};
 use crate::commands::{new_image, ova, work};
@@ -25,7 +25,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// One line that says what was made.
+    /// Prints one line about the new image.
     pub fn tell(self, size: u64, console: &mut Console) {
         console.complain(format_args!("for {}: {} ({size} bytes)", self.name, self.about));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The log: lines on standard error, for people or as JSON. `RUST_LOG` chooses what is in it.
+//! The log: lines on standard error, as text or as JSON. `RUST_LOG` chooses its lines.
 
 use super::floods::{Bounded, Bounds, LEFT_OUT};
 use crate::output::Failure;

@@ -122,7 +122,7 @@ impl Running {
         filter
     }
 
-    /// Runs it to its end. `announce` tells the user what is there now.
+    /// Runs it to its end. `announce` tells the user the addresses of the running daemon.
     fn run(self, announce: impl FnOnce(&Ready)) -> Result<u8, Failure> {
         let standard = self.setup.steps.iter().find(|step| step.uses_standard_streams());
         if let (true, Some(step)) = (self.background, standard) {
@@ -190,7 +190,7 @@ impl Running {
 }
 
 /// A signal stops the daemon in order; a second Ctrl-C ends the process at once. Other signals may come twice (from a
-/// service manager and from a wrapper): what isn't flushed yet must not be lost for that.
+/// service manager and from a wrapper): unflushed data must not be lost for that.
 fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, device: DeviceState) -> Result<(), Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
@@ -201,7 +201,7 @@ fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, devic
             // Fails only when it has stopped already.
             let _ = control.send(Message::Stop(StopReason::Signal(first)));
         };
-        // The server must be there for what the page cache holds of a device.
+        // The server must be there for the device's data in the page cache.
         let detach_limit = device.detach_before(stop);
         let stopping = Instant::now();
         loop {
@@ -221,7 +221,7 @@ fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, devic
     started.map(drop).map_err(failed)
 }
 
-/// Prints what the values of `--object` ask for with `help`; true when one did.
+/// Prints the help that values of `--object` ask for with `help`; true when one did.
 pub(super) fn show_object_help<'a>(
     objects: impl IntoIterator<Item = &'a String>,
     console: &mut Console,

@@ -324,7 +324,7 @@ impl NbdArgs {
         Ok(options)
     }
 
-    /// The device that `--connect` names, with what it needs of the rest.
+    /// The device that `--connect` names, with the options that it needs of the rest.
     fn device_link(&self, file: &str) -> Option<DeviceLink> {
         // QEMU takes the last one.
         let device = self.connect.last()?;
@@ -414,7 +414,7 @@ fn offset_of(text: &str) -> Result<u64, Failure> {
     }
 }
 
-/// An error of what `--load-snapshot` names.
+/// An error of the snapshot that `--load-snapshot` names.
 fn of_snapshot(error: Error) -> Failure {
     let failure = Failure::from(error);
     // This program spells it so.
@@ -521,7 +521,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     for object in &args.objects {
         steps.push(Step::object(object)?);
     }
-    // Also what is wrong with the image's options is said behind what is wrong with the server.
+    // Errors in the image's options, too, come behind errors of the server.
     let (drive, late) = match args.drive(file) {
         Ok(drive) => (Step::drive(file, drive), None),
         Err(failure) => (Step::refused(LATE, Error::invalid_argument(failure.message.clone())), Some(failure)),

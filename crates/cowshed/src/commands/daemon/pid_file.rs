@@ -108,7 +108,7 @@ fn temporary_name(path: &str) -> String {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        // Nothing depends on it: the lock is what tells.
+        // Nothing depends on it: the lock decides.
         if is_at(&self.file, &self.path) {
             let _ = std::fs::remove_file(&self.path);
         }

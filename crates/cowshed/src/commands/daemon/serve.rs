@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `serve`: images over NBD, with what most people want as defaults.
+//! `serve`: images over NBD, with the defaults that most users want.
 
 use super::super::Verb;
 use super::super::arguments::FaultArgs;

@@ -52,7 +52,7 @@ fn arguments(command: clap::Command) -> clap::Command {
     ])
 }
 
-/// Prints what `--object` and `--chardev` ask for with `help`; true when one did.
+/// Prints the help that `--object` and `--chardev` ask for with `help`; true when one did.
 fn show_help(matches: &ArgMatches, console: &mut Console) -> Result<bool, Failure> {
     let values = |name: &str| matches.get_many::<String>(name).into_iter().flatten();
     if let Some(help) = values("chardev").find_map(|text| cowshed_daemon::chardev_help(text)) {

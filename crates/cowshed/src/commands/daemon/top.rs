@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `top`: what a daemon's exports do, live.
+//! `top`: the work of a daemon's exports, live.
 
 use super::super::Verb;
 use super::keys::Keys;
@@ -209,7 +209,7 @@ enum Width {
 }
 
 impl Width {
-    /// That of the terminal; what is no terminal gets everything.
+    /// The width of the terminal; an output that is no terminal gets everything.
     fn of_terminal() -> Width {
         match rustix::termios::tcgetwinsize(std::io::stdout()) {
             Ok(size) if (1..WIDE_COLUMNS).contains(&size.ws_col) => Width::Narrow,
@@ -257,7 +257,7 @@ impl Width {
     }
 }
 
-/// The exports and what each has counted.
+/// The exports and the counts of each.
 fn look(monitor: &mut Monitor) -> Result<Vec<(String, String, Look)>, Failure> {
     let stats = monitor.execute("query-blockstats")?;
     let exports = stats.as_array().into_iter().flatten().map(|export| {

@@ -32,7 +32,7 @@ pub struct Archive {
     target: PathBuf,
     len: u64,
     seconds: u64,
-    /// The digests of what was added.
+    /// The digests of the added files.
     lines: Vec<Line>,
     /// Where the manifest has its place, and how long it is.
     manifest: Option<(u64, usize)>,
@@ -105,7 +105,7 @@ pub struct Holes<'a> {
 }
 
 impl<'a> Holes<'a> {
-    /// Of an empty file.
+    /// The archive in an empty file.
     pub fn new(file: &'a File) -> Self {
         Holes { file, len: 0 }
     }
@@ -149,8 +149,8 @@ pub fn beside(target: &Path) -> Result<NamedTempFile> {
     made.map_err(|error| Error::io(&error, "could not make a file beside it").file(target.display().to_string()))
 }
 
-/// The same for a part of a disk, which no conversion publishes. Beside a device or what is no local file there is no room: it is
-/// in the folder of temporary files then.
+/// The same for a part of a disk, which no conversion publishes. Beside a device or a target that is no local file
+/// there is no room: it is in the folder of temporary files then.
 pub fn aside(target: &Path) -> Result<NamedTempFile> {
     let is_file = fs::metadata(target).map_or(true, |about| about.is_file());
     if is_file && folder_of(target).is_dir() {

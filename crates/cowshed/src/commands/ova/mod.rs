@@ -243,8 +243,8 @@ fn unpack(file: &str, folder: Option<&str>, console: &mut Console) -> Result<u8,
     Ok(0)
 }
 
-/// Writes the files, and compares what was written with the manifest. They have other names until all are right; after an error
-/// none of them is there.
+/// Writes the files, and compares the written bytes with the manifest. They have other names until all are right; after
+/// an error none of them is there.
 fn unpack_to(package: &Package, folder: &Path, job: &JobHandle) -> Result<usize> {
     check(package)?;
     let named = |path: &Path, error: &io::Error, doing: &str| Error::io(error, doing).file(path.display().to_string());

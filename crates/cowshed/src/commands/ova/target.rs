@@ -113,7 +113,7 @@ pub fn importer(word: Option<&str>) -> Result<Importer, Failure> {
         .map_err(|_| Failure::new(format!("no importer of packages is called '{word}': vmware, virtualbox or both")))
 }
 
-/// Options of the VMDK disks: what ESXi wants in their descriptors.
+/// Options of the VMDK disks: those that ESXi wants in their descriptors.
 fn disk_options(importer: Importer) -> String {
     let hardware = if importer.has_vmware() { 10 } else { 4 };
     format!("subformat=streamOptimized,adapter_type=lsilogic,hwversion={hardware},toolsversion=2147483647")

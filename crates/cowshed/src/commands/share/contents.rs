@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Read<'a> = Pin<Box<dyn Future<Output = (Result<()>, IoBuf)> + 'a>>;
 
-/// The bytes of the disk, or what is made of them on the way.
+/// The bytes of the disk, or their packed form made on the way.
 pub struct Raw {
     pub disk: Arc<Attachment>,
     pub file_name: String,

@@ -403,7 +403,7 @@ fn duration(text: &str) -> Result<Duration, Failure> {
     seconds.map(Duration::from_secs).ok_or_else(wrong)
 }
 
-/// The name of an image's file with the ending of what clients get.
+/// The name of an image's file with the ending of the shared form.
 fn file_name(file: &str, shape: Shape) -> Result<String, Failure> {
     let ending = shape.ending();
     let path = path_of_text(file);
