@@ -216,7 +216,7 @@ pub fn allocated(path: &Path) -> Result<u64, String> {
     Ok(metadata.blocks() * 512)
 }
 
-/// The image whose metadata says that all of 1 TiB is allocated; its data are holes.
+/// The image whose metadata has all of 1 TiB as allocated; its data are holes.
 pub fn terabyte(settings: &Settings, placement: Placement) -> Result<PathBuf, String> {
     let path = settings.folder.join(format!("terabyte-{placement:?}.qcow2").to_lowercase());
     if !path.exists() {

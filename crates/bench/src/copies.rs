@@ -93,7 +93,7 @@ fn beside_cp(settings: &Settings, name: &str, source: &Path, more: &[&str]) -> R
 
 /// A file system in a file, unmounted when dropped.
 pub struct Mounted {
-    /// Where it is mounted.
+    /// The mount point.
     pub folder: PathBuf,
     file: PathBuf,
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 pub const DEPTH: u16 = RING_SIZE / 2;
 const REQUEST_BYTES: u64 = 4096;
 const SECTOR_BYTES: u64 = 512;
-/// Where the available and the used ring of a queue begin.
+/// The offsets of the available and the used ring of a queue.
 const AVAILABLE: usize = 0x4000;
 const USED: usize = 0x8000;
 /// The memory of a request: its header ends where its data begins, and its status comes behind the data.
@@ -112,7 +112,7 @@ impl Queue {
         queue
     }
 
-    /// Where the memory of a request begins.
+    /// The offset of the memory of a request.
     fn room(&self, slot: u16) -> usize {
         DATA as usize + (self.ring * usize::from(DEPTH) + usize::from(slot)) * REQUEST_ROOM
     }

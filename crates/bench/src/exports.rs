@@ -81,7 +81,7 @@ impl Side {
         let (export, sign) = match kind {
             Kind::Fuse => {
                 std::fs::write(&place, "").map_err(|e| format!("{}: {e}", place.display()))?;
-                // The socket comes last, and says that the file is there.
+                // The socket comes last, and shows that the file is there.
                 (format!("fuse,id=e,node-name=disk,mountpoint={},writable=on", place.display()), at("sock"))
             }
             Kind::Vhost => {

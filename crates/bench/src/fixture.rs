@@ -22,7 +22,7 @@ pub fn full(settings: &Settings) -> Result<PathBuf, String> {
     raw(settings, &format!("full-{size_mib}.raw"), size_mib, |_| true)
 }
 
-/// How data and holes lie in an image.
+/// The layout of data and holes in an image.
 #[derive(Clone, Copy)]
 pub enum Kind {
     /// No holes.
@@ -88,7 +88,7 @@ pub fn converted(settings: &Settings, source: &Path, name: &str, options: &[&str
     Ok(path)
 }
 
-/// Says how long an image took: large ones take minutes.
+/// Prints the time that an image took: large ones take minutes.
 pub fn made(path: &Path, started: Instant) {
     eprintln!("made {} in {:.1} s", path.display(), started.elapsed().as_secs_f64());
 }

@@ -62,7 +62,7 @@ pub struct Settings {
     pub rounds: usize,
     /// Length of a run under load, in seconds.
     pub seconds: u64,
-    /// A part of the names of the loads that are wanted.
+    /// A part of the names of the loads to run.
     pub only: Option<String>,
     /// Where drawings go.
     pub plots: Option<PathBuf>,

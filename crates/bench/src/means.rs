@@ -28,16 +28,16 @@ const GIB: u64 = 1 << 30;
 struct Means {
     /// Its name.
     name: &'static str,
-    /// How the program is started with it.
+    /// The start of the program with it.
     with: How,
     /// And without.
     without: How,
-    /// Said of the side without it, where no switch of the list says so.
+    /// The name of the side without it, where no switch of the list has one.
     instead: &'static str,
     load: Load,
 }
 
-/// How the program is started.
+/// The start of a program: its options and its switches.
 #[derive(Clone, Copy)]
 struct How {
     /// Names of [`MEANS`] that are switched off, with commas between them.

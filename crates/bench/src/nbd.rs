@@ -103,7 +103,7 @@ pub struct Server {
 impl Server {
     /// Starts it and waits for its socket.
     pub fn start(mut command: Command, socket: PathBuf) -> Result<Server, String> {
-        // One that a killed run has left would look like a server.
+        // A socket that a killed run has left would look like a server.
         let _ = std::fs::remove_file(&socket);
         let text = format!("{command:?}");
         command.stdin(Stdio::null()).stdout(Stdio::null());
@@ -185,8 +185,8 @@ impl Server {
         })
     }
 
-    /// Measures the cost of a client's run for the server. The client gives its operations, and how many of them it has
-    /// done a second.
+    /// Measures the cost of a client's run for the server. The client returns its operations, and the number of them
+    /// that it has done a second.
     pub fn measure(
         &self,
         written: Option<&Path>,

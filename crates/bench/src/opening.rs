@@ -79,8 +79,8 @@ fn has_strace() -> bool {
     Command::new("strace").arg("-V").output().is_ok_and(|output| output.status.success())
 }
 
-/// How often a command, with all that it starts, reads from one of the images. Reads are system calls then, on both sides; one
-/// that only asks whether the page cache has it, and fails, doesn't count.
+/// The number of reads by a command, with all processes that it starts, from one of the images. Reads are system calls
+/// then, on both sides; one that only asks whether the page cache has it, and fails, doesn't count.
 fn reads(settings: &Settings, command: &Command, images: &[PathBuf]) -> Result<u64, String> {
     let report = settings.folder.join("strace.out");
     let mut strace = Command::new("strace");

@@ -128,7 +128,7 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
 pub struct Fresh<'a> {
     /// Its format.
     pub format: &'a str,
-    /// How it is created.
+    /// The options of its creation.
     pub options: &'a str,
     /// A raw file that is in the page cache, and the backing file of a qcow2 image.
     pub base: Option<&'a Path>,

@@ -175,7 +175,7 @@ fn narrow_streams_stay_in_their_window() {
     }
 }
 
-/// Parts that want different blocks: stored (more than one can hold), fixed codes, own codes, long runs.
+/// Parts that need different blocks: stored (more than one can hold), fixed codes, own codes, long runs.
 #[test]
 fn narrow_mixtures_round_trip() {
     let mut out = Vec::new();

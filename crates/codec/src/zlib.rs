@@ -13,7 +13,7 @@ pub(super) const NARROW_LEVEL: u8 = 2;
 /// Level of [`ZlibMode::WIDE`].
 pub(super) const WIDE_LEVEL: u8 = 1;
 
-/// How deflate data are made. The decompressed bytes are the same.
+/// The way of making deflate data. The decompressed bytes are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZlibMode {
     /// A 4 KiB window, as QEMU writes: any reader can take it, also one that streams with a window of that size.

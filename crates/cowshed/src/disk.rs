@@ -93,12 +93,12 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Fills `buf` from `offset` (bytes) and gives it back.
+    /// Fills `buf` from `offset` (bytes) and returns it.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.node.read(offset, buf).await
     }
 
-    /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`].
+    /// Writes `buf` at `offset` (bytes) and returns it. Durable after the next [`Queue::flush`].
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.node.write(offset, buf).await
     }

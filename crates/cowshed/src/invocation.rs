@@ -48,7 +48,7 @@ fn is_called(name: &str, program: &str) -> bool {
 /// The command line, taken apart as far as the name decides.
 #[derive(Clone, Debug)]
 pub struct Invocation {
-    /// Whose manners to have.
+    /// The tool whose manners apply.
     pub persona: Persona,
     /// The arguments after the program's name.
     pub arguments: Vec<String>,

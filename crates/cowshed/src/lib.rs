@@ -23,7 +23,7 @@
 //! # }
 //! ```
 //!
-//! A program that wants many requests in flight runs tasks on a thread, with a [`Queue`] for each thread:
+//! A program with many requests in flight runs tasks on a thread, with a [`Queue`] for each thread:
 //!
 //! ```
 //! # fn main() -> cowshed::Result<()> {

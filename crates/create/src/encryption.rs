@@ -51,7 +51,7 @@ pub struct NewEncryption {
     pub secret: Option<Secret>,
 }
 
-/// How a new qcow2 image is encrypted.
+/// The encryption of a new qcow2 image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageEncryption {
     /// LUKS, its header in the image.

@@ -35,7 +35,7 @@ pub(super) enum Durability {
     Unsynced,
 }
 
-/// How an image is made.
+/// The way of making an image.
 #[derive(Clone, Debug)]
 pub(super) struct Manner {
     pub durability: Durability,
@@ -43,7 +43,7 @@ pub(super) struct Manner {
     pub stop: Option<Arc<AtomicBool>>,
 }
 
-/// How often the flag is looked at.
+/// The pause between looks at the flag.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Waits for the flag.
@@ -202,7 +202,7 @@ fn check_data_file_name(name: &str) -> Result<()> {
         let error = Error::unsupported(format!("a data file is a file, not an export of an NBD server: '{name}'"));
         return Err(error.qemu(format!("Could not create '{name}': No such file or directory")));
     }
-    // It is said of the image.
+    // The error is about the image.
     check_file_name(name).map_err(|error| Error::invalid_argument(error.message().to_owned()).qemu(error.sentence()))
 }
 

@@ -32,7 +32,7 @@ pub(super) struct FreshFormat {
     parent: Option<fn(&OptionValues) -> Result<()>>,
 }
 
-/// The wanted image.
+/// The image to make.
 pub(super) struct Request<'a> {
     /// The name of the image, once it is whole.
     pub filename: &'a str,

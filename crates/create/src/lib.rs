@@ -52,7 +52,8 @@ pub struct CreateRequest {
     pub tls: Vec<(String, TlsCredentials)>,
     /// No regular file that is there already is replaced, neither under the image's name nor under one of its other files.
     pub keeps_existing: bool,
-    /// The name that the file gets once it is whole, where that is another one: images that name their own file say this one.
+    /// The name that the file gets once it is whole, where that is another one: images that name their own file use
+    /// this one.
     pub final_name: Option<String>,
 }
 
@@ -79,7 +80,8 @@ pub async fn prepare(request: &CreateRequest) -> Result<CreatePlan> {
     check_request(request, None).await.map_err(|error| error.file(&request.filename))
 }
 
-/// As [`prepare`], for an image of `size` bytes whatever the request and its options say: the target of a copy.
+/// As [`prepare`], for an image of `size` bytes, which count more than the request and its options: the target of a
+/// copy.
 pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreatePlan> {
     check_request(request, Some(size)).await.map_err(|error| error.file(&request.filename))
 }

@@ -28,7 +28,7 @@ pub struct Qcow2CreateOptions {
     pub extended_l2: bool,
     /// Refcounts may lag behind while the dirty bit is set.
     pub lazy_refcounts: bool,
-    /// How compressed clusters are encoded.
+    /// The compression of compressed clusters.
     pub compression: Compression,
     /// The space to allocate at once.
     pub preallocation: Preallocation,
@@ -42,9 +42,9 @@ pub struct Qcow2CreateOptions {
     pub backing_file: Option<String>,
     /// Its format.
     pub backing_format: Option<String>,
-    /// How its files should lie on the disk.
+    /// Hints for the place of its files on the disk.
     pub hints: LayoutHints,
-    /// How its clusters are encrypted.
+    /// The encryption of its clusters.
     pub encryption: Option<ImageEncryption>,
 }
 

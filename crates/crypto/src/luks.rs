@@ -37,7 +37,7 @@ fn area_bytes(key_bytes: u32) -> u64 {
     (u64::from(key_bytes) * u64::from(STRIPES)).next_multiple_of(ALIGNMENT)
 }
 
-/// The mode as new headers have it: QEMU wants the initial vector named, also where the mode has none.
+/// The mode as new headers have it: QEMU needs the initial vector named, also where the mode has none.
 fn header_mode(spec: CipherSpec) -> String {
     match spec.chaining {
         Chaining::Ecb => "ecb-plain64".to_owned(),
@@ -69,7 +69,7 @@ impl Volume {
     pub fn new(header: LuksHeader, area_bytes: u64) -> Result<Volume> {
         let spec = CipherSpec::parse(&header.cipher_name, &header.cipher_mode)?;
         let hash = Hash::named("luks_hash", &header.hash)?;
-        // Whether the key fits the cipher is the cipher's to say.
+        // The cipher decides whether the key fits it.
         SectorCipher::new(spec, &vec![0; (header.key_bytes as usize).min(4096)])?;
         let wrong = |field: &'static str, value: u64, message: &str| Err(Error::invalid_image(field, value, message));
         if header.master_key_iterations == 0 {
@@ -260,8 +260,8 @@ impl Volume {
     }
 }
 
-/// How many iterations of the key derivation take about `time` on this machine, for a key of `key_bytes` bytes; at least
-/// the specification's 1,000.
+/// The number of iterations of the key derivation that take about `time` on this machine, for a key of `key_bytes`
+/// bytes. At least the specification's 1,000.
 pub fn iterations_for(hash: Hash, key_bytes: u32, time: Duration) -> u32 {
     const ENOUGH: Duration = Duration::from_millis(50);
     let mut key = Zeroizing::new(vec![0; key_bytes as usize]);

@@ -56,7 +56,7 @@ impl Algorithm {
     }
 }
 
-/// How blocks hang together.
+/// The dependence of blocks on each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chaining {
     /// XEX with tweaks (IEEE 1619); half of the key makes the tweaks.
@@ -69,7 +69,7 @@ pub enum Chaining {
     Ecb,
 }
 
-/// How the number of a sector becomes the initial vector (in XTS: the tweak).
+/// The way from the number of a sector to the initial vector (in XTS: the tweak).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InitialVector {
     /// The number's low 32 bits.

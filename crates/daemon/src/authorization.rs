@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which clients may come, by the distinguished name in their certificate: `authz-simple`, `authz-list`, `authz-listfile`.
+//! The clients that may come, by the distinguished name in their certificate: `authz-simple`, `authz-list`,
+//! `authz-listfile`.
 
 use cowshed_nbd_server::Authorizer;
 use cowshed_qmp::{QmpError, QmpResult, parse_json};
@@ -42,7 +43,7 @@ pub(crate) struct Loaded {
 }
 
 impl Authorization {
-    /// From a file. One that can't be read or parsed is an error.
+    /// From a file. A file that can't be read or parsed is an error.
     pub fn from_file(path: &Path, refresh: bool) -> QmpResult<Authorization> {
         let loaded = Mutex::new(Loaded::read(path)?);
         Ok(Authorization::ListFile { path: path.to_owned(), refresh, loaded })
@@ -87,8 +88,7 @@ impl Authorization {
 }
 
 impl Rules {
-    /// From `policy` (`deny` where nothing is said) and `rules`: each with `match`, `policy`, and `format` where it isn't
-    /// `exact`.
+    /// From `policy` (`deny` by default) and `rules`: each with `match`, `policy`, and `format` where it isn't `exact`.
     pub fn from_json(given: &serde_json::Map<String, Value>) -> QmpResult<Rules> {
         let allows = parse_policy(given.get("policy").unwrap_or(&json!("deny")))?;
         let wrong = || QmpError::generic("Invalid parameter type for 'rules', expected: array");

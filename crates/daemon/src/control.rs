@@ -29,9 +29,9 @@ pub struct Setup {
     pub queues: usize,
     /// Stop when the last NBD client goes, or the last export is ended from outside.
     pub stop_when_idle: bool,
-    /// How long stopping in order may take; `None` is however long it takes.
+    /// The time limit for stopping in order; `None`: no limit.
     pub stop_limit: Option<Duration>,
-    /// How long a command waits for its turn to change the graph before it is refused.
+    /// The time that a command waits for its turn to change the graph before it is refused.
     pub turn_limit: Duration,
     /// Memory for the data of all clients' requests, in bytes, at least [`MIN_REQUEST_MEMORY_BYTES`]. Each connection has 1 MiB
     /// besides.
@@ -41,16 +41,16 @@ pub struct Setup {
     pub mount_guard: Option<GuardProgram>,
 }
 
-/// [`Setup::request_memory_bytes`] where nothing else is said.
+/// [`Setup::request_memory_bytes`] by default.
 pub const REQUEST_MEMORY_BYTES: u64 = 256 << 20;
 
 /// The longest request.
 pub const MIN_REQUEST_MEMORY_BYTES: u64 = 32 << 20;
 
-/// So long stopping in order may take where nothing else is said.
+/// The time limit for stopping in order, by default.
 pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// [`Setup::turn_limit`] where nothing else is said.
+/// [`Setup::turn_limit`] by default.
 pub const TURN_LIMIT: Duration = Duration::from_secs(30);
 
 /// The addresses of a daemon that has started.

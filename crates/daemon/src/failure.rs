@@ -4,7 +4,7 @@
 use cowshed_qmp::QmpError;
 use cowshed_types::Error;
 
-/// QEMU's sentence; of a lock it says neither whose it is nor which image wants it.
+/// QEMU's sentence; for a lock it names neither its holder nor the image that asks for it.
 fn in_qemus_words(error: &Error) -> String {
     let sentence = error.sentence();
     let (mut frame, mut rest) = (String::new(), sentence.as_str());
@@ -30,7 +30,7 @@ fn in_qemus_words(error: &Error) -> String {
     named.unwrap_or_else(|| format!("{frame}{rest}"))
 }
 
-/// How an error begins that says which file could not be opened, how that part ends, and QEMU's words for it.
+/// The beginning of an error about a file that could not be opened, the end of that part, and QEMU's words for it.
 const FRAMES: [(&str, &str, &str); 3] = [
     ("could not open the backing file of '", "': ", "Could not open backing file: "),
     ("could not open the data file of '", "': ", ""),

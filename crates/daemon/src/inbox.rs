@@ -16,7 +16,7 @@ struct Shared<T> {
 /// Where messages are put in; clones put into the same inbox.
 pub struct Sender<T>(Arc<Mutex<Shared<T>>>);
 
-/// Where one task takes them out.
+/// The end from which one task takes them out.
 pub struct Inbox<T>(Arc<Mutex<Shared<T>>>);
 
 /// An empty inbox.

@@ -13,16 +13,16 @@ pub type Reply = Box<dyn FnOnce(QmpResult<Value>) + Send>;
 
 /// A message to the control thread.
 pub enum Message {
-    /// A monitor's client wants a command run.
+    /// A command of a monitor's client.
     Run {
         /// The command, checked against the schema.
         command: Command,
         /// For its result. Dropped without one when the daemon stops.
         reply: Reply,
     },
-    /// Something to say between the events, in its turn.
+    /// A reply to send between the events, in its turn.
     Say(Box<dyn FnOnce() + Send>),
-    /// The page of the metrics endpoint is wanted.
+    /// A request for the page of the metrics endpoint.
     Metrics {
         /// For the page.
         reply: mpsc::SyncSender<String>,
@@ -39,7 +39,7 @@ pub enum Message {
     Stop(StopReason),
 }
 
-/// Why the daemon stops.
+/// The reason of the daemon's stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
     /// The command `quit`.

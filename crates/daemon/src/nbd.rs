@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// So long may the server take to stop, where nothing else is said; half of it is for requests in flight.
+/// The time limit for the server's stop, by default; half of it is for requests in flight.
 pub(crate) const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// So long the removal of an export is waited for: longer than clients may take to receive their last replies. A longer
@@ -34,7 +34,7 @@ pub(crate) const NBD: &str = "nbd";
 /// The target of the log line about a writable export that the network can reach without TLS.
 pub const EXPOSURE: &str = "cowshed_daemon::exposure";
 
-/// Where the server listens.
+/// The address of the server.
 #[derive(Clone, Debug)]
 pub(crate) enum ListenPlace {
     /// At an address.
@@ -51,7 +51,7 @@ impl From<Option<SocketAddress>> for ListenPlace {
     }
 }
 
-/// How to start the server.
+/// The settings of the server.
 #[derive(Debug)]
 pub(crate) struct NbdSetup {
     pub place: ListenPlace,
@@ -64,7 +64,7 @@ pub(crate) struct NbdSetup {
     pub queues: usize,
     /// Memory for the data of all clients' requests, in bytes.
     pub request_memory_bytes: u64,
-    /// How long the queues may look for requests before they sleep.
+    /// The longest time that the queues look for requests before they sleep.
     pub poll_limit: PollLimit,
     /// Stop the daemon when the last client goes.
     pub stop_when_idle: bool,
@@ -234,7 +234,7 @@ impl Nbd {
         Ok(())
     }
 
-    /// Says once that any host of the network can write to an export.
+    /// Warns once that any host of the network can write to an export.
     fn warn_of_open_addresses(&self, export: &str) {
         let open = self.open_addresses();
         if !open.is_empty() && !self.has_warned.replace(true) {
@@ -313,7 +313,7 @@ impl Nbd {
             let (id, attachment, events) = (export.id.clone(), Arc::clone(&export.attachment), self.events.clone());
             let requests = attachment.statistics().in_flight;
             let shown = format!("export '{id}' (requests in flight: {requests})");
-            // One that is being removed is given back by its removal.
+            // An export that is being removed is released by its removal.
             if !detaches || export.shutting_down {
                 if requests > 0 {
                     hung.push(shown);

@@ -271,7 +271,7 @@ struct IoThreadValues {
 }
 
 impl IoThreadProperties {
-    /// Names, largest values, and values where nothing is said.
+    /// Names, largest values, and default values.
     const RANGES: &[(&str, i64, i64)] = &[
         ("poll-max-ns", i64::MAX, 32768),
         ("poll-grow", i64::MAX, 2),
@@ -363,9 +363,10 @@ impl Secret {
 #[derive(Debug, Default)]
 pub(crate) struct Objects {
     all: RefCell<BTreeMap<String, Object>>,
-    /// Those of them that say which clients may come.
+    /// The objects that decide which clients may come.
     pub authorizations: Authorizations,
-    /// How long threads that serve may look for requests before they sleep: the most that an `iothread` says.
+    /// The longest time that serving threads look for requests before they sleep: the largest of the `iothread`
+    /// objects.
     pub poll_limit: PollLimit,
 }
 
@@ -463,7 +464,7 @@ impl Objects {
     }
 }
 
-/// Options of credentials that the TLS library has no place for. `text` gives an option's value.
+/// Options of credentials that the TLS library has no place for. `text` returns an option's value.
 pub(crate) fn check_tls_options<'a>(text: impl Fn(&str) -> Option<&'a str>) -> QmpResult<&'a str> {
     if let Some(priority) = text("priority").filter(|priority| !matches!(*priority, "" | "NORMAL")) {
         return Err(QmpError::generic(format!(

@@ -17,7 +17,7 @@ const FOR_EVER: Duration = Duration::from_secs(1 << 30);
 /// Requests of clients that take longer may wait for a job.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How it went.
+/// The outcome of a stop.
 pub(crate) struct Stopped {
     /// The first error.
     pub result: Result<()>,
@@ -53,7 +53,7 @@ pub(crate) async fn shut_down(daemon: &Rc<Daemon>, limit: Option<Duration>) -> S
         let patience = end.saturating_sub(rt::now()) / 2;
         match within(patience, closing).await {
             Some(closed) => {
-                // The first one is the result, and the caller says it.
+                // The first one is the result, and the caller reports it.
                 if result.is_err() {
                     log(&closed);
                 }

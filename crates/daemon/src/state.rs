@@ -47,7 +47,7 @@ pub(crate) struct Settings {
     pub queues: usize,
     pub request_memory_bytes: u64,
     pub stop_when_idle: bool,
-    /// How long a command waits for its turn to change the graph before it is refused.
+    /// The time that a command waits for its turn to change the graph before it is refused.
     pub turn_limit: Duration,
     pub mount_guard: Option<GuardProgram>,
 }
@@ -136,7 +136,7 @@ impl Daemon {
         self.chardevs.start_monitor(chardev, context)
     }
 
-    /// Takes a monitor away with its character device, where its `close-action` says so: its last client has gone.
+    /// Takes a monitor away with its character device, by its `close-action`: its last client has gone.
     pub fn close_monitor(&self, properties: &Arc<MonitorProperties>) {
         if !properties.is_deleted_on_close() {
             return;
@@ -177,12 +177,12 @@ impl Daemon {
         self.metrics.borrow_mut().push(address);
     }
 
-    /// Where the metrics endpoints are.
+    /// The addresses of the metrics endpoints.
     pub fn metrics_addresses(&self) -> Vec<String> {
         self.metrics.borrow().clone()
     }
 
-    /// Where the monitors are.
+    /// The addresses of the monitors.
     pub fn monitor_addresses(&self) -> Vec<MonitorAddress> {
         self.chardevs.monitors()
     }

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The option of `blockdev-add` that says so.
+/// The option of `blockdev-add` for it.
 pub(crate) const OPTION: &str = "x-untrusted";
 
 /// The policies, by node-name.
@@ -40,7 +40,7 @@ impl Untrusted {
         self.add_with(graph, options, |request| request).await
     }
 
-    /// As [`Self::add`], for a request that says more.
+    /// As [`Self::add`], for a request with further settings.
     pub async fn add_with(
         &self,
         graph: &Arc<Graph>,

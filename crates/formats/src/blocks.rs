@@ -229,7 +229,7 @@ struct Pages {
 
 /// The file of an image, and the parts of its tables read so far.
 pub(crate) struct ImageFile {
-    /// In an array, as callers want it that ask for all files of an image.
+    /// In an array, for callers that ask for all files of an image.
     node: [Arc<Node>; 1],
     pages: Mutex<Pages>,
     holes: Holes,
@@ -418,7 +418,8 @@ impl ImageFile {
     }
 }
 
-/// The parent of a difference. `name`: its file, relative to the image, where the image says that. `what` names it otherwise.
+/// The parent of a difference. `name`: its file, relative to the image, where the image has one. `what` names it
+/// otherwise.
 pub(crate) fn parent_of<F: BlockFormat>(
     opener: &Opener,
     draft: &Draft,
@@ -613,7 +614,7 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
     fn resize<'a>(&'a self, size: u64, backing: &'a Link) -> Work<'a> {
         Box::pin(async move {
             let (writer, old) = (self.open_writer()?, self.format.size());
-            // Formats that can't be resized say so first.
+            // Formats that can't be resized refuse first.
             self.format.set_size(old)?;
             if size < old {
                 return Err(Error::unsupported("Shrinking images is currently not supported"));

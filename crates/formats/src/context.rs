@@ -46,7 +46,7 @@ pub struct EncryptionOptions {
 }
 
 impl EncryptionOptions {
-    /// True when nothing is said.
+    /// True without any option.
     pub fn is_empty(&self) -> bool {
         self.format.is_none() && self.secret.is_none()
     }
@@ -100,7 +100,7 @@ impl Default for Qcow2RuntimeOptions {
     }
 }
 
-/// Which metadata a write is checked against before it is issued.
+/// The metadata that a write is checked against before it is issued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct OverlapChecks {

@@ -25,7 +25,7 @@ impl Holes {
         *known = Known { changes: known.changes + 1, ..Known::default() };
     }
 
-    /// Where the hole ends that all of the `len` bytes at `offset` are in. `None`: they must be read.
+    /// The end of the hole that all of the `len` bytes at `offset` are in. `None`: they must be read.
     pub(crate) async fn end_of(&self, node: &Node, offset: u64, len: u64) -> Option<u64> {
         let changes = {
             let known = self.lock();

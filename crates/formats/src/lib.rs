@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats: drivers that say where data is.
+//! Formats: drivers that know the places of data.
 
 mod blocks;
 mod bochs;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Formats without an engine of their own. Each is a [`MappedFormat`], which knows the places of a range's bytes, and
-//! this driver does the I/O for all of them. A new one needs no other code between `Node` and the files. Those that can
-//! be written to are a [`MappedWriter`], too.
+//! this driver does the I/O for all of them. A new one needs no other code between `Node` and the files. Formats that
+//! can be written to are a [`MappedWriter`], too.
 
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
@@ -33,7 +33,7 @@ pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Where a run of the disk is.
+/// The place of a run of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// Plain bytes in one of the files, at this offset.
@@ -79,7 +79,7 @@ pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
     }
 }
 
-/// A format that says where data is.
+/// A format that knows the places of data.
 pub(crate) trait MappedFormat: Send + Sync {
     /// The driver's name.
     fn name(&self) -> &'static str;

@@ -177,8 +177,8 @@ impl BlockFormat for Parallels {
         Ok(Some(survey.check))
     }
 
-    /// As QEMU's: entries that lead out of the file are cleared, space behind the last cluster is cut off, the mark goes. The format
-    /// extension stays while nothing else changes; one that isn't where the header says goes.
+    /// As QEMU's: entries that lead out of the file are cleared, space behind the last cluster is cut off, the mark
+    /// goes. The format extension stays while nothing else changes; one that isn't at the place in the header goes.
     async fn repair(&self, image: &ImageFile, what: Repair, max: usize) -> Result<Option<MappedCheck>> {
         let (file, cluster_bytes) = (image.storage(), self.header.cluster_bytes);
         let (mut fixed, mut end) = (0, self.header.data_offset);

@@ -35,7 +35,7 @@ struct Qed {
     backing: Mutex<BackingFile>,
     /// Size of the disk in bytes.
     size: AtomicU64,
-    /// The header says that the image needs a check.
+    /// The header's flag that the image needs a check.
     needs_check: AtomicBool,
 }
 

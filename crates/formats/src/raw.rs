@@ -16,7 +16,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The keys that say which part of its child the disk is.
+/// The keys of the part of its child that the disk is.
 const WINDOW_KEYS: &[&str] = &["offset", "size"];
 
 const SCHEMA: DriverSchema = DriverSchema {
@@ -265,7 +265,7 @@ impl Driver for RawDriver {
     }
 }
 
-/// The window that options name: its first byte, and its length where they say it.
+/// The window that options name: its first byte, and its length where they have one.
 fn window_of(options: &BlockdevOptions) -> (u64, Option<u64>) {
     (options.number("offset").unwrap_or(0), options.number("size"))
 }

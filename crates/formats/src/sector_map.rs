@@ -8,7 +8,7 @@ use cowshed_types::{Error, Result};
 /// A bitmap with a bit for each sector: set for those that are in the image.
 #[derive(Clone, Copy)]
 pub(crate) struct SectorMap {
-    /// Where the bitmap is.
+    /// The place of the bitmap.
     pub table: Table,
     /// Length of a sector in bytes.
     pub sector_bytes: u64,

@@ -20,7 +20,7 @@ pub(crate) struct Units {
     pub block_bytes: u64,
     /// The bytes in front of each block.
     pub head: Vec<u8>,
-    /// Where the first unit may begin.
+    /// The first possible offset of a unit.
     pub first: u64,
     /// Units begin at multiples of so many bytes from `first` on.
     pub grid: u64,

@@ -83,7 +83,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 /// The identifiers of an image and of its content.
 type Uuids = [[u8; 16]; 2];
 
-/// Looks for the parent in the folders that the user names, unless the options say which file it is.
+/// Looks for the parent in the folders that the user names, unless the options name the file.
 async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &Uuids, image: String) -> Result<()> {
     let folders = opener.folders(draft, PARENTS);
     if folders.is_empty() || !opener.opens_backing(draft) || draft.options.get("backing").is_some() {
@@ -96,7 +96,7 @@ async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &Uuids, ima
     };
     let mut found = find(|uuids, parent| uuids == parent).await?;
     if found.is_empty() {
-        // One that was changed since is told of when it is opened.
+        // A parent that was changed since is warned of when it is opened.
         found = find(|uuids, parent| uuids[0] == parent[0]).await?;
     }
     let [name] = &found[..] else {
@@ -225,8 +225,8 @@ impl BlockFormat for Vdi {
         Ok(())
     }
 
-    /// QEMU puts its next block where the header says: it may say more than there are, never less. So blocks count whose writes
-    /// run or failed, with others behind them.
+    /// QEMU puts its next block at the place in the header: the count may be larger than the number of blocks, never
+    /// smaller. So blocks count whose writes run or failed, with others behind them.
     async fn before_entries(&self, file: &File, usage: Usage) -> Result<()> {
         let numbers = (usage.end - self.header.data_offset).div_ceil(self.header.block_bytes);
         let count = u32::try_from(numbers).unwrap_or(u32::MAX).to_le_bytes();

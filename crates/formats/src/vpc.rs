@@ -47,7 +47,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 const SECTOR_BYTES: u64 = 512;
 
-/// The field of the footer that says the size of the disk.
+/// The field of the footer with the size of the disk.
 #[derive(Clone, Copy, Debug)]
 enum SizeField {
     Geometry,
@@ -75,7 +75,7 @@ const MAX_DIFFERENCE_SECONDS: u64 = 2;
 
 struct Dynamic {
     header: VpcDynamicHeader,
-    /// Where the header is.
+    /// The place of the header.
     place: Table,
     table: Table,
     /// The table with the entries that the disk doesn't need: nothing else may lie there.
@@ -140,7 +140,7 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     let bytes = &bytes_of_footer;
     match calculation {
         None => {}
-        // The largest geometry says nothing, as in QEMU.
+        // The largest geometry has no meaning, as in QEMU.
         Some(SizeField::Geometry) if bytes[56..60] != [0xff, 0xff, 16, 255] => {
             let cylinders = u64::from(u16::from_be_bytes([bytes[56], bytes[57]]));
             footer.size = cylinders * u64::from(bytes[58]) * u64::from(bytes[59]) * SECTOR_BYTES;

@@ -35,7 +35,7 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// The allocated part, for formats that count it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
-    /// Where the last unit ends.
+    /// The end of the last unit.
     pub end: u64,
 }
 
@@ -58,7 +58,7 @@ struct State {
     pending: BTreeMap<u64, Pending>,
     /// New tables that nothing leads to yet: by the place of the entry that will, where they are.
     tables: BTreeMap<u64, u64>,
-    /// Where the next unit goes.
+    /// The place of the next unit.
     next: u64,
     /// From here on the file reads as zeroes.
     fresh: u64,
@@ -493,14 +493,15 @@ impl Writer {
         Ok(())
     }
 
-    /// True when a range begins with a whole block, which an entry can say to be zeroes.
+    /// True when a range begins with a whole block, which an entry can mark as zeroes.
     fn is_whole<F: BlockFormat>(&self, format: &F, at: u64, len: u64) -> bool {
         let block_bytes = self.units.as_ref().map_or(u64::MAX, |units| units.block_bytes);
         let is_whole = at.is_multiple_of(block_bytes) && (len >= block_bytes || at + len == format.size());
         is_whole && format.zero_entry().is_some()
     }
 
-    /// Has the entry of the block at byte `at` say that it is zeroes, unless it is there by now. How far that goes.
+    /// Makes the entry of the block at byte `at` mark it as zeroes, unless it is there by now. Returns the length for
+    /// which that holds.
     async fn mark_zero<F: BlockFormat>(&self, format: &F, image: &ImageFile, at: u64) -> Result<u64> {
         let Some(units) = &self.units else { return Ok(0) };
         let block = at / units.block_bytes;

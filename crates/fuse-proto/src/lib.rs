@@ -41,7 +41,7 @@ pub mod features {
     pub const MAX_PAGES: u64 = 1 << 22;
     pub const INIT_EXT: u64 = 1 << 30;
     pub const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
-    /// Those that are of use for a disk.
+    /// The features that are of use for a disk.
     pub const WANTED: u64 =
         ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | ASYNC_DIO | MAX_PAGES | INIT_EXT | DIRECT_IO_ALLOW_MMAP;
 }

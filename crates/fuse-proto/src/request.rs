@@ -30,7 +30,7 @@ pub struct RequestHeader {
     pub opcode: u32,
     /// For the reply.
     pub unique: u64,
-    /// Which file.
+    /// The number of the file.
     pub node: u64,
 }
 
@@ -71,7 +71,7 @@ pub enum Operation {
         /// The most bytes that it reads ahead.
         max_readahead: u32,
     },
-    /// Attributes are wanted.
+    /// A request for attributes.
     GetAttributes,
     /// Attributes change.
     SetAttributes(Changes),
@@ -80,7 +80,7 @@ pub enum Operation {
         /// As of open(2).
         flags: u32,
     },
-    /// Bytes are wanted.
+    /// A request for bytes.
     Read {
         /// First byte in the file.
         offset: u64,
@@ -170,7 +170,7 @@ impl RequestHeader {
     /// Parses the header of a request that has `received` bytes.
     ///
     /// # Errors
-    /// Where the header is not all there, or says another length than the request has.
+    /// A header that is not all there, or has another length than the request.
     pub fn parse(bytes: &[u8], received: usize) -> Result<RequestHeader, Malformed> {
         if bytes.len() < HEADER_BYTES || received < HEADER_BYTES {
             return Err(Malformed { what: "length of a request", value: received as u64 });
@@ -189,7 +189,7 @@ impl Operation {
     /// Parses the bytes behind the header.
     ///
     /// # Errors
-    /// Where fields are missing, or a write has more or less data than it says.
+    /// Missing fields, or a write with more or less data than its length.
     pub fn parse(header: &RequestHeader, body: &[u8]) -> Result<Operation, Malformed> {
         let fields = Fields(body);
         let least = match header.opcode {

@@ -82,10 +82,10 @@ impl Guard {
 }
 
 /// Guards the file system with that device number at `path`. It ends when the process at the other end of the standard
-/// input gives an order or ends.
+/// input sends an order or ends.
 ///
 /// # Errors
-/// Those of unmounting.
+/// Errors of unmounting.
 pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
     cowshed_storage::block_signals();
     let mut orders = std::io::stdin().lock();
@@ -123,7 +123,7 @@ pub fn run_guard(device: u64, path: &Path) -> std::result::Result<(), Errno> {
 /// would hold this process up so that nothing could end it.
 ///
 /// # Errors
-/// Those of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.
+/// Errors of the sync and of unmounting. A file whose server has gone can't be synced, and is unmounted all the same.
 pub fn unmount_in_order(path: &Path, lazily: bool) -> Result<()> {
     let failed = |errno| Error::os(errno, "could not unmount it");
     if lazily {

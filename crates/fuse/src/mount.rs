@@ -22,7 +22,7 @@ pub const FILE_SYSTEM: &str = "fuse.cowshed";
 /// Programs that mount for users, by their preference.
 const HELPERS: &[&str] = &["fusermount3", "fusermount"];
 
-/// Which users may reach the file.
+/// The users that may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AllowOther {
     /// Only the user that mounts it.
@@ -34,7 +34,7 @@ pub enum AllowOther {
     Auto,
 }
 
-/// How to mount.
+/// The options of mounting.
 #[derive(Clone, Debug)]
 pub(crate) struct Mount<'a> {
     pub point: &'a MountPoint,
@@ -246,7 +246,7 @@ pub(crate) fn shown(path: &Path) -> String {
 /// Takes a mount away. Descriptors that are open go on as long as the process that serves them.
 ///
 /// # Errors
-/// Those of umount2(2), where no helper does it either.
+/// Errors of umount2(2), where no helper does it either.
 pub fn unmount(path: &Path) -> std::result::Result<(), Errno> {
     unmount_with(path, UnmountFlags::DETACH, &["-u", "-z", "--"])
 }

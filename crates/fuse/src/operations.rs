@@ -200,7 +200,7 @@ impl Work {
         Ok(Given::Fields(self.attributes()))
     }
 
-    /// True for the change by which `O_TRUNC` empties a file. The kernel gives `truncate(path, 0)` the same words.
+    /// True for the change by which `O_TRUNC` empties a file. The kernel sends the same for `truncate(path, 0)`.
     fn opens_to_truncate(&self, size: u64, changes: &Changes) -> bool {
         size == 0 && !changes.through_descriptor && !self.shared.config.growable
     }

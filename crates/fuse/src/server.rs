@@ -21,7 +21,7 @@ pub(crate) const MAX_REQUEST_BYTES: u32 = 1 << 20;
 /// The most threads of an export.
 pub const MAX_THREADS: usize = 64;
 
-/// How a disk is served.
+/// The settings of serving a disk.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// The export's name.
@@ -32,11 +32,11 @@ pub struct ServerConfig {
     pub growable: bool,
     /// Each change is durable before it is answered.
     pub writethrough: bool,
-    /// Which users may reach the file.
+    /// The users that may reach the file.
     pub allow_other: AllowOther,
     /// Threads that take requests: 1 to 64.
     pub threads: usize,
-    /// How long the threads look for requests before they sleep.
+    /// The longest time that the threads look for requests before they sleep.
     pub poll_limit: PollLimit,
     /// The program that unmounts the file when this process has gone. Without it a killed process leaves a mount
     /// behind.

@@ -31,7 +31,7 @@ const MAX_BACKGROUND: u16 = 256;
 /// A page of the kernel, in bytes: the smallest there is, so that the count holds everywhere.
 const PAGE_BYTES: u32 = 4096;
 
-/// How a session ended.
+/// The end of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// It was told to.

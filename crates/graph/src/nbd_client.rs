@@ -41,7 +41,7 @@ mod absent {
         }
     }
 
-    /// Which export of which server.
+    /// The export of a server, with the options of the connection.
     #[derive(Clone, Debug)]
     pub struct ClientOptions {
         pub address: SocketAddress,

@@ -90,7 +90,7 @@ pub struct Wrapping<'a> {
 }
 
 impl<'a> Wrapping<'a> {
-    /// From the options `keyid` and `iv`, which belong together; `find` gives the secret of an id.
+    /// From the options `keyid` and `iv`, which belong together; `find` returns the secret of an id.
     pub fn of(
         key_id: Option<&str>,
         vector_base64: Option<&'a str>,

@@ -153,7 +153,7 @@ impl Clients {
         self.seated.borrow().iter().for_each(|seat| seat.cut());
     }
 
-    /// Waits until the seats are as wanted; looked at after each change.
+    /// Waits until the seats satisfy `wanted`; looked at after each change.
     async fn until(&self, wanted: impl Fn(&[Rc<Seat>]) -> bool) {
         poll_fn(|context| {
             if wanted(&self.seated.borrow()) {

@@ -44,7 +44,7 @@ pub trait Reading {
     /// Its version, now.
     fn version(&self) -> Version;
 
-    /// Fills `buf` from `offset` (bytes) and gives it back.
+    /// Fills `buf` from `offset` (bytes) and returns it.
     fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)>;
 }
 
@@ -131,7 +131,7 @@ fn version_of(node: &Arc<Node>) -> Version {
 }
 
 /// FNV-1a: the same from one process to the next, which the standard hasher isn't. No secret and no attack rests on it:
-/// a client that wants to be served old bytes has only itself to deceive.
+/// a client that asks for old bytes only deceives itself.
 struct Stable(u64);
 
 impl Default for Stable {

@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Between two attempts to accept a client when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How a [`Server`] works.
+/// The settings of a [`Server`].
 #[derive(Clone, Debug, Default)]
 pub struct ServerConfig {
     /// Credentials; none: no encryption.
@@ -44,9 +44,9 @@ pub enum Event<'a> {
     Sent {
         /// The client's name in messages.
         peer: &'a str,
-        /// Where the content is found.
+        /// The path of the content.
         path: &'a str,
-        /// Which bytes.
+        /// The range of bytes.
         range: Range<u64>,
         /// Length of the content in bytes.
         len: u64,
@@ -57,7 +57,7 @@ pub enum Event<'a> {
     Ended {
         /// The client's name in messages.
         peer: &'a str,
-        /// Where the content is found.
+        /// The path of the content.
         path: &'a str,
         /// Length of the content in bytes.
         len: u64,
@@ -68,7 +68,7 @@ pub enum Event<'a> {
     Failed {
         /// The client's name in messages.
         peer: &'a str,
-        /// Where the content is found.
+        /// The path of the content.
         path: &'a str,
         /// Why.
         error: &'a Error,
@@ -146,7 +146,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// Says that the thread has ended, also by a panic.
+/// Notes that the thread has ended, also by a panic.
 struct Ending(Arc<Watched<bool>>);
 
 impl Drop for Ending {

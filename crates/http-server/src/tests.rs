@@ -14,7 +14,7 @@ use std::time::Duration;
 /// A wait that is over before means a fault.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A disk whose bytes say where they are.
+/// A disk whose bytes have their own offsets.
 #[derive(Debug, Default)]
 struct Pattern {
     len: u64,

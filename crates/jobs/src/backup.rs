@@ -57,7 +57,7 @@ pub enum BitmapMode {
     Never,
 }
 
-/// How a backup uses a bitmap.
+/// The use of a bitmap by a backup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackupBitmap {
     /// Its name.
@@ -173,8 +173,8 @@ impl Backup {
         self.bitmap.as_ref().is_some_and(|bitmap| bitmap.mode != BitmapMode::Never)
     }
 
-    /// Copies everything that is wanted. Progress counts bytes that the target no longer lacks. A cancelled `job` does not wait
-    /// for a target that hangs: [`Backup::end`] does.
+    /// Copies all parts of the backup. Progress counts bytes that the target no longer lacks. A cancelled `job` does
+    /// not wait for a target that hangs: [`Backup::end`] does.
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         match select(pin!(self.copy_parts(job, judge)), pin!(job.cancelled())).await {
             Either::Left((copied, _)) => copied,

@@ -36,7 +36,7 @@ pub struct BenchOptions {
     pub keeps_flowing: bool,
 }
 
-/// How long it took.
+/// The duration of the requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BenchOutcome {
     /// Requests done, flushes not counted.

@@ -41,7 +41,7 @@ pub struct BitmapOptions {
     pub source: Option<ImageSpec>,
 }
 
-/// Which image or action failed.
+/// The image or the action that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapStep {
     /// The image could not be opened, or closed.
@@ -139,7 +139,7 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
     })
 }
 
-/// A format without bitmaps: none can be added, and there is none for anything else, as QEMU says it.
+/// A format without bitmaps: none can be added, and other actions find none, in QEMU's words.
 fn no_bitmaps(node: &Node, name: &str, action: &BitmapAction) -> Error {
     let file = node.filename();
     let error = match action {

@@ -49,7 +49,7 @@ pub struct CheckOutcome {
     pub report: CheckReport,
     /// The extent of the repair; for a dry run, of the one that would have been.
     pub repair: Repair,
-    /// Nothing was written, whatever `repair` says.
+    /// Nothing was written, with any `repair`.
     pub is_dry_run: bool,
 }
 

@@ -80,7 +80,8 @@ impl CompareOutcome {
     }
 }
 
-/// Where a comparison failed once both images were open: `qemu-img compare` has an exit code and a text for each.
+/// The step of a comparison that failed once both images were open: `qemu-img compare` has an exit code and a text for
+/// each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failed {
     /// Asking for the allocation (exit code 3).
@@ -102,7 +103,7 @@ pub enum Failed {
 pub struct FailedAt(OnceLock<Failed>);
 
 impl FailedAt {
-    /// Where it failed; `None` when the images could not be opened, or nothing failed.
+    /// The step that failed; `None` when the images could not be opened, or nothing failed.
     pub fn get(&self) -> Option<Failed> {
         self.0.get().copied()
     }
@@ -185,7 +186,7 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
     Ok(CompareOutcome { verdict, size_warning })
 }
 
-/// Why a comparison can't go on. Several may be met at once: the first one on the disk is told.
+/// The reason for which a comparison can't go on. Several may be met at once: the first one on the disk is told.
 #[derive(Debug)]
 struct Stop {
     failed: Option<Failed>,
@@ -214,7 +215,7 @@ async fn step_verdict(
     Ok((verdict, step.len()))
 }
 
-/// The first byte of `range` that differs; `data` says which sides hold data.
+/// The first byte of `range` that differs; `data` tells the sides that hold data.
 async fn differs_at(nodes: &[Arc<Node>; 2], range: Range<u64>, data: [bool; 2]) -> Result<Option<u64>, Stop> {
     let mut start = range.start;
     while start < range.end {
@@ -255,7 +256,7 @@ fn first_difference(one: Option<&[u8]>, other: Option<&[u8]>) -> Option<usize> {
 enum Step {
     /// Both read as zeroes.
     Same { start: u64, end: u64 },
-    /// `data` says which sides hold data; the others are zero.
+    /// `data` tells the sides that hold data; the others are zero.
     Compare { start: u64, end: u64, data: [bool; 2] },
     /// Allocated on one side only, in strict mode.
     Allocation { offset: u64 },

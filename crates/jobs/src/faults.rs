@@ -10,7 +10,7 @@ use std::time::Duration;
 /// Wait before an ignored operation is tried again.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Which end failed.
+/// The end that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The source: reading.
@@ -22,7 +22,7 @@ pub enum Side {
 /// One piece that could not be copied.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// Which end.
+    /// The end that failed.
     pub side: Side,
     /// Why.
     pub error: Error,
@@ -53,7 +53,7 @@ pub enum OnError {
     /// The job fails.
     #[default]
     Report,
-    /// Try again, or leave it out, as the job says.
+    /// Try again, or leave it out, by the kind of job.
     Ignore,
     /// Pause where there is no space, else fail.
     Enospc,

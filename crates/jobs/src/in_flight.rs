@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How many pieces are in flight.
+//! The number of pieces in flight.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -44,7 +44,7 @@ impl InFlight {
         self.now.get() <= QUICK
     }
 
-    /// How many there may be now.
+    /// The present limit.
     pub fn now(&self) -> usize {
         self.now.get()
     }

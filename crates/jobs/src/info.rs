@@ -26,7 +26,7 @@ pub struct InfoOptions {
     pub limits: bool,
 }
 
-/// One layer; `Serialize` gives qemu-img's JSON keys in its order.
+/// One layer; `Serialize` writes qemu-img's JSON keys in its order.
 #[derive(Clone, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
@@ -230,7 +230,7 @@ fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Resul
 async fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
     let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {
-        // A server doesn't say how much of its disk an export takes.
+        // A server doesn't tell the space of an export on its disk.
         Some(Err(error)) if error.kind() == ErrorKind::Unsupported => None,
         size => size.transpose()?,
     };

@@ -33,7 +33,7 @@ pub enum InspectVerdict {
 pub struct Asked {
     /// "backing-file", "data-file" or "extent".
     pub role: &'static str,
-    /// The name as the image has it; none where the image needs the file and doesn't say which.
+    /// The name as the image has it; none where the image needs the file and doesn't name it.
     pub name: Option<String>,
     /// The format as the image has it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -200,7 +200,7 @@ fn asked(header: &Header) -> Vec<Asked> {
     backing.into_iter().chain(data).collect()
 }
 
-/// Why a name is more than that of a file.
+/// The reason for which a name is more than that of a file.
 fn strange_name(name: &str) -> Option<String> {
     if name.starts_with("json:") {
         return Some("a description that can name any driver and any file (json:)".to_owned());

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-/// How far a job is, in units of its own (bytes, for all jobs of this crate). `len` may grow while it runs.
+/// The progress of a job, in units of its own (bytes, for all jobs of this crate). `len` may grow while it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Work done.
@@ -59,7 +59,7 @@ impl JobHandle {
         JobHandle(Arc::new(Shared { watcher: Some(Box::new(watcher)), ..Shared::default() }))
     }
 
-    /// How far the job is.
+    /// The progress of the job.
     pub fn progress(&self) -> Progress {
         Progress { offset: self.0.offset.load(Ordering::Relaxed), len: self.0.len.load(Ordering::Relaxed) }
     }

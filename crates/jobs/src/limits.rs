@@ -34,7 +34,7 @@ pub struct BlockLimits {
     /// The most zeroes that one request writes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_write_zeroes: Option<u64>,
-    /// The most that one request gives back.
+    /// The longest discard of one request, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_discard: Option<u64>,
     /// Only whole units of this size can be given back.

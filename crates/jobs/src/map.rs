@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where the bytes of an image are: runs as `qemu-img map` lists them.
+//! The places of an image's bytes: runs as `qemu-img map` lists them.
 
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_image::{Node, StatusExtent};
@@ -17,7 +17,7 @@ pub struct MapOptions {
     pub len: Option<u64>,
 }
 
-/// One run; `Serialize` gives qemu-img's JSON keys.
+/// One run; `Serialize` writes qemu-img's JSON keys.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct MapEntry {
     /// First guest byte.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How much space an image would need in another format.
+//! The space that an image would need in another format.
 
 use crate::layer::qcow2_layer;
 use crate::{ImageSpec, JobHandle, in_work};
@@ -22,7 +22,7 @@ pub struct MeasureOptions {
     pub create_options: Vec<String>,
 }
 
-/// The answer; `Serialize` gives qemu-img's JSON keys in its order.
+/// The answer; `Serialize` writes qemu-img's JSON keys in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Measurement {
     /// Bytes for persistent bitmaps, where source and target can hold them.

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 /// Copied in one piece at most, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Copied for one small write where the user doesn't say it, in bytes.
+/// Copied for one small write by default, in bytes.
 const GRANULARITY_BYTES: u64 = 64 << 10;
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 64;
@@ -43,7 +43,7 @@ pub enum Sync {
     None,
 }
 
-/// How to copy.
+/// The settings of a mirror.
 #[derive(Clone, Debug)]
 pub struct MirrorOptions {
     /// The parts that are copied at first.
@@ -117,12 +117,12 @@ impl Writer {
     }
 }
 
-/// How long a change of the copy mode waits for the target.
+/// The time limit for a change of the copy mode that waits for the target.
 const SWITCHING: Duration = Duration::from_secs(30);
 /// A target that takes longer to answer is left to answer when it can.
 const LETTING_GO: Duration = Duration::from_millis(500);
 
-/// Gives a target back whose copy counts for nothing. One that hangs has the requests in flight until they end.
+/// Gives a target back whose copy counts for nothing. A target that hangs has the requests in flight until they end.
 async fn give_back_in_time(graph: &Graph, writer: Arc<Attachment>) -> Result<()> {
     let leaving = Arc::clone(&writer);
     let mut given_back = Box::pin(async move { leaving.detach().await });
@@ -299,7 +299,7 @@ impl Mirror {
             Ok(skipped_bytes) => self.skipped_bytes = skipped_bytes,
             Err(error) => return self.end().await.and(Err(error)),
         }
-        // Only a whole map says which parts the target lacks: a write to both ends leaves the other parts clean.
+        // Only a whole map has the parts that the target lacks: a write to both ends leaves the other parts clean.
         if let Some(filter) = self.writer().filter() {
             let _drained = self.graph.drain(&[&self.source]).await;
             filter.activate(Arc::clone(&self.dirty));
@@ -496,8 +496,8 @@ impl Mirror {
             }
         };
         let len = range.end - range.start;
-        // Clean before it is read: a write that comes in between makes it dirty again. One that goes to the target too must
-        // not come in between.
+        // Clean before it is read: a write that comes in between makes it dirty again. A write that goes to the target
+        // too must not come in between.
         let _claimed = match writer.filter() {
             Some(filter) => Some(filter.claim(range.start, len).await),
             None => None,

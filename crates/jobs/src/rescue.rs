@@ -206,7 +206,7 @@ async fn open_backing(
             opened.push(Arc::clone(&node));
             wreck.set_backing(node);
         }
-        // One that the user names has to be there.
+        // A backing file that the user names has to be there.
         Err(error) if options.backing.is_some() => return Err(error),
         Err(error) => {
             map.notes.push(format!("the backing file can't be opened: {error}"));

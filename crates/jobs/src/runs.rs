@@ -26,7 +26,7 @@ pub struct Piece {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// The mapping says that it reads as zeroes.
+    /// The mapping has it as zeroes.
     pub zero: bool,
 }
 
@@ -143,7 +143,7 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
         ((self.at / self.piece_bytes + 1) * self.piece_bytes).min(self.node.size())
     }
 
-    /// How far it has come, in bytes.
+    /// The position so far, in bytes.
     pub fn position(&self) -> u64 {
         self.at
     }

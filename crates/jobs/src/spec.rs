@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How the user names an image.
+//! The user's description of an image.
 
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;

@@ -26,7 +26,7 @@ pub struct StreamRequest {
     pub node: Arc<Node>,
     /// Its new backing node; `None`: none.
     pub base: Option<Arc<Node>>,
-    /// How the image's header is to name that layer; `None`: by a name that opens it as it is.
+    /// The name of that layer for the image's header; `None`: by a name that opens it as it is.
     pub backing_file: Option<String>,
     /// It names the format `raw` where that layer is a protocol's node.
     pub mask_protocol: bool,
@@ -156,7 +156,7 @@ impl StreamJob {
         result
     }
 
-    /// How much was looked at, and how that went.
+    /// Returns the length of the looked-up part, and the result.
     async fn copy_next(
         &self,
         queue: &Queue,

@@ -17,7 +17,7 @@ const MOST_EXTENT_BYTES: u32 = 8 << 20;
 /// The header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BochsHeader {
-    /// Where the catalog begins in the file.
+    /// Offset of the catalog in the file, in bytes.
     pub catalog_offset: u64,
     /// Its entries, of 4 bytes.
     pub catalog_entries: u32,
@@ -90,7 +90,7 @@ impl BochsHeader {
         u64::from(self.catalog_entries) * 4
     }
 
-    /// Where the bitmap of an extent is in the file; its data follow.
+    /// Offset of an extent's bitmap in the file, in bytes; the extent's data follows.
     pub fn extent(&self, entry: u32) -> Option<u64> {
         let first = self.catalog_offset + self.catalog_bytes();
         (entry != NOT_ALLOCATED).then(|| first + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes))

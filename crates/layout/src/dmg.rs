@@ -19,7 +19,7 @@ const CHUNK_BYTES: usize = 40;
 /// The trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmgTrailer {
-    /// Where the data of all pieces begin.
+    /// Offset of the data of all pieces, in bytes.
     pub data_offset: u64,
     /// Offset and length of the property list.
     pub list: (u64, u64),
@@ -27,7 +27,7 @@ pub struct DmgTrailer {
     pub size: u64,
 }
 
-/// How a piece is stored.
+/// The storage of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmgPacking {
     /// Not at all: zeroes.
@@ -60,7 +60,7 @@ pub struct DmgChunk {
     pub start: u64,
     /// Bytes of the disk.
     pub len: u64,
-    /// How it is stored.
+    /// Its storage.
     pub packing: DmgPacking,
     /// First byte in the file.
     pub host: u64,

@@ -16,7 +16,7 @@ pub enum Piece {
         first: u64,
         /// The difference of each number from the one before.
         step: u64,
-        /// How many there are.
+        /// Number of entries.
         count: u64,
     },
 }

@@ -19,7 +19,7 @@ pub const DIGEST_BYTES: usize = 20;
 pub const SALT_BYTES: usize = 32;
 const SLOT_BYTES: usize = 48;
 const FIRST_SLOT: usize = 208;
-/// Length of a slot's first word, which says whether it is active.
+/// Length of a slot's first word, which marks it as active or not.
 pub const SLOT_STATE_BYTES: usize = 4;
 const SLOT_ENABLED: u32 = 0x00ac_71f3;
 const SLOT_DISABLED: u32 = 0x0000_dead;

@@ -29,7 +29,7 @@ pub struct ParallelsHeader {
     pub entries: u32,
     /// Size of the disk.
     pub size: u64,
-    /// Where the clusters begin.
+    /// Offset of the first cluster, in bytes.
     pub data_offset: u64,
     /// The unit in which entries of the BAT count, in bytes: a sector, or a cluster.
     pub entry_unit_bytes: u64,
@@ -111,19 +111,19 @@ impl ParallelsHeader {
         u64::from(self.entries) * ENTRY_BYTES
     }
 
-    /// Where a cluster is, in bytes, as an entry of the BAT says; `None`: not allocated, zeroes.
+    /// Offset of a cluster by its entry of the BAT, in bytes; `None`: not allocated, zeroes.
     pub fn cluster(&self, entry: u32) -> Option<u64> {
         // 2^32 clusters of 1 GiB at most: far from 2^64.
         (entry != 0).then(|| u64::from(entry) * self.entry_unit_bytes)
     }
 }
 
-/// Where the header says that a program has the image open for writing.
+/// Offset of the header's mark that a program has the image open for writing.
 pub const IN_USE_AT: u64 = 44;
 /// The mark at [`IN_USE_AT`] while a program has the image open for writing.
 pub const IN_USE_MARK: [u8; 4] = IN_USE.to_le_bytes();
 
-/// Where the header says in which sector the format extension is: the last field.
+/// Offset of the last field, which has the sector of the format extension.
 pub const EXTENSION_AT: u64 = 56;
 
 const EXTENSION_MAGIC: u64 = 0xab23_4cef_23dc_ea87;

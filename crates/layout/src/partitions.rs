@@ -18,7 +18,7 @@ const GPT_HEADER_BYTES: usize = 92;
 const MAX_LIST_BYTES: u64 = 1 << 20;
 /// The first number of a logical partition.
 const FIRST_LOGICAL: u32 = 5;
-/// The field of a GPT header that says that there is one.
+/// The field that marks a GPT header.
 const SIGNATURE: &str = "signature";
 /// The longest chain of logical partitions that is followed.
 const MAX_LOGICAL: u32 = 256;
@@ -79,7 +79,7 @@ enum Place {
     Found(Range<u64>),
 }
 
-/// The part of a GPT header that says where the list of partitions is.
+/// The part of a GPT header with the place of the list of partitions.
 #[derive(Clone, Debug)]
 struct GptHeader {
     block_bytes: u64,
@@ -207,7 +207,7 @@ impl Search {
         let next_at = next_at.ok_or_else(|| {
             wrong("partition start", at, next.start, "a link of the logical partitions is outside of their partition")
         })?;
-        // Tools write the chain in the order of the disk. One that goes back may be a circle.
+        // Tools write the chain in the order of the disk. A link that goes back may be a circle.
         if next_at <= at || next_number - FIRST_LOGICAL >= MAX_LOGICAL {
             return Err(wrong("partition start", at, next.start, "the chain of logical partitions doesn't go forward"));
         }
@@ -224,7 +224,7 @@ impl Search {
 
     /// The next header, where this one is of no use.
     fn next_header(&self, index: usize, first_error: Option<Error>, error: Error) -> Result<Place> {
-        // A header that is there and damaged says more than the lack of one, and the first place more than a spare one.
+        // The error of a damaged header tells more than the lack of one, and the first place more than a spare one.
         let is_missing = |error: &Error| error.field_name() == Some(SIGNATURE);
         let error = match first_error {
             Some(first) if !is_missing(&first) || is_missing(&error) => first,

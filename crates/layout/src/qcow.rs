@@ -28,7 +28,7 @@ pub struct QcowHeader {
     pub cluster_bits: u32,
     /// Base-2 logarithm of the entries of an L2 table, 6 to 13.
     pub l2_bits: u32,
-    /// Where the L1 table is.
+    /// Offset of the L1 table, in bytes.
     pub l1_offset: u64,
 }
 
@@ -43,7 +43,7 @@ pub enum QcowCluster {
     Compressed {
         /// Where they begin, in bytes.
         host: u64,
-        /// How many there are.
+        /// Number of bytes.
         len: u64,
     },
 }

@@ -32,7 +32,7 @@ pub struct QedHeader {
     pub header_clusters: u64,
     /// Length of a table, of the L1 table as of an L2 table.
     pub table_bytes: u64,
-    /// Where the L1 table is.
+    /// Offset of the L1 table, in bytes.
     pub l1_offset: u64,
     /// Size of the disk.
     pub size: u64,
@@ -153,15 +153,15 @@ impl QedHeader {
     }
 }
 
-/// Where the header says that the image needs a check, and the bytes there without that.
+/// Offset of the header's flag that the image needs a check, and the bytes there without that.
 pub const FEATURES_AT: u64 = 16;
-/// Where the header has the features that a program must clear that doesn't know them.
+/// Offset of the features that a program must clear if it doesn't know them.
 pub const AUTOCLEAR_FEATURES_AT: u64 = 32;
 /// Bytes of a file that [`QedHeader::rename`] needs: its first sector.
 pub const FIRST_BYTES: usize = SECTOR_BYTES as usize;
-/// Where a name goes whose place beside the header is taken by the old one. The header's cluster has at least 4 KiB.
+/// Offset for a name whose place beside the header is taken by the old one. The header's cluster has at least 4 KiB.
 const FAR_NAME_AT: u64 = 2048;
-/// Where the header has the size of the disk.
+/// Offset of the size of the disk in the header.
 pub const SIZE_AT: u64 = 48;
 
 impl QedHeader {

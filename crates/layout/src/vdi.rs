@@ -18,7 +18,7 @@ const VERSION: u32 = 0x0001_0001;
 const LEAST_HEADER_SIZE: u32 = 0x180;
 const SECTOR_BYTES: u32 = 512;
 const MAX_BLOCK_BYTES: u32 = 256 << 20;
-/// Where the header counts the allocated blocks.
+/// Offset of the header's count of allocated blocks.
 pub const ALLOCATED_AT: u64 = 388;
 /// Where the header names the present content, 16 bytes.
 pub const CONTENT_UUID_AT: u64 = 408;
@@ -35,7 +35,7 @@ const ZERO: u32 = 0xffff_fffe;
 pub struct VdiHeader {
     /// All blocks were allocated when the image was made.
     pub is_fixed: bool,
-    /// Where the block map is.
+    /// Offset of the block map, in bytes.
     pub map_offset: u64,
     /// Where block 0 of the file is.
     pub data_offset: u64,
@@ -108,7 +108,7 @@ impl VdiHeader {
         if is_difference && parent[0] == [0; 16] {
             return Some(Err(wrong("uuid_link", 424, 0, "the image is a difference, and doesn't say to what")));
         }
-        // Whatever the type says: there is another image below.
+        // Whatever the type: there is another image below.
         let parent = (is_difference || parent != [[0; 16]; 2]).then_some(parent);
         let header = Self {
             is_fixed,

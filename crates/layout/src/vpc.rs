@@ -39,7 +39,7 @@ const FEATURES: u32 = 2;
 const NEW_HEADER_AT: u64 = FOOTER_BYTES as u64;
 const NEW_TABLE_AT: u64 = NEW_HEADER_AT + DYNAMIC_HEADER_BYTES as u64;
 
-/// How the disk is stored.
+/// The storage of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VpcKind {
     /// The bytes of the disk, then the footer.
@@ -53,7 +53,7 @@ pub enum VpcKind {
 /// The footer of an image, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpcFooter {
-    /// How the disk is stored.
+    /// The storage of the disk.
     pub kind: VpcKind,
     /// Four letters for the program that made the image.
     pub creator: [u8; 4],
@@ -117,7 +117,7 @@ impl VpcFooter {
 /// The header of a dynamic disk, checked. Offsets and lengths in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VpcDynamicHeader {
-    /// Where the block allocation table is.
+    /// Offset of the block allocation table, in bytes.
     pub table_offset: u64,
     /// Entries of that table.
     pub entries: u32,
@@ -181,7 +181,7 @@ impl VpcDynamicHeader {
         (self.block_bytes / SECTOR_BYTES).div_ceil(8).next_multiple_of(SECTOR_BYTES)
     }
 
-    /// Where the data of a block are, in bytes, as an entry of the table says; `None`: not allocated, zeroes.
+    /// Offset of a block's data by its entry of the table, in bytes; `None`: not allocated, zeroes.
     pub fn block(&self, entry: u32) -> Option<u64> {
         (entry != UNALLOCATED).then(|| u64::from(entry) * SECTOR_BYTES + self.bitmap_bytes())
     }

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-/// A message that contradicts the protocol; the text says how.
+/// A message that contradicts the protocol; the text has the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 

@@ -122,7 +122,7 @@ pub fn offset_data(extended: bool, to: Answered, flags: ReplyFlags, offset: u64,
     head
 }
 
-/// A content chunk that says: `len` zero bytes from `offset` of the export.
+/// A content chunk for `len` zero bytes from `offset` of the export.
 pub fn offset_hole(extended: bool, to: Answered, flags: ReplyFlags, offset: u64, len: u32) -> Head {
     let mut head = chunk(extended, to, kind::OFFSET_HOLE, flags, 12);
     head.put(offset.to_be_bytes());
@@ -212,7 +212,7 @@ impl ReplyHeader {
         }
     }
 
-    /// From so many bytes as [`ReplyHeader::bytes_needed`] says.
+    /// From so many bytes as [`ReplyHeader::bytes_needed`] returns.
     pub fn parse(bytes: &[u8]) -> Result<ReplyHeader, Malformed> {
         let mut cursor = Cursor::new(bytes);
         let magic = cursor.u32()?;
@@ -287,7 +287,7 @@ impl Status<'_> {
 }
 
 impl<'a> Chunk<'a> {
-    /// From a chunk's type and whole payload. A data chunk isn't for this: its payload goes where the reader wants it.
+    /// From a chunk's type and whole payload. A data chunk isn't for this: its payload goes to the reader's own buffer.
     pub fn parse(kind: u16, payload: &'a [u8]) -> Result<Chunk<'a>, Malformed> {
         let mut cursor = Cursor::new(payload);
         match kind {

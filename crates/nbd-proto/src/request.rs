@@ -44,7 +44,7 @@ pub enum Command {
     Cache,
     WriteZeroes,
     BlockStatus,
-    /// One that this version doesn't know.
+    /// A command that this version doesn't know.
     Unknown(u16),
 }
 

@@ -4,7 +4,7 @@
 use cowshed_types::{Error, Result};
 use std::fmt;
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// A host name or address, and a port.
@@ -73,7 +73,7 @@ impl NbdUri {
     }
 }
 
-/// Why an address with an empty path is none.
+/// The error for an address with an empty path.
 const NO_PATH: &str = "the path of the socket is missing";
 /// QEMU finds that out when it connects.
 const NO_PATH_SENTENCE: &str = "Failed to connect to '': Connection refused";

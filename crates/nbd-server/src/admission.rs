@@ -2,9 +2,9 @@
 //! Room for new clients.
 //!
 //! A connection that has sent no option yet takes a seat. Once an option is there with all of its data, the connection
-//! takes one of the places of the limit. So connections that say nothing keep no place from those that do. Silent ones
-//! lose their seats, and in negotiation their places, when all are taken. Seats and places go to the peer that has
-//! fewest of them. A peer with several in negotiation gives one up for a peer with fewer.
+//! takes one of the places of the limit. So silent connections keep no place from the others. Silent ones lose their
+//! seats, and in negotiation their places, when all are taken. Seats and places go to the peer that has fewest of them.
+//! A peer with several in negotiation loses one to a peer with fewer.
 //!
 //! Clients of an export keep their places, however idle they are. A peer with many of them doesn't keep the others out:
 //! when all others are taken, a peer with few connections may have one of some spare places.
@@ -31,7 +31,7 @@ pub(crate) const SILENCE: Duration = Duration::from_secs(1);
 /// So long a cut connection may take to its end before a waiter looks again.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
-/// Where a connection comes from.
+/// The origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Origin {
     /// An IPv4 address, or the first 64 bits of an IPv6 address: a host can have all of the rest.
@@ -119,7 +119,7 @@ impl Line {
 /// The connections that are counted.
 #[derive(Debug, Default)]
 pub(crate) struct Connections {
-    /// Those that have sent an option and count against the limit.
+    /// The number of those that have sent an option and count against the limit.
     pub placed: usize,
     /// The others.
     pub seated: usize,
@@ -164,7 +164,7 @@ impl Connections {
     }
 }
 
-/// How far the negotiation of a connection is.
+/// The stage of a connection's negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// No option has come.
@@ -222,7 +222,7 @@ impl Admission {
         now.saturating_duration_since(lock(&self.stage).progress)
     }
 
-    /// How long its stage lasts.
+    /// The time since its stage began.
     fn age(&self, now: Instant) -> Duration {
         now.saturating_duration_since(lock(&self.stage).since)
     }
@@ -559,7 +559,7 @@ mod tests {
         let (second, first) = (enter(Origin::User(2), 300), enter(Origin::User(2), 100));
         let young = enter(Origin::User(2), 5000);
         let at = |millis: u64| {
-            // One of the same peer: the rule on shares has no part in this.
+            // A newcomer of the same peer: the rule on shares has no part in this.
             admissions.make_room(Room::Place, Origin::User(2), started + Duration::from_millis(millis))
         };
         let end_cut = || lock(&admissions.0).retain(|admission| !admission.cut.load(Ordering::Acquire));

@@ -9,12 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How a [`crate::Server`] works.
+/// The settings of a [`crate::Server`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Threads that serve clients, each connection on one of them in turn: 1 to 256.
     pub queues: usize,
-    /// How long a queue may look for requests before it sleeps, where that pays; it keeps a core busy meanwhile.
+    /// The longest time that a queue looks for requests before it sleeps, where that pays; it keeps a core busy
+    /// meanwhile.
     pub poll_limit: PollLimit,
     /// The resources that clients may take from this process.
     pub limits: Limits,
@@ -22,7 +23,7 @@ pub struct ServerConfig {
     pub tls: Option<ServerTls>,
     /// With credentials: clients must encrypt. Else they may.
     pub tls_required: bool,
-    /// Which of those with a certificate may come; none: all. Needs credentials that verify clients.
+    /// Decides which clients with a certificate may come; none: all. Needs credentials that verify clients.
     pub authorizer: Option<Authorizer>,
     /// Called for events, on the threads that serve: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
@@ -71,9 +72,9 @@ impl ServerConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Connections at a time that have sent an option; further ones wait. A negotiating connection that has sent no
-    /// option for a second gives its place to a waiting one. It is the one silent for longest of the peer (IP address
+    /// option for a second loses its place to a waiting one. It is the one silent for longest of the peer (IP address
     /// or user) with most of them. 64 connections are accepted besides, in the same way. A peer with most connections
-    /// in negotiation gives some up for peers with fewer.
+    /// in negotiation loses some to peers with fewer.
     pub max_connections: usize,
     /// Places beyond `max_connections`: when all others are taken a peer that has fewer than four may have one.
     pub spare_connections: usize,
@@ -111,8 +112,8 @@ impl Default for Limits {
     }
 }
 
-/// Decides whether the client with a certificate for this distinguished name may come; else says why not. Called on the
-/// threads that serve: it must be quick.
+/// Decides whether the client with a certificate for this distinguished name may come; else returns the reason. Called
+/// on the threads that serve: it must be quick.
 #[derive(Clone)]
 pub struct Authorizer(pub Arc<Check>);
 
@@ -142,7 +143,7 @@ pub enum Event {
         export: String,
         /// The client's name in messages.
         peer: String,
-        /// The fault; none: it said goodbye, or was told to go.
+        /// The fault; none: it sent a goodbye, or was told to go.
         error: Option<String>,
     },
     /// A client was sent away, or went away, before it had chosen an export.

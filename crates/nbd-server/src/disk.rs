@@ -28,13 +28,13 @@ pub struct DiskRun {
 pub struct DirtyRun {
     /// Length in bytes, not 0.
     pub len: u64,
-    /// The bitmap says that it was written.
+    /// The bitmap has it as written.
     pub dirty: bool,
 }
 
 /// A disk that can be served: shared by all threads, each connection makes a [`DiskQueue`] of its own.
 pub trait Disk: Send + Sync + 'static {
-    /// Where the requests of one connection go.
+    /// The target of the requests of one connection.
     type Queue: DiskQueue;
 
     /// A queue for requests of this thread.
@@ -59,7 +59,7 @@ pub trait DiskQueue: 'static {
     /// Writes `buf` at `offset`; `durable`: it is when this returns.
     fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> impl Future<Output = (Result<()>, IoBuf)>;
 
-    /// Makes a range read as zeroes. With `no_fallback` an error of kind `Unsupported` says: only slowly.
+    /// Makes a range read as zeroes. With `no_fallback` an error of kind `Unsupported` means: only slowly.
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> impl Future<Output = Result<()>>;
 
     /// Gives a range back: a hint.

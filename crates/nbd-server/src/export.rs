@@ -79,7 +79,7 @@ impl<D: Disk> Export<D> {
     }
 }
 
-/// How an export is removed.
+/// The way of removing an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Removal {
     /// Only when no client uses it; an error otherwise.

@@ -43,7 +43,7 @@ pub(crate) struct Job {
 /// A message from the client.
 enum Taken {
     Job(Job),
-    /// It said goodbye.
+    /// The client's goodbye.
     Goodbye,
     /// Nothing more comes.
     End,
@@ -51,7 +51,7 @@ enum Taken {
 
 #[derive(Debug)]
 pub(crate) enum Work {
-    /// As the request says.
+    /// A request by its own fields.
     Plain,
     /// A write of this.
     Write(IoBuf),
@@ -122,7 +122,7 @@ impl Intake {
         Ok((!life.is_dead()).then_some(job))
     }
 
-    /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end says that the
+    /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end means that the
     /// client wants all of it done. Without one the client has dropped the connection, has perhaps made another, and
     /// repeats the requests without a reply there. Then none of this may begin.
     async fn gather<D: Disk>(&mut self, session: &Session<D>, first: Job) -> Result<Option<Job>> {
@@ -258,7 +258,7 @@ impl Intake {
         Ok(filled)
     }
 
-    /// Which contexts a block status is about.
+    /// The contexts of a block status.
     async fn status(
         &mut self,
         stream: &Stream,
@@ -338,7 +338,7 @@ fn judge(request: &Request, terms: &NegotiatedOptions, size: u64, read_only: boo
             return invalid("no metadata context was chosen");
         }
         if request.flags.contains(CommandFlags::PAYLOAD_LEN) {
-            // The length is that of the payload, which says the range.
+            // The length is that of the payload, which has the range.
             return Ok(());
         }
     }

@@ -11,7 +11,7 @@ use std::rc::Rc;
 /// The state of one connection, shared by all that serve it.
 #[derive(Debug)]
 pub(crate) struct Life {
-    /// The client has said that it sends nothing more.
+    /// The client has ended its direction.
     ending: Cell<bool>,
     /// The connection is dead.
     pub cancel: Rc<Cancel>,

@@ -72,8 +72,8 @@ pub(crate) struct NegotiatedOptions {
     pub writethrough: bool,
 }
 
-/// Haggles until the client has chosen an export; `None` when it said goodbye before, or when the server stops. With its first
-/// option a connection that is counted takes a place; the wait for that doesn't count as the client's time.
+/// Haggles until the client has chosen an export; `None` when it sent a goodbye before, or when the server stops. With
+/// its first option a connection that is counted takes a place; the wait for that doesn't count as the client's time.
 pub(crate) async fn negotiate<D: Disk>(
     registry: &Arc<Registry<D>>,
     stream: &Stream,
@@ -135,7 +135,7 @@ struct Negotiation<'a, D: Disk> {
     registry: &'a Arc<Registry<D>>,
     stream: &'a Stream,
     receiver: &'a mut Receiver,
-    /// Where its connection is counted.
+    /// The counter of its connection.
     haggling: Option<&'a Haggling<'a>>,
     fixed: bool,
     no_zeroes: bool,
@@ -312,7 +312,7 @@ impl<D: Disk> Negotiation<'_, D> {
             return self.refuse(option, rep::ERR_INVALID, "TLS was started already").await;
         }
         if !self.receiver.is_empty() {
-            // An attacker in between could have put it there; it must not count as said under TLS.
+            // An attacker in between could have put it there; it must not count as sent under TLS.
             return Err(refused("the client went on without waiting for TLS"));
         }
         self.reply(option, OptionReply::Ack).await?;

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-/// How often a request that waits looks for peers that keep memory from it.
+/// The pause between the looks of a waiting request at peers that keep memory from it.
 const LOOK: Duration = Duration::from_millis(250);
 /// The rate that a peer must keep on average while it holds shared memory from others: 256 KiB in a second, in ns for
 /// one byte.
@@ -97,7 +97,8 @@ pub(crate) struct Account {
     is_cut: AtomicBool,
 }
 
-/// How long one direction of a connection may still wait for the peer. The connection's thread writes it.
+/// The rest of the time for which one direction of a connection may wait for the peer. The connection's thread writes
+/// it.
 #[derive(Debug)]
 pub(crate) struct Patience {
     stall_ns: u64,
@@ -252,7 +253,8 @@ impl Pool {
         takes
     }
 
-    /// Waits for `bytes` until they are there (true), or `gives_up`, which is asked at each wake, says so (false).
+    /// Waits for `bytes` until they are there (true), or until `gives_up`, which is asked at each wake, is true
+    /// (false).
     pub(crate) async fn take(
         &self,
         account: &Arc<Account>,

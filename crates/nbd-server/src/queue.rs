@@ -45,7 +45,7 @@ impl<D: Disk> std::fmt::Debug for Queue<D> {
     }
 }
 
-/// Says that a queue's thread has ended, also by a panic.
+/// Notes that a queue's thread has ended, also by a panic.
 struct Ending(Arc<Watched<bool>>);
 
 impl Drop for Ending {

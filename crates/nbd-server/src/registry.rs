@@ -28,7 +28,7 @@ pub(crate) struct Registry<D> {
     exports: Watched<Exports<D>>,
     /// Connections that have been accepted and aren't closed.
     pub connections: Watched<Connections>,
-    /// Those of them that negotiate.
+    /// The connections that negotiate.
     pub admissions: Admissions,
     /// Clients are left where the system keeps them.
     pub held: Watched<bool>,
@@ -139,7 +139,7 @@ impl<D: Disk> Registry<D> {
         self.exports.wait(|exports| exports.stopping.then_some(())).await;
     }
 
-    /// Removes an export; returns when no client uses it any more, and gives it back.
+    /// Removes an export; returns it when no client uses it any more.
     pub(crate) async fn remove(&self, name: &str, removal: Removal) -> Result<Arc<Served<D>>> {
         let found = self.exports.look(|exports| exports.by_name.get(name).cloned());
         let Some(served) = found else {

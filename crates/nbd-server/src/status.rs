@@ -13,9 +13,9 @@ use cowshed_nbd_proto::{ReplyStyle, Request};
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, Result};
 
-/// Runs of one reply; a client that wants more asks on from where they end.
+/// Runs of one reply; a client that needs more asks on from their end.
 const MAX_RUNS: usize = 1024;
-/// Runs that are looked at when the client wants only one.
+/// Runs that are looked at when the client asks for only one.
 const RUNS_FOR_ONE: usize = 16;
 
 /// The longest block status of so many contexts, in bytes.
@@ -128,7 +128,7 @@ fn align(runs: Vec<StatusRun>, block_bytes: u64, combine: fn(u32, u32) -> u32) -
     aligned
 }
 
-/// Joins neighbours that say the same.
+/// Joins neighbours with the same flags.
 fn merge(runs: Vec<StatusRun>) -> Vec<StatusRun> {
     let mut merged: Vec<StatusRun> = Vec::with_capacity(runs.len());
     for run in runs {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const BLOCK_BYTES: u64 = 512;
 /// A server answers a handshake within this time.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(60);
-/// How often a device is asked for its length while the driver starts.
+/// The pause between questions for a device's length while the driver starts.
 const LOOK: Duration = Duration::from_millis(5);
 /// The driver starts a device, and the kernel reads the partition table, within this time.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -125,8 +125,8 @@ pub fn serve(device: &dyn NbdControl) -> Result<()> {
     result.map_err(|errno| Error::os(errno, "the NBD device failed"))
 }
 
-/// Waits until a device has its length and the kernel has looked for partitions. `is_over` says that the device has failed.
-/// False where it did, or where the driver takes longer than 20 seconds.
+/// Waits until a device has its length and the kernel has looked for partitions. `is_over` tells that the device has
+/// failed. False where it did, or where the driver takes longer than 20 seconds.
 pub fn await_up(path: &str, device: &dyn NbdControl, device_bytes: u64, is_over: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     while device_bytes > 0 && device.size_bytes() != Ok(device_bytes) {

@@ -17,7 +17,7 @@ pub struct Receiver {
     /// The last message was followed by much data, so the next one probably is: data in the buffer of it must be copied
     /// once more.
     expects_data: bool,
-    /// How often something was received to be looked at.
+    /// The number of receives to look at messages.
     #[cfg(test)]
     receives: u64,
 }
@@ -166,7 +166,7 @@ mod tests {
         })
     }
 
-    /// A message may have said that much data follows, and the server refuses the request.
+    /// A message may have announced much data, and the server refuses the request.
     #[test]
     fn a_refused_payload_is_skipped_in_large_pieces() {
         for said in [true, false] {

@@ -11,7 +11,7 @@ use cowshed_types::{Error, Result};
 use std::collections::HashSet;
 use std::io::Read;
 
-/// How bad it is.
+/// The weight of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Weight {
     /// Importers go on.
@@ -23,7 +23,7 @@ pub enum Weight {
 /// Something that is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// How bad it is.
+    /// Its weight.
     pub weight: Weight,
     /// The finding: one line, lower case.
     pub text: String,

@@ -18,7 +18,7 @@ const FORMATS: &[(&str, &str)] = &[
 
 /// The driver of a format's URI.
 pub(crate) fn format_of(uri: &str) -> Result<&'static str> {
-    // The part behind the last slash says it; the host of the URI may have any name.
+    // The part behind the last slash decides; the host of the URI may have any name.
     let last = uri.rsplit('/').next().unwrap_or_default().to_ascii_lowercase();
     // A word of three letters may be a part of any other.
     let is_in_last = |part: &str| match part {

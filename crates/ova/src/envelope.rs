@@ -12,14 +12,14 @@ use quick_xml::events::{BytesStart, Event};
 use quick_xml::reader::Reader;
 use std::collections::BTreeMap;
 
-/// A file that the package says it has.
+/// A file in the package's list of files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileReference {
-    /// How disks name it.
+    /// The id by which disks name it.
     pub id: String,
     /// Its name.
     pub href: String,
-    /// Its length, where the package says it.
+    /// Its length in bytes, where the package has it.
     pub size: Option<u64>,
     /// It is cut into files of so many bytes, `HREF.000000000` and so on.
     pub chunk_bytes: Option<u64>,
@@ -30,7 +30,7 @@ pub struct FileReference {
 /// A disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Disk {
-    /// How the machine names it.
+    /// The id by which the machine names it.
     pub id: String,
     /// The id of its file; none for an empty disk.
     pub file: Option<String>,
@@ -95,7 +95,7 @@ pub struct Machine {
     pub families: Vec<String>,
     /// It has a section of hardware.
     pub has_hardware: bool,
-    /// Its firmware, where VMware's key says it.
+    /// Its firmware, where VMware's key has it.
     pub firmware: Option<String>,
     /// Keys that only VMware's programs have, and whether one without them may go on.
     pub extra_keys: Vec<(String, bool)>,

@@ -80,7 +80,7 @@ impl Digests {
 /// A line of a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// Which digest.
+    /// The kind of digest.
     pub kind: DigestKind,
     /// Of which file.
     pub name: String,

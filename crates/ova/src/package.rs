@@ -68,7 +68,7 @@ pub struct PackedDisk {
     pub name: String,
     /// The name of its format's driver.
     pub format: &'static str,
-    /// Its length in bytes, where the package says it.
+    /// Its length in bytes, where the package has it.
     pub capacity_bytes: Option<u64>,
     /// Where its file is, in this order.
     pub pieces: Vec<Piece>,
@@ -152,7 +152,7 @@ impl Package {
         let names: HashSet<&str> = members.iter().map(|member| member.name.as_str()).collect();
         envelope.decode_names(|name| names.contains(name));
         let mut known = HashMap::from([(descriptor.name.clone(), Arc::from(text))]);
-        // Its name is the descriptor's with another ending; the only other file with that ending is it too.
+        // Its name is the descriptor's with another ending; the only other file with that ending counts too.
         let mut manifests: Vec<&Member> = members.iter().filter(|member| has_ending(&member.name, "mf")).collect();
         if manifests.len() > 1 {
             manifests.retain(|member| stem_of(&member.name) == stem_of(&descriptor.name));
@@ -331,7 +331,7 @@ impl Package {
         }
     }
 
-    /// The error of a file that the manifest says nothing of.
+    /// The error of a file without a digest in the manifest.
     pub fn no_digest(&self, name: &str) -> Error {
         Error::new(ErrorKind::InvalidImage, format!("the manifest has no digest of '{}'", printable(name)))
     }

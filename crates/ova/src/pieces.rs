@@ -13,7 +13,7 @@ pub(crate) fn count_of(reference: &FileReference) -> u64 {
     }
 }
 
-/// The names of the files that a reference stands for, with their lengths as far as they are said.
+/// The names of the files that a reference stands for, with their lengths as far as known.
 pub fn pieces_of(reference: &FileReference) -> Result<Vec<(String, Option<u64>)>> {
     let (Some(chunk), Some(size)) = (reference.chunk_bytes, reference.size) else {
         return Ok(vec![(reference.href.clone(), reference.size)]);

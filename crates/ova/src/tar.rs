@@ -12,7 +12,7 @@ pub const BLOCK_BYTES: u64 = 512;
 pub const RECORD_BYTES: u64 = 10240;
 /// A longer header of pax, or a longer name, is refused.
 const MOST_EXTRA_BYTES: u64 = 64 << 10;
-/// From here on 11 octal digits can't say the length.
+/// From here on 11 octal digits can't hold the length.
 const OCTAL_END: u64 = 1 << 33;
 
 /// A file in an archive.
@@ -191,8 +191,9 @@ pub fn header(name: &str, len: u64, seconds: u64, dialect: Dialect) -> Result<[u
 /// The most holes of a file that [`sparse_header`] takes.
 pub const MOST_RUNS: usize = 1 << 20;
 
-/// The header of a file with holes in GNU's old way, and the blocks behind it that say more: `runs` has the start and the length of
-/// each run of data, in order, and the file has `len` bytes. The data of the runs follow, one behind the other.
+/// The header of a file with holes in GNU's old way, and the further blocks behind it: `runs` has the start and the
+/// length of each run of data, in order, and the file has `len` bytes. The data of the runs follow, one behind the
+/// other.
 ///
 /// # Errors
 /// For names that have no room, and for more than [`MOST_RUNS`].
@@ -316,7 +317,7 @@ impl<A: Read + Seek> Walk<'_, A> {
         Ok(())
     }
 
-    /// The data of a header that says more about the next file.
+    /// The data of a header with more fields of the next file.
     fn extra(&mut self, len: u64) -> Result<Vec<u8>> {
         if len > MOST_EXTRA_BYTES {
             return Err(Error::new(ErrorKind::Limit, format!("a header of {len} bytes in the archive")));

@@ -41,7 +41,7 @@ pub struct Allocation {
     pub end: GuestOffset,
     /// Where `start` goes.
     pub host: HostOffset,
-    /// Which file `host` is in.
+    /// The file that `host` is in.
     pub file: StoredIn,
     /// Pass everything through the image's cipher.
     pub encrypted: bool,
@@ -52,7 +52,7 @@ pub struct Allocation {
     /// The host range reads as zeroes already: zero filling need not be written.
     pub host_is_zero: bool,
     clusters: Range<u64>,
-    /// Where the first cluster starts.
+    /// Host offset of the first cluster.
     base: HostOffset,
     is_new: bool,
 }
@@ -195,7 +195,8 @@ impl Engine {
         Ok(first..end)
     }
 
-    /// Where a guest cluster's entry is: L1 index, index of the slice in its table, number of the slice, word in the slice.
+    /// The place of a guest cluster's entry: L1 index, index of the slice in its table, number of the slice, word in
+    /// the slice.
     fn entry_position(&self, cluster: u64) -> (usize, usize, u64, usize) {
         let guest = GuestOffset(cluster << self.geometry.cluster_bits());
         let l1_index = self.geometry.l1_index(guest) as usize;

@@ -11,7 +11,7 @@ use cowshed_layout::qcow2::{CompressedDescriptor, L2Entry};
 use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 use std::collections::BTreeMap;
 
-/// Where one compressed cluster goes.
+/// The place of one compressed cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedPlace {
     /// The guest cluster.
@@ -89,7 +89,8 @@ impl Engine {
         Ok(CompressedAllocation { places, references: region.references })
     }
 
-    /// How many of the batch can go together: not locked by others, their tables ours and at hand (and busy now).
+    /// The number of clusters of the batch that can go together: not locked by others, their tables ours and at hand
+    /// (and busy now).
     fn compressed_at_once(&self, state: &mut State, batch: &[(GuestOffset, u64)]) -> Planned<usize> {
         for (index, (guest, len)) in batch.iter().enumerate() {
             debug_assert!(

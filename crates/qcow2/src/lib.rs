@@ -3,8 +3,8 @@
 //!
 //! An [`Engine`] holds the mapping of one image in memory. Its methods answer from cached tables or name the missing
 //! ones ([`Stall`]); the caller does all reading, writing and waiting. The rules that keep an image consistent through
-//! a power cut are kept here. They decide the time of each write ([`Engine::begin_cycle`]). They also say when a freed
-//! host range may be used again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
+//! a power cut are kept here. They decide the time of each write ([`Engine::begin_cycle`]). They also decide when a
+//! freed host range may be used again ([`Engine::take_reclaimable`]). See `README.md` of the crate.
 
 mod allocate;
 pub mod check;

@@ -23,7 +23,7 @@ pub enum TableId {
 pub struct Load {
     /// The kind of table, and its index.
     pub table: TableId,
-    /// Where it is in the image file.
+    /// Its place in the image file.
     pub host: HostOffset,
     /// Its length in bytes.
     pub len: usize,
@@ -35,7 +35,7 @@ pub struct Load {
 /// others that need it wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reserve {
-    /// Where it is in the image file.
+    /// Its place in the image file.
     pub host: HostOffset,
     /// Its length in bytes.
     pub len: u64,
@@ -46,7 +46,7 @@ pub struct Reserve {
     pub(crate) table: Option<usize>,
 }
 
-/// Why a plan can't be made now.
+/// The reasons for which a plan can't be made now.
 #[derive(Debug)]
 pub enum Stall {
     /// Read this first.

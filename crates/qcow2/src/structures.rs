@@ -33,7 +33,7 @@ impl Structure {
     }
 }
 
-/// Which structures are checked.
+/// The structures that are checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OverlapSet(u16);
 

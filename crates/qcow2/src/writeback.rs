@@ -34,7 +34,7 @@ pub struct Cycle {
     fresh: BTreeMap<usize, u64>,
 }
 
-/// How a cycle ended.
+/// The end of a cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CycleEnd {
     /// Everything in it is durable.

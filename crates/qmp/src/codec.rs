@@ -68,7 +68,7 @@ const INDENT: usize = 4;
 
 struct Writer {
     bytes: Vec<u8>,
-    /// How many objects and lists are open; `None` where all is in one line.
+    /// The number of open objects and lists; `None` where all is in one line.
     depth: Option<usize>,
 }
 

@@ -33,7 +33,7 @@ pub(crate) enum Arguments {
     Named(String),
 }
 
-/// Every definition with its name. The error says which line is wrong.
+/// Every definition with its name. The error names the wrong line.
 pub(crate) fn parse(text: &str) -> Result<Vec<(String, Definition)>, String> {
     let mut lines: Vec<String> = Vec::new();
     for line in text.lines() {

@@ -13,7 +13,7 @@ use std::fmt;
 /// Most words of an enumeration that an error lists: a longer list is no help.
 const MOST_WORDS: usize = 12;
 
-/// How far a value may be from its type.
+/// The allowed distance of a value from its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strictness {
     /// JSON: a number is a number.
@@ -144,7 +144,7 @@ impl Schema {
         used.into_iter().collect()
     }
 
-    /// Checks the arguments of a command; they come back with the types that the schema says.
+    /// Checks the arguments of a command; returns them with the types of the schema.
     pub fn check_arguments(&self, command: &str, arguments: Map<String, Value>) -> QmpResult<Map<String, Value>> {
         let Some(types) = self.commands.get(command) else {
             return Err(QmpError::generic(format!("there is no command '{command}'")));

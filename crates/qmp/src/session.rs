@@ -9,7 +9,7 @@ use crate::stream::JsonStream;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// A command that may run: there is one of this name, and its arguments are as the schema says.
+/// A command that may run: there is one of this name, and its arguments fit the schema.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Command {
     /// Its name.

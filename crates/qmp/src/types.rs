@@ -37,10 +37,10 @@ pub struct Member {
     pub optional: bool,
 }
 
-/// Members, and more of them as the value of one (the tag) says.
+/// Members, and more of them by the value of one (the tag).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObjectType {
-    /// Those that are always there.
+    /// The members that are always there.
     pub members: Vec<Member>,
     /// The member that decides about more.
     pub tag: Option<String>,

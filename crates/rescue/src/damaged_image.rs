@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where a large read fails it is tried again in pieces of so many bytes.
+/// A failed large read is tried again in pieces of so many bytes.
 const PIECE_BYTES: usize = 4096;
 /// Header, extensions and names lie in the first cluster.
 const HEAD_BYTES: u64 = 2 << 20;
@@ -34,7 +34,7 @@ pub struct DamagedImage {
     pub(super) data: Option<Arc<Node>>,
     backing: Option<Arc<Node>>,
     pub(super) cipher: Option<Arc<dyn Cipher>>,
-    /// Why the backing file can't be read, where there should be one.
+    /// The reason for which the backing file can't be read, where there should be one.
     backing_fault: Option<String>,
     /// L1 index → L2 table, by the user's word.
     assigned: BTreeMap<u64, u64>,
@@ -242,7 +242,7 @@ impl DamagedImage {
         self.backing.is_none() && self.backing_fault.is_none()
     }
 
-    /// Why unallocated ranges are lost, where they are.
+    /// The reason for which unallocated ranges are lost, where they are.
     pub fn backing_fault(&self) -> Option<&str> {
         self.backing_fault.as_deref().filter(|_| self.backing.is_none())
     }

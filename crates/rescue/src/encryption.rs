@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// The first bytes of a LUKS header.
 const MAGIC: &[u8] = b"LUKS\xba\xbe\0\x01";
-/// Clusters at the beginning of a file that are looked at where the header doesn't say where the LUKS header is.
+/// Clusters at the beginning of a file that are searched where the header doesn't tell the place of the LUKS header.
 const SEARCHED_CLUSTERS: u64 = 1 << 16;
 
 impl DamagedImage {
@@ -22,7 +22,7 @@ impl DamagedImage {
         self.fields.crypt_method != 0
     }
 
-    /// Takes the passphrase. One that opens nothing, and a LUKS header that is lost, are errors.
+    /// Takes the passphrase. A passphrase that opens nothing, and a lost LUKS header, are errors.
     pub async fn unlock(&mut self, secret: &Secret) -> Result<()> {
         let (cipher, by_host) = match self.fields.crypt_method {
             CRYPT_LUKS => (self.luks_area().await?.unlock(secret).await?.1, true),

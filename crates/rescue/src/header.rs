@@ -13,7 +13,7 @@ pub(super) struct Fields {
     pub version: u32,
     /// Size of the virtual disk in bytes.
     pub size: u64,
-    /// Where the L1 table starts; `None` where that is lost.
+    /// Host offset of the L1 table, in bytes; `None` where that is lost.
     pub l1_offset: Option<u64>,
     /// Number of internal snapshots, and where their table starts; unchecked.
     pub snapshots: (u32, u64),
@@ -180,7 +180,7 @@ impl Reader<'_> {
         if bit || kind == 1 { Compression::Zstd } else { Compression::Zlib }
     }
 
-    /// A backing file in a damaged header is not opened on its word: the user says which, or that there is none.
+    /// A backing file in a damaged header is not opened on its word: the user names it, or declares that there is none.
     fn backing_doubt(&self, bytes: &[u8]) -> Option<String> {
         let start = self.be64(offset::BACKING_FILE_OFFSET);
         if start == 0 || self.overrides.backing_is_given {

@@ -24,11 +24,11 @@ pub struct Overrides {
     pub l1_offset_bytes: Option<u64>,
     /// Whether L2 entries are extended.
     pub extended_l2: Option<bool>,
-    /// The user names a backing file, or says that there is none.
+    /// The user names a backing file, or declares that there is none.
     pub backing_is_given: bool,
 }
 
-/// Why a guest range can't be read.
+/// The reason for which a guest range can't be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Loss {
     /// The disk failed; its error.

@@ -320,7 +320,7 @@ impl Candidate {
 }
 
 /// A cluster that resembles an L2 table, but points to nothing but L2 tables, is an L1 table. The target of another
-/// table's data entry belongs to the guest: a qcow2 image on its disk, say.
+/// table's data entry belongs to the guest, as part of a qcow2 image on its disk, for example.
 fn classify(mut found: Vec<Candidate>) -> Vec<Orphan> {
     let places: HashSet<u64> = found.iter().map(|candidate| candidate.orphan.offset).collect();
     let mut guests: HashSet<u64> = HashSet::new();

@@ -18,7 +18,7 @@ pub(super) struct Shape {
     pub data_len: u64,
 }
 
-/// Where the bytes of a part of a guest cluster come from.
+/// The source of the bytes of a part of a guest cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     /// The backing file, or zeroes without one.

@@ -15,7 +15,7 @@ const FIRST_BYTES: u64 = 64 << 10;
 pub struct SnapshotList {
     /// The entries up to the first damaged one.
     pub snapshots: Vec<Snapshot>,
-    /// Why there are not more of them, where there should be.
+    /// The reason for which there are not more of them, where there should be.
     pub fault: Option<String>,
 }
 

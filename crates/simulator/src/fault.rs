@@ -24,14 +24,14 @@ pub enum OpKind {
 /// The effect on an operation that a [`Fault`] has chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them. One that a
-    /// signal interrupts (`EINTR`) drops nothing.
+    /// It fails and nothing of it happens. A failed sync drops the dirty pages: later ones succeed without them. A sync
+    /// that a signal interrupts (`EINTR`) drops nothing.
     Fail(Errno),
-    /// A sync that says it is done and makes nothing durable: a disk that lies. Other operations are not changed.
+    /// A sync that reports success and makes nothing durable: a disk that lies. Other operations are not changed.
     Lie,
     /// A write, of which some random sectors are written before it fails; an allocation that fails after a random part.
     Torn(Errno),
-    /// A read or write that moves only this many bytes (at least one sector in direct mode) and says so.
+    /// A read or write that moves only this many bytes (at least one sector in direct mode) and reports that.
     Short(u64),
     /// It is not even looked at before so much (virtual) time has passed.
     Delay(Duration),

@@ -90,7 +90,7 @@ impl SimFile {
         self.world.lock().files[self.id].volatile.allocated_bytes()
     }
 
-    /// Reads into `buf`; gives the count, which is short at the end of the file.
+    /// Reads into `buf`; returns the count, which is short at the end of the file.
     pub async fn read(&self, buf: IoBuf, offset: u64) -> (Result<usize, Errno>, IoBuf) {
         if let Err(errno) = self.check_aligned(offset, std::slice::from_ref(&buf)) {
             return (Err(errno), buf);
@@ -100,7 +100,7 @@ impl SimFile {
         (result.map(|value| count(value) as usize), buf)
     }
 
-    /// Writes `bufs` one after the other; gives the count, which may be short.
+    /// Writes `bufs` one after the other; returns the count, which may be short.
     pub async fn write(&self, bufs: Vec<IoBuf>, offset: u64) -> (Result<usize, Errno>, Vec<IoBuf>) {
         let total: usize = bufs.iter().map(|buf| buf.len()).sum();
         let checked = self.check_writable().and_then(|()| self.check_aligned(offset, &bufs));
@@ -160,7 +160,7 @@ impl SimFile {
         self.world.lock().config.features.copy_range
     }
 
-    /// Copies from `source`, a file of the same machine; gives the count, which is short at its end.
+    /// Copies from `source`, a file of the same machine; returns the count, which is short at its end.
     pub async fn copy_range(&self, source: &SimFile, source_offset: u64, offset: u64, len: u64) -> Result<u64, Errno> {
         self.check_writable()?;
         self.check_feature(self.world.lock().config.features.copy_range)?;

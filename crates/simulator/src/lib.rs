@@ -4,7 +4,7 @@
 //!
 //! [`World`] holds the files. [`World::run`] runs a future on it; inside, [`cowshed_storage::File::open`] opens
 //! simulated files by name and [`cowshed_storage::rt`] keeps virtual time. The world logs every change ([`Event`]);
-//! [`Replay`] walks through the log and gives at each point the states that a power cut may leave ([`Cut`],
+//! [`Replay`] walks through the log and has at each point the states that a power cut may leave ([`Cut`],
 //! [`CrashState`]).
 
 mod fault;

@@ -69,7 +69,7 @@ impl std::fmt::Debug for Change {
     }
 }
 
-/// How much of a change reached the volatile contents when the operation ended.
+/// The part of a change that reached the volatile contents when the operation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Applied {
     /// All of it.
@@ -121,6 +121,6 @@ pub enum Event {
     },
     /// All names created so far are durable.
     FolderSynced,
-    /// Something above the disk wants to be found again in the log; see [`World::mark`](super::World::mark).
+    /// A mark of a user above the disk, to be found again in the log; see [`World::mark`](super::World::mark).
     Mark(u64),
 }

@@ -45,7 +45,7 @@ struct State {
     rounds_without_work: u32,
 }
 
-/// Whose turn it is.
+/// The queue whose turn it is.
 struct Turns {
     world: World,
     state: Mutex<State>,
@@ -60,7 +60,7 @@ thread_local! {
     static QUEUE: RefCell<Option<(Arc<Turns>, usize)>> = const { RefCell::new(None) };
 }
 
-/// Another queue may go on here, as the seed says. Does nothing outside of [`World::run_queues`].
+/// Another queue may go on here, by the seed. Does nothing outside of [`World::run_queues`].
 pub fn interleave() {
     let queue = QUEUE.try_with(|queue| queue.borrow().clone()).ok().flatten();
     if let Some((turns, me)) = queue {

@@ -84,7 +84,7 @@ pub enum Atom {
     Name,
 }
 
-/// Which parts of a change a power cut has kept.
+/// The parts of a change that a power cut has kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Choice {
     /// None.
@@ -315,7 +315,7 @@ impl<'a> Replay<'a> {
         Some(&self.files[id].volatile)
     }
 
-    /// Passes one entry and gives it; `None` at the end of the log.
+    /// Passes one entry and returns it; `None` at the end of the log.
     pub fn advance(&mut self) -> Option<&'a Event> {
         let event = self.trace.log.get(self.position)?;
         self.position += 1;

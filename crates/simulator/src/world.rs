@@ -33,14 +33,14 @@ impl Default for Features {
     }
 }
 
-/// How a [`World`] is made.
+/// The settings of a [`World`].
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Where chance starts from.
     pub seed: u64,
     /// The unit that the disk writes in one piece, in bytes (512 or 4096); also the alignment of direct I/O.
     pub sector_bytes: u64,
-    /// Every file is opened for direct I/O, whatever the options say.
+    /// Every file is opened for direct I/O, whatever its options.
     pub direct: bool,
     /// Bytes on the disk; a write that needs more gets `ENOSPC`.
     pub capacity_bytes: Option<u64>,
@@ -258,12 +258,12 @@ impl World {
         self.lock().faults.rules.clear();
     }
 
-    /// How many operations were hit by a [`Fault`].
+    /// The number of operations that were hit by a [`Fault`].
     pub fn fault_hits(&self) -> u64 {
         self.lock().faults.hits
     }
 
-    /// How it was made.
+    /// The settings that it was made with.
     pub fn config(&self) -> Config {
         self.lock().config.clone()
     }
@@ -561,7 +561,7 @@ impl State {
     }
 }
 
-/// Carries out `change`, as far as `applied` says, on `contents`.
+/// Carries out `change`, as far as `applied`, on `contents`.
 pub(super) fn apply(contents: &mut PageMap, change: &Change, applied: &Applied, sector_bytes: u64) {
     match (change, applied) {
         (_, Applied::Nothing) | (Change::Create, _) => {}

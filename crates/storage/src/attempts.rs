@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How often an operation is made again that the kernel gives back undone.
+//! The repetition of operations that the kernel gives back undone.
 
 use crate::rt;
 use cowshed_types::Errno;

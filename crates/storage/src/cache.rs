@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a file that is open uses the host's page cache, and changing that.
+//! The use of the host's page cache by an open file, and its change.
 
 use crate::file::File;
 use crate::medium::Medium;
@@ -31,7 +31,7 @@ impl LiveAlignment {
 }
 
 impl File {
-    /// How the file uses the page cache now.
+    /// The file's present use of the page cache.
     pub fn cache_mode(&self) -> CacheMode {
         let inner = self.inner();
         let direct = match &inner.medium {

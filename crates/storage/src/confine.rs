@@ -106,14 +106,14 @@ impl Confinement {
         self
     }
 
-    /// Attributes of files can be set: for a new file that is to lie on its disk as its options say.
+    /// Attributes of files can be set: for a new file whose options decide its place on the disk.
     pub fn place_files(&mut self) -> &mut Self {
         self.extra.places_files = true;
         self
     }
 
     /// Confines this thread and those that it will start. A kernel that can't do it, or not all of it, is no error: the
-    /// answer says so. A path that is there and can't be looked at is one.
+    /// result tells. A path that is there and can't be looked at is one.
     pub fn apply(&self) -> Result<Confined> {
         Ok(Confined { files: self.confine_files()?, system_calls: calls::confine(self.extra)? })
     }
@@ -161,7 +161,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Adds a rule. A path that isn't there needs none: opening it will say so in its own words.
+/// Adds a rule. A path that isn't there needs none: its opening will report that in its own words.
 fn allow(ruleset: RulesetCreated, path: &Path, access: BitFlags<AccessFs>) -> Result<RulesetCreated> {
     let opened = match PathFd::new(path) {
         Ok(opened) => opened,

@@ -124,7 +124,7 @@ pub struct EndedOp {
     pub end: u64,
     /// It was carried out.
     pub done: bool,
-    /// How long it took, in nanoseconds.
+    /// Its duration in nanoseconds.
     pub latency_ns: u64,
     /// When it ended, by the clock of [`crate::rt::now`].
     pub end_ns: u64,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where a file is known to have data.
+//! The ranges of a file that are known to have data.
 //!
 //! The kernel finds the end of a run of data by going through all of it. It goes extent by extent, and page by page
 //! where the data isn't on the disk yet. A walk through a disk asks for the next piece again and again, mostly in the

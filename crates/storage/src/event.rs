@@ -23,8 +23,8 @@ impl EventCounter {
         Ok(EventCounter(Arc::new(fd)))
     }
 
-    /// One that another process has passed. The other process can make it one that blocks at any time. Waiting never
-    /// blocks, and [`EventCounter::signal`] does so where the counter is full, until it is emptied.
+    /// A counter that another process has passed. The other process can make it one that blocks at any time. Waiting
+    /// never blocks, and [`EventCounter::signal`] does so where the counter is full, until it is emptied.
     pub fn from_descriptor(fd: OwnedFd) -> Result<EventCounter> {
         let failed = |error| Error::os(sys::errno(error), "could not use an eventfd");
         let status = rustix::fs::fstat(&fd).map_err(failed)?;

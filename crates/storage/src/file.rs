@@ -254,8 +254,8 @@ impl File {
         }
     }
 
-    /// Refuses a file that this process uses by another descriptor, too, whatever the locks say: for a caller that is
-    /// about to replace the content.
+    /// Refuses a file that this process uses by another descriptor, too, even without locks: for a caller that is about
+    /// to replace the content.
     pub fn check_single_use(&self) -> Result<()> {
         match &self.0.medium {
             Medium::Host(host) => host.check_single_use().map_err(|error| error.file(self.name())),
@@ -273,7 +273,7 @@ impl File {
         }
     }
 
-    /// Says how a new, still empty file should lie on its disk. See [`LayoutHints`].
+    /// Hints at the place of a new, still empty file on its disk. See [`LayoutHints`].
     pub fn hint_layout(&self, hints: LayoutHints) {
         if let Medium::Host(host) = &self.0.medium {
             host.hint_layout(hints);
@@ -288,7 +288,7 @@ impl File {
         }
     }
 
-    /// The transfers that the other side of a remote file likes, where it says so.
+    /// The transfers that the other side of a remote file prefers, where known.
     pub fn transfer_sizes(&self) -> Option<TransferSizes> {
         match &self.0.medium {
             Medium::Remote(file) => file.remote.transfer_sizes(),
@@ -296,7 +296,7 @@ impl File {
         }
     }
 
-    /// The alignment that the *medium* wants; `File` itself accepts any offset and length and bounces where needed.
+    /// The alignment that the *medium* needs; `File` itself accepts any offset and length and bounces where needed.
     pub fn alignment(&self) -> Alignment {
         self.0.alignment.get()
     }
@@ -549,7 +549,7 @@ impl File {
         Ok(())
     }
 
-    /// Numbers that say which file is open, and of which another write, truncation or change of attributes makes other ones. `None`
+    /// Numbers that identify the open file. Another write, truncation or change of attributes changes them. `None`
     /// where the storage is no file of this machine.
     pub fn change_stamp(&self) -> Option<[u64; 7]> {
         self.0.medium.change_stamp()
@@ -563,8 +563,8 @@ impl File {
             .map_err(|errno| Error::os(errno, "could not read the file's attributes").file(self.name()))
     }
 
-    /// Takes the image locks for `permissions` and gives those back that are not needed any more. On an error (`Busy`:
-    /// it names the permission that other locks contradict) everything is as before.
+    /// Takes the image locks for `permissions` and releases those that are not needed any more. On an error (`Busy`: it
+    /// names the permission that other locks contradict) everything is as before.
     pub fn lock(&self, permissions: Permissions) -> Result<()> {
         let Medium::Host(host) = &self.0.medium else { return Ok(()) };
         let mut locks = self.0.image_locks.lock().unwrap_or_else(PoisonError::into_inner);

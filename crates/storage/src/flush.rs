@@ -26,7 +26,7 @@ pub(crate) struct FlushGate {
     poison: OnceLock<Error>,
 }
 
-/// The next step of a task that wants a flush.
+/// The next step of a task that needs a flush.
 #[derive(Debug)]
 pub(crate) enum Turn {
     /// A flush that started after the request has ended.

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Where the device is.
+/// The path of the device.
 pub const FUSE_DEVICE: &str = "/dev/fuse";
 
 /// `_IOR(229, 0, uint32_t)`: makes a new descriptor one more of a session.
@@ -102,7 +102,8 @@ fn served() -> std::sync::MutexGuard<'static, Vec<u64>> {
     SERVED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Says that this process serves the file system with that device number, as long as it lives. Its files are refused as images.
+/// The mark that this process serves the file system with that device number, as long as it lives. Its files are
+/// refused as images.
 #[derive(Debug)]
 pub struct ServedMount(u64);
 

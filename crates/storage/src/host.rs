@@ -277,8 +277,8 @@ impl HostFile {
         if self.is_in_pieces(payload.len()) { PIECE_BYTES } else { MAX_TRANSFER }
     }
 
-    /// Starts a transfer on this thread's ring; gives the payload back where there is none. The result may be short, or an
-    /// error that only says "again".
+    /// Starts a transfer on this thread's ring; returns the payload where there is none. The result may be short, or an
+    /// error that only asks for another try.
     pub(crate) fn start(
         &self,
         direction: Direction,
@@ -559,7 +559,7 @@ impl HostFile {
         .await
     }
 
-    /// As the system call says it: [`not_between_these`] is for the caller.
+    /// The result is the system call's: [`not_between_these`] is for the caller.
     pub(crate) async fn share_from(
         &self,
         source: &HostFile,

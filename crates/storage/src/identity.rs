@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which file a name or a descriptor means: links, `/dev/fd/N` and other nodes of one device all mean the same one.
+//! The file that a name or a descriptor means: links, `/dev/fd/N` and other nodes of one device all mean the same one.
 //!
 //! The process keeps a list of the files that it has open. Creating an image over one of them would empty it under its
-//! reader, so [`crate::File::open`] refuses that, whatever the locks of the file say.
+//! reader, so [`crate::File::open`] refuses that, even without locks on the file.
 
 use rustix::fs::{FileType, Stat};
 use std::collections::BTreeMap;

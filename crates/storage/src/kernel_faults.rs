@@ -68,7 +68,7 @@ impl KernelFaults {
         KernelFaults(fd)
     }
 
-    /// Each entry happens as often as it says, the first that fits first.
+    /// Each entry has its number of uses; the first that fits is used first.
     pub(crate) fn script(file: impl AsFd, script: Vec<(Way, Call, Effect, u32)>) -> Self {
         Self::new(file, Plan::Script(script))
     }
@@ -78,12 +78,12 @@ impl KernelFaults {
         Self::new(file, Plan::Weather(Rng::new(seed), percent, effects))
     }
 
-    /// How often something happened.
+    /// The number of faults so far.
     pub(crate) fn hits(&self) -> u32 {
         files()[&self.0].hits
     }
 
-    /// How often the kernel was asked.
+    /// The number of calls to the kernel.
     pub(crate) fn calls(&self, way: Way, call: Call) -> u32 {
         files()[&self.0].calls.get(&(way, call)).copied().unwrap_or(0)
     }
@@ -184,7 +184,7 @@ pub(crate) fn refuse_enter(errno: i32, times: u64) {
     REFUSAL.set((errno, times));
 }
 
-/// How often `io_uring_enter` was refused on this thread.
+/// The number of times that `io_uring_enter` was refused on this thread.
 pub(crate) fn refused_enters() -> u64 {
     REFUSED.get()
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Image locks that QEMU understands.
 //!
-//! An open image holds shared locks (OFD read locks) on single bytes of the file. Byte `100 + n` says "I use permission
-//! n". Byte `200 + n` says "I don't share permission n with others". A process that wants permission n looks for
-//! holders of `200 + n`; one that doesn't share it looks for holders of `100 + n`. Each takes its own bytes first and
-//! looks afterwards, so two that come at once see each other.
+//! An open image holds shared locks (OFD read locks) on single bytes of the file. Byte `100 + n` means "I use
+//! permission n". Byte `200 + n` means "I don't share permission n with others". A process that needs permission n
+//! looks for holders of `200 + n`; one that doesn't share it looks for holders of `100 + n`. Each takes its own bytes
+//! first and looks afterwards, so two that come at once see each other.
 
 use crate::holder::{self, Holder};
 use crate::sys::{self, ByteLock, SysResult};
@@ -147,7 +147,7 @@ pub enum Locking {
 
 /// The byte locks of an open file.
 pub(crate) trait LockBytes {
-    /// Takes the byte's lock for reading, or gives it back.
+    /// Takes the byte's lock for reading, or releases it.
     fn set(&self, lock: ByteLock, byte: u64) -> SysResult<()>;
     /// True when another open file description has the byte.
     fn is_held(&self, byte: u64) -> SysResult<bool>;
@@ -169,7 +169,7 @@ impl<F: AsFd> LockBytes for F {
     }
 }
 
-/// Why locks are not to be had.
+/// The reason why locks are not to be had.
 #[derive(Debug)]
 enum Refusal {
     /// Another open file description has a byte.
@@ -278,7 +278,7 @@ impl LockState {
     }
 }
 
-/// Says once in the life of the process that images are not protected from each other.
+/// Warns once in the life of the process that images are not protected from each other.
 fn warn_of_no_locks(errno: Errno) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {

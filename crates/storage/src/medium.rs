@@ -61,7 +61,7 @@ impl Medium {
         }
     }
 
-    /// Starts a transfer of the whole payload on this thread's ring; gives it back where that isn't how this medium works.
+    /// Starts a transfer of the whole payload on this thread's ring; returns it where this medium doesn't work so.
     pub(crate) fn start(&self, direction: Direction, payload: Payload, offset: u64) -> Result<RingOp<'_>, Payload> {
         match self {
             Medium::Host(host) => host.start(direction, payload, offset),
@@ -76,7 +76,7 @@ impl Medium {
             Medium::Host(host) => host.write_now(payload, offset),
             Medium::Null(_) | Medium::Sim(_) | Medium::Faulty(_) | Medium::Remote(_) => None,
         };
-        // As the ring says it.
+        // In the ring's form.
         result.map(|result| result.map_or_else(|errno| -errno.0, |done| i32::try_from(done).unwrap_or(i32::MAX)))
     }
 
@@ -191,7 +191,7 @@ impl Medium {
         match (self, source) {
             (Medium::Host(host), Medium::Host(source)) => {
                 // A place behind the end, and within a block: nothing is there to be shared. A file system that can't
-                // share says so first.
+                // share reports that first.
                 let place = source_len.next_multiple_of(1 << 20) + 1;
                 let can = host.share_one_byte(source, place).await == Err(Errno::EINVAL);
                 if can {

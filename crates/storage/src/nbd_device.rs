@@ -22,7 +22,7 @@ pub enum NbdCall {
     ClearQueue = 0xab05,
     /// Sets the length of the device in blocks.
     SetBlocks = 0xab07,
-    /// Says goodbye to the server, which ends the connection.
+    /// Ends the session with the server, which ends the connection.
     Disconnect = 0xab08,
     /// Sets the transmission flags that the server sent.
     SetFlags = 0xab0a,

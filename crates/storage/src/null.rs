@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file without contents: for measuring the cost of the layers above.
 //!
-//! Its reads are zeroes whatever the options say. Memory left as it is would be that of an earlier request, perhaps of
+//! Its reads are zeroes whatever the options are. Memory left as it is would be that of an earlier request, perhaps of
 //! another export's client.
 
 use crate::options::NullOptions;

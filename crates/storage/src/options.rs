@@ -5,7 +5,7 @@ use crate::lock::{Locking, Permissions};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How the host's page cache is used, as QEMU's `cache.direct` and `cache.no-flush`.
+/// The use of the host's page cache, as QEMU's `cache.direct` and `cache.no-flush`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheMode {
     /// Bypass the page cache (`O_DIRECT`).
@@ -27,7 +27,7 @@ pub enum IoEngine {
     Threads,
 }
 
-/// How to open a [`crate::File`].
+/// The options of opening a [`crate::File`].
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
     /// Open for writing too.
@@ -53,7 +53,7 @@ pub struct OpenOptions {
 pub struct NullOptions {
     /// Length in bytes.
     pub len: u64,
-    /// How long each operation takes.
+    /// The duration of each operation.
     pub latency: Duration,
 }
 
@@ -66,7 +66,7 @@ pub struct Alignment {
     pub offset: u64,
 }
 
-/// How a new file should lie on its disk. Hints: a file system that doesn't know one goes without.
+/// Hints at the place of a new file on its disk. A file system that doesn't know one goes without.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayoutHints {
     /// Write in place where the file system would copy on write (btrfs: `FS_NOCOW_FL`; its checksums go, too).

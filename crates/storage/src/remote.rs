@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A future of a [`Remote`]: stays on its thread.
 pub type RemoteFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// Bytes behind a protocol, of a length that doesn't change unless it says so. Usable from any thread. Ranges are
-/// inside of the length (writes may be past it where that [`Remote::grows`]), and aligned as it asks. Its messages are
-/// for the log; a caller gets an error number.
+/// Bytes behind a protocol, of a length that only changes if it reports that. Usable from any thread. Ranges are inside
+/// of the length (writes may be past it where that [`Remote::grows`]), and aligned as it asks. Its messages are for the
+/// log; a caller gets an error number.
 pub trait Remote: Send + Sync + fmt::Debug {
     /// The alignment that it needs for memory, offsets and lengths, in bytes.
     fn alignment(&self) -> Alignment;
 
-    /// The transfers that the other side likes, where it says so.
+    /// The transfers that the other side prefers, where known.
     fn transfer_sizes(&self) -> Option<TransferSizes> {
         None
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random numbers for simulations and faults: the same seed gives the same run on every machine.
+//! Random numbers for simulations and faults: the same seed means the same run on every machine.
 
 /// A small generator (xoshiro256**, seeded by splitmix64). Not for secrets.
 #[derive(Clone, Debug)]

@@ -21,7 +21,7 @@ pub struct Watched<T> {
 #[derive(Debug, Default)]
 struct Inner<T> {
     value: T,
-    /// By the number of the wait. One that is given up takes its waker along: nothing piles up here.
+    /// By the number of the wait. A wait that is given up takes its waker along: nothing piles up here.
     waiting: Vec<(u64, Waker)>,
     next_number: u64,
 }
@@ -47,7 +47,7 @@ impl<T> Watched<T> {
         look(&lock(&self.inner).value)
     }
 
-    /// Waits until `check` gives something; it may change the value.
+    /// Waits until `check` returns a value; it may change the shared one.
     pub fn wait<R, F: FnMut(&mut T) -> Option<R> + Unpin>(&self, check: F) -> Wait<'_, T, F> {
         Wait { watched: self, check, number: None }
     }

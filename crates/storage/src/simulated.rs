@@ -32,9 +32,9 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn is_fixed(&self) -> bool;
     /// Space taken.
     fn allocated_bytes(&self) -> u64;
-    /// Reads into `buf`; gives the count, which is short at the end of the file.
+    /// Reads into `buf`; returns the count, which is short at the end of the file.
     fn read(&self, buf: IoBuf, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, IoBuf)>;
-    /// Writes `bufs` one after the other; gives the count, which may be short.
+    /// Writes `bufs` one after the other; returns the count, which may be short.
     fn write(&self, bufs: Vec<IoBuf>, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, Vec<IoBuf>)>;
     /// A barrier over operations completed before; each failure is told once.
     fn sync(&self) -> Simulated<'_, ()>;
@@ -50,7 +50,7 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn next_data(&self, offset: u64) -> Simulated<'_, Option<DataRange>>;
     /// The file system copies ranges itself.
     fn can_copy_range(&self) -> bool;
-    /// Copies from `source`, a file of the same machine; gives the count, which is short at its end.
+    /// Copies from `source`, a file of the same machine; returns the count, which is short at its end.
     fn copy_range<'a>(
         &'a self,
         source: &'a dyn SimulatedFile,

@@ -120,8 +120,8 @@ pub(crate) fn transfer(
     })
 }
 
-/// As [`transfer`], but only as far as that goes without waiting: `EAGAIN` when nothing does, `EOPNOTSUPP` where the file
-/// system can't say.
+/// As [`transfer`], but only as far as that goes without waiting: `EAGAIN` when nothing does, `EOPNOTSUPP` where the
+/// file system can't tell.
 pub(crate) fn transfer_now(
     file: impl AsFd,
     direction: Direction,
@@ -332,7 +332,7 @@ fn flock(kind: i32, start: u64, len: u64) -> SysResult<libc::flock> {
     Ok(lock)
 }
 
-/// Takes or gives back the lock on `len` bytes at `start`, without waiting.
+/// Takes or releases the lock on `len` bytes at `start`, without waiting.
 pub(crate) fn set_lock(file: impl AsFd, lock: ByteLock, start: u64, len: u64) -> SysResult<()> {
     let kind = match lock {
         ByteLock::Read => libc::F_RDLCK,

@@ -144,7 +144,8 @@ impl Inner {
     }
 }
 
-/// True for results that mean: nothing happened, ask again. A ring says `ECANCELED` where the kernel has no worker for it.
+/// True for results that mean: nothing happened, ask again. A ring returns `ECANCELED` where the kernel has no worker
+/// for it.
 fn says_again(result: i32) -> bool {
     matches!(-result, libc::EINTR | libc::EAGAIN | libc::ECANCELED)
 }

@@ -21,10 +21,10 @@ pub const UBLK_CONTROL: &str = "/dev/ublk-control";
 const DESCRIPTOR_BYTES: usize = 24;
 /// The driver has room for so many descriptors of a queue.
 const MAX_DEPTH: usize = 4096;
-/// The longest buffer of a command: two bytes say its length.
+/// The longest buffer of a command: its length has two bytes.
 const MAX_BUFFER_BYTES: usize = u16::MAX as usize;
 
-/// A command on the control device, by the number that `linux/ublk_cmd.h` gives it.
+/// A command on the control device, by its number in `linux/ublk_cmd.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum UblkCall {
@@ -87,7 +87,7 @@ pub trait UblkDriver: Send + Sync + 'static {
     fn open(&self, device: u32) -> Result<Self::Device, Errno>;
 }
 
-/// How a queue is.
+/// The shape of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkShape {
     /// Its number.
@@ -283,7 +283,7 @@ impl UblkDevice for UblkChar {
 }
 
 impl UblkCharQueue {
-    /// Where a request's data begins in the char device.
+    /// The offset of a request's data in the char device.
     fn data_offset(&self, tag: u16) -> u64 {
         const START: u64 = 0x8000_0000;
         const DATA_BITS: u32 = 25;

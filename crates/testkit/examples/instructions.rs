@@ -66,7 +66,8 @@ enum Kind {
 }
 
 impl Kind {
-    /// How many more of them the second run has than the first: fewer of those that take a hundred times the instructions.
+    /// The number of requests that the second run has more than the first: fewer of those that take a hundred times the
+    /// instructions.
     fn requests(self) -> u64 {
         if self == Kind::Inflate { 50 } else { REQUESTS }
     }
@@ -193,12 +194,12 @@ async fn requests(case: &Case, path: &Path, count: u64) {
     }
 }
 
-/// Where the request of this number goes.
+/// The place of the request with this number.
 fn place(number: u64) -> u64 {
     number * 0x9e37_79b9 % (WINDOW / BYTES) * BYTES
 }
 
-/// An attachment for exports, above a throttle node where that is wanted.
+/// An attachment for exports, above a throttle node if `throttled`.
 async fn attached(graph: &Arc<Graph>, path: &Path, throttled: bool) -> Arc<Attachment> {
     let options = format!("driver=qcow2,node-name=n,file.driver=file,file.filename={}", path.display());
     let node = graph.add(BlockdevOptions::from_keyval(&options).expect("options")).await.expect("the image opens");

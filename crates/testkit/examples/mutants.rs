@@ -22,7 +22,7 @@ enum Fate {
     Passes,
 }
 
-/// Builds the test programs; gives the file of each by its name.
+/// Builds the test programs; returns the file of each by its name.
 fn build(root: &Path, places: &BTreeMap<&'static str, Place>) -> BTreeMap<String, PathBuf> {
     // The whole workspace, so that packages of others have the features of every other build.
     let mut command = cargo(root, "mutants", &["test", "--workspace", "--locked", "--no-run"]);

@@ -71,7 +71,7 @@ fn count(image: &Path, kind: &str, writes: u64, only_checks: bool) -> u64 {
         }
     }
     command.arg(program).args(["write", &image.to_string_lossy(), "cached", kind, &writes.to_string()]);
-    // valgrind knows no io_uring.
+    // valgrind has no io_uring.
     let output = command.env("COWSHED_IO_ENGINE", "threads").output().expect("valgrind is installed");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{text}");

@@ -26,7 +26,7 @@ pub struct Audit {
     pub bitmaps: (u64, u64),
 }
 
-/// Where a snapshot's L1 table is.
+/// The places of a snapshot's L1 table.
 struct SnapshotTables {
     l1: u64,
     l1_len: u64,
@@ -62,7 +62,7 @@ pub fn audit(file: &PageMap) -> Result<Audit, String> {
     look(file).map(|image| image.audit)
 }
 
-/// Where the header and the tables of the image in `file` are.
+/// The places of the header and the tables of the image in `file`.
 ///
 /// # Errors
 /// As [`audit`].
@@ -204,7 +204,7 @@ impl Image<'_> {
         entries.filter(|(_, entry)| *entry != (0, 0)).collect()
     }
 
-    /// The bitmap directory, the tables and the data, where the autoclear bit says that they count.
+    /// The bitmap directory, the tables and the data, where they count by the autoclear bit.
     fn walk_bitmaps(&mut self) -> Result<(), String> {
         if self.version < 3 || read(self.file, 88, 8) & 1 == 0 {
             return Ok(());

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{BufWriter, Result, Seek, SeekFrom, Write};
 use std::path::Path;
 
-/// Where the guest's clusters are.
+/// The places of the guest's clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// In guest order.

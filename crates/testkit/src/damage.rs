@@ -49,17 +49,17 @@ impl Victim {
         self.set_word(offset, self.word(offset) ^ bits);
     }
 
-    /// Where the active L1 entry `index` is.
+    /// The offset of the active L1 entry `index`.
     pub fn l1_entry(&self, index: u64) -> u64 {
         self.header.l1_table_offset + index * 8
     }
 
-    /// Where the entry `index` of the first snapshot's L1 table is.
+    /// The offset of the entry `index` of the first snapshot's L1 table.
     pub fn snapshot_l1_entry(&self, index: u64) -> u64 {
         self.word(self.header.snapshots_offset) + index * 8
     }
 
-    /// Where the L2 entry for the guest's cluster `cluster` is.
+    /// The offset of the L2 entry for the guest's cluster `cluster`.
     pub fn l2_entry(&self, cluster: u64) -> u64 {
         let entries = self.geometry.l2_entries();
         let table = self.word(self.l1_entry(cluster / entries)) & 0x00ff_ffff_ffff_fe00;
@@ -72,7 +72,7 @@ impl Victim {
         (self.word(self.l2_entry(cluster)) & 0x00ff_ffff_ffff_fe00) >> self.geometry.cluster_bits()
     }
 
-    /// Where the refcount table entry `index` is.
+    /// The offset of the refcount table entry `index`.
     pub fn refcount_table_entry(&self, index: u64) -> u64 {
         self.header.refcount_table_offset + index * 8
     }
@@ -131,7 +131,7 @@ impl Victim {
         self.set_word(64, first * cluster_size);
     }
 
-    /// Says that there is one snapshot more, whose entry ends nowhere.
+    /// Counts one snapshot more, whose entry ends nowhere.
     pub fn add_endless_snapshot(&self) {
         let start = self.header.snapshots_offset;
         let mut bytes = vec![0; 1 << 16];

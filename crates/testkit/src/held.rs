@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which bytes of a file a process has locked, as the kernel tells it.
+//! The bytes of a file that a process has locked, by the kernel's list.
 //!
 //! Read from `/proc/PID/fdinfo`, never from `/proc/locks`. The kernel writes that list a piece at a time, and finds its
 //! place again by counting. So while other processes lock and unlock, entries come twice or not at all.

@@ -122,7 +122,7 @@ impl LiveDisk {
             }
             // Images with a data file have none; and where none was taken there is none to delete.
             Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::NotFound) => Ok(()),
-            // Where a count has one or two bits a cluster can't belong to many.
+            // With counts of one or two bits a cluster can't belong to many.
             Err(error) if has_narrow_counts(&node) && error.to_string().contains("can't count more") => Ok(()),
             Err(error) => Err(error),
         }
@@ -252,7 +252,7 @@ impl LiveScene {
         steps
     }
 
-    /// Runs the case and cuts its power everywhere; says how many snapshots were taken.
+    /// Runs the case and cuts its power everywhere; returns the number of snapshots taken.
     ///
     /// # Errors
     /// The failure, and the fewest requests that show it.

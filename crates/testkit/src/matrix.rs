@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicU64;
 /// One case: an image on a machine.
 #[derive(Clone, Debug)]
 pub struct CrashScene {
-    /// Where all of it comes from.
+    /// The source of all of it.
     pub seed: u64,
     /// The image's layers; the top is written to.
     pub chain: Chain,
@@ -40,14 +40,14 @@ pub struct CrashScene {
     pub on_a_device: bool,
 }
 
-/// How long and how hard a case is tried.
+/// The length and the thoroughness of a case.
 #[derive(Clone, Debug)]
 pub struct Effort {
     /// Requests of the guest.
     pub requests: usize,
     /// Distinct states.
     pub states: usize,
-    /// One of so many distinct states goes to the real `qemu-img`; 0: none.
+    /// The distance of distinct states of which one goes to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
     /// The disk has room for so many bytes more than the image takes at the start; `None`: endless, or enough on a device.
     pub room_bytes: Option<u64>,

@@ -164,7 +164,7 @@ impl Model {
         self.begin(offset, len, Content::MaybeZero, position)
     }
 
-    /// A write, zero write or discard has succeeded. One that failed is never ended: it may have happened or not.
+    /// A write, zero write or discard has succeeded. A request that failed is never ended: it may have happened or not.
     pub fn end(&mut self, request: RequestId, position: usize) {
         let moment = self.moment(position);
         self.versions[request.0].ended = Some(moment);

@@ -159,7 +159,7 @@ pub struct OpGen {
     pub compressed: bool,
     /// Changes of the size among the requests.
     pub resizes: bool,
-    /// One of so many requests is a flush.
+    /// The number of requests for each flush.
     pub flush_every: u64,
 }
 
@@ -254,7 +254,7 @@ impl OpGen {
     }
 }
 
-/// Takes requests away as long as `fails` still says yes: first halves, then ever smaller parts.
+/// Takes requests away as long as `fails` is true: first halves, then ever smaller parts.
 pub fn shrink(steps: &[Step], mut fails: impl FnMut(&[Step]) -> bool) -> Vec<Step> {
     let mut steps = steps.to_vec();
     let mut part = (steps.len() / 2).max(1);

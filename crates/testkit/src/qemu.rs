@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 pub struct Qemu {
     img: PathBuf,
     io: PathBuf,
-    /// Where the other tools of the set are; `None` for `PATH`.
+    /// The folder of the other tools of the set; `None` for `PATH`.
     folder: Option<PathBuf>,
 }
 
@@ -30,7 +30,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Panics with everything the tool said unless it exited with 0.
+    /// Panics with the tool's whole output unless it exited with 0.
     #[track_caller]
     pub fn expect_ok(self) -> Self {
         assert_eq!(self.code, 0, "`{}` failed\n{}{}", self.command, self.stdout, self.stderr);
@@ -112,8 +112,8 @@ pub fn coalesce(entries: impl IntoIterator<Item = MapEntry>) -> Vec<MapEntry> {
 impl Qemu {
     /// The tools named by `COWSHED_QEMU_IMG` and `COWSHED_QEMU_IO`, else those in `PATH`.
     ///
-    /// Panics when there are none, and says how to install them: a differential test without its oracle proves
-    /// nothing and must not pass.
+    /// Panics when there are none, with the way to install them: a differential test without its oracle proves nothing
+    /// and must not pass.
     pub fn system() -> Self {
         let find = |variable: &str, tool: &str| {
             if let Some(path) = std::env::var_os(variable) {
@@ -166,7 +166,8 @@ impl Qemu {
     pub fn img<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
         let mut command = Command::new(&self.img);
         command.args(arguments);
-        // QEMU measures how long a guess of a passphrase takes, and gives up where the system's clock of CPU time stood still.
+        // QEMU measures the time of a guess of a passphrase, and stops where the system's clock of CPU time stood
+        // still.
         let mut tries = 20;
         loop {
             let output = run(&mut command);

@@ -26,7 +26,7 @@ impl SharingDisk {
     /// `unit`: the cluster size in bytes.
     ///
     /// # Errors
-    /// Those of making the file beside it.
+    /// Errors of making the file beside it.
     pub fn new(disk: ImageDisk, unit: u64, shared: Arc<AtomicU64>) -> Result<Self> {
         let pool = format!("{}.pool", disk.0.filename());
         let pool = File::open(Path::new(&pool), &OpenOptions { create: true, write: true, ..OpenOptions::default() })?;

@@ -53,7 +53,7 @@ impl ImageDisk {
     /// Opens an image; inside of [`World::run`] one of the machine's.
     ///
     /// # Errors
-    /// Those of [`open()`].
+    /// Errors of [`open()`].
     pub async fn open(name: &str, writable: bool, direct: bool) -> Result<Self> {
         Self::open_with(name, writable, direct, "").await
     }
@@ -61,7 +61,7 @@ impl ImageDisk {
     /// As [`ImageDisk::open`], with further options of the driver: `l2-cache-size=1k,discard-no-unref=on`.
     ///
     /// # Errors
-    /// Those of [`open()`], and of the options.
+    /// Errors of [`open()`], and of the options.
     pub async fn open_with(name: &str, writable: bool, direct: bool, options: &str) -> Result<Self> {
         let cache = if direct { "none" } else { "writeback" };
         let request = match options {
@@ -78,7 +78,7 @@ impl ImageDisk {
     /// Opens the node that `options` describe, as `--image-opts` takes them.
     ///
     /// # Errors
-    /// Those of [`open()`], and of the options.
+    /// Errors of [`open()`], and of the options.
     pub async fn open_options(options: &str, writable: bool) -> Result<Self> {
         open(OpenRequest::image_opts(options)?.writable(writable)).await.map(ImageDisk)
     }
@@ -131,9 +131,9 @@ pub struct Trial {
     pub steps: Vec<Step>,
     /// Queues that the guest's streams are spread over; 1: all on one executor.
     pub queues: usize,
-    /// How hard the power cuts are tried.
+    /// The plan of the power cuts.
     pub plan: CrashPlan,
-    /// One of so many distinct states is handed to the real `qemu-img`; 0: none.
+    /// The distance of distinct states of which one is handed to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
     /// The options that are amended behind the guest's requests, "" for none.
     pub amend: &'static str,
@@ -159,7 +159,7 @@ fn guest_at<D: GuestDisk + Send + Sync>(disk: D, world: &World, model: Model, tr
 
 /// An image to start from, its files made by the real QEMU.
 pub struct Prepared {
-    /// Where the files are; also where states are handed to `qemu-img`.
+    /// The folder of the files; also of states that are handed to `qemu-img`.
     folder: tempfile::TempDir,
     /// Name of the top image: its path in the folder.
     pub top: String,
@@ -655,7 +655,7 @@ impl Prepared {
         })
     }
 
-    /// Where the files are.
+    /// The folder of the files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }

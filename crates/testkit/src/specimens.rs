@@ -134,7 +134,7 @@ impl Workbench {
         self.dir.path()
     }
 
-    /// Where the image `name` is or goes.
+    /// The path of the image `name`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(format!("{name}.qcow2"))
     }

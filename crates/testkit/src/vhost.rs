@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A front end of vhost-user-blk, and a driver, that do as a test says: each message and each descriptor by itself.
+//! A front end of vhost-user-blk, and a driver, that follow a test: each message and each descriptor by itself.
 
 use cowshed_storage::{EventCounter, SharedMemory, Socket, SocketAddress, rt};
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply, request};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 pub const MEMORY_BYTES: u64 = 8 << 20;
 /// Places of each ring.
 pub const RING_SIZE: u16 = 64;
-/// Where the guest has the rings: 64 KiB each.
+/// The place of the rings in guest memory: 64 KiB each.
 const RINGS: u64 = 0x10_0000;
 /// Where data of requests lies: 64 KiB for each chain.
 pub const DATA: u64 = 0x20_0000;
@@ -260,7 +260,7 @@ impl FrontEnd {
         self.guest.memory.load(Self::place(ring) + 0x8000 + 2)
     }
 
-    /// Waits for the next chain that the device gives back: its head and the number of written bytes.
+    /// Waits for the next chain that the device returns: its head and the number of written bytes.
     pub fn wait_used(&mut self, ring: usize) -> (u16, u32) {
         let end = Instant::now() + PATIENCE;
         while self.used(ring) == self.guest.seen[ring] {
@@ -344,7 +344,7 @@ impl FrontEnd {
         Socket::from_descriptor(ours.into())
     }
 
-    /// The number of the next message on such a channel, which has no body and wants no reply.
+    /// The number of the next message on such a channel, which has no body and needs no reply.
     pub fn back_end_message(channel: &Socket) -> u32 {
         let mut message = [0xff; HEADER_BYTES];
         rt::block_on(channel.receive_with_descriptors(&mut message, &mut Vec::new())).unwrap();

@@ -106,7 +106,7 @@ impl Error {
         }))
     }
 
-    /// An image that contradicts its format: `field` holds `value` and `message` says why that can't be.
+    /// An image that contradicts its format: `field` holds `value`, and `message` has the reason why that can't be.
     pub fn invalid_image(field: &'static str, value: impl fmt::Display, message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidImage, message).field(field).value(value)
     }

@@ -3,7 +3,7 @@
 
 use crate::{GuestOffset, HostOffset};
 
-/// Which of an image's files holds the bytes of a mapping.
+/// The file of an image that holds the bytes of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StoredIn {
     /// The image file itself.
@@ -12,7 +12,7 @@ pub enum StoredIn {
     DataFile,
 }
 
-/// How compressed clusters of an image are encoded.
+/// The compression type of an image's compressed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Compression {
     /// Raw deflate (RFC 1951), called "zlib" in option values.
@@ -21,7 +21,7 @@ pub enum Compression {
     Zstd,
 }
 
-/// Where the bytes of an [`Extent`] are.
+/// The place of the bytes of an [`Extent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mapping {
     /// Plain bytes at `host`. With `encrypted` the executor passes them through the image's cipher.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory whose size an image or a peer says: where there is none, that is an error, and not the end of the process.
+//! Memory whose size comes from an image or a peer: where there is none, that is an error, and not the end of the
+//! process.
 
 use crate::{Errno, Error, Result};
 use std::collections::{HashMap, HashSet};

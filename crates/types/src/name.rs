@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! File names as text. On Linux a name is any bytes; options, JSON and messages want text.
+//! File names as text. On Linux a name is any bytes; options, JSON and messages need text.
 //!
 //! A byte that is no part of UTF-8 is in the text as one private character, U+10FE00 plus the byte. So do the bytes of
 //! such characters themselves, and those of [`LINE_END`]. Every name has exactly one text. So nothing is lost on the

@@ -6,7 +6,7 @@ use crate::{Malformed, SECTOR_BYTES};
 
 /// Bytes of the struct: the parts that we set, which all versions of the driver have in these places.
 pub const PARAMS_BYTES: usize = 64;
-/// Where the second part begins.
+/// The offset of the second part.
 const DISCARD_AT: usize = 40;
 /// The most sectors of one discard or one write of zeroes: the kernel splits longer ones.
 const MAX_DISCARD_SECTORS: u32 = 1 << 21;
@@ -20,7 +20,7 @@ mod attributes {
     pub const FUA: u32 = 1 << 3;
 }
 
-/// Bits that say which parts are there.
+/// Bits of the parts that are there.
 mod parts {
     pub const BASIC: u32 = 1 << 0;
     pub const DISCARD: u32 = 1 << 1;

@@ -68,7 +68,7 @@ impl Request {
     /// Reads a descriptor.
     ///
     /// # Errors
-    /// Where it is none of a device with these limits: a mistake of the driver's or of ours.
+    /// A request that isn't one of a device with these limits: a mistake of the driver's or of ours.
     pub fn parse(bytes: &[u8; DESCRIPTOR_BYTES], limits: &Limits) -> Result<Request, Malformed> {
         let word = u32_at(bytes, 0);
         let is_durable = word & flags::FUA != 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whose turn it is with each request of a queue.
+//! The turns of a queue's requests, between the driver and the server.
 //!
 //! ```text
 //! New ─fetch─► Driver ─request─► Server ─commit─► Driver … ─the device stops─► Gone
@@ -14,7 +14,7 @@ const STOPPED: i32 = -19;
 enum Turn {
     /// Not fetched yet.
     New,
-    /// The driver has it, and gives a request to it.
+    /// The driver has it, and fills it with a request.
     Driver,
     /// A request of it is carried out.
     Server,
@@ -57,7 +57,7 @@ impl Tags {
     /// The tag is fetched.
     ///
     /// # Errors
-    /// Where it was before.
+    /// An error where the driver had it already.
     pub fn fetch(&mut self, tag: u16) -> Result<(), Malformed> {
         *self.take(tag, Turn::New, "a tag is fetched twice")? = Turn::Driver;
         Ok(())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a disk is served.
+//! The settings of serving a disk.
 
 use cowshed_storage::rt::PollLimit;
 use cowshed_types::{Error, Result};
@@ -18,7 +18,7 @@ pub enum Recover {
     Auto,
 }
 
-/// How a disk is served.
+/// The settings of serving a disk.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The export's name. A device is taken over by an export of the same name only.
@@ -39,7 +39,7 @@ pub struct Config {
     pub recover: Recover,
     /// The device belongs to the user of this process, without other rights.
     pub unprivileged: bool,
-    /// How long the threads look for requests before they sleep.
+    /// The longest time that the threads look for requests before they sleep.
     pub poll_limit: PollLimit,
     /// A folder that lives as long as the kernel does, for a note that survives this process.
     pub notes: PathBuf,

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// The longest data of a request of a new device, in bytes.
 const NEW_REQUEST_BYTES: u32 = 1 << 20;
-/// So long a char device may take to appear, and to get the mode that a rule gives it.
+/// So long a char device may take to appear, and to get its mode by a rule.
 const NODE_PATIENCE: Duration = Duration::from_secs(5);
 /// So long the kernel may take to end the requests of a dead server.
 const DEATH_PATIENCE: Duration = Duration::from_secs(30);
@@ -175,7 +175,7 @@ fn too_old(why: &str) -> Error {
     Error::unsupported(format!("the kernel's ublk driver is too old, and that of Linux 6.5 or newer is needed: {why}"))
 }
 
-/// Whether a process runs. One that has ended and whose parent hasn't looked yet doesn't.
+/// Whether a process runs. A process that has ended, and whose parent hasn't looked yet, doesn't run.
 fn is_alive(process: i32) -> bool {
     // The name of the program before it may hold anything.
     let status = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
@@ -452,7 +452,7 @@ fn still_served(info: &DeviceInfo) -> Error {
     Error::new(ErrorKind::Busy, message)
 }
 
-/// How long the end of a device's last server is waited for: not for long where it seems to be alive.
+/// The time limit for the end of a device's last server: short where it seems to be alive.
 fn patience<D: UblkDriver>(calls: &Calls<'_, D>, before: &DeviceInfo) -> Duration {
     let now = calls.info().unwrap_or(*before);
     match now.state == State::Live && is_alive(now.process) {

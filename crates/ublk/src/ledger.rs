@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Whether the kernel was told of the end of changes that die with this process.
 //!
-//! A flush promises that all changes are durable whose end was told before. A process that was killed has taken mappings along that
-//! only its memory had. The next one must not answer a flush as if they were there. A file in a folder of memory says so: it lives as
-//! long as the device does.
+//! A flush promises that all changes are durable whose end was told before. A process that was killed has taken
+//! mappings along that only its memory had. The next one must not answer a flush as if they were there. A file in a
+//! folder of memory notes that: it lives as long as the device does.
 
 use cowshed_storage::signal::lock;
 use rustix::fs::{FileType, Mode, OFlags};
@@ -45,7 +45,7 @@ impl State {
     }
 }
 
-/// Where the note of a device is.
+/// The path of a device's note.
 fn path_of(folder: &Path, device: u32) -> PathBuf {
     folder.join(format!("cowshed-ublk-{device}"))
 }
@@ -97,7 +97,7 @@ impl Ledger {
         }
     }
 
-    /// A change has ended and the kernel hears of it next. `dies` says whether it dies with this process.
+    /// A change has ended and the kernel hears of it next. `dies` tells whether it dies with this process.
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.state);
         state.changes += 1;

@@ -4,7 +4,7 @@
 //! ```text
 //! Server::start(driver, config, attachment) ─ look_at_size() … ─ stop()
 //! ```
-//! - `server`: the owner's view, and the thread that gives commands to the driver
+//! - `server`: the owner's view, and the thread that sends commands to the driver
 //! - `device`: the device's coming, its takeover from a server that has died, its going
 //! - `queue`: the thread of a queue; `requests` carries one request out
 //! - `ledger`: changes that die with this process

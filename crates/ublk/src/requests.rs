@@ -16,7 +16,7 @@ pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 /// Errors that the block layer tells from others. `ENODEV` is none: by it a server gives a request up.
 const TOLD: [Number; 5] = [Number::NOSPC, Number::OPNOTSUPP, Number::TIMEDOUT, Number::NOLINK, Number::NODATA];
 
-/// How requests are carried out: the same for all of a device.
+/// The way of carrying requests out: the same for all of a device.
 #[derive(Clone)]
 pub(crate) struct Ways {
     /// The export's name.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The export as its owner sees it, and the thread that gives commands to the driver: they wait for requests, so no other thread may.
+//! The export as its owner sees it, and the thread that sends commands to the driver. Commands wait for requests, so no
+//! other thread may send them.
 
 use crate::config::Config;
 use crate::device::Device;
@@ -41,7 +42,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// Says that the thread has ended, also by a panic.
+/// Notes that the thread has ended, also by a panic.
 struct Ending(Arc<Shared>);
 
 impl Drop for Ending {

@@ -39,7 +39,7 @@ impl<P: Shared> Pieces<P> {
         self.len == 0
     }
 
-    /// How many pieces of memory there are.
+    /// The number of pieces of memory.
     pub fn count(&self) -> usize {
         self.list.len()
     }
@@ -176,7 +176,8 @@ impl<P: Shared> DescriptorChain<P> {
                 if !indirect {
                     return Err(Malformed::new("an indirect table that was not agreed on, flags", descriptor.flags));
                 }
-                // The flag WRITE says nothing of a table: "the device MUST ignore the write-only flag" (virtio 1.3, 2.7.5.3.2).
+                // The flag WRITE has no meaning for a table: "the device MUST ignore the write-only flag" (virtio 1.3,
+                // 2.7.5.3.2).
                 if inner.is_some() || descriptor.has(NEXT) {
                     let what = "an indirect table in a table, or with a descriptor behind, flags";
                     return Err(Malformed::new(what, descriptor.flags));

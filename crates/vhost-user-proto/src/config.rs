@@ -5,7 +5,7 @@ use crate::SECTOR_BYTES;
 
 /// Bytes of the config space that are used; bytes behind read as zeroes.
 pub const CONFIG_BYTES: usize = 60;
-/// Where the switch of the write cache is: the only field that a driver may write.
+/// The offset of the switch of the write cache: the only field that a driver may write.
 pub const WRITEBACK_AT: u32 = 32;
 
 /// The fields of the config space.

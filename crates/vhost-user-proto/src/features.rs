@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Bits that a front end and a back end agree on.
 
-/// `SEG_MAX`: the config space says how many segments a request may have.
+/// `SEG_MAX`: the config space has the most segments of a request.
 pub const BLK_SEG_MAX: u64 = 1 << 2;
 /// `RO`: the device can't be written.
 pub const BLK_RO: u64 = 1 << 5;
@@ -23,7 +23,7 @@ pub const BLK_WRITE_ZEROES: u64 = 1 << 14;
 pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// `VIRTIO_F_INDIRECT_DESC`: a descriptor may stand for a table.
 pub const INDIRECT_DESC: u64 = 1 << 28;
-/// `VIRTIO_F_EVENT_IDX`: each side says at which index it wants to hear.
+/// `VIRTIO_F_EVENT_IDX`: each side names the index at which it expects a notification.
 pub const EVENT_IDX: u64 = 1 << 29;
 /// `VIRTIO_F_VERSION_1`: little-endian, and any layout of a request.
 pub const VERSION_1: u64 = 1 << 32;

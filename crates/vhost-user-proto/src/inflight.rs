@@ -135,7 +135,8 @@ impl<P: Shared> Inflight<P> {
         self.part.write(at, &[1]);
     }
 
-    /// Notes which chain `give_back` gives back to the ring, calls it, and notes that this was done. It returns the ring's used index.
+    /// Notes the chain that `give_back` returns to the ring, calls it, and notes that this was done. It returns the
+    /// ring's used index.
     pub fn end(&mut self, head: u16, give_back: impl FnOnce() -> u16) {
         if head >= self.size {
             give_back();

@@ -61,7 +61,7 @@ pub mod request {
 pub struct MessageHeader {
     /// The kind of request.
     pub request: u32,
-    /// An answer is wanted also where the message has none of its own.
+    /// The sender asks for an answer also where the message has none of its own.
     pub needs_reply: bool,
     /// Bytes of the body.
     pub body_bytes: u32,
@@ -120,7 +120,7 @@ pub struct RingAddresses {
 pub struct InflightPlace {
     /// Its length in bytes.
     pub len: u64,
-    /// Where it begins in its file.
+    /// Its offset in its file, in bytes.
     pub offset: u64,
     /// Queues.
     pub queues: u16,
@@ -201,7 +201,7 @@ pub enum Message {
     GetMaxMemSlots,
     AddMemReg(Region),
     RemMemReg(Region),
-    /// One that was not agreed on, or that is unknown.
+    /// A message that was not agreed on, or that is unknown.
     Other(u32),
 }
 

@@ -19,7 +19,7 @@ pub struct Region {
     pub len: u64,
     /// Its first address in the front end, by which the places of rings are given.
     pub front_end_address: u64,
-    /// Where it begins in its file.
+    /// Its offset in its file, in bytes.
     pub file_offset: u64,
 }
 
@@ -109,7 +109,7 @@ impl<T> Regions<T> {
         self.list.iter().fold(0, |sum, (region, _)| sum.saturating_add(region.len))
     }
 
-    /// How many.
+    /// The number of regions.
     pub fn len(&self) -> usize {
         self.list.len()
     }

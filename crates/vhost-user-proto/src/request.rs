@@ -8,7 +8,7 @@ use crate::{DescriptorChain, SECTOR_BYTES, Shared};
 pub const HEADER_BYTES: usize = 16;
 /// Bytes of one segment of a discard or a write of zeroes.
 pub const SEGMENT_BYTES: usize = 16;
-/// Bytes that `GET_ID` gives.
+/// Bytes of the answer to `GET_ID`.
 pub const ID_BYTES: usize = 20;
 
 const IN: u32 = 0;
@@ -20,7 +20,7 @@ const WRITE_ZEROES: u32 = 13;
 /// In a segment: the space of the range may be freed.
 const UNMAP: u32 = 1;
 
-/// How a request ended, as the guest reads it.
+/// The end of a request, as the guest reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {

@@ -8,13 +8,13 @@ use std::sync::atomic::{Ordering, fence};
 /// The most places of a ring.
 pub const MAX_RING_SIZE: u16 = 1 << 15;
 
-/// In the flags of the available ring: the driver wants no calls.
+/// In the flags of the available ring: the driver needs no calls.
 const NO_CALLS: u16 = 1;
-/// In the flags of the used ring: the device wants no kicks.
+/// In the flags of the used ring: the device needs no kicks.
 const NO_KICKS: u16 = 1;
 /// The place of the index in both rings, behind the flags.
 const INDEX_AT: usize = 2;
-/// Where the entries begin in both rings.
+/// The offset of the entries in both rings.
 const ENTRIES_AT: usize = 4;
 const USED_ENTRY_BYTES: usize = 8;
 
@@ -110,8 +110,8 @@ impl<P: Shared> Ring<P> {
         self.in_flight_count
     }
 
-    /// Goes on behind chains that an earlier life of the back end took: they are in flight now, and [`Ring::chain`] gives
-    /// their memory.
+    /// Goes on behind chains that an earlier life of the back end took: they are in flight now, and [`Ring::chain`]
+    /// returns their memory.
     pub fn resume(&mut self, heads: &[u16]) -> Result<(), Malformed> {
         self.next_available = self.next_used;
         for &head in heads {
@@ -210,7 +210,7 @@ impl<P: Shared> Ring<P> {
         self.has_more()
     }
 
-    /// Asks for no kicks: the device looks by itself. With the event index nothing is to be said.
+    /// Asks for no kicks: the device looks by itself. With the event index no flag is needed.
     pub fn look_without_kicks(&mut self) {
         if !self.event_index {
             self.used.store(0, NO_KICKS);

@@ -48,7 +48,7 @@ impl<P: Shared> Ledger<P> {
         state.write();
     }
 
-    /// A change has ended and the guest hears of it next. `dies` says whether it dies with this process.
+    /// A change has ended and the guest hears of it next. `dies` tells whether it dies with this process.
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.0);
         state.changes += 1;

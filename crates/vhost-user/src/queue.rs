@@ -28,14 +28,14 @@ const MAX_CHAINS_AT_ONCE: usize = 64;
 /// Where no kick can come, a ring is looked at so often.
 const LOOK_PAUSE: Duration = Duration::from_micros(100);
 
-/// How requests are carried out: the same for all rings of a session.
+/// The way of carrying requests out: the same for all rings of a session.
 #[derive(Clone, Debug)]
 pub(crate) struct Ways<P = MemoryPiece> {
     /// The export's name.
     pub id: Arc<str>,
     /// The limits by which requests are checked; the size is looked up for each.
     pub limits: RequestLimits,
-    /// Each change is durable before its status is told, whatever the driver says.
+    /// Each change is durable before its status is told, whatever the driver's switch.
     pub writethrough: bool,
     /// The driver's own switch.
     pub writeback: Arc<AtomicBool>,
@@ -78,7 +78,7 @@ impl Line {
 /// The memory of the guest now, for all rings.
 pub(crate) type MemoryNow<M = GuestMemory> = Arc<Mutex<Arc<M>>>;
 
-/// How a ring begins.
+/// The beginning of a ring.
 pub(crate) struct Start<M: Memory = GuestMemory> {
     pub place: RingPlace,
     pub base: u16,
@@ -86,7 +86,7 @@ pub(crate) struct Start<M: Memory = GuestMemory> {
     /// `None`: the ring is looked at from time to time.
     pub kick: Option<EventCounter>,
     pub line: Arc<Line>,
-    /// Where its requests in flight are noted.
+    /// The notes of its requests in flight.
     pub notes: Option<M::Piece>,
     pub ways: Ways<M::Piece>,
 }
@@ -115,7 +115,7 @@ impl std::fmt::Debug for Message {
     }
 }
 
-/// Says that a thread has ended, also by a panic.
+/// Notes that a thread has ended, also by a panic.
 struct Ending(Arc<Watched<bool>>);
 
 impl Drop for Ending {
@@ -380,7 +380,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         }
     }
 
-    /// Lets requests go on, and gives back those that have ended. True: there was one.
+    /// Lets requests go on, and returns those that have ended to the driver. True: there was one.
     fn collect(&mut self) -> bool {
         let mut any = false;
         while let Some(Some(ended)) = self.work.next().now_or_never() {

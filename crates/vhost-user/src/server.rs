@@ -22,7 +22,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// So long may the process of a front end that has gone keep the next one waiting.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
 
-/// How a disk is served.
+/// The settings of serving a disk.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// The export's name, which the guest reads as the disk's serial number (its first 20 bytes).
@@ -35,7 +35,7 @@ pub struct ServerConfig {
     pub block_bytes: u32,
     /// Queues, each with a thread: 1 to 64.
     pub queues: u16,
-    /// How long the threads look for requests before they sleep.
+    /// The longest time that the threads look for requests before they sleep.
     pub poll_limit: PollLimit,
 }
 
@@ -116,7 +116,7 @@ impl Server {
         Ok(Server { shared, address })
     }
 
-    /// Where it listens.
+    /// The address that it listens on.
     pub fn address(&self) -> &SocketAddress {
         &self.address
     }

@@ -243,7 +243,7 @@ impl Session<'_> {
             Message::SetVringKick { ring, has_descriptor } => {
                 let kick = counter(has_descriptor)?;
                 self.ring(ring)?;
-                // One that runs goes on with the new one.
+                // A ring that runs goes on with the new one.
                 self.stop(ring as usize).await;
                 self.rings[ring as usize].kick = Some(kick);
                 self.start_if_ready(ring as usize).await?;
@@ -355,7 +355,7 @@ impl Session<'_> {
         Ways {
             id: config.id.as_str().into(),
             limits,
-            // A driver that knows no flush can't make anything durable by itself.
+            // A driver without flushes can't make anything durable by itself.
             writethrough: config.writethrough || self.features & features::BLK_FLUSH == 0,
             writeback: Arc::clone(&self.writeback),
             ledger: Arc::clone(&self.ledger),

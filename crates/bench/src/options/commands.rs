@@ -74,7 +74,7 @@ const fn zstd(level: &'static str) -> [&'static str; 5] {
     ["-c", "-o", ZSTD, "--compression-level", level]
 }
 
-/// Where the file system shares clusters.
+/// Cases on a file system that shares clusters.
 const SHARED: &[Case] = &[
     both("convert on XFS: -C", &[], &["-C"]),
     Case {

@@ -17,7 +17,7 @@ pub struct Taken {
     pub seconds: f64,
     /// User and system time for the same, in seconds.
     pub cpu_seconds: f64,
-    /// Peak resident memory in bytes, or resident memory at the end, as the row's name says.
+    /// Peak resident memory in bytes, or resident memory at the end, by the row's name.
     pub peak_bytes: u64,
     /// The bytes that the disk was given to write; `None` without writes.
     pub written_bytes: Option<f64>,

@@ -49,7 +49,7 @@ enum Image {
     Empty,
     /// The same over a full backing file.
     Overlay,
-    /// One that is full of data; a copy for each run that writes.
+    /// An image full of data; a copy for each run that writes.
     Full,
     /// 20 GiB whose clusters were written in random order: its mapping can't be kept small.
     Scattered,

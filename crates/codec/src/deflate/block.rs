@@ -28,7 +28,7 @@ pub(super) enum Token {
     Match(Match),
 }
 
-/// How often each symbol occurs.
+/// The number of occurrences of each symbol.
 #[derive(Clone)]
 struct Histogram {
     literals: [u32; LITERALS],

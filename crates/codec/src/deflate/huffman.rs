@@ -68,8 +68,8 @@ impl Code {
     }
 }
 
-/// How many symbols get a code of each length: Huffman's algorithm on `sorted` (frequency in the upper bits, rising),
-/// then the codes that are too long are shortened at the cost of others.
+/// The numbers of symbols with a code of each length: Huffman's algorithm on `sorted` (frequency in the upper bits,
+/// rising), then the codes that are too long are shortened at the cost of others.
 fn length_counts(sorted: &[u64], max_len: usize) -> [usize; 16] {
     let leaves = sorted.len();
     // Inner nodes come out in rising order of weight, so two queues do instead of a heap. Node numbers: leaves first.

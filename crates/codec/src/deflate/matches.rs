@@ -22,7 +22,7 @@ pub(super) struct Match {
     pub dist: usize,
 }
 
-/// How hard to look.
+/// The effort of a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Effort {
     /// Candidates to compare at most.
@@ -31,7 +31,7 @@ pub(super) struct Effort {
     pub nice: usize,
 }
 
-/// Positions are kept modulo 2^16. A wrong one (from 2^16 bytes earlier, or never set) does no harm: whatever it says is
+/// Positions are kept modulo 2^16. A wrong one (from 2^16 bytes earlier, or never set) does no harm: its target is
 /// compared with the data.
 pub(super) struct Finder {
     last3: Box<[u16; 1 << HASH3_BITS]>,

@@ -13,7 +13,7 @@ mod matches;
 use block::{Blocks, Token};
 use matches::{Effort, Finder, MAX_MATCH, MIN_MATCH, Match, PADDING};
 
-/// How matches are chosen.
+/// The choice of matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Parsing {
     /// The first one found is taken.

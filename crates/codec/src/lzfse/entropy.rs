@@ -2,14 +2,14 @@
 //! The entropy code of lzfse: asymmetric numeral systems with a table of states (tANS).
 //!
 //! A state stands for a symbol. The bits that follow, with the state's own number, give the next state. A symbol may
-//! stand for a range of values; further bits say which one. Bits are read from the last one to the first.
+//! stand for a range of values; further bits choose one. Bits are read from the last one to the first.
 
 use super::{ALL_SYMBOLS, CUT_OFF, Refusal};
 
 /// Bits of a part of a block, read from its end.
 pub(super) struct Bits<'a> {
     bytes: &'a [u8],
-    /// Those that aren't read yet.
+    /// Bits that aren't read yet.
     left: usize,
 }
 
@@ -72,7 +72,7 @@ pub(super) struct Values<const STATES: usize> {
 }
 
 impl<const STATES: usize> Values<STATES> {
-    /// Each symbol has as many states as its count says. Fails when these aren't all.
+    /// Each symbol has as many states as its count. Fails when these aren't all.
     pub(super) fn new(counts: &[u16], symbols: impl Iterator<Item = Symbol>) -> Result<Self, Refusal> {
         let mut states = [State { symbol: Symbol { base: 0, extra_bits: 0 }, next: 0, bits: 0 }; STATES];
         if counts.iter().map(|&count| usize::from(count)).sum::<usize>() != STATES {

@@ -102,7 +102,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// The bytes that a stream gives, of a known length.
+/// The output of a stream, whose length is known.
 struct Output<'a> {
     bytes: &'a mut [u8],
     done: usize,
@@ -132,7 +132,7 @@ impl Output<'_> {
         Ok(())
     }
 
-    /// Lets a block write, which must write as many bytes as its header says.
+    /// Lets a block write, which must write as many bytes as its header demands.
     fn block(&mut self, len: usize, write: impl FnOnce(&mut Output) -> Result<(), Refusal>) -> Result<(), Refusal> {
         let end = self.done.checked_add(len).filter(|&end| end <= self.bytes.len()).ok_or(TOO_LONG)?;
         let mut part = Output { bytes: &mut self.bytes[..end], done: self.done };
@@ -158,7 +158,7 @@ struct Block {
     literal_states: [usize; 4],
     /// Of literal lengths, match lengths and distances.
     match_states: [usize; 3],
-    /// How many states each symbol has: those of literal lengths, match lengths, distances and literals.
+    /// The number of states of each symbol: those of literal lengths, match lengths, distances and literals.
     counts: [u16; ALL_SYMBOLS],
 }
 
@@ -260,7 +260,7 @@ impl Block {
         let steps: [(usize, u32); 16] = std::array::from_fn(|bits| (4, bits as u32));
         let distances = Values::<DISTANCE_STATES>::new(distances, entropy::symbols(&steps))?;
         let mut readers = self.match_states.map(Reader::new);
-        // None yet: the first match must say its own.
+        // None yet: the first match must have its own.
         let mut distance = 0;
         for _ in 0..self.matches {
             let count = readers[0].next(&before, &mut bits)? as usize;

@@ -118,7 +118,7 @@ fn cut_off_streams_are_refused() {
     }
 }
 
-/// A damaged stream is refused, or gives other bytes of the same number: nothing in it is a checksum.
+/// A damaged stream is refused, or turns into other bytes of the same number: nothing in it is a checksum.
 #[test]
 fn damaged_streams_end() {
     for (seed, len) in [(1, 20_000), (2, 700), (3, 40)] {
@@ -137,7 +137,7 @@ fn damaged_streams_end() {
     }
 }
 
-/// A block of opcodes that gives so many bytes.
+/// A block of opcodes with so many bytes of output.
 fn opcodes(opcodes: &[u8], len: u32) -> Vec<u8> {
     let payload = [opcodes, &[6, 0, 0, 0, 0, 0, 0, 0]].concat();
     let header = [&LZVN[..], &len.to_le_bytes(), &(payload.len() as u32).to_le_bytes()].concat();
@@ -182,7 +182,7 @@ fn opcodes_that_lead_nowhere_are_refused() {
     refused(&[0b0100_0000, 2, b'a'], 4, "before the first byte");
     refused(&[0b0100_0000, 0, b'a'], 4, "before the first byte");
     refused(&[0xe1, b'a', 0xf1], 2, "before the first byte");
-    // More than the block says, less, and behind its end.
+    // More than the block's length, less, and behind its end.
     refused(&[0xe3, 1, 2, 3], 2, "there is more");
     refused(&[0b0100_0000, 1, b'a'], 3, "there is more");
     refused(&[0xe3, 1, 2, 3], 4, "shorter than it says");

@@ -87,7 +87,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let failed = |error: &Error| {
         let failure = failed(console.persona, file, error);
         match error.kind() {
-            // Faults of the image itself are said with its name.
+            // Faults of the image itself come with its name.
             ErrorKind::InvalidArgument | ErrorKind::Unsupported => {
                 work::opened_first(console.persona, &args.naming, &[&options.image], failure)
             }

@@ -95,7 +95,7 @@ impl NamingArgs {
         self.untrusted.check()
     }
 
-    /// The image `name`, shared with other users of its files where `-U` says so (`force_share`).
+    /// The image `name`, shared with other users of its files under `-U` (`force_share`).
     pub fn shared(&self, name: &str, format: Option<&String>, force_share: bool) -> Result<ImageSpec, Failure> {
         self.sharing(self.spec(name, format)?, force_share)
     }
@@ -137,7 +137,7 @@ impl NamingArgs {
     }
 }
 
-/// True for options that say anything but `force-share=on` of sharing.
+/// True for options that set anything but `force-share=on` of sharing.
 pub fn denies_sharing(options: &BlockdevOptions) -> bool {
     options.get("force-share").is_some_and(|value| !matches!(value, Value::Bool(true)) && value != "on")
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `bench`: reads or writes an image as fast as it goes, and says how long that took.
+//! `bench`: reads or writes an image as fast as it goes, and prints the time.
 
 use super::arguments::{NamingArgs, OutputFormat, cache_mode, one_file};
 use super::untrusted::Use;
@@ -200,7 +200,7 @@ fn to_json(options: &BenchOptions, outcome: BenchOutcome) -> String {
     .to_string()
 }
 
-/// qemu-img says of a failed request only that it failed.
+/// qemu-img reports a failed request without a reason.
 fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
     match error.kind() {
         ErrorKind::InvalidArgument

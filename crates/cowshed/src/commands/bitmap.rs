@@ -154,7 +154,7 @@ fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// qemu-img says which operation on which bitmap failed.
+/// qemu-img names the operation and the bitmap that failed.
 fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, error: &Error) -> Failure {
     let file = &options.image.name;
     match (step, &options.source) {
@@ -168,7 +168,7 @@ fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, e
                 Some(BitmapAction::Disable) => "disable",
                 Some(BitmapAction::Merge(_)) => "merge",
             };
-            // The file of the source isn't said either.
+            // The file of the source isn't named either.
             let named = error.file_name().unwrap_or(file);
             let reason = Failure::about(persona, named, error).message;
             let reason = reason.strip_prefix(&format!("{named}: ")).unwrap_or(&reason).to_owned();

@@ -11,7 +11,7 @@ use cowshed_jobs::ImageSpec;
 use cowshed_jobs::compare::{self, CompareOptions, CompareOutcome, Failed, FailedAt};
 use cowshed_types::Error;
 
-/// Exit code of an error while opening, and of all but the two below: 1 says "different".
+/// Exit code of an error while opening, and of all but the two below: 1 means "different".
 const ERROR_EXIT_CODE: u8 = 2;
 const STATUS_EXIT_CODE: u8 = 3;
 const READ_EXIT_CODE: u8 = 4;

@@ -123,7 +123,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// qemu-img says first which backing file it could not open.
+/// qemu-img first names the backing file that it could not open.
 fn failed_with(persona: Persona, file: &str, format: &str, error: &Error) -> Failure {
     let text = error.sentence();
     if persona == Persona::QemuImg && error.errno() == Errno::EFBIG {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rules of our own name for a new image. Its name's ending gives the format where the user gives none, and no file of
-//! that name may exist. Under QEMU's name the format is raw, and an existing file is overwritten.
+//! Rules of our own name for a new image. Its name's ending decides the format where the user names none, and no file
+//! of that name may exist. Under QEMU's name the format is raw, and an existing file is overwritten.
 
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
@@ -30,7 +30,7 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Says how the format was found, where nothing on the command line named it.
+    /// Prints the origin of the format, where the command line named none.
     pub fn tell(&self, quiet: bool, console: &mut Console) {
         if let Some(notice) = self.notice.as_deref().filter(|_| !quiet) {
             console.complain(notice);
@@ -38,8 +38,8 @@ impl Chosen {
     }
 }
 
-/// The format of a new image: the one that is given, else under our own name the one that the name's ending means, else raw.
-/// `option` names the option that gives one.
+/// The format of a new image: the one that is given, else under our own name the one that the name's ending means, else
+/// raw. `option` is the option that would name one.
 pub fn format(given: Option<&str>, name: &str, option: &str, console: &Console) -> Result<Chosen, Failure> {
     if let (None, Persona::Cowshed) = (given, console.persona)
         && let Some((ending, format)) = by_ending(name)

@@ -373,7 +373,7 @@ fn suggestion(error: &clap::Error, console: &Console) -> String {
     }
 }
 
-/// `--output expects 'human' or 'json', not 'xml'`, as QEMU 11 says it.
+/// `--output expects 'human' or 'json', not 'xml'`, in QEMU 11's words.
 fn invalid_value(error: &clap::Error, root: &Command, argument: &str, value: &str) -> String {
     let allowed = match error.get(ContextKind::ValidValue) {
         Some(ContextValue::Strings(allowed)) => {

@@ -106,7 +106,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// qemu-img says which backing file could not be opened or named.
+/// qemu-img names the backing file that could not be opened or named.
 fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
     if persona != Persona::QemuImg {
         return Failure::open(persona, &options.image.name, error);

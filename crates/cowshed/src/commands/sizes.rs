@@ -42,7 +42,7 @@ pub fn right_spelling(text: &str) -> Option<&str> {
     (right.ends_with(|last: char| last.is_ascii_alphabetic()) && number(right).is_ok()).then_some(right)
 }
 
-/// Why a text is no size.
+/// The reason for which a text is no size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// It can't be read.

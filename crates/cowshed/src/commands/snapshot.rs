@@ -99,7 +99,7 @@ fn list(image: &ImageSpec, file: &str, console: &mut Console) -> Result<u8, Fail
     Ok(0)
 }
 
-/// qemu-img says which snapshot could not be taken, applied or deleted, and then why.
+/// qemu-img names the snapshot that could not be taken, applied or deleted, and then the reason.
 fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) -> Failure {
     // A file that isn't there has no snapshots to look among.
     let is_about_snapshot = match error.kind() {
@@ -137,7 +137,7 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
     Failure::new(format!("Could not {verb} snapshot '{name}': {why}"))
 }
 
-/// A cluster would have more users than its refcount can say.
+/// A cluster would have more users than its refcount can hold.
 fn is_full_count(error: &Error) -> bool {
     error.message().contains("of which refcounts of")
 }

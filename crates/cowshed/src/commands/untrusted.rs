@@ -75,7 +75,7 @@ pub enum Use<'a> {
     ReadFile(&'a str),
     /// Asks for commands, on lines that are edited.
     Prompt,
-    /// Makes files that are to lie on their disk as options say.
+    /// Makes files whose options decide their place on the disk.
     Place,
 }
 
@@ -200,7 +200,7 @@ impl UntrustedArgs {
             confinement.connect();
         }
         let writes = uses.iter().any(|used| matches!(used, Use::Write(_)));
-        // Which files an image will name isn't known yet.
+        // The files that an image will name aren't known yet.
         if writes && self.allows(Allowed::DataFile) {
             confinement.write_everything();
         } else if [Allowed::Backing, Allowed::DataFile, Allowed::Json].into_iter().any(|what| self.allows(what)) {
@@ -275,8 +275,8 @@ fn paths_of(image: &ImageSpec) -> Vec<PathBuf> {
     paths
 }
 
-/// The files with those beside them that hold the parts of a split disk. Whether they may be opened, the image's policy
-/// says once more.
+/// The files with those beside them that hold the parts of a split disk. The image's policy decides once more whether
+/// they may be opened.
 fn with_extents(mut paths: Vec<PathBuf>) -> Vec<PathBuf> {
     let mut extents = Vec::new();
     for path in &paths {

@@ -19,13 +19,13 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// How long a job may take to end once its time is over, before the process is ended.
+/// The time that a job may take to end once its time is over, before the process is ended.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// How long a job may take to stop after a signal, before the process is ended: I/O may never return.
+/// The time that a job may take to stop after a signal, before the process is ended: I/O may never return.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 
-/// How long the last words may take where standard error is a pipe without a reader's progress.
+/// The time that the last words may take where standard error is a pipe without a reader's progress.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The time that this process has, for images from strangers.
@@ -101,9 +101,9 @@ pub struct Foreground {
     watch: Rc<RefCell<Option<Watch>>>,
     /// The progress begins with the job's first report, when its images are open.
     is_late: bool,
-    /// 100 % is said at the end, whether or not the work said so.
+    /// 100 % is printed at the end, whether or not the work has printed it.
     says_end_again: bool,
-    /// Errors after which 100 % is said all the same.
+    /// Errors after which 100 % is printed all the same.
     ends_with: fn(&Error) -> bool,
     /// The message about the remains after a signal.
     leaves: &'static str,
@@ -112,7 +112,7 @@ pub struct Foreground {
 type Watch = Box<dyn FnOnce() + Send>;
 
 impl Foreground {
-    /// Progress as wanted by `-p` (`wanted`) and `-q`; `what` comes before the bar.
+    /// Progress by `-p` (`wanted`) and `-q`; `what` comes before the bar.
     pub fn new(persona: Persona, wanted: bool, quiet: bool, what: &'static str) -> Result<Self, Failure> {
         let progress = Arc::new(Mutex::new(Progress::new(persona, wanted, quiet, what)));
         let shown = Arc::clone(&progress);
@@ -139,7 +139,7 @@ impl Foreground {
         self
     }
 
-    /// Says 100 % at the end also where the work has said so, as QEMU does for some verbs.
+    /// Prints 100 % at the end also where the work has done so, as QEMU does for some verbs.
     #[must_use]
     pub fn saying_end_again(mut self) -> Self {
         self.says_end_again = true;

@@ -113,7 +113,7 @@ fn check_value(command: &str, letter: char, value: &str) -> Result<(), CommandFa
     }
 }
 
-/// How a grown part is allocated.
+/// The allocation of a grown part.
 pub fn preallocation(word: &str) -> Result<Preallocation, CommandFailed> {
     match word {
         "off" => Ok(Preallocation::Off),

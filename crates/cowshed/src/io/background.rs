@@ -30,7 +30,7 @@ where
     Ok(())
 }
 
-/// How a request ends in words.
+/// The end of a request in words.
 struct Ending {
     what: &'static str,
     failed: &'static str,

@@ -73,7 +73,7 @@ fn resumed(shell: &mut Shell, tag: &str) {
     shell.console.line(format_args!("blkdebug: Resuming request '{tag}'"));
 }
 
-/// Says which requests are held up since the last look.
+/// Prints the requests that are held up since the last look.
 pub(super) fn print_news(shell: &mut Shell) {
     let Some(faults) = faults(shell) else { return };
     for tag in faults.held() {

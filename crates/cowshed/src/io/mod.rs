@@ -30,12 +30,12 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use table::ShellCommand;
 
-/// Whose words the shell uses.
+/// The words that the shell uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Manner {
     /// In front of messages and in the prompt.
     pub program: &'static str,
-    /// Errors by the system's words alone, as qemu-io says them.
+    /// Errors by the system's words alone, as in qemu-io.
     pub terse: bool,
 }
 
@@ -148,7 +148,7 @@ impl Shell {
         (command.run)(self, arguments).await
     }
 
-    /// Says how a command ended; true when it went well.
+    /// Reports the end of a command; true when it went well.
     fn conclude(&mut self, command: Option<&ShellCommand>, done: Done) -> bool {
         let Err(failed) = done else { return true };
         if let Some(line) = failed.error {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a command of the shell ends.
+//! The end of a command of the shell.
 
 use cowshed_types::Error;
 
@@ -20,17 +20,17 @@ pub struct CommandFailed {
 }
 
 impl CommandFailed {
-    /// Says so on standard output, where qemu-io reports most failures.
+    /// A line on standard output, where qemu-io reports most failures.
     pub fn output(line: impl Into<String>) -> CommandFailed {
         CommandFailed { output: Some(line.into()), ..CommandFailed::default() }
     }
 
-    /// Says so on standard error.
+    /// A line on standard error.
     pub fn plain_error(line: impl Into<String>) -> CommandFailed {
         CommandFailed { error: Some(line.into()), ..CommandFailed::default() }
     }
 
-    /// Says so on standard error, after the program's name.
+    /// A line on standard error, after the program's name.
     pub fn complaint(line: impl Into<String>) -> CommandFailed {
         CommandFailed { complaint: Some(line.into()), ..CommandFailed::default() }
     }
@@ -40,7 +40,7 @@ impl CommandFailed {
         CommandFailed { shows_usage: true, ..CommandFailed::default() }
     }
 
-    /// All has been said.
+    /// No line: all has been printed.
     pub fn silent() -> CommandFailed {
         CommandFailed::default()
     }

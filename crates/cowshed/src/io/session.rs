@@ -55,7 +55,7 @@ pub struct OpenSpec {
     pub secrets: Vec<(String, Secret)>,
     /// `--object tls-creds-x509`, by their id.
     pub tls: Vec<(String, TlsCredentials)>,
-    /// Where the throttle groups are.
+    /// The graph with the throttle groups.
     pub graph: Option<Arc<Graph>>,
 }
 
@@ -86,7 +86,7 @@ impl OpenSpec {
         }
     }
 
-    /// True where its options say anything but `force-share=on` of sharing.
+    /// True where its options set anything but `force-share=on` of sharing.
     fn denies_sharing(&self) -> bool {
         let listed = self.path.as_deref().filter(|_| self.image_opts).map(BlockdevOptions::from_keyval);
         let listed = listed.and_then(Result::ok);
@@ -101,7 +101,7 @@ impl OpenSpec {
         })
     }
 
-    /// The options as a tree, the format included; `None` where the name says it all.
+    /// The options as a tree, the format included; `None` where the name has them all.
     fn tree(&self) -> Result<Option<BlockdevOptions>> {
         let path = self.path.as_deref().unwrap_or_default();
         let is_plain = self.options.is_none() && self.aio.is_none() && !self.snapshot && !self.copy_on_read;
@@ -305,7 +305,7 @@ pub(super) async fn close(shell: &mut Shell) -> Done {
     background::wait_for_all(shell).await;
     let Some(session) = shell.session.take() else { return Ok(()) };
     let closed = session.node.close().await;
-    // That it is corrupt was said when it was found out.
+    // Its corruption was reported when it was found.
     if session.node.is_corrupt() && shell.manner.terse {
         return Ok(());
     }

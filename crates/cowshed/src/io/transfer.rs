@@ -329,7 +329,7 @@ pub(super) async fn write_data(node: &Node, range: Range, data: IoBuf, durable: 
     if durable { node.flush().await } else { Ok(()) }
 }
 
-/// Makes a range zero as the flags `u`, `n` and `f` say.
+/// Makes a range zero by the flags `u`, `n` and `f`.
 pub(super) async fn write_zeroes(node: &Node, range: Range, arguments: &Arguments) -> Result<()> {
     let flags = ZeroFlags { may_unmap: arguments.has('u'), no_fallback: arguments.has('n') };
     node.write_zeroes(range.offset, range.len, flags).await?;

@@ -7,12 +7,12 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
 
-/// Where a verb prints.
+/// The output of a verb.
 ///
 /// A reader that went away (`cowshed map a.qcow2 | head`) changes neither the work of a verb nor its exit code: later
 /// output is dropped. Any other failure to print is kept and reported by [`Console::finish`].
 pub struct Console {
-    /// Whose manners to have.
+    /// The tool whose manners apply.
     pub persona: Persona,
     out: BufWriter<Stdout>,
     failed: Option<io::Error>,

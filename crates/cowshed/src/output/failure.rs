@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Why a verb failed: the message for standard error and the exit code.
+//! The failure of a verb: the message for standard error and the exit code.
 
 use crate::invocation::Persona;
 use cowshed_create::NO_EXPORT;
@@ -9,7 +9,7 @@ use cowshed_types::{Error, ErrorKind, LINE_END};
 /// The early end of a verb.
 #[derive(Debug)]
 pub struct Failure {
-    /// Without the program's name; may have several lines. Empty when everything has been said.
+    /// Without the program's name; may have several lines. Empty when everything has been printed.
     pub message: String,
     /// The message of programs that carry a name of QEMU, where that differs.
     pub sentence: Option<String>,
@@ -99,7 +99,7 @@ impl Failure {
             // A target that can't be made, or isn't one for this, is no matter of opening.
             Persona::QemuImg if UNFRAMED.iter().any(|start| error.sentence().starts_with(start)) => {
                 match error.kind() {
-                    // Of damage QEMU says the system's words only; here it is said, with the image.
+                    // QEMU reports damage with the system's words only; here its sentence comes, with the image.
                     ErrorKind::Io | ErrorKind::NoSpace | ErrorKind::Poisoned => Self::new(error.sentence()),
                     _ if error.sentence().starts_with("error while ") => {
                         Self::new(format!("{}: {}", error.file_name().unwrap_or(name), error.sentence()))
@@ -111,7 +111,7 @@ impl Failure {
         }
     }
 
-    /// As [`Failure::open`], under the name of the image that the error says has the backing file or the data file.
+    /// As [`Failure::open`], under the name of the image whose backing file or data file the error concerns.
     fn of_backing(persona: Persona, error: &Error) -> Option<Self> {
         let named = [BELOW, DATA].iter().find_map(|start| error.message().strip_prefix(start));
         let (image, _) = named?.split_once("': ")?;
@@ -153,10 +153,10 @@ impl From<clap::Error> for Failure {
     }
 }
 
-/// How an error begins that a backing file could not be opened, once for each image of the chain.
+/// The beginning of an error that a backing file could not be opened, once for each image of the chain.
 const BELOW: &str = "could not open the backing file of '";
 
-/// How an error begins that a data file could not be opened.
+/// The beginning of an error that a data file could not be opened.
 const DATA: &str = "could not open the data file of '";
 
 /// A backing file could not be opened: in qemu-img's words, which name the image only where the file is missing.
@@ -202,7 +202,7 @@ fn names_file(name: &str, file: &str) -> bool {
     name == file || values.any(|(_, value)| value == file)
 }
 
-/// True when the error is about the NBD server that `name` says, which has several forms.
+/// True when the error is about the NBD server in `name`, which has several forms.
 pub fn is_unreached(name: &str, error: &Error) -> bool {
     let sentence = error.sentence();
     let address = sentence.strip_prefix("Failed to connect to '").and_then(|rest| rest.split_once("': "));
@@ -235,7 +235,7 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
     }
 }
 
-/// QEMU's sentence, with the file in front unless it is `name`, which the caller has said already.
+/// QEMU's sentence, with the file in front unless it is `name`, which the caller has named already.
 fn terse(name: &str, error: &Error) -> String {
     let sentence = error.sentence();
     match error.file_name() {
@@ -249,7 +249,7 @@ fn terse(name: &str, error: &Error) -> String {
     }
 }
 
-/// The error's text without `name` in front, which the caller has said already.
+/// The error's text without `name` in front, which the caller has named already.
 fn reason(name: &str, error: &Error) -> String {
     let text = format!("{error:#}");
     match text.strip_prefix(name).and_then(|rest| rest.strip_prefix(": ")) {

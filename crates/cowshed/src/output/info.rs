@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use serde_json::{Map, Value};
 
-/// ANSI sequences for headings, empty where no colour is wanted.
+/// ANSI sequences for headings, empty without colour.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Paint {
     on: bool,

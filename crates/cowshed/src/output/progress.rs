@@ -86,7 +86,7 @@ impl Progress {
         }
     }
 
-    /// Says 100 % once more, as QEMU does where the work had come there by itself.
+    /// Prints 100 % once more, as QEMU does where the work had reached it by itself.
     pub fn repeat_end(&mut self) {
         if let Progress::Percent { is_done: true, .. } = self {
             print_percent(10_000);
@@ -139,7 +139,7 @@ fn hundredths(done: u64, total: u64) -> u64 {
     }
 }
 
-/// Straight to standard output: the reader wants it now, and one that went away doesn't stop the work.
+/// Straight to standard output: the reader waits for it, and one that went away doesn't stop the work.
 fn print_percent(hundredths: u64) {
     let mut text = String::new();
     let _ = write!(text, "    ({}.{:02}/100%)\r", hundredths / 100, hundredths % 100);
@@ -147,7 +147,7 @@ fn print_percent(hundredths: u64) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
-/// Says once how far it is, on standard error. A failure of that has nowhere to go.
+/// Prints the progress once, on standard error. A failure of that has nowhere to go.
 pub fn report_percent(done: u64, total: u64) {
     let hundredths = hundredths(done, total);
     let text = format!("    ({}.{:02}/100%)\n", hundredths / 100, hundredths % 100);

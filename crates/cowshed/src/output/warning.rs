@@ -21,14 +21,14 @@ const SHORT_FORM: &str = "short-form boolean option ";
 
 static PERSONA: OnceLock<Persona> = OnceLock::new();
 
-/// Says whose manners the warnings of this process have. The first call counts.
+/// Sets the manners of this process's warnings. The first call counts.
 pub fn set_persona(persona: Persona) {
     let _ = PERSONA.set(persona);
     print_corruptions(print_corruption);
     print_recoveries(print_recovery);
 }
 
-/// Whose manners this process has.
+/// The tool whose manners this process has.
 pub fn persona() -> Persona {
     PERSONA.get().copied().unwrap_or(Persona::Cowshed)
 }
@@ -40,7 +40,7 @@ pub fn print(text: &str) {
     }
 }
 
-/// Prints that an image was found to be corrupt, unless a log of this process says so. Under QEMU's names none does.
+/// Prints that an image was found to be corrupt, unless a log of this process has it. Under QEMU's names none does.
 fn print_corruption(corruption: &Corruption) {
     let is_logged = tracing::dispatcher::has_been_set() && !has_name_of_qemu();
     let Some(line) = corruption.line().filter(|_| !is_logged) else { return };

@@ -274,7 +274,7 @@ fn convert_and_dd() {
             }
         };
         match progress {
-            // How many steps are shown is up to the tool; that it ends with 100 % is not.
+            // The number of steps is up to the tool; the end with 100 % is not.
             true => {
                 let said = oracle.ours(&oracle.work(), &oracle::words(line));
                 assert!(said.out.starts_with("    (0.00/100%)\r"), "{:?}", said.out);

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Header bytes 60–63 count the snapshots, 64–71 say where their table is, 72–79 are the incompatible features.
+/// Header bytes 60–63 count the snapshots, 64–71 have the place of their table, 72–79 are the incompatible features.
 const NB_SNAPSHOTS: u64 = 60;
 const SNAPSHOTS_OFFSET: u64 = 64;
 const INCOMPATIBLE_FEATURES: u64 = 72;
@@ -167,8 +167,8 @@ fn bound_by_modes(oracle: &Oracle, tool: &Path, folder: &Path, line: &str) -> (O
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// A base that may not be written: the commit says so before anything is changed. One that is too small grows, as the
-/// manual says.
+/// A base that may not be written: the commit refuses before anything is changed. One that is too small grows, as in
+/// the manual.
 #[test]
 fn commits_into_bases_that_are_read_only_or_too_small() {
     let oracle = Oracle::new();

@@ -381,8 +381,8 @@ fn parallels() {
 fn sizes_on_paper_cost_no_memory() {
     let oracle = Oracle::new();
     let work = oracle.work();
-    // 4 PiB on a file of holes: a map of 16 GiB that says "block 0" everywhere would be read in pages, and is refused where
-    // the policy for strangers asks.
+    // 4 PiB on a file of holes. A map of 16 GiB with "block 0" everywhere would be read in pages, and is refused under
+    // the policy for strangers.
     let mut header = image(&oracle, "vdi", "")[..512].to_vec();
     header[368..376].copy_from_slice(&((1u64 << 52) - (1 << 20)).to_le_bytes());
     header[384..388].copy_from_slice(&u32::MAX.to_le_bytes());

@@ -9,7 +9,7 @@ struct Bench {
     folder: tempfile::TempDir,
 }
 
-/// Where the refcount of the L1 table's cluster is in a fresh image with clusters of 64 KiB.
+/// Offset of the refcount of the L1 table's cluster, in a fresh image with clusters of 64 KiB.
 const L1_REFCOUNT_OFFSET: usize = 0x20006;
 
 impl Bench {

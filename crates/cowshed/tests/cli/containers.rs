@@ -85,7 +85,7 @@ fn what_can_not_be_read_is_refused_by_name() {
         assert_eq!(output.status.code(), Some(2), "inspect {name}: {output:?}");
         let reason = String::from_utf8_lossy(&output.stdout).into_owned();
         let part = match name {
-            // It says which format it can't judge, not which version.
+            // It names the format that it can't judge, not the version.
             "luks-3" => "'luks'",
             "dmg" | "odd.dmg" => "'dmg'",
             "bochs" => "'bochs'",

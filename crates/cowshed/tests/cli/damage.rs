@@ -122,7 +122,7 @@ fn compare_all(options: &[&str]) {
         image(&system, &made, format, *patch);
         let before = std::fs::read(&made).unwrap();
         for (turn, requests) in REQUESTS.iter().enumerate() {
-            // Both say the same of these; each is asked of every other pair.
+            // Both give the same for these; each is asked about every other pair.
             let qemu = if (number + turn) % 2 == 0 { &system } else { &newest };
             std::fs::copy(&made, &copy).unwrap();
             let real = run(qemu.io_path(), &copy, options, requests);

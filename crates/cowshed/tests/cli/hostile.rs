@@ -58,7 +58,7 @@ impl Bench {
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// The command fails with an ordinary error that says this, and nothing of the secret has come out.
+    /// The command fails with an ordinary error that has this part, and nothing of the secret has come out.
     fn expect_refused(&self, line: &str, part: &str) {
         let output = self.cowshed(line);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -631,7 +631,7 @@ fn confined_work() {
     assert_eq!(confined["system-calls"], "full", "{json}");
 }
 
-/// The kernel says of the running process that it is confined.
+/// The kernel reports of the running process that it is confined.
 #[test]
 fn the_process_is_confined() {
     let bench = Bench::new();

@@ -186,7 +186,7 @@ struct Holder {
     _streams: Option<(ChildStdin, BufReader<ChildStdout>)>,
 }
 
-/// How to hold an image in format `F`, and as which process.
+/// The ways to hold an image in format `F`, and the process of each.
 const HOLDERS: &[&str] = &[
     "qemu-io -f F a",
     "qemu-io -r -f F a",
@@ -270,7 +270,7 @@ fn hold(tools: &Tools, line: &str, format: &str, folder: &Path) -> Holder {
         let mut shell = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a shell");
         let (mut input, output) = (shell.stdin.take().expect("a pipe"), shell.stdout.take().expect("a pipe"));
         let (process, mut output) = (Server(shell), BufReader::new(output));
-        // One that has ended already doesn't listen.
+        // A holder that has ended already doesn't listen.
         let _ = writeln!(input, "length");
         // It answers once the image is open and locked.
         let mut said = String::new();
@@ -280,7 +280,7 @@ fn hold(tools: &Tools, line: &str, format: &str, folder: &Path) -> Holder {
             // A shell that can't print its prompt ends.
             return Holder { process, _streams: Some((input, output)) };
         }
-        // The kernel gives locks of a killed holder back a moment after its end.
+        // The kernel releases locks of a killed holder a moment after its end.
         assert!(Instant::now() < deadline, "{line}: no answer");
     }
 }

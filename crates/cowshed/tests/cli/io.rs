@@ -314,7 +314,7 @@ fn our_own_name_says_more_of_an_error() {
     assert!(code == Some(0) && out.contains("aio_flush -- ") && out.contains("-s FILE"), "{out}");
 }
 
-/// As qemu-io 11.1 says it; the installed one may not know these commands yet.
+/// In the words of qemu-io 11.1; the installed one may not know these commands yet.
 #[test]
 fn zones_are_of_no_image() {
     let mut pair = Pair::new();

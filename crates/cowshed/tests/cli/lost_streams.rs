@@ -53,7 +53,7 @@ const LINES: &[&str] = &[
     "img create -f qcow2 -o help",
 ];
 
-/// How the shell takes the streams away. The reader of a pipe is gone before the program starts.
+/// The shell's ways of taking the streams away. The reader of a pipe is gone before the program starts.
 const LOSSES: &[&str] = &[">&-", "2>&-", ">&- 2>&-", ">PIPE", "2>PIPE", ">PIPE 2>&1"];
 
 fn run(original: &Path, work: &Path, line: &str, loss: &str) -> std::process::Output {

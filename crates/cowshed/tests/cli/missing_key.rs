@@ -83,7 +83,7 @@ fn nothing_is_written_before_a_missing_key_is_noticed() {
             let said = oracle.ours(&oracle.work(), &words(&line));
             assert_eq!((said.code, said.out.as_str()), (Some(code), ""), "{line}: {}", said.err);
             assert!(said.err.trim_end().ends_with(reason), "{line}: {}", said.err);
-            // The installed tool says the same, to the letter; a second layer is framed a second time there.
+            // The installed tool has the same words, to the letter; a second layer is framed a second time there.
             if *image != "oo.qcow2" {
                 oracle.compare(&line);
             }

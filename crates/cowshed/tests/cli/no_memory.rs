@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory whose size an image says and that the system doesn't have is an error of the verb, not the end of the process.
+//! Memory whose size comes from an image and that the system doesn't have is an error of the verb, not the end of the
+//! process.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::os::unix::fs::FileExt;
@@ -94,7 +95,7 @@ fn copy_sparsely(from: &Path, to: &Path) {
     }
 }
 
-/// The bytes for want of which a process ended.
+/// The bytes for lack of which a process ended.
 fn untried_bytes(said: &str) -> Option<u64> {
     let behind = said.split("memory allocation of ").nth(1)?;
     behind.split(' ').next()?.parse().ok()
@@ -160,7 +161,7 @@ fn no_amount_of_memory_ends_a_verb_half_way() {
     }
 }
 
-/// The disk of an image may be as large as its header says, while its file holds a megabyte or two.
+/// The disk of an image may be as large as its header claims, while its file holds a megabyte or two.
 #[test]
 fn a_snapshot_takes_memory_for_what_the_file_holds() {
     let folder = temp_dir();

@@ -113,7 +113,7 @@ fn a_conversion_to_a_server_replaces_what_was_there() {
     let work = oracle.work();
     assert!(oracle.qemu.is_equal((&work.join("source.qcow2"), "qcow2"), (&work.join("target.raw"), "raw")));
     assert!(oracle.qemu.is_equal((&work.join("source.qcow2"), "qcow2"), (&work.join("room.raw"), "qcow2")));
-    // Too small is said before anything is lost.
+    // A container that is too small is refused before anything is lost.
     oracle.make("create -q -f raw small.raw 1M");
     let small = QemuNbd::start(&oracle, "small.raw", "raw");
     let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! No verb writes into a file that it reads, by whatever name, and whatever the locks say: `-U` shares everything.
+//! No verb writes into a file that it reads, by whatever name, and even without locks: `-U` shares everything.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::collections::BTreeMap;

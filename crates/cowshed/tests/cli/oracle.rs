@@ -19,7 +19,7 @@ pub struct Oracle {
     pub qemu: Qemu,
     /// Those and the system's, with their versions.
     judges: [(Qemu, (u32, u32)); 2],
-    /// How many lines one of the two has judged.
+    /// The number of lines that one of the two has judged.
     turns: std::cell::Cell<usize>,
     ours: PathBuf,
     differences: std::cell::RefCell<String>,
@@ -43,7 +43,7 @@ impl Oracle {
         Self { folder, qemu, judges, turns: Default::default(), ours, differences: Default::default() }
     }
 
-    /// Where the images are: the working folder of every run.
+    /// The folder of the images: the working folder of every run.
     pub fn work(&self) -> PathBuf {
         self.folder.path().join("work")
     }
@@ -95,7 +95,7 @@ impl Oracle {
     fn real_of(&self, qemu: &Qemu, folder: &Path, arguments: &[String]) -> Said {
         for _ in 0..200 {
             let said = finish(Command::new(qemu.img_path()).args(arguments).current_dir(folder));
-            // On a busy machine its measurement of its own speed fails now and then, which says nothing.
+            // On a busy machine its measurement of its own speed fails now and then, which has no meaning.
             if !said.err.contains("Unable to get accurate CPU usage") {
                 return said;
             }
@@ -251,7 +251,7 @@ impl Oracle {
     }
 }
 
-/// Ours, as a version of QEMU says it.
+/// Ours, in the words of a version of QEMU.
 fn as_installed(said: Said, version: (u32, u32)) -> Said {
     let err = match version < (11, 0) {
         true => said.err.replace("--remove, --remove-all, --clear", "--remove, --clear"),
@@ -317,7 +317,7 @@ fn finish(command: &mut Command) -> Said {
     said
 }
 
-/// Which program to ask for help depends on the path it was called by.
+/// The program to ask for help depends on the path of the call.
 fn tidy(said: Said) -> Said {
     let err =
         said.err.lines().filter(|line| !line.starts_with("Try '")).fold(String::new(), |text, line| text + line + "\n");

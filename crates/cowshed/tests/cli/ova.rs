@@ -184,7 +184,7 @@ fn a_disk_of_a_package_is_a_source() {
     // A format that is given is that of the file.
     ok(&oracle, "convert --force -f raw -O raw other.tar out");
     assert!(fs::read(oracle.work().join("out")).unwrap().starts_with(b"m.ovf\0"));
-    // QEMU knows no packages, so neither do we under its name.
+    // QEMU has no packages, so neither do we under its name.
     let said = oracle.ours(&oracle.work(), &words("convert -O raw other.tar out"));
     assert_eq!(said.code, Some(0), "{said:?}");
     assert!(fs::read(oracle.work().join("out")).unwrap().starts_with(b"m.ovf\0"));
@@ -367,7 +367,7 @@ fn what_importers_reject_is_found() {
     let said = cowshed(&oracle, "ova verify changed.ova");
     assert!(said.code == Some(2) && said.out.contains("error: the descriptor has no VirtualSystem"), "{said:?}");
     assert!(said.out.contains("warning: there is no manifest"), "{said:?}");
-    // A raw disk of another length than the descriptor says.
+    // A raw disk of another length than in the descriptor.
     changed(&oracle, |ovf| ovf.replace("vmdk.html#streamOptimized", "raw"));
     let said = cowshed(&oracle, "ova verify --for virtualbox changed.ova");
     assert!(said.code == Some(2) && said.out.contains("and the descriptor says 10485760"), "{said:?}");
@@ -507,7 +507,7 @@ fn a_disk_is_chosen_only_by_a_word_that_names_one() {
     refused(&oracle, "convert -O raw --disk 2 changed.ova out", &words);
     ok(&oracle, "convert -q -O raw --disk m-disk2.vmdk changed.ova out");
     oracle.make("compare -f raw -F raw out b.raw");
-    // A disk that can't be read is still the one that its name says.
+    // A disk that can't be read still keeps its name.
     changed(&oracle, |ovf| {
         ovf.replacen(
             &format!("ovf:diskId=\"{first}\""),

@@ -74,7 +74,7 @@ fn only_a_conversion_takes_a_package() {
     }
     assert!(!oracle.work().join("out.raw").exists());
     assert!(before == fs::read(oracle.work().join("m.ova")).unwrap());
-    // A format that is given is that of the file, and QEMU knows no packages.
+    // A format from the user is that of the file, and QEMU has no packages.
     assert!(ok(&oracle, "info -f raw m.ova").contains("raw"));
     let said = oracle.ours(&oracle.work(), &words("info m.ova"));
     assert!(said.code == Some(0) && said.out.contains("file format: raw"), "{said:?}");

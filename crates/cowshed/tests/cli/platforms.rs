@@ -26,7 +26,7 @@ fn info(oracle: &Oracle, format: &str, name: &str) -> Value {
     serde_json::from_str(&said.out).unwrap_or_else(|_| panic!("{said:?}"))
 }
 
-/// QEMU reads the same disk, longer by zeroes where the platform wants that.
+/// QEMU reads the same disk, longer by zeroes where the platform needs that.
 #[test]
 fn each_platform_gets_its_format_and_is_told_so() {
     let oracle = disk();

@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// The list's expectation for one command line.
 enum Expected<'a> {
-    /// The first line of the system's tool; where the newest says something else, the list has its words.
+    /// The first line of the system's tool; where the newest has other words, the list has those.
     AsInstalled,
     /// This first line.
     Text(&'a str),

@@ -25,7 +25,7 @@ fn a_signal_stops_a_conversion_in_order() {
             .stderr(Stdio::piped())
             .spawn()
             .expect("our own binary runs");
-        // The first progress says that the work has begun and signals are watched for.
+        // The first progress shows that the work has begun and signals are watched for.
         let mut stdout = child.stdout.take().expect("a pipe");
         let mut first = [0];
         stdout.read_exact(&mut first).expect("progress");

@@ -87,7 +87,7 @@ fn merged_vhd(child: &[u8], parent: &[u8]) -> Vec<u8> {
     disk
 }
 
-/// QEMU 11 reads the difference without its parent, and says nothing.
+/// QEMU 11 reads the difference without its parent, and without a warning.
 #[test]
 fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
     let oracle = Oracle::new();
@@ -99,7 +99,7 @@ fn a_vhd_that_is_a_difference_is_read_over_its_parent() {
     ours(&oracle, "convert -f vpc -O raw child.vhd out");
     assert!(read("out") == truth && truth != read("fat-parent.vhd")[..truth.len()]);
     ours(&oracle, "compare -f vpc -F raw child.vhd truth");
-    // One that is no difference has no parent, whatever its opening says.
+    // A disk that is no difference has no parent, whatever its opening options are.
     for (driver, name) in [("vpc", "fat-parent.vhd"), ("vdi", "new.vdi"), ("vhdx", "new.vhdx")] {
         if driver != "vpc" {
             oracle.make(&format!("create -q -f {driver} {name} 1M"));
@@ -172,7 +172,8 @@ fn vhd_over_a_changed_parent_is_refused() {
     assert!(fs::read(oracle.work().join("out")).unwrap() == fs::read(oracle.work().join("again")).unwrap());
 }
 
-/// Which parent a user names otherwise is the user's choice: a shorter one ends in zeroes, of a longer one the end doesn't show.
+/// The parent that a user names is the user's choice: a shorter one ends in zeroes, and the end of a longer one doesn't
+/// show.
 #[test]
 fn shorter_parent_is_read_to_its_end() {
     let oracle = Oracle::new();
@@ -226,7 +227,7 @@ fn a_vhdx_that_is_a_difference_is_read_over_its_parent() {
     assert!(message.contains("was changed since"), "{message}");
 }
 
-/// VirtualBox names a parent by its UUID alone: the user says which file that is.
+/// VirtualBox names a parent by its UUID alone: the user names the file.
 #[test]
 fn differencing_vdi_is_read_over_a_given_parent() {
     let oracle = Oracle::new();

@@ -390,7 +390,8 @@ fn top_and_metrics_show_a_daemon() {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{output:?}");
     assert_eq!(text.lines().filter(|line| line.starts_with("a ")).count(), 2, "{text}");
-    // Under a load that a limit holds back, the columns say so: operations, requests in flight, waits, hits of the mapping.
+    // Under a load that a limit holds back, the columns show it: operations, requests in flight, waits, hits of the
+    // mapping.
     let uri = format!("nbd+unix:///?socket={}", oracle.work().join("n.sock").display());
     let mut reads = Command::new("qemu-io");
     reads.args(["-f", "raw", "-c", "write 0 1M"]).args(["-c", "aio_read 0 4k"].repeat(3000)).arg(&uri);

@@ -161,7 +161,7 @@ fn a_zstd_file_is_made_while_it_is_sent() {
     assert!(page.contains(&digest) && page.contains(&format!("({} bytes)", file.len())), "{page}");
 }
 
-/// A browser of the package `chromium`. Without one nothing is shown, and the test says so.
+/// A browser of the package `chromium`. Without one nothing is shown, and the test prints that.
 #[test]
 fn chromium_shows_the_page_and_stores_the_download() {
     let oracle = disk();
@@ -253,7 +253,7 @@ fn nothing_is_found_without_the_url() {
     assert_ne!(share.url.split('/').nth(3), another.url.split('/').nth(3));
 }
 
-/// The client gets a status, the server says why, and the page names the reason.
+/// The client gets a status, the server reports the reason, and the page names it.
 #[test]
 fn unreadable_disk_is_reported_on_both_sides() {
     let oracle = Oracle::new();

@@ -60,7 +60,7 @@ fn every_verb_that_reads_takes_credentials() {
     ] {
         let arguments: Vec<String> = in_full(line).split(' ').map(str::to_owned).collect();
         let (real, mut ours) = (oracle.real(&oracle.work(), &arguments), oracle.ours(&oracle.work(), &arguments));
-        // Our names say that the connection is encrypted.
+        // Our names show that the connection is encrypted.
         ours.out = ours.out.replace("nbds+unix:///?socket=n.sock&tls-hostname=localhost", "nbd+unix://?socket=n.sock");
         assert_eq!((ours.code, &ours.out, &ours.err), (real.code, &real.out, &real.err), "{line}");
         assert!(real.code == Some(0) && real.out.contains("n.sock"), "{line}: {real:?}");
@@ -139,7 +139,7 @@ fn wrong_credentials_are_refused_in_qemus_words() {
         oracle.compare_refusal(format!("info {object} --image-opts {EXPORT}").replace("  ", " ").as_str());
     }
     oracle.verdict();
-    // There are none of these here, which is said by name.
+    // There are none of these here, which the error tells by name.
     for kind in ["tls-creds-psk", "tls-creds-anon"] {
         let reason = format!("objects of type '{kind}' are not supported: the TLS library has no");
         for line in [

@@ -108,7 +108,7 @@ fn a_child_reads_from_its_parent_and_notices_a_changed_one() {
     assert_eq!(said.code, Some(1));
     assert!(said.err.contains("was changed since") && said.err.contains("parentCID"), "{}", said.err);
     ours(&oracle, "info child.vmdk");
-    // An explicit option gives the differences alone.
+    // An explicit option leaves the differences alone.
     let said = oracle.ours(
         &oracle.work(),
         &words("convert -O raw --image-opts driver=vmdk,file.filename=child.vmdk,backing= target.raw"),

@@ -92,7 +92,7 @@ fn a_folder_is_a_disk_that_others_read() {
     for name in ["fat:v", "fat:12:v", "fat:16:v", "fat:32:v", "fat:floppy:v"] {
         ours(&oracle, &format!("convert -O raw {name} ours.raw"));
         assert!(unpacked(&oracle, "ours.raw", name.contains("floppy")) == tree, "{name}");
-        // The map says where the data are, and all paths to the bytes are the same.
+        // The map has the places of the data, and all paths to the bytes are the same.
         ours(&oracle, &format!("compare -f raw -F raw {name} ours.raw"));
         ours(&oracle, &format!("convert -O qcow2 {name} ours.qcow2"));
         ours(&oracle, "compare -f qcow2 -F raw ours.qcow2 ours.raw");
@@ -134,7 +134,7 @@ fn a_folder_stands_below_an_image() {
     ours(&oracle, "compare -f raw -F raw out fat:v");
 }
 
-/// As QEMU says it, where that refuses the same.
+/// In QEMU's words, where that refuses the same.
 #[test]
 fn folders_that_make_no_disk_are_refused() {
     let oracle = Oracle::new();

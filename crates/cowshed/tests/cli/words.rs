@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Refusals by the name qemu-img, to the word: QEMU 11's sentence, and where ours says more, that sentence first.
+//! Refusals by the name qemu-img, to the word: QEMU 11's sentence first, and behind it any further words of ours.
 
 use crate::oracle::{Oracle, words};
 

@@ -593,7 +593,7 @@ fn what_a_format_lacks_is_refused_in_the_words_of_qemu() {
                         || line.contains("-b source")
                         || line.contains("help")
                 }
-                // Of two sentences QEMU says the other one.
+                // QEMU has the other one of two sentences.
                 "parallels" => line.contains("9000T"),
                 "qed" => line.contains("-b source") || line.contains("resize"),
                 _ => false,

@@ -74,7 +74,7 @@ fn the_status_of_long_ranges_and_tails_is_qemus() {
     }
 }
 
-/// The protocol allows no more than 64 KiB, whatever a disk wants.
+/// The protocol allows no more than 64 KiB, even if a disk needs more.
 #[test]
 fn the_smallest_block_announced_has_at_most_64_kib() {
     let folder = temp_dir();

@@ -24,7 +24,7 @@ impl Case {
         Case { name, setup: Vec::new(), lines: Vec::new() }
     }
 
-    /// How many command lines are compared.
+    /// The number of command lines that are compared.
     pub fn compared(&self) -> usize {
         self.lines.len()
     }

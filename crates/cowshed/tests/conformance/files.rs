@@ -10,7 +10,7 @@ const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
 /// The space that two writers may leave free in the file, in bytes.
 const GROWTH: usize = 512 << 10;
-/// Header fields that say where tables are: their places are the writer's affair.
+/// Header fields with the places of tables, which are the writer's affair.
 const PLACES: [std::ops::Range<usize>; 3] = [40..48, 48..56, 64..72];
 
 /// Pairs of QEMU's and our descriptions of files, where they differ.

@@ -247,7 +247,7 @@ fn img_line(random: &mut Random, number: usize) -> String {
     let output = random.pick(&["", "", "--output=json ", "--output=human ", "--output=nosuch "]).to_owned();
     let quiet = if random.chance(10) { "-q " } else { "" };
     match random.below(30) {
-        // Where the creation fails QEMU has sometimes removed an older file.
+        // After a failed creation QEMU has sometimes removed an older file.
         0..=4 => format!(
             "qemu-img create {quiet}-f {format} {}new {size} || {{ code=$?; rm -f new; exit $code; }}",
             create_options(random)
@@ -285,7 +285,7 @@ fn img_line(random: &mut Random, number: usize) -> String {
                 "-m 0 ",
                 "-r 1M ",
             ]);
-            // Onto itself QEMU says of the lock first, whatever else is wrong.
+            // Onto itself QEMU reports the lock first, whatever else is wrong.
             let image = if image == "copy" { "new" } else { image };
             // A conversion that fails leaves its file in QEMU; here a new file goes.
             format!(

@@ -75,7 +75,7 @@ fn the_suite_is_as_large_as_promised() {
     assert!(lines.len() >= LINES && sessions >= SESSIONS, "{} lines, {sessions} sessions", lines.len());
 }
 
-/// QEMU's own help says which commands and flags there are.
+/// QEMU's own help lists the commands and flags.
 #[test]
 fn every_command_and_flag_of_qemu_io_is_in_a_session() {
     let help = Qemu::newest().io(["-c", "help"]).stdout;
@@ -156,7 +156,7 @@ fn compare(title: &str, cases: &[Case]) {
     std::fs::write(&path, &report).expect("the report can be written");
     println!("{title}: {} cases, {lines} command lines, {} differences", cases.len(), found.len());
     let shown: String = found.iter().take(SHOWN).map(ToString::to_string).collect();
-    // Which rows the generated lines need depends on their seeds.
+    // The rows that the generated lines need depend on their seeds.
     let stale = if filter.is_empty() && title == "tables" { known.stale(title) } else { Vec::new() };
     assert!(
         found.is_empty() && stale.is_empty(),

@@ -30,7 +30,7 @@ struct Said {
 pub struct Difference {
     /// The case's name.
     pub case: String,
-    /// Which of its lines; one past the last for files.
+    /// The index of the line; one past the last for files.
     pub line: usize,
     /// The command line; for files the case's name.
     pub command: String,

@@ -138,7 +138,7 @@ pub fn run(session: &str, path: &str, folder: &Path) -> Outcome {
 /// Carries the lines out; returns the words waited for in vain.
 fn converse<'a>(child: &mut Child, out: &Output, lines: impl Iterator<Item = &'a str>) -> Option<String> {
     let mut input = child.stdin.take().expect("piped");
-    // Where the answers and the messages begin that were not waited for yet.
+    // The first answers and messages that were not waited for yet.
     let (mut answers, mut messages) = (0, 0);
     for line in lines {
         let (mark, text) = line.split_once(' ').unwrap_or((line, ""));

@@ -240,7 +240,7 @@ fn job(script: &mut Script) {
     arguments["job-id"] = json!("j");
     let keeps = script.random.chance(40);
     let waits = script.random.chance(40);
-    // How far a backup comes at once is each tool's own choice.
+    // The first progress of a backup is each tool's own choice.
     let is_slow = !copies && command != "blockdev-backup" && script.random.chance(30);
     for (key, is_on) in [("auto-dismiss", keeps), ("auto-finalize", waits)] {
         if is_on {
@@ -258,7 +258,7 @@ fn job(script: &mut Script) {
         // It stops for a moment at its start.
         script.wait("paused");
     }
-    // Where the job rests until it is told to go on.
+    // The state in which the job rests until it is told to go on.
     match (is_slow, copies, waits) {
         (true, _, _) => {}
         (_, true, _) => script.wait("BLOCK_JOB_READY"),

@@ -67,7 +67,7 @@ fn what_is_no_device_is_refused_as_by_qemu() {
     assert!(!Path::new(&socket).exists(), "the socket goes with the server");
 }
 
-/// QEMU's parent ends with success here, and nothing is said.
+/// QEMU's parent ends with success here, without a message.
 #[test]
 fn a_device_that_fails_is_reported_with_fork() {
     let (folder, qemu) = (temp_dir(), Qemu::newest());
@@ -80,7 +80,7 @@ fn a_device_that_fails_is_reported_with_fork() {
     assert!(errors.starts_with("qemu-nbd: Failed to set NBD socket"), "{errors}");
 }
 
-/// The guest's first program. Each line that it says begins with "GUEST", so that the kernel's own are told apart.
+/// The guest's first program. Each line that it prints begins with "GUEST", so that the kernel's own are told apart.
 const INIT: &str = r#"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin

@@ -69,7 +69,7 @@ fn qemu_nbd_warns_only_under_our_own_name() {
     ours.arg("qemu-nbd");
     let daemon = until_up(folder.path(), ours, &arguments);
     assert_eq!(warnings(folder.path(), daemon), 1);
-    // QEMU's program says nothing here.
+    // QEMU's program is silent here.
     let daemon = until_up(folder.path(), Command::new(&link), &arguments);
     assert_eq!(daemon.log(), "");
     assert_eq!(warnings(folder.path(), daemon), 0);

@@ -313,7 +313,7 @@ fn rules_are_armed_changed_and_read_back() {
     daemon.stop();
 }
 
-/// Which of 64 reads fail by a scenario.
+/// The reads of 64 that fail by a scenario.
 fn failures(folder: &Path, seed: u64) -> Vec<bool> {
     let commands: Vec<String> = (0..64).map(|index| format!("read {} 4k", index << 16)).collect();
     let options =

@@ -116,7 +116,7 @@ fn overlay(folder: &Path, base: &Path, name: &str) -> PathBuf {
     image
 }
 
-/// Says a word to the guest and waits until it has turned itself off without an error of its disk.
+/// Sends a word to the guest and waits until it has turned itself off without an error of its disk.
 fn finish(mut guest: Guest, word: &str) {
     guest.keyboard.write_all(format!("{word}\n").as_bytes()).expect("the machine reads");
     guest.await_words("GUEST: finished");
@@ -220,7 +220,7 @@ fn make_halves(system: &Path, disk: &Path) {
     file.write_all_at(&system, 18 * MIB).expect("a system");
 }
 
-/// Boots once; the guest must say which version runs from which partition.
+/// Boots once; the guest must print the version that runs and its partition.
 fn boot_half(files: &Path, initrd: &Path, folder: &Path, image: &Path, (says, word): (&str, &str)) {
     let drive = format!("file={},id=disk", text(image));
     let mut serving = Serving::start(folder, &["serve", "-x", "disk", "-k", "n.sock", "--drive", &drive]);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is killed while a command makes an image leaves no half image under the name that the command gives. A
-//! file without magic would read as a raw disk.
+//! A daemon that is killed while a command makes an image leaves no half image under the name in the command. A file
+//! without magic would read as a raw disk.
 
 use super::process::{Monitor, Serving, text};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
@@ -65,7 +65,7 @@ fn a_killed_daemon_leaves_no_half_image_that_reads_as_raw() {
     qemu.create(&folder.join("disk.qcow2"), "qcow2", "", 4 << 20);
     qemu.io_commands(&folder.join("disk.qcow2"), "qcow2", &["write -P 7 0 1M".into()]);
     for (command, key) in COMMANDS {
-        // How long it takes until the image has its name.
+        // The time until the image has its name.
         let daemon = start(folder);
         let mut monitor = Monitor::connect(&folder.join("m.sock"));
         let begun = Instant::now();

@@ -38,7 +38,7 @@ enum Loss {
 fn start(folder: &Path, line: &str, loss: Loss) -> Child {
     let script = match loss {
         Loss::Closed => format!("exec \"$0\" {line} >&- 2>&-"),
-        // The word says that both readers are gone.
+        // The word tells that both readers are gone.
         _ => format!("read -r go; exec \"$0\" {line}"),
     };
     let mut child = Command::new("bash")

@@ -341,7 +341,7 @@ fn a_drive_keeps_what_is_read_through_it() {
     qemu.expect_clean(&disk);
 }
 
-/// A terminal of its own for the program: `script` gives it one, and the test's bytes are its keys.
+/// A terminal of its own for the program: `script` makes one for it, and the test's bytes are its keys.
 #[test]
 fn q_ends_top_on_a_terminal() {
     let folder = temp_dir();

@@ -122,7 +122,7 @@ fn a_descriptor_that_was_not_passed_is_an_error() {
     }
 }
 
-/// The first bytes that a server says on a socket; nothing where it is not served.
+/// The first bytes that a server sends on a socket; nothing where it is not served.
 fn greeting(path: &std::path::Path) -> String {
     let mut stream = UnixStream::connect(path).expect("the socket listens");
     stream.set_read_timeout(Some(std::time::Duration::from_millis(500))).expect("a limit");
@@ -377,7 +377,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
     assert!(ours.contains("\n export: 'one'\n  description: what it is\n  size:  8388608\n"), "{ours}");
     assert!(ours.contains(" export: 'two'\n  size:  1048576\n") && ours.contains("readonly"), "{ours}");
     assert!(ours.contains("   base:allocation\n   qemu:allocation-depth\n"), "{ours}");
-    // Version 7.2 knows no extended headers, and no flag for the payload that comes with them.
+    // Version 7.2 has no extended headers, and no flag for the payload that comes with them.
     let common = |text: &str| {
         let known = text.lines().filter(|line| !line.contains("transaction size:") && !line.contains("flags:"));
         known.map(str::to_owned).collect::<Vec<_>>()

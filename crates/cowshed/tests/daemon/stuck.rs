@@ -273,7 +273,7 @@ fn the_limit_for_stopping_holds_under_every_name() {
         daemon.signal("TERM");
         await_that("the daemon ends", || daemon.child().try_wait().expect("a child").is_some());
         let (taken, log) = (started.elapsed(), daemon.log());
-        // The thread for signals gives the control thread three seconds more, and the machine may be busy.
+        // The thread for signals leaves the control thread three seconds more, and the machine may be busy.
         assert!(taken < Duration::from_secs(LIMIT_SECONDS + 6), "{line}: {taken:?}\n{log}");
         assert_eq!(daemon.wait().code(), Some(1), "{line}: {log}");
         assert!(log.contains("could not stop in order (stop timeout 2 s)"), "{line}: {log}");

@@ -20,7 +20,7 @@ fn start(folder: &Path, image: &str, more: &str) -> (Serving, Monitor) {
     command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
     command.args(["--monitor", "chardev=m", "--blockdev", image]);
     command.args(["--export", &format!("vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path=v.sock{more}")]);
-    // That of an earlier daemon, which was killed. The export's own is left where it is.
+    // The socket of an earlier daemon, which was killed. The export's own is left where it is.
     let monitor = folder.join("m.sock");
     assert!(std::fs::remove_file(&monitor).is_ok() || !monitor.exists());
     let mut daemon = Serving::start_command(folder, command);

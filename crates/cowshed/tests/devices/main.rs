@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Block devices as source and target, and file systems with ways of their own. Needs root and loop devices, so these tests
-//! are ignored in an ordinary run; `scripts/test` runs them where it can and says so where it can't.
+//! Block devices as source and target, and file systems with ways of their own. Needs root and loop devices, so these
+//! tests are ignored in an ordinary run; `scripts/test` runs them where it can and prints a line where it can't.
 
 mod sectors;
 
@@ -213,7 +213,7 @@ fn data_are_shared_where_the_file_system_can() {
                 assert!(if wanted == 0 { shared == 0 } else { shared >= wanted }, "{case}: {shared} bytes are shared");
                 let has_holes = !options.contains(&"-C") && !options.contains(&"-S") && !options.contains(&"-o");
                 let found = std::fs::metadata(&target).unwrap();
-                // XFS gives a qcow2 file space in pieces of 1 MiB, so there the length tells.
+                // XFS allocates a qcow2 file in pieces of 1 MiB, so there the length tells.
                 let space =
                     if to == "raw" { std::os::unix::fs::MetadataExt::blocks(&found) * 512 } else { found.len() };
                 assert!(!has_holes || space < 14 * MIB as u64, "{case}: {space} bytes");

@@ -23,7 +23,7 @@ const ODD_REQUESTS: &[&str] = &[
     "flush",
 ];
 
-/// The kernel zeroes and gives back whole sectors only, also behind the page cache; guests have sectors of 512 bytes.
+/// The kernel zeroes and frees whole sectors only, also behind the page cache; guests have sectors of 512 bytes.
 #[test]
 #[ignore = "needs root and loop devices"]
 fn requests_are_smaller_than_the_sectors_of_a_device() {

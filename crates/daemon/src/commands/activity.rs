@@ -81,7 +81,7 @@ async fn inactivate_all(daemon: &Rc<Daemon>) -> QmpResult<()> {
     Ok(())
 }
 
-/// Completes a node on disk and gives its locks back, and those below it that have no other users.
+/// Completes a node on disk and releases its locks, and those below it that have no other users.
 async fn inactivate(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
     let users = node.user_names();
     if users.iter().any(|user| daemon.graph.find(user).is_some()) {

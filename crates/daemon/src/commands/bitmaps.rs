@@ -70,7 +70,7 @@ pub(super) struct BitmapAction {
     what: What,
 }
 
-/// One that has been.
+/// A change of a bitmap that has been made.
 pub(super) struct BitmapChanged {
     node: Arc<Node>,
     saved: SavedBitmap,
@@ -111,7 +111,7 @@ async fn run(daemon: &Rc<Daemon>, kind: &str, arguments: &Arguments) -> QmpResul
 
 /// QEMU's words, which don't name the file.
 fn worded(error: Error) -> QmpError {
-    // A disk's error says where and why.
+    // A disk's error has its place and its reason.
     match error.kind() {
         ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::Poisoned => QmpError::generic(error.to_string()),
         _ => QmpError::generic(error.sentence()),

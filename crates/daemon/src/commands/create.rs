@@ -159,7 +159,7 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
     if !is_file && !is_vdi && size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
-    // These headers say at most that the backing file is raw, so another format is as good as none.
+    // These headers have at most a mark of a raw backing file, so another format is as good as none.
     let unsaid = ["qcow", "qed"].contains(&options.text("driver")) && options.maybe_text("backing-file").is_some();
     let backing_format = options.maybe_text("backing-fmt").or(unsaid.then_some("qcow2"));
     Ok(CreateRequest {

@@ -41,7 +41,7 @@ struct Target {
 }
 
 impl Target {
-    /// Opens the image that a job of `source` is to fill, made anew unless it is said to exist.
+    /// Opens the image that a job of `source` is to fill, made anew unless it exists by the arguments.
     async fn open(daemon: &Rc<Daemon>, source: &Arc<Node>, arguments: &Arguments) -> QmpResult<Target> {
         let file = arguments.text("target");
         let name = match arguments.maybe_text("node-name") {

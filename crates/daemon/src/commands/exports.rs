@@ -94,7 +94,7 @@ async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
 pub(crate) struct Access<'a> {
     /// Credentials of the server.
     pub tls_creds: Option<&'a str>,
-    /// Which certificates.
+    /// The check of certificates.
     pub tls_authz: Option<&'a str>,
 }
 

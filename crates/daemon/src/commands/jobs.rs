@@ -128,7 +128,7 @@ async fn block_job_finalize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResu
     job_finalize(daemon, arguments).await
 }
 
-/// A copy that is ready ends as a copy, unless `force` says to leave it as it is.
+/// A copy that is ready ends as a copy, unless `force` leaves it as it is.
 async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("device"))?;
     match arguments.flag("force", false) {

@@ -78,7 +78,7 @@ async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResul
     let added = add_active(daemon, options).await;
     if let Err(failure) = added {
         daemon.untrusted.forget(&name);
-        // An option of the command line has no schema that says so.
+        // An option of the command line has no schema with the list of drivers.
         return Err(match failure.description == format!("Unknown driver '{driver}'") {
             true => QmpError { description: format!("Parameter 'driver' does not accept value '{driver}'"), ..failure },
             false => failure,
@@ -461,7 +461,7 @@ async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
     }
 }
 
-/// How the file that stores a node uses the host's page cache.
+/// The use of the host's page cache by the file that stores a node.
 fn cache_of(node: &Arc<Node>) -> CacheMode {
     let mut below = std::iter::successors(Some(Arc::clone(node)), |node| node.child(ChildRole::File));
     below.find_map(|node| node.file().map(File::cache_mode)).unwrap_or_default()

@@ -93,7 +93,7 @@ fn numbers(arguments: &Arguments, key: &str) -> QmpResult<Option<Vec<u64>>> {
     list.iter().map(number).collect::<QmpResult<Vec<u64>>>().map(Some)
 }
 
-/// Whose latencies are kept: an export's, by its id, else a node's, by its name.
+/// The owner of the kept latencies: an export, by its id, else a node, by its name.
 enum Observed {
     Export(Exported),
     Node(Arc<Node>),

@@ -59,7 +59,7 @@ impl Target {
     }
 }
 
-/// The first throttle filter from `top` down, as long as there are filters and `goes_on` says so.
+/// The first throttle filter from `top` down, as long as there are filters and `goes_on` is true.
 fn among_filters(top: Arc<Node>, goes_on: impl Fn(&Node) -> bool) -> Option<Arc<Node>> {
     let mut next = Some(top);
     while let Some(node) = next.filter(|node| node.is_filter() && goes_on(node)) {
@@ -122,7 +122,7 @@ async fn throttle(
     let current = filter.as_ref().and_then(|filter| filter.throttle()).map(|throttle| throttle.group());
     let group_name = match (group, &current) {
         (Some(group), _) => group.to_owned(),
-        // One that has left its group is in a nameless one.
+        // A filter that has left its group is in a nameless one.
         (None, Some(group)) if !group.name().is_empty() => group.name().to_owned(),
         (None, _) => name.to_owned(),
     };

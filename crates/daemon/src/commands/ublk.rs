@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The name of the type.
 pub(crate) const UBLK: &str = "ublk";
-/// Requests of a queue, where the user doesn't say.
+/// Requests of a queue, by default.
 const DEPTH: u64 = 128;
 /// Lives as long as the kernel does, and belongs to no user.
 const NOTES: &str = "/dev/shm";

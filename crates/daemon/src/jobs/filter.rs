@@ -64,7 +64,8 @@ impl Job {
         self.filter.take().map(|filter| filter.name().to_owned())
     }
 
-    /// How its filter is listed: its name, the node below, and the entry. `described`: the entry of that node.
+    /// The entry of its filter in the list: its name, the node below, and the entry. `described`: the entry of that
+    /// node.
     pub fn listed_filter(&self, described: impl Fn(&Node) -> Option<Map<String, Value>>) -> Option<ListedFilter> {
         let filter = self.filter.borrow();
         let filter = filter.as_ref()?;

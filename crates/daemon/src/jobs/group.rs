@@ -56,7 +56,7 @@ impl JobGroup {
         }
         for job in others {
             job.handle.cancel();
-            // One that pauses looks at this no more.
+            // A job that pauses looks at this no more.
             job.handle.resume();
         }
     }

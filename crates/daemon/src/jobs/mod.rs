@@ -34,10 +34,10 @@ use std::time::Duration;
 /// So long the answer to a command waits for the end of the job that it ends.
 const END_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How often a job that waits for its user looks whether there is something to do.
+/// The pause between looks of a job that waits for its user.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Where a job is in its life.
+/// The stage of a job in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Status {
     Created,
@@ -92,7 +92,7 @@ pub(crate) struct Job {
     pub speed: Cell<u64>,
     /// Nodes that others must leave as they are.
     nodes: RefCell<Vec<Arc<Node>>>,
-    /// Those of them that a backup may read all the same.
+    /// The nodes among them that a backup may read all the same.
     readable: Vec<Arc<Node>>,
     /// The treatment of errors of the source, and of the target.
     on_error: (OnError, OnError),
@@ -318,7 +318,7 @@ impl Job {
         }
     }
 
-    /// True for a copy that goes on until the user says how it ends.
+    /// True for a copy that goes on until the user decides about its end.
     fn is_mirror(&self) -> bool {
         self.mirror.borrow().is_some()
     }
@@ -444,7 +444,7 @@ pub(crate) struct JobSpec {
     pub auto_dismiss: bool,
     pub speed: u64,
     pub nodes: Vec<Arc<Node>>,
-    /// Those of them that a backup may read all the same.
+    /// The nodes among them that a backup may read all the same.
     pub readable: Vec<Arc<Node>>,
     /// The treatment of errors of the source, and of the target.
     pub on_error: (OnError, OnError),

@@ -93,7 +93,7 @@ pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Fin
 
 /// A target that takes longer to close is left to close when it can, where the job is cancelled.
 const LEFT_ALONE: Duration = Duration::from_millis(500);
-/// The same of a job that was complete: others may want the target as it is on disk.
+/// The time for a job that was complete: other users may need the target as it is on disk.
 const LEFT_COMPLETE: Duration = Duration::from_secs(5);
 
 /// The target of a job that was opened for it.

@@ -129,12 +129,12 @@ impl Places {
         lock(&self.taken.0)
     }
 
-    /// Waits for a place. The oldest scraper whose request isn't complete makes room, else the oldest that takes its reply.
-    /// Those that wait for the daemon keep their places.
+    /// Waits for a place. The oldest scraper whose request isn't complete makes room, else the oldest that takes its
+    /// reply. Scrapers that wait for the daemon keep their places.
     fn take(&self, stream: TcpStream) -> Place {
         let mut taken = self.taken();
         let is_full = |taken: &mut Vec<Arc<Scraper>>| taken.len() >= self.most;
-        // One that was cut already is about to give its place back.
+        // A scraper that was cut already is about to leave its place.
         let phase = |scraper: &Arc<Scraper>| *lock(&scraper.phase);
         if is_full(&mut taken)
             && !taken.iter().any(|scraper| phase(scraper) == Phase::Cut)
@@ -223,7 +223,7 @@ fn page(scraper: &Arc<Scraper>, control: &Sender<Message>, left: Duration) -> Op
     scraper.enter(Phase::Waiting);
     let awaiting = Awaiting(Arc::downgrade(scraper));
     control.send(Message::Metrics { reply, is_awaited: Box::new(move || awaiting.is_there()) }).ok()?;
-    // Enough is kept back to say so when the control thread has no time.
+    // Enough time is kept back to answer when the control thread has none.
     answer.recv_timeout(left.mul_f64(0.9)).ok()
 }
 
@@ -373,7 +373,7 @@ mod tests {
             is_awaited
         };
         assert!(!is_awaited(), "its time is up");
-        // One that stays, but was told that the daemon is busy, or was cut, isn't there either.
+        // A scraper that stays, but was told that the daemon is busy, or was cut, isn't there either.
         let scraper = Scraper::new(connection().1);
         for phase in [Phase::Taking, Phase::Cut] {
             scraper.enter(phase);

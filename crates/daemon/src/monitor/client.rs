@@ -154,8 +154,8 @@ pub enum InputEnd {
 }
 
 /// Serves one client until it goes, on this thread and one more. `is_gone` tells whether nothing reaches it any more:
-/// its remaining commands are not run then. `negotiated` is called once the client has said its capabilities. `hang_up`
-/// ends the connection, and with it the reader's wait for more, when the daemon stops first.
+/// its remaining commands are not run then. `negotiated` is called once the client has negotiated its capabilities.
+/// `hang_up` ends the connection, and with it the reader's wait for more, when the daemon stops first.
 pub fn serve(
     context: &MonitorContext,
     (mut input, end): (impl Read, InputEnd),

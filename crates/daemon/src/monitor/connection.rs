@@ -41,7 +41,7 @@ impl Connection {
         self.0.try_clone()
     }
 
-    /// Speaks with the client until it goes. `negotiated` is called once it has said its capabilities.
+    /// Speaks with the client until it goes. `negotiated` is called once it has negotiated its capabilities.
     pub fn serve(self, context: &MonitorContext, negotiated: impl Fn()) {
         let stream = self.0;
         // A connection that is gone already needs no hanging up.
@@ -57,7 +57,7 @@ impl Connection {
     }
 }
 
-/// True when nothing that is sent reaches the client. One that has only said that it sends nothing more still reads.
+/// True when nothing that is sent reaches the client. A client that has only ended its own direction still reads.
 fn is_gone(stream: impl AsFd) -> bool {
     let mut now = [PollFd::new(&stream, PollFlags::empty())];
     let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));

@@ -44,12 +44,12 @@ impl Newcomers {
     /// Ends the oldest connection; false when there is none.
     fn end_oldest(&self) -> bool {
         let oldest = self.lock().pop_first();
-        // One that is gone already needs no end.
+        // A client that is gone already needs no end.
         oldest.map(|(_, line)| drop(line.shutdown(Shutdown::Both))).is_some()
     }
 }
 
-/// Where a monitor is.
+/// The address of a monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MonitorAddress {
     /// A socket that is bound to this path.
@@ -121,7 +121,7 @@ impl Bound {
         Ok(Bound { address, listener: listener.map(Arc::new), file })
     }
 
-    /// Where it is.
+    /// Its address.
     pub fn address(&self) -> &MonitorAddress {
         &self.address
     }

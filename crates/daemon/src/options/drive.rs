@@ -93,8 +93,8 @@ impl Drive {
         }
     }
 
-    /// `file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,…` and options of the format. `id` is the name where none is
-    /// given, `writable` counts where nothing is said.
+    /// `file=NAME,format=FORMAT,id=ID,readonly=on,cache=MODE,…` and options of the format. `id` is the default name,
+    /// and `writable` the default of `readonly`.
     pub fn parse(text: &str, id: &str, writable: bool) -> Result<Drive> {
         let option = || format!("--drive {text}");
         let wrong = |message: String| Error::invalid_argument(message).file(option());

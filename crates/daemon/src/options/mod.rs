@@ -144,8 +144,8 @@ pub fn check_object(definition: &str) -> Result<()> {
     check_identifier(checked.get("id").and_then(Value::as_str).unwrap_or_default())
 }
 
-/// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Those of a server are
-/// only checked.
+/// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Credentials of a
+/// server are only checked.
 pub fn tls_credentials(definition: &str) -> Result<TlsCredentials> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
     let arguments = crate::schema::build()?.check("ObjectOptions", arguments, strictness).map_err(worded)?;

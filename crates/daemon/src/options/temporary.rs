@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Where it is made unless the environment says otherwise: large files are no good in a `/tmp` in memory.
+/// The default folder, unless the environment names another: large files are no good in a `/tmp` in memory.
 const FOLDER: &str = "/var/tmp";
 /// Names that are tried.
 const ATTEMPTS: u32 = 100;

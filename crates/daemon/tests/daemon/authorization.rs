@@ -129,7 +129,7 @@ fn the_same_clients_may_come_as_to_qemu_nbd() {
             ),
             vec!["wide"],
         ),
-        // How attributes without a name are written changed between versions of GnuTLS.
+        // The form of attributes without a name changed between versions of GnuTLS.
         (glob("*,,CN=x"), vec!["numbers"]),
         (glob("*CN=laptop"), vec!["plain", "full"]),
         (glob("CN=l?ptop"), vec!["plain"]),

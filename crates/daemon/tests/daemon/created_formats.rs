@@ -98,7 +98,7 @@ fn images_of_other_formats_are_created_as_by_qemu() {
     daemon.stop().expect("stopped in order");
 }
 
-/// A new file has another name until it is whole: its descriptor says the one that it gets.
+/// A new file has another name until it is whole: its descriptor has the final one.
 #[test]
 fn a_backup_to_vmdk_names_its_own_file() {
     let daemon = Running::start(Vec::new());

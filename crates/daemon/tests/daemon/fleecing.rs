@@ -39,7 +39,7 @@ fn stand_on(client: &mut Client, file: &str) {
     client.command("blockdev-reopen", json!({"options": [options]}));
 }
 
-/// Puts the filter between `top` and `t`, and gives `past` out as an export.
+/// Puts the filter between `top` and `t`, and exports `past`.
 fn fleece(client: &mut Client, more: &Value) {
     let mut filter = json!({"driver": "copy-before-write", "node-name": "filter", "file": "t", "target": "scratch"});
     let options = filter.as_object_mut().expect("an object");

@@ -219,7 +219,7 @@ fn a_target_that_cannot_be_flushed_fails_the_whole_group() {
                 assert_eq!(bitmaps[0]["count"], 65536, "{} lost what its target may lack", node["node-name"]);
             }
         }
-        // A file whose flush has failed once says so until it is opened again.
+        // A file whose flush has failed once reports that until it is opened again.
         daemon.stop().expect_err("a target could not be flushed");
     }
 }

@@ -136,7 +136,7 @@ fn internal_snapshots_that_cannot_be_are_refused_by_name() {
         let refusal = client.refusal("blockdev-snapshot-delete-internal-sync", arguments);
         assert!(refusal.contains(reason), "{refusal}");
     }
-    // One of a transaction that fails is taken back.
+    // A snapshot of a transaction that fails is taken back.
     let internal = json!({"type": "blockdev-snapshot-internal-sync", "data": {"device": "q", "name": "gone"}});
     let impossible = json!({"type": "blockdev-snapshot-internal-sync", "data": {"device": "q", "name": "s"}});
     client.refusal("transaction", json!({"actions": [internal, impossible]}));

@@ -332,7 +332,7 @@ fn a_corrupt_image_is_an_event_once() {
     let qemu = Qemu::system();
     qemu.create(&path, "qcow2", "", 4 << 20);
     qemu.io_commands(&path, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
-    // The second cluster of the disk is said to be where the L1 table is.
+    // The entry of the disk's second cluster points to the L1 table.
     let mut bytes = std::fs::read(&path).expect("the image");
     let field = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     let l1 = field(&bytes, 40);
@@ -346,7 +346,7 @@ fn a_corrupt_image_is_an_event_once() {
     let event = client.event("BLOCK_IMAGE_CORRUPTED");
     assert_eq!((&event["device"], &event["node-name"], &event["fatal"]), (&json!("e"), &json!("c"), &json!(true)));
     assert_eq!(event["msg"], "Preventing invalid write on metadata (overlaps with active L1 table)");
-    // Where the write would have landed.
+    // The place where the write would have landed.
     assert_eq!((&event["offset"], &event["size"]), (&json!(l1), &json!(4096)));
     client.command("query-jobs", json!({}));
     assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_IMAGE_CORRUPTED"), "only once");
@@ -362,7 +362,7 @@ fn damage_met_by_a_read_is_one_event() {
     let qemu = Qemu::system();
     qemu.create(&path, "qcow2", "", 4 << 20);
     qemu.io_commands(&path, "qcow2", &["write -P 1 0 1M".to_owned()]).expect_ok();
-    // The second cluster of the disk is said to be where the file has long ended.
+    // The entry of the disk's second cluster points far behind the end of the file.
     let mut bytes = std::fs::read(&path).expect("the image");
     let field = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     let l2 = (field(&bytes, field(&bytes, 40) as usize) & 0x00ff_ffff_ffff_fe00) as usize;

@@ -61,7 +61,7 @@ fn filter_of_limits_goes_with_them() {
     assert_eq!(throttles(&mut client)[0]["iops"], 5000);
     client.command("block_set_io_throttle", limits("q", json!({})));
     assert_eq!(throttles(&mut client), Vec::<Value>::new());
-    // One of the user's stays, whatever it was meanwhile.
+    // A group of the user's stays, whatever it was meanwhile.
     client.command("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops-total": 7}}));
     let own = json!({"driver": "throttle", "node-name": "own", "throttle-group": "g", "file": "q"});
     client.command("blockdev-add", own);
@@ -224,7 +224,7 @@ fn waits_are_counted_while_they_last_and_after() {
         let line = format!("cowshed_throttle_{family}{labels} {value}");
         assert!(page.lines().any(|found| found == line), "{line}: {page}");
     }
-    // One that waits for a minute, until the limits go.
+    // A request that waits for a minute, until the limits go.
     client.command(set, limits("e", json!({"bps": 1 << 20})));
     let uri = uri(&daemon, "q");
     let waiting = std::thread::spawn(move || {

@@ -118,7 +118,7 @@ fn make(folder: &Path) {
     qemu.create(&folder.join("a.qcow2"), "qcow2", "", 1 << 20);
 }
 
-/// On a busy machine QEMU sometimes gives up to measure the iterations of the key.
+/// On a busy machine QEMU sometimes fails to measure the iterations of the key.
 fn make_luks(folder: &Path) {
     let qemu = Qemu::system();
     let (luks, secret) = (folder.join("a.luks"), ["--object", "secret,id=s,data=x", "-o", "key-secret=s,iter-time=10"]);
@@ -228,7 +228,7 @@ fn a_format_sees_what_the_file_has_become() {
     daemon.stop().expect("stopped in order");
 }
 
-/// Waits until these bytes are locked: the end of a job gives its locks back after the job's last event.
+/// Waits until these bytes are locked: the end of a job releases its locks after the job's last event.
 #[track_caller]
 fn await_locked(image: &Path, expected: &[u64]) {
     let until = Instant::now() + Duration::from_secs(60);

@@ -64,7 +64,7 @@ fn a_client_that_never_reads_holds_no_other() {
     drop(rude);
 }
 
-/// Clients that say nothing keep no others out, and those that speak keep their places.
+/// Silent clients keep no others out, and those that speak keep their places.
 #[test]
 fn silent_clients_make_room_for_others() {
     let daemon = Running::start(Vec::new());
@@ -79,7 +79,7 @@ fn silent_clients_make_room_for_others() {
     drop(silent);
 }
 
-/// A server that accepts connections and never says a word: `blockdev-add` of its disk waits until it is dropped.
+/// A server that accepts connections and never sends a byte: `blockdev-add` of its disk waits until it is dropped.
 struct Silent {
     _listener: UnixListener,
     path: PathBuf,
@@ -172,7 +172,7 @@ fn a_command_that_waits_too_long_for_its_turn_is_refused() {
     daemon.stop().expect("stopped in order");
 }
 
-/// One that only sends nothing more gets all of its replies.
+/// A client that only ends its own direction gets all of its replies.
 #[test]
 fn commands_of_a_client_that_still_reads_are_run() {
     let daemon = Running::start(Vec::new());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! No job writes into a file that it reads, by whatever node: with `locking=off` no lock says so.
+//! No job writes into a file that it reads, by whatever node: with `locking=off` no lock shows that.
 
 use super::jobs::concluded;
 use super::running::{Client, Running};

@@ -45,7 +45,7 @@ impl Running {
         Self::start_as(folder, setup(steps))
     }
 
-    /// A daemon as `setup` says, in a folder of its own.
+    /// A daemon by `setup`, in a folder of its own.
     pub fn start_with(setup: Setup) -> Running {
         Self::start_as(temp_folder(), setup)
     }

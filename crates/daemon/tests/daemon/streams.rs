@@ -185,7 +185,7 @@ fn zeroes_of_a_lower_layer_survive_another_backing_file() {
             qemu.img(["rebase", "-u", "-b", &full, "-F", "qcow2", &top]).expect_ok();
         }
         let (theirs_now, ours_now) = (content(&folders[0]), content(&folders[1]));
-        // Version 2 can't say it without writing zeroes, which QEMU does for a backing file's sake and ours doesn't.
+        // Version 2 can't record it without writing zeroes, which QEMU does for a backing file's sake and ours doesn't.
         if options != "compat=0.10" {
             for (start, len) in [(0, 128 << 10), (640 << 10, 64 << 10), (1600 << 10, 64 << 10)] {
                 let zeroes = |bytes: &[u8]| bytes[start..start + len].iter().all(|byte| *byte == 0);

@@ -42,7 +42,7 @@ impl LuksDriver {
         self.is_detached
     }
 
-    /// Where the header with its key slots is.
+    /// The place of the header with its key slots.
     pub fn luks_area(&self) -> &LuksArea {
         &self.area
     }

@@ -240,7 +240,7 @@ fn written_bytes(allocation: &Allocation) -> u64 {
         + copied(allocation.tail, allocation.end - allocation.data_end)
 }
 
-/// Writes `bufs` one behind the other from `host` on, and gives the one of `index` back.
+/// Writes `bufs` one behind the other from `host` on, and returns the one of `index`.
 #[cfg(ablation)]
 async fn one_by_one(file: &File, bufs: Vec<IoBuf>, host: HostOffset, index: usize) -> (Result<()>, IoBuf) {
     let (mut result, mut written, mut at) = (Ok(()), Vec::new(), host.0);

@@ -66,7 +66,7 @@ enum Holding {
     Other,
 }
 
-/// Whom to ask for a range, as far as a map says it.
+/// The layer to ask for a range, as far as a map has it.
 enum Asked {
     /// No layer: zeroes.
     Nowhere,
@@ -263,7 +263,7 @@ impl ChainMap {
         Ok(())
     }
 
-    /// How far from `at` on, before `end`, one layer is to be asked, and which.
+    /// The length from `at` on, before `end`, for which one layer is to be asked, and that layer.
     async fn next_part(&self, image: &Qcow2Driver, at: u64, end: u64) -> (u64, u8) {
         let granule = at >> self.granule_bits;
         if self.entry(granule) as u8 == UNKNOWN {
@@ -365,7 +365,7 @@ impl<'a> Window<'a> {
 }
 
 impl Qcow2Driver {
-    /// How a read goes on of a range of which nothing is here. It uses known facts alone: no future and no memory.
+    /// The way of a read of a range of which nothing is here. It uses known facts alone: no future and no memory.
     pub(super) fn below(&self, offset: u64, len: u64) -> Mapped<'_> {
         // Faults need to know of each operation.
         if self.file.faults().is_some() {

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 const DEFAULT_BYTES: usize = 64 << 20;
 const SHARDS: usize = 16;
 
-/// Where compressed data is: the offset in the image file and the length that its descriptor says, in bytes.
+/// The place of compressed data: the offset in the image file and the length by its descriptor, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     image: u64,
@@ -64,7 +64,7 @@ impl Store {
     }
 
     fn shard(&self, place: &Place) -> MutexGuard<'_, Shard> {
-        // Neighbours go to different shards; the low bits of an offset say little.
+        // Neighbours go to different shards; the low bits of an offset are nearly equal.
         let mixed = (place.host ^ place.image << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.shards[(mixed >> 60) as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -94,7 +94,7 @@ impl Store {
 }
 
 /// Bytes of inflated clusters that all images of the process keep together: now, and at most. 64 MiB unless
-/// [`set_limit_bytes`] says otherwise.
+/// [`set_limit_bytes`] sets another limit.
 pub fn usage_bytes() -> (usize, usize) {
     (store().used_bytes.load(Ordering::Relaxed), store().limit().load(Ordering::Relaxed))
 }

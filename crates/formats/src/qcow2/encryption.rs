@@ -57,7 +57,7 @@ impl Qcow2Driver {
         self.engine.config().encrypted
     }
 
-    /// Where the LUKS header with its key slots is. Other images are refused.
+    /// The place of the LUKS header with its key slots. Other images are refused.
     pub fn luks_area(&self) -> Result<LuksArea> {
         let header = self.header();
         match header.crypt_method {

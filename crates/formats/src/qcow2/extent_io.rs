@@ -12,7 +12,7 @@ use cowshed_types::{Errno, Error, Extent, GuestOffset, HostOffset, Mapping, Resu
 use futures_util::future::join_all;
 use std::future::Future;
 
-/// How a span is mapped: [`Engine::map`] or [`Engine::map_overwrite`].
+/// The function that maps a span: [`Engine::map`] or [`Engine::map_overwrite`].
 pub(super) type MapSpan = fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>;
 
 /// A buffer cut in parts: the bytes done (or the first error), the part that they are in, and the rest.
@@ -56,7 +56,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// As [`Self::direct`] where the chain map says where the data are: the mapping isn't asked.
+    /// As [`Self::direct`] where the chain map has the place of the data: the mapping isn't asked.
     #[inline]
     pub(super) fn placed_at(&self, place: Place, len: u64) -> Mapped<'_> {
         // First the pin, then the look.

@@ -65,7 +65,7 @@ impl Qcow2Driver {
         self.check_writable()?;
         let covers = self.flushes_asked.load(Ordering::SeqCst);
         if self.engine.lazy_refcounts() && !keeps_dirty_bit && !self.header().is_dirty() {
-            // Whether there is anything to write is for the cycle to say: another queue may be about to change something.
+            // The cycle decides whether there is anything to write: another queue may be about to change something.
             self.engine.want_dirty_bit();
         }
         let mut running = Running { driver: self, cycle: Some(self.engine.begin_cycle(with_refcounts)) };
@@ -263,7 +263,7 @@ impl Qcow2Driver {
         self.barrier().await
     }
 
-    /// Flushes, clears the dirty bit, gives the tail of the file back.
+    /// Flushes, clears the dirty bit, returns the space of the tail of the file.
     pub async fn close(&self) -> Result<()> {
         // From here on no task uses the file.
         self.ahead.end().await;

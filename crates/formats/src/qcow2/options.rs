@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The run-time options as the driver takes them. They have passed the schema, so a key that is there has the type that it says.
+//! The run-time options as the driver takes them. They have passed the schema, so a key that is there has its type.
 
 use crate::{OverlapChecks, Qcow2RuntimeOptions};
 use cowshed_graph::options::BlockdevOptions;

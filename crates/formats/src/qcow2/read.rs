@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 const OFFLOAD_BYTES: u64 = 16 << 10;
 
 impl Qcow2Driver {
-    /// Says at once how a read goes on.
+    /// Decides at once about the way of a read.
     #[inline]
     pub(super) fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
         if self.is_covered()
@@ -61,7 +61,7 @@ impl Qcow2Driver {
         self.step_by_step(offset, end, buf, step).await
     }
 
-    /// `is_short`: the request it belongs to wants a cluster at most.
+    /// `is_short`: its request is for a cluster at most.
     pub(super) async fn read_extent(&self, extent: Extent, mut buf: IoBuf, is_short: bool) -> (Result<()>, IoBuf) {
         match extent.mapping {
             Mapping::Data { host, file, encrypted } => {

@@ -37,7 +37,7 @@ pub(super) struct Ahead {
     oldest: AtomicUsize,
     /// Places that are being inflated.
     places: Mutex<HashSet<Place>>,
-    /// How many those are.
+    /// The number of busy ones.
     busy: AtomicUsize,
     /// Requests that inflate.
     requests: AtomicUsize,
@@ -126,9 +126,9 @@ impl Ahead {
         Some(Inflating { ahead: Arc::clone(self), place })
     }
 
-    /// Looks for a cluster, and waits for an inflation in progress. `whole`: all of it is wanted, so it isn't kept for
-    /// others. The wait is for one read and one inflation, which the caller would have to do otherwise; an inflation
-    /// itself waits for no other.
+    /// Looks for a cluster, and waits for an inflation in progress. `whole`: the read is for all of it, so it isn't
+    /// kept for others. The wait is for one read and one inflation, which the caller would have to do otherwise; an
+    /// inflation itself waits for no other.
     pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
         loop {
             if let Some(cluster) = inflated.get(place.0, place.1, whole) {
@@ -234,7 +234,7 @@ impl Qcow2Driver {
         self.ahead.settled().await;
     }
 
-    /// Notes a read of the compressed cluster at `guest`, by a request that wants no more than one, and reads ahead for a
+    /// Notes a read of the compressed cluster at `guest`, by a request for no more than one, and reads ahead for a
     /// sequential reader.
     pub(super) fn read_ahead(&self, guest: GuestOffset) {
         let cluster_bytes = self.cluster_size();

@@ -8,8 +8,8 @@ use cowshed_types::{GuestOffset, Result};
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
-    /// Takes over `len` bytes of `source`, as far as whole new clusters go. How many bytes from the front, perhaps 0. The
-    /// node has checked the range.
+    /// Takes over `len` bytes of `source`, as far as whole new clusters go. Returns the number of bytes from the front,
+    /// perhaps 0. The node has checked the range.
     pub(crate) async fn share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
         self.check_writable()?;
         let len = len / self.cluster_size() * self.cluster_size();

@@ -100,8 +100,8 @@ impl Qcow2Driver {
         cache_sizes(options, &self.engine.config().format, self.size()).map_err(|error| self.error(error))
     }
 
-    /// Keeps tables in slices of the size that these options say. [`Qcow2Driver::complete`] has run before. An error when that
-    /// size can't be, or other images read by the same mapping; everything is as before then.
+    /// Keeps tables in slices of the size in these options. [`Qcow2Driver::complete`] has run before. An error when
+    /// that size can't be, or other images read by the same mapping; everything is as before then.
     pub(crate) async fn apply_slice_bytes(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         let bytes = slice_bytes(options, self.cluster_size()).map_err(|error| self.error(error))?;
         if bytes == self.engine.slice_bytes() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Space for metadata before a request needs it, so that no cycle fails for want of space.
+//! Space for metadata before a request needs it, so that no cycle fails for lack of space.
 
 use super::Qcow2Driver;
 use cowshed_qcow2::Reserve;

@@ -173,7 +173,7 @@ impl Qcow2Driver {
 
     async fn shrink(&self, size: u64) -> Result<()> {
         let old = self.size();
-        // Nothing is cut off where the rest would then fail for want of space or for a damaged table.
+        // Nothing is cut off where the rest would then fail for lack of space or for a damaged table.
         let mut tail = self.tail_of(size);
         loop {
             self.make_room_for_edits().await?;

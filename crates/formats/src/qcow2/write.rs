@@ -12,7 +12,7 @@ use cowshed_types::{Error, Extent, GuestOffset, HostOffset, Mapping, Result};
 use std::sync::atomic::Ordering;
 
 impl Qcow2Driver {
-    /// Says at once how a write goes on.
+    /// Decides at once about the way of a write.
     #[inline]
     pub(super) fn map_write(&self, offset: u64, len: u64) -> Mapped<'_> {
         // Nothing goes in place either into an image that is marked as corrupt.

@@ -127,7 +127,7 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// True when the mapping alone says that a range reads as zeroes.
+    /// True when the mapping alone has a range as zeroes.
     pub(super) async fn reads_zero(&self, start: u64, len: u64) -> Result<bool> {
         let mut at = start;
         let backing_size = self.engine.backing_size().unwrap_or(0);
@@ -147,7 +147,7 @@ impl Qcow2Driver {
         Ok(true)
     }
 
-    /// True when mappings alone, those of the backing chain included, say that a range reads as zeroes.
+    /// True when mappings alone, those of the backing chain included, have a range as zeroes.
     async fn reads_zero_with_backing(&self, start: u64, len: u64) -> Result<bool> {
         let end = start + len;
         let mut at = start;
@@ -230,7 +230,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// How much from `at` on holds no data, a unit at least: data that can't be zeroed in place stays.
+    /// The length from `at` on without data, a unit at least: data that can't be zeroed in place stays.
     async fn without_data(&self, at: u64, len: u64) -> Result<u64> {
         let mut extents = ExtentList::default();
         self.plan(|engine| engine.map(GuestOffset(at), len, &mut extents)).await?;
@@ -253,7 +253,7 @@ impl Qcow2Driver {
         let stop = if end == self.size() { end } else { end / unit * unit };
         let mut at = start;
         let _writing = self.enter(offset, len).await;
-        // A hole in encrypted data would read as garbage until the mapping says otherwise.
+        // A hole in encrypted data would read as garbage until the mapping changes.
         if self.data_file.is_some() && !self.is_encrypted() {
             // The data file's space is given back in place; that is a write of zeroes to allocated data.
             while at < stop {

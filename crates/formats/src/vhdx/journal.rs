@@ -23,7 +23,7 @@ const SECTOR: u64 = LOG_SECTOR_BYTES as u64;
 /// The part of an image that keeps it whole.
 pub(super) struct Journal {
     state: Turn<State>,
-    /// The headers say that the image has changed.
+    /// The headers show that the image has changed.
     is_changed: AtomicBool,
 }
 

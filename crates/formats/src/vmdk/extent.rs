@@ -26,7 +26,7 @@ pub(super) struct Extent {
     pub storage: Storage,
 }
 
-/// How the bytes of an extent are stored. `file` is an index into the files of the image.
+/// The storage of the bytes of an extent. `file` is an index into the files of the image.
 pub(super) enum Storage {
     /// As they are, from byte `host` on.
     Flat { file: usize, host: u64, kind: ExtentKind },
@@ -124,7 +124,7 @@ impl Extent {
         }
     }
 
-    /// Grains that can't be where the tables say. `start`: where on the disk the extent begins.
+    /// Finds grains that can't be at their places in the tables. `start`: first byte of the extent on the disk.
     pub(super) async fn check(
         &self,
         files: &[Arc<Node>],
@@ -246,7 +246,7 @@ impl Sparse {
         Ok((place, end.min(len)))
     }
 
-    /// How many tables from `index` on lie in a hole of the file, or aren't there, and the first one does.
+    /// The number of tables from `index` on that lie in a hole of the file, or aren't there, if the first one does.
     async fn unwritten(&self, files: &[Arc<Node>], index: u64) -> Option<u64> {
         let slot = usize::try_from(index).ok()?;
         let first = u64::from(*self.directory.get(slot).filter(|sector| **sector != 0)?) * SECTOR_BYTES;

@@ -99,7 +99,7 @@ impl Copies {
     /// The output of a copy, or `None` once the target is given up; then the copy runs to its end by itself.
     pub(super) async fn wait_for<T: 'static>(self: &Arc<Self>, copy: impl Future<Output = T> + 'static) -> Option<T> {
         let running = self.begin();
-        // Counted before the look: the task that gives the target up and waits for the copies then meets this one, or
+        // Counted before the look. The task that gives the target up and waits for the copies then meets this one, or
         // it does not begin.
         if self.is_given_up() {
             return None;

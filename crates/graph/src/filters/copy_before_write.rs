@@ -127,7 +127,7 @@ impl CopyBeforeWrite {
         ranges
     }
 
-    /// Why the target will never hold the disk as it was, when that is so.
+    /// The reason why the target will never hold the disk's old state, if so.
     pub fn broken(&self) -> Option<Error> {
         self.saver.broken()
     }

@@ -93,7 +93,7 @@ impl CopyOnRead {
         rt::to_completion(copying).await
     }
 
-    /// How many layers down there still is something to copy.
+    /// The number of layers down to the last one with data to copy.
     fn deepest(&self, child: &Arc<Node>) -> u32 {
         let Some(bottom) = &self.bottom else { return u32::MAX };
         let (mut depth, mut layer) = (0, Some(Arc::clone(child)));

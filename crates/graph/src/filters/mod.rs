@@ -88,7 +88,7 @@ pub(crate) trait Filter: Any + Send + Sync {
         Box::pin(self.below().write(offset, buf))
     }
 
-    /// As [`Driver::write_unchanged`]: a filter that doesn't say otherwise treats it as any other write.
+    /// As [`Driver::write_unchanged`]: by default a filter treats it as any other write.
     fn write_unchanged(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Filter::write(self, offset, buf)
     }

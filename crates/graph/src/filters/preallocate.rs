@@ -69,7 +69,7 @@ impl Filter for Preallocate {
             let before = Filter::size(self);
             let grows = size > before && preallocation == Preallocation::Off;
             if !grows {
-                // The file ends where its data does before it is shortened or preallocated as the user says.
+                // The file ends where its data does before it is shortened or preallocated by the user's options.
                 self.trim().await?;
                 return self.below.resize(size, preallocation).await;
             }

@@ -23,7 +23,7 @@ pub(crate) enum Agreement {
     Verify,
     /// `quorum`: so many must agree.
     Votes {
-        /// How many.
+        /// The number of nodes that must succeed or agree.
         threshold: usize,
         /// Reads take the first node that answers.
         fifo: bool,
@@ -55,7 +55,7 @@ impl Replicas {
         nodes.collect()
     }
 
-    /// How many must succeed or agree.
+    /// The number of nodes that must succeed or agree.
     fn threshold(&self) -> usize {
         match self.agreement {
             Agreement::Verify => self.links.len(),

@@ -32,7 +32,7 @@ pub(super) struct Saver {
     /// Size of a cluster of the target, in bytes.
     cluster_bytes: u64,
     kept: DirtyMap,
-    /// Those of the kept parts that the target lacks.
+    /// The kept parts that the target lacks.
     pending: DirtyMap,
     ranges: Arc<Ranges>,
     /// Held until a range that was copied is discarded on the disk.

@@ -6,7 +6,7 @@ use cowshed_storage::IoBuf;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
 
-/// The driver. Nothing is written through it; a discard says that a part is no longer needed.
+/// The driver. Nothing is written through it; a discard means that a part is no longer needed.
 pub(crate) struct SnapshotAccess {
     file: Arc<Link>,
 }

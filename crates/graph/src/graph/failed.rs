@@ -16,7 +16,7 @@ pub struct FailedRequest<'a> {
     pub node: &'a Arc<Node>,
     /// The kind of request.
     pub kind: IoKind,
-    /// Why it failed.
+    /// The reason of the failure.
     pub error: &'a Error,
 }
 

@@ -16,10 +16,10 @@ struct Part {
     name: String,
 }
 
-/// Whose files are meant.
+/// The files that are meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Below {
-    /// Those that change when the node is written to: not those of its backing file.
+    /// The files that change when the node is written to: not those of its backing file.
     Written,
     /// All that may be read.
     All,

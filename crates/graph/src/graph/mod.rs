@@ -181,7 +181,7 @@ impl Graph {
         result
     }
 
-    /// Takes a name: the wanted one, or a generated `#blockNNN`.
+    /// Takes a name: the given one, or a generated `#blockNNN`.
     pub(crate) fn reserve(self: &Arc<Self>, wanted: Option<&str>) -> Result<Reservation> {
         if let Some(name) = wanted {
             check_name(name)?;

@@ -13,7 +13,7 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 pub(super) struct Owned {
     nodes: BTreeMap<String, Arc<Node>>,
     attachments: BTreeMap<String, Weak<Attachment>>,
-    /// Those that have given up their names, and are there until their last request ends.
+    /// Attachments that have given up their names, and are there until their last request ends.
     leaving: Vec<Weak<Attachment>>,
 }
 

@@ -32,7 +32,7 @@ struct FastPath {
     behind: Arc<Node>,
     /// The credit that requests may take from the filter's group without asking it; for reads, and for writes.
     credits: [Credit; 2],
-    /// Those that did, for the filter's statistics.
+    /// The requests that did, for the filter's statistics.
     passed: Arc<PassedCounters>,
 }
 
@@ -86,7 +86,7 @@ impl CachedRoute {
     }
 }
 
-/// Where a request goes.
+/// The way of a request.
 struct Route<'a> {
     to: &'a Node,
     /// The filter that it goes past.
@@ -325,7 +325,7 @@ impl Queue {
         Inside(Rc::clone(&self.0))
     }
 
-    /// Fills `buf` from `offset` (bytes) and gives it back.
+    /// Fills `buf` from `offset` (bytes) and returns it.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let start_ns = self.0.start_ns();
         let passage = self.0.attachment.gate().enter(&self.0.lane).await;
@@ -334,8 +334,8 @@ impl Queue {
         read
     }
 
-    /// Writes `buf` at `offset` (bytes) and gives it back. Durable after the next [`Queue::flush`]. A write that has begun is
-    /// carried out even when the future is dropped; drains wait for it.
+    /// Writes `buf` at `offset` (bytes) and returns it. Durable after the next [`Queue::flush`]. A write that has begun
+    /// is carried out even when the future is dropped; drains wait for it.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
@@ -394,7 +394,7 @@ impl Queue {
         .await
     }
 
-    /// Where the data of a range is in the top layer alone; see [`Node::block_status`].
+    /// The places of a range's data in the top layer alone; see [`Node::block_status`].
     pub async fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
         let queue = &*self.0;
         let _passage = queue.attachment.gate().enter(&queue.lane).await;

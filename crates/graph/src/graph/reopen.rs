@@ -116,7 +116,7 @@ impl Graph {
         options.insert("driver", driver);
         let describes_file = matches!(options.get(ChildRole::File.as_str()), Some(Value::Object(_)));
         for (key, value) in old.iter() {
-            // Children stay where nothing is said of them. A backing file must be named.
+            // Children without an option stay. A backing file must be named.
             if is_child(key) && key != ChildRole::Backing.as_str() && options.get(key).is_none() {
                 options.insert(key.clone(), value.clone());
             }
@@ -137,7 +137,7 @@ impl Graph {
         let detect_zeroes = detect_zeroes(&options, discard, "")?;
         let live = node.driver().live_options();
         let apply = live.map(|live| live.check(&node, &options, discard)).transpose()?;
-        // As in QEMU whatever else is wrong is said first.
+        // As in QEMU all other errors come first.
         if node.backing().is_some() && options.get(ChildRole::Backing.as_str()).is_none() {
             return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
         }
@@ -206,7 +206,7 @@ impl Graph {
     }
 }
 
-/// How options say that the page cache is used.
+/// The use of the page cache by the options.
 fn cache_mode(options: &BlockdevOptions) -> CacheMode {
     let flag = |key: &str| options.get("cache").and_then(|cache| cache.get(key)).and_then(Value::as_bool) == Some(true);
     CacheMode { direct: flag("direct"), no_flush: flag("no-flush") }
@@ -273,7 +273,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())
     };
     let keys = || old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
-    // Those of the node itself come first, and children that it didn't have.
+    // Options of the node itself come first, and children that it didn't have.
     let is_own = |key: &&str| !is_child(key) || old.get(key).is_none();
     for key in keys().filter(is_own).chain(keys().filter(|key| !is_own(key))) {
         if changeable(key)

@@ -34,7 +34,7 @@ pub trait BackingName: Send + Sync {
     }
 }
 
-/// How the header of an image names the image below it.
+/// The name of the image below in an image's header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderName {
     /// The name.
@@ -145,7 +145,7 @@ impl Node {
         self.driver.metadata()
     }
 
-    /// How the image compresses clusters; `None` for drivers that compress nothing themselves.
+    /// The image's compression of clusters; `None` for drivers that compress nothing themselves.
     pub fn compressing(&self) -> Option<&dyn Compressing> {
         self.driver.compressing()
     }

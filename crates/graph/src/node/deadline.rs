@@ -5,7 +5,7 @@ use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// When the time that the policy gives an image is over. Under the simulator time is virtual.
+/// The end of the time that the policy gives an image. Under the simulator time is virtual.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Deadline {
     /// On the clock of [`rt::now`].

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The trait of drivers. A driver says at once where a request goes ([`Driver::map`]), and the node carries that out. A driver
-//! carries out itself whatever it can't map at once.
+//! The trait of drivers. A driver decides at once about the way of a request ([`Driver::map`]), and the node carries
+//! that out. A driver carries out itself whatever it can't map at once.
 
 use super::{
     Backing, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation, Snapshots,
@@ -29,7 +29,7 @@ pub type Work<'a> = LocalFuture<'a, Result<()>>;
 /// A guard that keeps a mapped range from getting another owner. It is held until the I/O there is done.
 pub(crate) type Guard<'a> = Option<EpochGuard<'a>>;
 
-/// Why a range is mapped.
+/// The reason for which a range is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
     /// It is read.
@@ -38,24 +38,24 @@ pub enum Intent {
     Overwrite,
 }
 
-/// Where plain data of a layer is in the file that has its data, as long as [`super::graph_changes`] gives `changes`. A
-/// reader takes a guard of the layer first and looks at that number then. The layer gives no cluster up while a guard
-/// from before is held, and each change by which it may do so is counted.
+/// The place of a layer's plain data in its file, as long as [`super::graph_changes`] returns `changes`. A reader takes
+/// a guard of the layer first and looks at that number then. The layer releases no cluster while a guard from before is
+/// held, and each change by which it may do so is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Where the range begins in the file.
+    /// Offset of the range in the file.
     pub host: HostOffset,
     /// The number of changes for which it holds.
     pub changes: u64,
 }
 
-/// How a request goes on, as far as a driver can say that without waiting.
+/// The way of a request, as far as a driver can decide it without waiting.
 pub enum Mapped<'a> {
     /// It is one plain range of a file.
     File {
         /// The file.
         file: &'a File,
-        /// Where the range begins in it.
+        /// Offset of the range in it, in bytes.
         host: u64,
         /// Held until the I/O there is done.
         guard: Guard<'a>,
@@ -103,7 +103,7 @@ pub trait Driver: Any + Send + Sync {
     /// Size of the node in bytes.
     fn size(&self) -> u64;
 
-    /// Says at once how a request goes on.
+    /// Decides at once about the way of a request.
     fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
         Mapped::Special
     }
@@ -113,7 +113,7 @@ pub trait Driver: Any + Send + Sync {
         Mapped::Special
     }
 
-    /// Why nothing is written here, where that is so.
+    /// The error for which nothing is written here.
     fn refusal(&self) -> Error {
         Error::unsupported(format!("driver '{}' can't write", self.name()))
     }
@@ -310,8 +310,8 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// True where something that was written is lost with this process: a table in memory says where it is. Without an answer of its own, a driver
-    /// that allocates may always have such tables.
+    /// True where data is lost with this process because a table in memory has its place. Without an answer of its own,
+    /// a driver that allocates may always have such tables.
     fn holds_changes(&self) -> bool {
         self.allocation().is_some()
     }

@@ -45,7 +45,7 @@ pub struct Corruption {
     pub report: Option<String>,
     /// Host offset in bytes of the metadata that would have been hit, where one is known.
     pub offset: Option<u64>,
-    /// How much would have been hit, in bytes, where that is known.
+    /// Length of the metadata that would have been hit, in bytes, where that is known.
     pub size_bytes: Option<u64>,
     /// Nothing more is written to the image, and it is marked as corrupt where its version has a bit for that.
     pub fatal: bool,
@@ -68,7 +68,7 @@ impl Corruption {
         self.report.as_deref().unwrap_or(&self.message)
     }
 
-    /// QEMU's line for its standard error. `None`: no harm is done, and QEMU says nothing of such damage.
+    /// QEMU's line for its standard error. `None`: no harm is done, and QEMU is silent about such damage.
     pub fn line(&self) -> Option<String> {
         match (self.fatal, &self.report) {
             (true, _) => Some(format!(
@@ -90,7 +90,7 @@ pub struct ThresholdCrossed {
     pub node_name: String,
     /// The threshold: an offset in bytes.
     pub threshold_bytes: u64,
-    /// How far behind it the write ended, in bytes.
+    /// The distance from it to the end of the write, in bytes.
     pub exceeded_bytes: u64,
 }
 
@@ -114,7 +114,7 @@ pub enum QuorumReport {
         node_name: String,
         /// The work it was asked for.
         work: QuorumWork,
-        /// Why it failed; `None`: it was outvoted.
+        /// Its error; `None`: it was outvoted.
         error: Option<Errno>,
     },
     /// Too few copies have done it or agree.

@@ -22,7 +22,7 @@ impl Node {
         self.throttle().is_some() && plain && self.deadline.is_none() && self.check_open().is_ok()
     }
 
-    /// True when an observer wants to know of writes.
+    /// True when an observer follows writes.
     #[inline]
     pub(crate) fn is_tracked(&self) -> bool {
         self.tracking.is_active()

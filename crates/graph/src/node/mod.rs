@@ -98,7 +98,7 @@ impl Preallocation {
     }
 }
 
-/// How [`Node::write_zeroes`] may go about it.
+/// Options of [`Node::write_zeroes`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroFlags {
     /// The space may be given back (QEMU's `BDRV_REQ_MAY_UNMAP`, qemu-io's `-u`).

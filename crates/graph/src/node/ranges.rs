@@ -53,7 +53,7 @@ impl Ranges {
 /// The ranges that are read, several at the same time.
 #[derive(Default)]
 pub(crate) struct Readers {
-    /// How many there are: without any, the lock isn't taken.
+    /// Number of ranges: without any, the lock isn't taken.
     count: AtomicUsize,
     list: Mutex<ReaderList>,
     changes: Events,

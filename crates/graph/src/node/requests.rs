@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests of a node from outside of the graph. Those that change something run to their end even when their futures are dropped:
-//! see [`rt::to_completion`]. Requests that a driver makes of another node are part of such a request already ([`super::io`]).
+//! Requests of a node from outside of the graph. Requests that change something run to their end even when their
+//! futures are dropped: see [`rt::to_completion`]. Requests that a driver makes of another node are part of such a
+//! request already ([`super::io`]).
 
 use super::{Backing, Node, Preallocation, ZeroFlags};
 use cowshed_storage::{File, IoBuf, rt};
@@ -187,9 +188,9 @@ impl Node {
         self.driver.backing().ok_or_else(|| self.lacks("backing file"))
     }
 
-    /// Flushes, clears the dirty bit, gives the tail of the file back, releases the locks. Errors are the last chance
-    /// to learn that something didn't reach the disk. Children without other users are closed too. A second call does
-    /// nothing. Once polled, it is carried out even when the future is dropped.
+    /// Flushes, clears the dirty bit, returns the space of the tail of the file, releases the locks. Errors are the
+    /// last chance to learn that something didn't reach the disk. Children without other users are closed too. A second
+    /// call does nothing. Once polled, it is carried out even when the future is dropped.
     pub fn close(&self) -> impl Future<Output = Result<()>> + use<> {
         let node = self.shared();
         rt::to_completion(async move { node.run_close().await })

@@ -82,7 +82,7 @@ impl BitmapChange {
     }
 }
 
-/// The granularity in bytes that QEMU gives a bitmap by itself; `cluster_bytes` is 0 for formats without clusters.
+/// QEMU's default granularity of a bitmap, in bytes; `cluster_bytes` is 0 for formats without clusters.
 pub fn default_granularity_bytes(cluster_bytes: u64) -> u64 {
     if cluster_bytes == 0 {
         *DEFAULT_BYTES.end()

@@ -34,7 +34,7 @@ pub(super) struct Transient {
 }
 
 impl Tracking {
-    /// True when an observer wants to know.
+    /// True when there may be an observer.
     #[inline]
     pub(super) fn is_active(&self) -> bool {
         self.active.load(Ordering::Acquire)
@@ -75,7 +75,7 @@ impl Tracking {
         self.named.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An observer may want to know from now on.
+    /// There may be an observer from now on.
     pub(super) fn activate(&self) {
         self.active.store(true, Ordering::Release);
     }

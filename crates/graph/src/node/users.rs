@@ -32,7 +32,7 @@ fn held(users: &[Edge]) -> PermissionSet {
     users.iter().fold(PermissionSet::NONE, |sum, edge| sum | edge.held)
 }
 
-/// A file whose length changes: the lock says so until this is dropped.
+/// A file whose length changes: the lock shows it until this is dropped.
 pub(super) struct Resizing<'a> {
     node: &'a Node,
     /// The file and the locks that it had, where they don't follow from the node's users.
@@ -70,7 +70,7 @@ impl Node {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))
     }
 
-    /// Gives `edge` its permissions on this node, or says which other user stands in the way.
+    /// Gives `edge` its permissions on this node, or returns the error with the other user in the way.
     pub(crate) fn attach(&self, edge: Edge) -> Result<()> {
         self.check_stays()?;
         {
@@ -177,7 +177,7 @@ impl Node {
         }
     }
 
-    /// The node's edge on a backing node, as [`Node::asked_of_backing`] says.
+    /// The node's edge on a backing node, by [`Node::asked_of_backing`].
     pub(crate) fn backing_edge(&self) -> Edge {
         let held = match self.settings.locks() {
             LockSource::Users { share_all: false } => !Permissions::READ.shared,

@@ -20,7 +20,7 @@ impl Graph {
         self.add_with(OpenRequest::options(options)).await
     }
 
-    /// As [`Graph::add`], for a request that says more (a policy, a place for files).
+    /// As [`Graph::add`], for a request with further settings (a policy, a place for files).
     pub async fn add_with(self: &Arc<Self>, request: OpenRequest) -> Result<Arc<Node>> {
         if !request.has_node_name() {
             return Err(Error::invalid_argument("'node-name' must be specified for the root node"));

@@ -118,7 +118,7 @@ pub(super) fn named(drivers: &Drivers, name: &str, format: Option<&str>, files: 
     }
 }
 
-/// The option tree for a file name, of a format that isn't said.
+/// The option tree for a file name without a format.
 pub(super) fn without_format(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
     match BlockdevOptions::from_json_name(name) {
         Some(options) => options.map_err(|error| error.file(name)),
@@ -135,7 +135,7 @@ pub enum Role {
     Storage,
     /// A backing file.
     Backing,
-    /// One of the nodes that keep the same disk: named or probed like the root.
+    /// A node of several that keep the same disk: named or probed like the root.
     Replica,
 }
 
@@ -185,9 +185,9 @@ pub struct Opener {
     pub(super) files: Arc<dyn Files>,
     pub(super) policy: Policy,
     deadline: Option<Deadline>,
-    /// Only the format's description of the image is wanted.
+    /// The request is for the format's description of the image only.
     pub no_io: bool,
-    /// The guest's data isn't wanted, only its places.
+    /// The request is for places only, not for the guest's data.
     pub no_content: bool,
     /// The size is going to be changed.
     pub(super) resizes: bool,

@@ -32,7 +32,7 @@ impl Opener {
         self.check && !draft.is_metadata
     }
 
-    /// Refuses an encrypted image whose content is wanted and for which the option `name` gives no secret.
+    /// Refuses an encrypted image without a secret from the option `name`, where its content is to be read.
     pub fn require_key(&self, draft: &Draft, is_encrypted: bool, given: Option<&str>, name: &str) -> Result<()> {
         let is_read = draft.is_metadata || !(self.no_content || self.no_io || self.check);
         if !is_encrypted || given.is_some() || !is_read {
@@ -161,7 +161,7 @@ impl Opener {
         Ok(options)
     }
 
-    /// Options for the backing file that don't say where it is get that from the header.
+    /// Options for the backing file without its place get that from the header.
     fn complete_backing(
         &self,
         mut options: BlockdevOptions,

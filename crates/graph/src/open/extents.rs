@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files that hold parts of a disk, on the word of a descriptor. They are opened only where the policy lets an image name them,
-//! and only in the descriptor's own folder, unless the user says otherwise. In a folder of uploads the neighbour's file is as near
-//! as the image's own parts.
+//! Files that hold parts of a disk, on the word of a descriptor. They are opened only where the policy lets an image
+//! name them, and only in the descriptor's own folder, unless the user allows another. In a folder of uploads the
+//! neighbour's file is as near as the image's own parts.
 
 use super::build::{Draft, Opener, Role, TreePlace};
 use super::names::driver_for;

@@ -20,8 +20,8 @@ impl Opener {
         }
     }
 
-    /// Regular files right in these folders whose first `len` bytes `is_wanted` takes. Links aren't followed. `what` names the wanted file
-    /// for the policy, which decides about it as about any backing file of image `image`.
+    /// Regular files right in these folders whose first `len` bytes `is_wanted` takes. Links aren't followed. `what` is
+    /// the file's name for the policy, which decides about it as about any backing file of image `image`.
     pub async fn find_backing(
         &self,
         folders: &[String],

@@ -72,7 +72,7 @@ impl DriverLine {
         DriverLine { first, ..self }
     }
 
-    /// Says `telling` in a name by which a node opens again.
+    /// Puts the options of `telling` into a name by which a node opens again.
     pub const fn telling(self, telling: Telling) -> DriverLine {
         DriverLine { telling, ..self }
     }

@@ -136,7 +136,7 @@ impl OpenRequest {
         self
     }
 
-    /// True where it is opened for writing, unless options say otherwise.
+    /// True where it is opened for writing, unless options forbid it.
     pub fn is_writable(&self) -> bool {
         self.writable
     }
@@ -161,7 +161,8 @@ impl OpenRequest {
         self
     }
 
-    /// Whether discards are passed on where the options don't say it (`discard=unmap`, the default here) or ignored.
+    /// Whether discards are passed on (`discard=unmap`, the default here) or ignored, for nodes without an option of
+    /// their own.
     #[must_use]
     pub fn discard(mut self, discard: bool) -> Self {
         self.discard = discard;

@@ -118,7 +118,7 @@ pub fn check_file_name(name: &str) -> Result<()> {
     }
 }
 
-/// The protocol driver for a path whose options don't say one.
+/// The protocol driver for a path whose options name none.
 pub(super) fn driver_for(path: &str, files: &dyn Files) -> &'static str {
     match files.kind(&path_of_text(path)) {
         Some(FileKind::BlockDevice) => "host_device",
@@ -170,7 +170,7 @@ pub(super) fn options_with_name(
 /// The options of a protocol node with those that its name means.
 fn with_protocol_name(options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
     let of_name = match options.text("driver") {
-        // The driver says how the name is to be read.
+        // The driver decides about the reading of the name.
         Some(driver @ ("file" | "host_device" | "host_cdrom")) => {
             let prefix = format!("{driver}:");
             BlockdevOptions::new().with("filename", name.strip_prefix(&prefix).unwrap_or(name))
@@ -197,7 +197,7 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
     }
 }
 
-/// A folder, or a file where a device is wanted.
+/// Refuses a folder, or a file for a driver of devices.
 pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>, writes: bool) -> Result<()> {
     let wanted = match (driver, kind) {
         // The system refuses these when they are opened.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The name under which a node opens again: a path, a pseudo name, or `json:{…}` where only options describe it.
 //!
-//! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has. Else the
-//! name says them, children by their own options and not by their node-names.
+//! A plain name stands for a node only if the file behind it names the same backing file and data file as the node has.
+//! Else the name has them, children by their own options and not by their node-names.
 
 use super::Drivers;
 use super::line::{DriverLine, Telling};
@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Options of an NBD client that its URI doesn't say and without which the server isn't the same.
+/// Options of an NBD client that its URI lacks and without which the server isn't the same.
 const NBD_BESIDE_URI: &[&str] = &["tls-creds", "tls-certificates", "tls-hostname", "tls-verify-peer"];
 
 /// The order in which QEMU prints keys, as far as it shows one. Other keys follow `driver`.
@@ -117,7 +117,7 @@ impl Named {
 }
 
 impl Node {
-    /// The name by which the same thing can be opened again, as QEMU prints it. Other than [`Node::filename`] it says
+    /// The name by which the same thing can be opened again, as QEMU prints it. Unlike [`Node::filename`] it has
     /// options that count.
     pub fn reference(&self) -> String {
         match self.named(Purpose::Shown, false) {
@@ -126,9 +126,9 @@ impl Node {
         }
     }
 
-    /// How the header of the image in file `overlay` is to name this node as its backing file. A node opened by that
-    /// name reads as this node does now. Paths are relative where the user gave a relative one and both files are in
-    /// one folder, else absolute.
+    /// The name by which the header of the image in file `overlay` is to name this node as its backing file. A node
+    /// opened by that name reads as this node does now. Paths are relative where the user gave a relative one and both
+    /// files are in one folder, else absolute.
     ///
     /// # Errors
     /// No name opens the node again, or it is longer than the 1023 bytes of a header.
@@ -220,7 +220,7 @@ impl Node {
         Ok(self.child(ChildRole::Image))
     }
 
-    /// A filter, which no plain name says.
+    /// A filter, which no plain name has.
     fn is_passing(&self) -> bool {
         self.is_filter() || self.driver().shows_past()
     }
@@ -258,7 +258,7 @@ impl Node {
         flat.retain(|(key, value)| match telling {
             _ if value.is_null() => false,
             Telling::Keys(keys) => keys.contains(&key.as_str()),
-            // The rules of a file with rules are said by its name.
+            // The name of a file with rules stands for its rules.
             Telling::AllBut(child) => is_own(key, child) && is_given(key),
         });
         for (key, value) in flat.iter_mut().filter(|_| purpose == Purpose::Shown) {

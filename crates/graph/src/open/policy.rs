@@ -25,7 +25,7 @@ pub struct Policy {
     pub allow_extents: bool,
     /// Follow symbolic links out of the folder of an image whose parts lie in files of their own.
     pub allow_extent_links: bool,
-    /// Guess the format of a backing file whose overlay doesn't say it. The guess is reported as a warning.
+    /// Guess the format of a backing file whose overlay doesn't name it. The guess is reported as a warning.
     pub allow_backing_probe: bool,
     /// Most layers of a chain, the top one included.
     pub max_chain_depth: u32,

@@ -219,7 +219,7 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
             Ok(())
         }
         None => {
-            // As QEMU says it.
+            // In QEMU's words.
             let expected = match key.value {
                 KeyType::Bool => "'on' or 'off'".into(),
                 KeyType::Size => "a non-negative number below 2^64 with an optional suffix k, M, G, T, P or E".into(),

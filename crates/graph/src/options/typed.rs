@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checked options as the structs that drivers take. Everything here has passed the schema, so a key that is there
-//! has the type that the table says.
+//! Checked options as the structs that drivers take. Everything here has passed the schema, so a key that is there has
+//! its type from the table.
 
 use super::BlockdevOptions;
 use cowshed_storage::{IoEngine, Locking};

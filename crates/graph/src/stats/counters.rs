@@ -6,7 +6,7 @@ use cowshed_storage::{FileOp, FileOpStats, FileStats, ShardedCounters};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestOutcome {
     /// It was carried out.
@@ -17,7 +17,7 @@ pub enum RequestOutcome {
     Invalid,
 }
 
-/// Which of the requests that weren't carried out count for latencies and idle time (QEMU's `stats-account-failed` and
+/// The requests that weren't carried out and count for latencies and idle time (QEMU's `stats-account-failed` and
 /// `stats-account-invalid`). They are counted as failed and invalid in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Accounting {

@@ -30,7 +30,7 @@ pub enum IoKind {
     Flush,
 }
 
-/// How many kinds there are.
+/// Number of kinds.
 pub const KINDS: usize = 5;
 
 impl IoKind {

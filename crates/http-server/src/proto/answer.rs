@@ -68,7 +68,7 @@ pub enum AnswerPart {
 }
 
 /// The separator between the parts of a response with several ranges. The content is no text, so it can't be looked for
-/// there; the lengths in the parts' heads say where they end.
+/// there; the lengths in the parts' heads give their ends.
 const BOUNDARY: &str = "cowshed-byteranges-7f3a91c4";
 
 /// The reason phrase of a status code.
@@ -129,7 +129,7 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
         field(&mut fields, "ETag", &tag);
         return Answer { status: 304, fields, body: Vec::new() };
     }
-    // A date can't say that nothing has changed within its second, so it never matches.
+    // A date can't show that nothing has changed within its second, so it never matches.
     let is_same = request.if_range.as_deref().is_none_or(|given| !about.tag.is_weak && given.trim() == tag);
     let wanted = match &request.range {
         // RFC 9110, 14.2: a range has a meaning for GET only.

@@ -9,7 +9,7 @@ pub const MAX_RANGES: usize = 32;
 /// The ranges that a field `Range` names in a content of some length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// All: the field has another unit, or isn't as the grammar wants it, so it doesn't count.
+    /// All: the field has another unit, or breaks the grammar, so it doesn't count.
     All,
     /// These, as they were asked for, none of them empty; neighbours that overlap or touch are one.
     Parts(Vec<Range<u64>>),

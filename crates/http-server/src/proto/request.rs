@@ -34,7 +34,7 @@ pub struct Request {
     pub if_match: Option<String>,
 }
 
-/// Why a head is refused: the status, and a line for the client.
+/// The reason of refusing a head: the status, and a line for the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
     /// The status code of the response.

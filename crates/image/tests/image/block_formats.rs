@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Images of other formats, damaged in thousands of ways. A read gives data, or one error that names the file. It never
-//! panics, and no image gets memory or time for the asking. A write changes its own bytes, or is refused.
+//! Images of other formats, damaged in thousands of ways. A read returns data, or one error that names the file. It
+//! never panics, and no image gets memory or time for the asking. A write changes its own bytes, or is refused.
 
 use cowshed_image::node::ChildRole;
 use cowshed_image::stats::IoKind;
@@ -64,7 +64,7 @@ fn use_image(path: &Path, format: &str) -> Result<()> {
     used
 }
 
-/// An error may say anything but "bug", and names the file.
+/// An error may have any words but "bug", and names the file.
 #[track_caller]
 fn judge(what: &str, result: Result<()>) -> bool {
     let Err(error) = result else { return true };
@@ -287,7 +287,7 @@ fn a_guessed_raw_disk_does_not_turn_into_another_format() {
         assert!(error.kind() == ErrorKind::PermissionDenied && error.to_string().contains(format), "{error}");
         rt::block_on(node.write_zeroes(0, 4096, ZeroFlags::default())).unwrap();
         rt::block_on(node.close()).unwrap();
-        // An image is none of these formats on the word of an overlay that doesn't say so.
+        // An image is none of these formats on the word of an overlay that names none.
         let overlay = folder.path().join("over.qcow2");
         run(
             "qemu-img",

@@ -68,7 +68,7 @@ fn data_past_the_end_of_the_file_is_an_error() {
     rt::block_on(node.close()).unwrap();
 }
 
-/// Why the image can't be opened for writing; it must be as before afterwards.
+/// The error for which the image can't be opened for writing; it must be as before afterwards.
 fn refusal(path: &Path) -> String {
     let before = std::fs::read(path).unwrap();
     let outcome = rt::block_on(open(OpenRequest::file(path.to_str().unwrap()).writable(true)));
@@ -88,7 +88,7 @@ fn an_image_that_lost_data_is_not_written_to() {
         for word in ["a.qcow2", "the data of guest offset 0x50000", "590824 bytes", "0xa0000", "check -r all --lossy"] {
             assert!(text.contains(word), "{options}: no {word:?} in {text}");
         }
-        // Given up as the message says, it is writable again.
+        // Given up as the message advises, it is writable again.
         let file = cowshed_storage::File::open(&path, &writable_file()).unwrap();
         let all = CheckOptions { repair: Repair::All, lossy: true, ..CheckOptions::default() };
         let report = rt::block_on(check(&file, &all, &|_, _| true)).unwrap();
@@ -134,7 +134,7 @@ fn snapshot_with_lost_data_keeps_writers_out() {
     let discard = ["-d", "unmap", "-c", "write -P 3 0 8M", "-c", "discard 16M 1M", "a.qcow2"];
     run("qemu-io", folder.path(), &discard);
     run("qemu-img", folder.path(), &["snapshot", "-c", "before", "a.qcow2"]);
-    // Then the disk gives it up.
+    // Then the disk discards it.
     run("qemu-io", folder.path(), &["-d", "unmap", "-c", "discard 0 8M", "a.qcow2"]);
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(file.metadata().unwrap().len() - (4 << 20)).unwrap();
@@ -228,7 +228,7 @@ fn preallocated_clusters_are_in_the_file() {
         let node = open_now(&folder.path().join("a.qcow2"), false);
         assert!(read(&node, 0, 64 << 20).unwrap().iter().all(|byte| *byte == 0), "{options}");
         let runs = rt::block_on(node.block_status(0, 64 << 20, 1000)).unwrap();
-        // Whether space that is only reserved is a hole is the file system's to say.
+        // Whether space that is only reserved is a hole is the file system's choice.
         assert!(options.contains("falloc") || runs.iter().all(|run| run.zero), "{options}: {runs:?}");
         rt::block_on(node.close()).unwrap();
     }

@@ -205,7 +205,8 @@ fn wrong_passphrases_and_damaged_slots_are_one_clear_error() {
     rt::block_on(node.close()).unwrap();
     let text = refused(OpenRequest::file(path.to_str().unwrap()).writable(true));
     assert!(text.contains("encrypt.key-secret"), "{text}");
-    // The header's area starts where the extension says; every kind of damage there is refused and changes nothing.
+    // The header's area starts at the place in the extension; every kind of damage there is refused and changes
+    // nothing.
     let start = image.windows(6).position(|bytes| bytes == b"LUKS\xba\xbe").expect("a LUKS header");
     for (at_byte, word) in [
         (0, "luks_magic"),

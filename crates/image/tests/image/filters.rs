@@ -68,7 +68,7 @@ fn armed_rules_fail_what_they_match() {
     rt::block_on(node.close()).unwrap();
 }
 
-/// An image with two megabytes in it, stored behind whatever `between` says; `{}` there is its file's name.
+/// An image with two megabytes in it, stored behind the options `between`; `{}` there is its file's name.
 fn used_behind(between: &str) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();

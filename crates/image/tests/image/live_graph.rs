@@ -54,7 +54,7 @@ struct Hammer {
     blocks_each: u64,
 }
 
-/// A block that says where it is and how often it was written.
+/// A block that has its place and the number of its writes.
 fn content(block: u64, version: u64) -> Vec<u8> {
     let words = [block.wrapping_mul(0x9e37_79b9_7f4a_7c15), version];
     (0..BLOCK / 16).flat_map(|_| words.iter().flat_map(|word| word.to_le_bytes())).collect()
@@ -323,7 +323,7 @@ fn caches_change_under_writers() {
     check_all(&attachment, &versions);
     reopen(&graph, &[changed(&node, "")]).unwrap();
     assert!(mode().direct, "the image's own setting did not change");
-    // One that can't be takes the others back.
+    // A node that can't be reopened takes the others back.
     let all = [changed(&node, "l2-cache-entry-size=512,cache.direct=on"), changed(&node, "backing=zz")];
     assert!(reopen(&graph, &all).is_err());
     rt::block_on(attachment.detach()).unwrap();

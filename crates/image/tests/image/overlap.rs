@@ -190,7 +190,7 @@ fn attempt_observed(path: &Path, options: &str, how: &str) -> (cowshed_types::Re
     (result, told)
 }
 
-/// Where the bitmap directory is.
+/// Offset of the bitmap directory.
 fn directory(bytes: &[u8]) -> u64 {
     let mut at = 112;
     while bytes[at..at + 4] != 0x2385_2875u32.to_be_bytes() {

@@ -190,7 +190,7 @@ fn a_closed_image_is_not_read_any_more() {
             }
             node.close().await.unwrap();
             drop(node);
-            // QEMU wants the image for itself.
+            // QEMU locks the image for itself.
             let output = Command::new("qemu-io").args(["-f", "qcow2", "-c", "read 0 512", &path]).output().unwrap();
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }

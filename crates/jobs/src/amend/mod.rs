@@ -150,17 +150,17 @@ async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
     result.and(closed).map_err(|error| in_work(error, sentence))
 }
 
-/// Says of an option that only `create` has that it is one.
+/// Explains that an option is one of `create` only.
 fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[String]) -> Error {
     let Err(unknown) = OptionValues::parse(created, lists) else {
-        // Those of the file below are no options of the format.
+        // Options of the file below are no options of the format.
         if ["nocow", "extent_size_hint"].iter().any(|option| error.message().contains(option)) {
             return error;
         }
         let message = format!("{}{LINE_END}This option is only supported for image creation", error.message());
         return Error::new(error.kind(), message);
     };
-    // Which of several is wrong, the first look has said.
+    // The first look has named the wrong one of several.
     if unknown.message() == error.message() { unknown } else { error }
 }
 

@@ -37,7 +37,7 @@ pub struct MergeRequest {
     pub top: Arc<Node>,
     /// The image that gets the layers' data.
     pub base: Arc<Node>,
-    /// How the overlay's header is to name the base; `None`: by a name that opens it as it is.
+    /// The name of the base for the overlay's header; `None`: by a name that opens it as it is.
     pub backing_file: Option<String>,
     /// It names the format `raw` where the base is a protocol's node.
     pub mask_protocol: bool,
@@ -193,7 +193,7 @@ async fn copy_chunk(at: u64, len: u64, (source, target): (&Queue, &Queue)) -> Re
     written.map_err(Failure::write)
 }
 
-/// How a header is to name a backing file.
+/// The name of a backing file for a header.
 #[derive(Clone, Copy)]
 pub(crate) struct BackingName<'a> {
     /// `None`: by a name that opens the node as it is.

@@ -18,10 +18,10 @@ use futures_util::lock::Mutex;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use std::cell::{Cell, RefCell};
 
-/// How the pipeline works.
+/// The settings of the pipeline.
 #[derive(Clone, Copy, Debug)]
 pub struct CopySettings {
-    /// How the disk is cut; into pieces of [`CopySettings::step`] where data go through our hands.
+    /// The cutting of the disk; into pieces of [`CopySettings::step`] where data go through our hands.
     pub cut: Cut,
     /// Read at once, bytes.
     pub step: u64,
@@ -79,7 +79,7 @@ struct Work<'a> {
     next: Mutex<(Pieces<'a>, u64)>,
     /// There may be pieces left to take.
     is_left: Cell<bool>,
-    /// How many copy now.
+    /// The number of copiers now.
     copiers: Cell<usize>,
 }
 
@@ -417,7 +417,7 @@ fn write_error(error: Error, offset: u64) -> Error {
     error_at("writing", error, offset)
 }
 
-/// QEMU's tools say where the request began, which has so many bytes.
+/// QEMU's tools report the start of the request, which has so many bytes.
 const QEMU_REQUEST_BYTES: u64 = 2 << 20;
 
 fn error_at(work: &str, error: Error, offset: u64) -> Error {

@@ -16,7 +16,7 @@ pub(crate) use source::Sources;
 pub use target::COMPRESSED_FORMATS;
 use target::Target;
 
-/// `-S` where the user gives none: zeroes of at least so many bytes become holes.
+/// `-S` by default: zeroes of at least so many bytes become holes.
 pub const DEFAULT_SPARSE_BYTES: u64 = 4096;
 const SECTOR_BYTES: u64 = 512;
 /// Blocks of a file system: holes in a raw target are no finer.
@@ -125,14 +125,13 @@ pub struct ConvertOutcome {
     pub zero_bytes: u64,
     /// Offsets of unreadable parts that became zeroes (`--salvage`).
     pub salvaged: Vec<u64>,
-    /// Why places of the source could not be looked up: all there was read (`--salvage`).
+    /// The errors of places of the source that could not be looked up: all there was read (`--salvage`).
     pub unknown: Vec<Error>,
     /// Inconsistent bitmaps that were left out (`--skip-broken-bitmaps`).
     pub skipped_bitmaps: Vec<String>,
 }
 
-/// Runs the conversion. After an error a target that is new is gone again; one that was there is incomplete, and the message
-/// says so.
+/// Runs the conversion. After an error a new target is gone again; an old one is incomplete, which the message tells.
 pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOutcome> {
     check(options)?;
     let options = &target::settled(options);

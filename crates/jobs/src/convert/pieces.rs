@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 /// A piece of the disk: `Data` pieces have at most the chunk size, others any.
 pub type Piece = SourceRun;
 
-/// How pieces are cut.
+/// The rules of cutting pieces.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
     /// Borders of data pieces are multiples of it, bytes, at least 1.

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::pin::pin;
 use std::task::{Poll, Waker};
 
-/// Whose turn it is.
+/// The number of the next turn.
 #[derive(Default)]
 pub struct Turn {
     next: Cell<u64>,

@@ -23,7 +23,7 @@ pub struct Lost {
     /// More about it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// Host offset of the first entry that says so.
+    /// Host offset of the first entry of that kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entry_offset: Option<u64>,
     /// That entry.
@@ -41,7 +41,7 @@ pub struct Doubtful {
     pub length: u64,
     /// Why, in a word.
     pub reason: &'static str,
-    /// Host offset of the first entry that says so.
+    /// Host offset of the first entry of that kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entry_offset: Option<u64>,
 }
@@ -58,10 +58,10 @@ pub struct OrphanTable {
     pub entries: u64,
     /// Lowest host offset that it points to.
     pub first_target: u64,
-    /// Where it may belong: first byte of the disk.
+    /// The suggested place: first byte of the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggested: Option<u64>,
-    /// Where the user put it: first byte of the disk.
+    /// The place by the user's choice: first byte of the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub assigned: Option<u64>,
 }

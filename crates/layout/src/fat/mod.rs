@@ -108,7 +108,7 @@ pub enum Region {
 pub struct Chain {
     /// The first one.
     pub first: u32,
-    /// How many.
+    /// Number of clusters.
     pub count: u32,
 }
 
@@ -174,7 +174,7 @@ impl FatDisk {
         self.cluster * SECTOR_BYTES
     }
 
-    /// How many clusters there are.
+    /// The number of clusters.
     pub fn clusters(&self) -> u64 {
         (self.sectors - self.reserved - TABLES * self.table - self.root) / self.cluster
     }

@@ -14,7 +14,7 @@ const ALSO_SHORT: &[u8] = b"!#$%&'()-@^_`{}~";
 pub struct Name {
     /// Eight characters and three, with blanks.
     pub short: [u8; LABEL_BYTES],
-    /// The long one; none where the short one says all.
+    /// The long one; none where the short one is the whole name.
     pub long: Option<Vec<u16>>,
 }
 
@@ -44,7 +44,7 @@ impl DirectoryNames {
         Name { short, long: (!says_all).then(|| long.encode_utf16().collect()) }
     }
 
-    /// The short name, and whether it says all.
+    /// The short name, and whether it is the whole name.
     fn short_of(&mut self, long: &str) -> ([u8; LABEL_BYTES], bool) {
         let (stem, ending) = split(long);
         let is_short = |part: &str, most: usize| {

@@ -187,7 +187,7 @@ fn damaged_gpt_gives_way_to_its_backup() {
 fn the_lack_of_a_gpt_is_said_of_its_first_place() {
     let disk = Disk(vec![(0, mbr(&[(0xee, 1, u32::MAX)]))]);
     assert!(disk.refusal(1).contains("signature at offset 0x200 "), "{}", disk.refusal(1));
-    // A spare header that is there says more.
+    // The error of a spare header that is there tells more.
     let last = DISK_BYTES / 512 - 1;
     let mut damaged = disk.clone();
     let [(place, mut header), _] = gpt(512, last, last - 40, &[]);

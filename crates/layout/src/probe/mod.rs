@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which format a file is in, judged from its first bytes and its last ones.
+//! The format of a file, judged by its first bytes and its last ones.
 //!
 //! A mark that is known never reads as raw, also where the format can't be opened: the container's bytes are no disk.
 //!
@@ -139,8 +139,8 @@ fn is_vmdk_descriptor(head: &[u8]) -> bool {
     version.is_some_and(|version| !version.is_empty() && version.iter().all(u8::is_ascii_digit))
 }
 
-/// As [`probe`], and where that says `Raw` judged from `tail`: the last bytes of the file (up to [`PROBE_TAIL_BYTES`]; fewer
-/// where the file is shorter).
+/// As [`probe`]; a file that is `Raw` by that is judged by `tail`. These are the last bytes of the file (up to
+/// [`PROBE_TAIL_BYTES`]; fewer where the file is shorter).
 pub fn probe_with_tail(head: &[u8], tail: &[u8]) -> FormatName {
     match probe(head) {
         FormatName::Raw if has_vhd_footer(tail) => FormatName::Vpc,

@@ -23,7 +23,7 @@ const NAME_BYTES: usize = 1023;
 /// An entry of the bitmap directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapEntry {
-    /// Where the bitmap table starts. Alignment is checked by [`BitmapEntry::validate`].
+    /// Host offset of the bitmap table, in bytes. Alignment is checked by [`BitmapEntry::validate`].
     pub table_offset: u64,
     /// Entries of the bitmap table.
     pub table_size: u32,

@@ -32,7 +32,7 @@ impl L1Entry {
         Self((offset.0 & OFFSET_MASK) | if copied { COPIED } else { 0 })
     }
 
-    /// Where the L2 table starts; 0: there is none. Alignment to a cluster isn't checked here.
+    /// Host offset of the L2 table; 0: there is none. Alignment to a cluster isn't checked here.
     #[inline]
     pub const fn offset(self) -> HostOffset {
         HostOffset(self.0 & OFFSET_MASK)
@@ -236,14 +236,14 @@ impl L2Format {
 /// The state of a guest cluster, as its L2 entry gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Cluster {
-    /// No host cluster. With extended L2 entries the bitmap may still say "zero" of single subclusters.
+    /// No host cluster. With extended L2 entries the bitmap may still mark single subclusters as zero.
     Unallocated,
     /// Reads as zeroes; never with extended L2 entries.
     Zero {
         /// The cluster that stays allocated underneath.
         host: Option<HostOffset>,
     },
-    /// A host cluster. With extended L2 entries the bitmap says which subclusters are in it.
+    /// A host cluster. With extended L2 entries the bitmap marks the subclusters that are in it.
     Data {
         /// Where it starts, in the image or in the external data file.
         host: HostOffset,
@@ -252,7 +252,7 @@ pub enum Cluster {
     Compressed(CompressedDescriptor),
 }
 
-/// Where the data of a compressed cluster is ("Compressed Clusters Descriptor").
+/// The place of a compressed cluster's data ("Compressed Clusters Descriptor").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CompressedDescriptor {
     /// First byte of the compressed data; usually not aligned to anything.
@@ -320,7 +320,7 @@ impl RefcountTableEntry {
         Self(offset.0 & !0x1ff)
     }
 
-    /// Where the refcount block starts; 0: there is none. Bits 9–63; alignment to a cluster isn't checked here.
+    /// Host offset of the refcount block; 0: there is none. Bits 9–63; alignment to a cluster isn't checked here.
     #[inline]
     pub const fn offset(self) -> HostOffset {
         HostOffset(self.0 & !0x1ff)

@@ -28,13 +28,13 @@ pub enum Extension {
     BackingFormat(Vec<u8>),
     /// Names of feature bits.
     FeatureNames(FeatureNames),
-    /// Where the bitmap directory is.
+    /// The place of the bitmap directory.
     Bitmaps(BitmapsExtension),
-    /// Where the LUKS header is.
+    /// The place of the LUKS header.
     EncryptionHeader(EncryptionHeader),
     /// Name of the external data file, as bytes.
     DataFile(Vec<u8>),
-    /// Which bitmaps in use are up to date all the same.
+    /// The bitmaps in use that are up to date all the same.
     BitmapJournal(BitmapJournal),
     /// Any other type: kept byte for byte.
     Unknown {
@@ -89,7 +89,7 @@ impl Extension {
         }
     }
 
-    /// Where a fresh header has this extension among the others: QEMU's order, unknown ones last.
+    /// The rank of this extension in a fresh header: QEMU's order, unknown ones last.
     pub(super) fn rank(&self) -> u32 {
         match self {
             Extension::BackingFormat(_) => 0,
@@ -149,11 +149,11 @@ impl BitmapsExtension {
     }
 }
 
-/// Which bitmaps are up to date although they are marked as in use. Only to be believed while
-/// `features::AUTOCLEAR_BITMAP_JOURNAL` is set and the directory is still where it says.
+/// The bitmaps that are up to date although they are marked as in use. To be believed only while
+/// `features::AUTOCLEAR_BITMAP_JOURNAL` is set and the directory is still at the place in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapJournal {
-    /// Where the bitmap directory was when the journal was written.
+    /// Host offset of the bitmap directory when the journal was written, in bytes.
     pub directory_offset: u64,
     /// Indices of the directory's entries.
     pub entries: Vec<u32>,
@@ -185,7 +185,7 @@ impl BitmapJournal {
     }
 }
 
-/// Where the LUKS header is ("Full disk encryption header pointer").
+/// The place of the LUKS header ("Full disk encryption header pointer").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncryptionHeader {
     /// Where it starts, cluster-aligned.
@@ -220,7 +220,7 @@ pub struct FeatureNames {
 /// An entry of the feature name table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FeatureName {
-    /// Which mask: 0 incompatible, 1 compatible, 2 autoclear.
+    /// The mask: 0 incompatible, 1 compatible, 2 autoclear.
     pub kind: u8,
     /// Bit number, 0–63.
     pub bit: u8,

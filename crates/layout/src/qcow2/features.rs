@@ -30,7 +30,7 @@ pub const AUTOCLEAR_BITMAP_JOURNAL: u64 = 1 << 62;
 /// All autoclear bits that this crate knows.
 pub const AUTOCLEAR_KNOWN: u64 = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA | AUTOCLEAR_BITMAP_JOURNAL;
 
-/// Which of the three masks a bit belongs to; the discriminant is the number used by the feature name table.
+/// The three masks of bits; the discriminant is the number used by the feature name table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum FeatureKind {

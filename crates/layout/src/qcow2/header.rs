@@ -60,7 +60,8 @@ const KNOWN_END: usize = 105;
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
-    /// Where the backing file's name was found; 0 without one. [`Header::encode`] puts the name behind the extensions.
+    /// Offset at which the backing file's name was found, in bytes; 0 without one. [`Header::encode`] puts the name
+    /// behind the extensions.
     pub backing_file_offset: u64,
     /// log2 of the cluster size in bytes, 9–21.
     pub cluster_bits: u32,
@@ -70,16 +71,16 @@ pub struct Header {
     pub crypt_method: u32,
     /// Entries of the active L1 table.
     pub l1_size: u32,
-    /// Where the active L1 table starts.
+    /// Host offset of the active L1 table, in bytes.
     pub l1_table_offset: u64,
-    /// Where the refcount table starts.
+    /// Host offset of the refcount table, in bytes.
     pub refcount_table_offset: u64,
     /// Clusters of the refcount table. 0 only in images that need a repair, see
     /// [`Header::require_refcount_table`].
     pub refcount_table_clusters: u32,
     /// Number of internal snapshots.
     pub nb_snapshots: u32,
-    /// Where the snapshot table starts; without meaning when there are no snapshots.
+    /// Host offset of the snapshot table, in bytes; without meaning when there are no snapshots.
     pub snapshots_offset: u64,
     /// Mask of `features::INCOMPAT_*`; 0 in version 2.
     pub incompatible_features: u64,
@@ -91,7 +92,7 @@ pub struct Header {
     pub refcount_order: u32,
     /// Bytes of the header without extensions; 72 in version 2.
     pub header_length: u32,
-    /// 0 deflate, 1 zstd; 0 where the header is too short to say.
+    /// 0 deflate, 1 zstd; 0 where the header is too short for the field.
     pub compression_type: u8,
     /// Header bytes from 105 to `header_length`: padding, or fields that this crate doesn't know. Kept as found.
     pub extra: Vec<u8>,
@@ -158,7 +159,7 @@ impl Header {
         }
     }
 
-    /// How many of the file's first bytes [`Header::parse`] needs, judged from `prefix` (at least 24 bytes). Where
+    /// The number of the file's first bytes that [`Header::parse`] needs, judged by `prefix` (at least 24 bytes). Where
     /// `prefix` isn't enough to tell, the answer is a whole cluster. A file that is shorter is for `parse` to judge.
     pub fn bytes_needed(prefix: &[u8]) -> Result<usize> {
         let cluster_size = 1usize << peek_cluster_bits(prefix)?;
@@ -404,12 +405,12 @@ impl Header {
         self.compatible_features & COMPAT_LAZY_REFCOUNTS != 0
     }
 
-    /// How compressed clusters are encoded.
+    /// The compression type of the image's compressed clusters.
     pub fn compression(&self) -> Compression {
         if self.compression_type == 1 { Compression::Zstd } else { Compression::Zlib }
     }
 
-    /// The name that the feature name table gives to a bit.
+    /// The name of a bit in the feature name table.
     pub fn feature_name(&self, kind: FeatureKind, bit: u8) -> Option<String> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::FeatureNames(names) => names.name(kind, bit),
@@ -456,7 +457,7 @@ impl Header {
         })
     }
 
-    /// Where the LUKS header is.
+    /// The place of the LUKS header.
     pub fn encryption_header(&self) -> Option<&EncryptionHeader> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::EncryptionHeader(header) => Some(header),

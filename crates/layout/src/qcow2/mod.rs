@@ -26,7 +26,7 @@ pub use subcluster::{SUBCLUSTERS_PER_CLUSTER, Subcluster, SubclusterBitmap};
 pub use switch::{HeaderStages, switch as switch_header};
 pub use validate::limits;
 
-/// How far a parser of variable-length structures came.
+/// The progress of a parser of variable-length structures.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parsed<T> {
     /// The whole structure was there.

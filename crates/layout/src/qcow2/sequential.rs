@@ -24,7 +24,7 @@ const COUNTS: u64 = CLUSTER / 2;
 struct Run {
     /// First cluster of the disk.
     guest: u64,
-    /// How many.
+    /// Number of tables.
     count: u64,
     /// Data clusters of the file before the first one.
     before: u64,
@@ -39,7 +39,7 @@ pub enum Stretch {
     Data {
         /// First byte of the disk. Bytes behind its end are zeroes.
         guest: u64,
-        /// How many.
+        /// Length in bytes.
         len: u64,
     },
 }

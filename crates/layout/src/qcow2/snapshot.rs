@@ -15,7 +15,7 @@ const KNOWN_EXTRA_BYTES: usize = 24;
 /// An entry of the snapshot table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Where the snapshot's L1 table starts. Alignment is checked by [`Snapshot::validate`].
+    /// Host offset of the snapshot's L1 table, in bytes. Alignment is checked by [`Snapshot::validate`].
     pub l1_table_offset: u64,
     /// Entries of the snapshot's L1 table.
     pub l1_size: u32,
@@ -41,7 +41,7 @@ impl Snapshot {
         be64_at(&self.extra_data, 0).unwrap_or(u64::from(self.vm_state_size_32))
     }
 
-    /// Virtual disk size of the snapshot in bytes, where the entry says (it must in version 3).
+    /// Virtual disk size of the snapshot in bytes, where the entry has it (it must in version 3).
     pub fn disk_size_bytes(&self) -> Option<u64> {
         be64_at(&self.extra_data, 8)
     }
@@ -178,7 +178,7 @@ pub struct Salvaged {
     pub snapshots: Vec<Snapshot>,
     /// Where each of them starts, in bytes from the start of the table.
     pub starts: Vec<usize>,
-    /// Which of them have more extra data than there may be; only the known fields were taken.
+    /// The indices of those that have more extra data than there may be; only the known fields were taken.
     pub trimmed: Vec<u32>,
     /// Bytes that they take.
     pub len: usize,

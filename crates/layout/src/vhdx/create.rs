@@ -171,7 +171,7 @@ fn regions(places: &Places) -> Vec<u8> {
         bytes[at..at + 16].copy_from_slice(&guid.0);
         bytes[at + 16..at + 24].copy_from_slice(&offset.to_le_bytes());
         bytes[at + 24..at + 28].copy_from_slice(&(len as u32).to_le_bytes());
-        // "Required": 2.2.3.2 says it of both.
+        // "Required": 2.2.3.2 demands it of both.
         bytes[at + 28] = 1;
     }
     let sum = checksum(&bytes);

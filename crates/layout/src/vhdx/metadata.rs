@@ -56,7 +56,7 @@ const PARENT_LOCATOR: Guid = Guid::new(0xa8d3_5f2d, 0xb30b, 0x454d, [0xab, 0xf7,
 const VHDX_LOCATOR: Guid = Guid::new(0xb04a_efb7, 0xd19e, 0x4a81, [0xb7, 0x89, 0x25, 0xb8, 0xe9, 0x44, 0x59, 0x13]);
 /// Entries of that item: five are known.
 const MAX_LOCATOR_ENTRIES: usize = 64;
-/// The longest item that says where the parent is, in bytes.
+/// The longest item with the place of the parent, in bytes.
 const MAX_LOCATOR_BYTES: u32 = 64 << 10;
 
 /// Where the items are, in bytes from the start of the region.

@@ -19,11 +19,11 @@ use std::fmt;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 4 << 10;
-/// Where the two headers are.
+/// Offsets of the two headers.
 pub const HEADER_OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
 /// Length of a region table in bytes.
 pub const REGION_TABLE_BYTES: usize = 64 << 10;
-/// Where the two region tables are.
+/// Offsets of the two region tables.
 pub const REGION_TABLE_OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
 /// Unit of places in the file: regions, blocks and the log begin at multiples of it.
 pub const UNIT_BYTES: u64 = 1 << 20;
@@ -112,7 +112,7 @@ pub struct VhdxHeader {
     pub data_guid: Guid,
     /// Entries of the log with this mark count; zero for none.
     pub log_guid: Guid,
-    /// Where the log is.
+    /// Offset of the log.
     pub log_offset: u64,
     /// Length of the log.
     pub log_bytes: u64,
@@ -183,7 +183,8 @@ impl VhdxHeader {
         bytes
     }
 
-    /// Which of the two headers counts: the one that is sound, or of two sound ones the one with the larger sequence number.
+    /// The valid one of the two headers: the one that is sound, or of two sound ones the one with the larger sequence
+    /// number.
     pub fn newer(first: Option<Result<Self>>, second: Option<Result<Self>>) -> Result<Self> {
         match (first, second) {
             (None, None) => {
@@ -213,7 +214,7 @@ pub fn is_log_entry(sector: &[u8], log_guid: Guid) -> bool {
     sector.starts_with(LOG_ENTRY_SIGNATURE) && Guid::at(sector, 32) == Some(log_guid)
 }
 
-/// Where the two regions are that every file has. Offsets and lengths in bytes.
+/// The places of the two regions that every file has. Offsets and lengths in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VhdxRegions {
     /// Offset and length of the block allocation table.

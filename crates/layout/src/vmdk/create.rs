@@ -19,7 +19,7 @@ const PART_SECTORS: u64 = 4 << 20;
 /// Entries of a grain table are 32 bits wide, and a place in the file is a sector.
 const MAX_SPARSE_SECTORS: u64 = u32::MAX as u64 * GRAIN_SECTORS;
 
-/// How a new disk is stored.
+/// The storage of a new disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmdkKind {
     /// `createType`.
@@ -46,7 +46,7 @@ pub const NEW_KINDS: &[VmdkKind] = &[
 pub struct NewVmdk<'a> {
     /// Size of the disk in bytes, whole sectors.
     pub size: u64,
-    /// How it is stored.
+    /// Its storage.
     pub kind: VmdkKind,
     /// `ddb.adapterType`.
     pub adapter: &'a str,

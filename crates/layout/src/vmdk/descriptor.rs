@@ -41,7 +41,7 @@ pub struct ExtentLine {
     pub access: Access,
     /// Length in sectors.
     pub sectors: u64,
-    /// How the bytes are stored.
+    /// The storage of the bytes.
     pub kind: ExtentKind,
     /// Name of the file, as written; empty for [`ExtentKind::Zero`].
     pub name: String,

@@ -30,7 +30,7 @@ const ESX_TABLE_ENTRIES: u32 = 4096;
 /// Largest directory in bytes: 512 TiB of disk with the usual sizes.
 const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
 
-/// Which product's header it is.
+/// The product that a header belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SparseKind {
     /// "KDMV": Workstation, Fusion, and everything that is exchanged.
@@ -42,7 +42,7 @@ pub enum SparseKind {
 /// The header of a sparse extent, checked. Sizes and offsets in sectors of 512 bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SparseHeader {
-    /// Whose header.
+    /// The product of the header.
     pub kind: SparseKind,
     /// 1 to 3.
     pub version: u32,
@@ -52,9 +52,9 @@ pub struct SparseHeader {
     pub grain_sectors: u64,
     /// Entries of a grain table.
     pub table_entries: u32,
-    /// Where the grain directory is; `None`: in the footer says where.
+    /// The sector of the grain directory; `None`: the footer has it.
     pub directory_sector: Option<u64>,
-    /// Where the copy of the directory is.
+    /// The sector of the copy of the directory.
     pub redundant_directory_sector: Option<u64>,
     /// Place and length of the embedded descriptor.
     pub descriptor: Option<(u64, u64)>,

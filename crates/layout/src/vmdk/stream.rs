@@ -8,7 +8,7 @@ const SECTOR: usize = SECTOR_BYTES as usize;
 const MARKER_TABLE: u32 = 1;
 const MARKER_DIRECTORY: u32 = 2;
 const MARKER_FOOTER: u32 = 3;
-/// Where the header says where the grain directory is.
+/// Offset of the header's field for the grain directory.
 const DIRECTORY_AT: usize = 56;
 /// Deflate with a window of 32 KiB at most, no dictionary: RFC 1950.
 const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];

@@ -14,7 +14,7 @@ use cowshed_layout::qcow2::{
 use std::path::Path;
 use std::process::Command;
 
-/// How often qemu-img may fail to time its key derivation on a loaded machine.
+/// The number of times that qemu-img may fail to time its key derivation on a loaded machine.
 const TIMING_TRIES: usize = 50;
 
 fn run(dir: &Path, program: &str, arguments: &[&str]) {

@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 
 const SIZE: u64 = 64 << 20;
 const NONE: CommandFlags = CommandFlags(0);
-/// Where the writes go.
+/// The place of the writes.
 const AT: u64 = 1 << 20;
 const LEN: usize = 4096;
 /// Reads of 1 MiB that fill the budget and every buffer of the sockets.
 const READS: u64 = 40;
 
-/// How a connection ends.
+/// The end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
     /// Closed with replies unread: the server's next send fails.
@@ -103,7 +103,7 @@ struct Proxy {
     passing: std::thread::JoinHandle<()>,
 }
 
-/// How a proxy lets go of the server, some time after its client has gone.
+/// The way in which a proxy lets go of the server, some time after its client has gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LettingGo {
     /// With replies unread: a reset.

@@ -68,7 +68,7 @@ fn nonsense_in_the_handshake_ends_it() {
     wire.send(&OptionHeader { option: code::GO, len: u32::MAX }.encode());
     wire.expect_end();
     expect_event(&served, |event| is_refusal(event, "4294967295"));
-    // Said before TLS can't count as said under it; here there is no TLS, so both are just options.
+    // An option sent before TLS can't count as sent under it; here there is no TLS, so both are just options.
     let mut wire = Wire::connect(&served.socket);
     let mut both = option::encode(code::STARTTLS, &[]);
     both.extend(option::encode(code::LIST, &[]));
@@ -108,7 +108,7 @@ fn a_flood_of_options_ends() {
 fn who_never_chooses_an_export_is_sent_away() {
     let limits = Limits { handshake_timeout: Duration::from_millis(200), ..Limits::default() };
     let served = serve(limits);
-    // One says nothing, one says half of something, one goes away at once.
+    // One is silent, one sends half of an option, one goes away at once.
     let mut silent = Wire::connect(&served.socket);
     let mut halfway = Wire::connect(&served.socket);
     halfway.send(&option::encode(code::LIST, &[])[..9]);
@@ -339,7 +339,7 @@ fn an_option_without_its_data_takes_no_place() {
     assert_eq!(next.outcome(code::LIST, &[]), rep::ACK);
     let refused = refusals(&served);
     assert!(refused.len() == 1 && is_refusal(&refused[0], "silent"), "one gave its seat up: {refused:?}");
-    // Both places are there for clients that say something.
+    // Both places are there for clients that send an option.
     let mut clients = [(); 2].map(|()| Wire::enter(&served.socket, ReplyStyle::Simple, "", &[]).0);
     drop(next);
     for wire in &mut clients {

@@ -243,7 +243,7 @@ fn our_server_works_with_nbdkit_as_client() {
     }
 }
 
-/// A client that stays while its server is started again; it says where it is, and is told to go on.
+/// A client that stays while its server is started again; it reports its place, and is told to go on.
 struct Staying {
     child: Child,
     input: ChildStdin,

@@ -271,7 +271,7 @@ fn errors_are_those_of_the_protocol() {
             let cookie = wire.request(Command::Write, NONE, 512, 512, &[6; 512]);
             assert_eq!(wire.collect(cookie, 0, 0).errno, 0);
             assert_eq!(wire.ask(Command::Read, NONE, 512, 512).data, [6; 512]);
-            // A payload that says nothing names no range.
+            // An empty payload names no range.
             let cookie = wire.request(Command::BlockStatus, CommandFlags::PAYLOAD_LEN, 0, 0, &[]);
             assert_eq!(wire.collect(cookie, 0, 0).errno, NbdErrno::EINVAL.0);
             // A payload that doesn't belong there is taken and thrown away.
@@ -380,7 +380,7 @@ fn write_zeroes_obeys_no_hole_and_fast_zero() {
     let (base, old) = (served.path("base.raw"), served.path("old.qcow2"));
     let content = served::write_pattern(&base, SIZE, 4);
     let qemu = Qemu::system();
-    // Version 2 has no way to say "zero here" above a backing file: zeroes must be written there.
+    // Version 2 has no zero flag above a backing file: zeroes must be written there.
     let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-F", "raw", "-b", base.to_str().unwrap()];
     qemu.img(create.into_iter().chain([old.to_str().unwrap()])).expect_ok();
     served.export(OpenRequest::file(old.to_str().unwrap()).writable(true).discard(true), |export| {

@@ -34,10 +34,10 @@ pub(crate) struct Connection {
     table: Mutex<Table>,
 }
 
-/// Why a request failed.
+/// The reason of a request's failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The server says so.
+    /// The server refuses it.
     Refused(Errno),
     /// The connection was lost, and whether the request was carried out is not known.
     Lost,
@@ -357,7 +357,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Says goodbye and closes.
+    /// Sends a goodbye and closes.
     pub(crate) async fn close(&self) {
         if !self.is_lost() {
             let request = goodbye();

@@ -44,7 +44,7 @@ pub(super) struct Said {
     pub block_sizes: bool,
 }
 
-/// How far a client and a server can haggle.
+/// The extent of haggling between a client and a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Style {
     /// About options of all kinds.
@@ -65,7 +65,7 @@ pub(super) fn broken(why: Malformed) -> Error {
     Error::new(ErrorKind::Io, format!("the server breaks the protocol: {why}"))
 }
 
-/// The greeting, and encryption where that is wanted.
+/// The greeting, and encryption by the options.
 pub(super) async fn begin<'a>(
     stream: &'a Stream,
     receiver: &'a mut Receiver,

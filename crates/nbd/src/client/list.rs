@@ -16,7 +16,7 @@ use std::pin::pin;
 pub struct ListedExport {
     /// Its name.
     pub name: String,
-    /// The server's description of it; `None` if the server gives names only.
+    /// The server's description of it; `None` if the server has names only.
     pub facts: Option<ExportFacts>,
     /// The block sizes in `facts` are the server's own, not those of the protocol.
     pub has_block_sizes: bool,

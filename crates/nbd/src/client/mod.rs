@@ -41,7 +41,7 @@ const GIVE_UP_PAUSE: Duration = Duration::from_secs(1);
 /// it.
 const MAX_LOSSES: u32 = 16;
 
-/// Which export of which server, and how.
+/// The export of a server, and the options of the connection.
 #[derive(Clone, Debug)]
 pub struct ClientOptions {
     /// The server.
@@ -100,7 +100,7 @@ pub struct ExportFacts {
     pub size: u64,
     /// Its abilities.
     pub flags: TransmissionFlags,
-    /// Its block sizes, those of the protocol where it doesn't say.
+    /// Its block sizes, those of the protocol where the server has none.
     pub block_sizes: BlockSizes,
     /// Where data is can be asked for (`base:allocation`).
     pub has_status: bool,
@@ -109,7 +109,7 @@ pub struct ExportFacts {
 }
 
 impl ExportFacts {
-    /// Before the server has said anything.
+    /// The facts before the server has sent any.
     fn unsaid() -> ExportFacts {
         ExportFacts {
             size: 0,
@@ -403,7 +403,7 @@ impl Client {
         Ok(connection)
     }
 
-    /// Says goodbye; requests that come later connect again.
+    /// Sends a goodbye; requests that come later connect again.
     pub async fn close(&self) {
         let connection = Arc::clone(&lock(&self.state).connection);
         connection.close().await;

@@ -18,7 +18,7 @@ const MAX_REMARKS: u16 = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     pub waker: Option<Waker>,
-    /// Where the data of a read goes.
+    /// The memory for the data of a read.
     pub buf: IoBuf,
     /// The buffer is away, being filled: whatever happens, the request isn't over before it is back.
     pub filling: bool,
@@ -84,7 +84,7 @@ impl Pending {
         }
     }
 
-    /// True when a read that says success has all its data.
+    /// True when a read that reports success has all its data.
     pub(crate) fn is_complete(&self) -> bool {
         let covered: u64 = self.covered.iter().map(|(from, to)| to - from).sum();
         !self.reads || self.error.is_some() || covered == self.length

@@ -43,7 +43,7 @@ impl Client {
                     return Err(Errno::EIO);
                 }
                 let end = at.saturating_add(run.len).min(size);
-                // A hole that doesn't say that it is zero may hold anything.
+                // A hole without the flag of zeroes may hold anything.
                 let is_data = run.flags & STATE_ZERO == 0;
                 match (is_data, start) {
                     (true, None) => start = Some(at),

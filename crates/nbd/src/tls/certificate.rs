@@ -118,7 +118,7 @@ impl Certificate {
         distinguished_name(&self.whole)
     }
 
-    /// True where names and, if both say them, key identifiers say so.
+    /// True by the names and, if both have them, the key identifiers.
     pub(super) fn is_issuer_of(&self, other: &Certificate) -> bool {
         let key = self.key.as_ref().and_then(|(value, _)| Some(expect(value, OCTET_STRING)?.0));
         let authority = other.authority_key.as_ref().and_then(|(value, _)| {
@@ -135,7 +135,7 @@ impl Certificate {
         Some(shown.is_some_and(|(flag, _)| flag.iter().any(|&byte| byte != 0)))
     }
 
-    /// Whether the key may be used so, and whether that is critical; `None` where the certificate doesn't say.
+    /// Whether the key may be used so, and whether that is critical; `None` where the certificate doesn't have that.
     pub(super) fn permits(&self, usage: Usage) -> Option<(bool, bool)> {
         let (value, critical) = self.usage.as_ref()?;
         // The first byte counts the bits that the last one lacks.
@@ -143,7 +143,7 @@ impl Certificate {
         Some((bits & (0x80 >> usage as u8) != 0, *critical))
     }
 
-    /// Whether the certificate is for this purpose, and whether that is critical; `None` where it doesn't say.
+    /// Whether the certificate is for this purpose, and whether that is critical; `None` where it doesn't have that.
     pub(super) fn has_purpose(&self, purpose: Oid) -> Option<(bool, bool)> {
         let (value, critical) = self.purposes.as_ref()?;
         let mut list = expect(value, SEQUENCE).map_or(&[][..], |(list, _)| list);

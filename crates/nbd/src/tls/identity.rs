@@ -37,8 +37,8 @@ const ATTRIBUTES: &[(&str, &str)] = &[
     ("1.3.6.1.4.1.311.60.2.1.3", "jurisdictionOfIncorporationCountryName"),
 ];
 
-/// The subject of a certificate in DER (RFC 5280), for instance `C=GB,O=Example\, Home,CN=laptop`: the attributes in the
-/// certificate's order, escaped as RFC 4514 says. `None` where it can't be parsed.
+/// The subject of a certificate in DER (RFC 5280), for instance `C=GB,O=Example\, Home,CN=laptop`. The attributes have
+/// the certificate's order, escaped by RFC 4514. `None` where it can't be parsed.
 pub(crate) fn distinguished_name(certificate: &[u8]) -> Option<String> {
     let (mut fields, _) = expect(expect(certificate, SEQUENCE)?.0, SEQUENCE)?;
     if fields.first() == Some(&VERSION) {
@@ -179,7 +179,7 @@ mod tests {
             for bit in 0..8 {
                 let mut broken = whole.clone();
                 broken[at] ^= 1 << bit;
-                // Whatever it says, it comes back.
+                // With any result, it returns.
                 let _ = distinguished_name(&broken);
             }
         }

@@ -101,7 +101,7 @@ impl<'a> Rewrite<'a> {
         self.total += steps;
     }
 
-    /// Counts steps as done; stops where that is wanted.
+    /// Counts steps as done; stops at the user's wish.
     pub fn advance(&mut self, steps: u64) -> Result<()> {
         self.done += steps;
         match (self.watch)(self.done, self.total) {
@@ -214,7 +214,7 @@ impl<'a> Rewrite<'a> {
         Ok(counts)
     }
 
-    /// Writes refcount blocks and table anew, in the width that is wanted.
+    /// Writes refcount blocks and table anew, in the new width.
     async fn place_counts(&mut self) -> Result<()> {
         let old = self.image.geometry;
         let new = Geometry::new(old.cluster_bits(), self.new.refcount_order, old.extended_l2())?;
@@ -310,7 +310,7 @@ impl<'a> Rewrite<'a> {
         }
     }
 
-    /// A place for each block. A block is counted itself, perhaps by one that wasn't wanted yet.
+    /// A place for each block. A block is counted itself, perhaps by a block that had none to count before.
     async fn place_blocks(&mut self, mut wanted: BTreeSet<u64>, new: Geometry) -> Result<BTreeMap<u64, u64>> {
         let mut places = BTreeMap::new();
         while let Some(index) = wanted.pop_first() {

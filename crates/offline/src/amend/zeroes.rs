@@ -174,7 +174,7 @@ impl Rewrite<'_> {
         Ok(())
     }
 
-    /// Those of the shared clusters that one entry is left for: where that is the active table's, it becomes COPIED.
+    /// The shared clusters with one entry left: where that is the active table's, it becomes COPIED.
     async fn left_alone(&mut self, survey: &Survey) -> Result<BTreeSet<u64>> {
         let mut alone = BTreeSet::new();
         for cluster in &survey.shared {

@@ -122,7 +122,7 @@ impl Journal {
         Ok(writes)
     }
 
-    /// Says that the repair is over; the image is `image_len` bytes long.
+    /// Notes that the repair is over; the image is `image_len` bytes long.
     pub async fn finish(&self, image_len: u64) -> Result<()> {
         self.append(KIND_COMPLETE, 0, image_len, &[]).await
     }

@@ -67,8 +67,8 @@ impl CheckSession<'_> {
         Ok(self.lost_bitmaps || self.lost_snapshots)
     }
 
-    /// The snapshots that are left get a table of their own, counted and durable, to which nothing refers yet. No count falls:
-    /// those that can't be read are in the image until it does. Where it starts.
+    /// The snapshots that are left get a table of their own, counted and durable, to which nothing refers yet. No count
+    /// falls: those that can't be read are in the image until it does. Returns its offset.
     async fn move_snapshot_table(&mut self, notes: &mut Vec<String>) -> Result<u64> {
         // The file is going to grow: an L1 table that should be there must not come into being.
         for entry in std::mem::take(&mut self.lost_near_end) {

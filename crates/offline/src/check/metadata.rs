@@ -9,7 +9,7 @@ use cowshed_types::Result;
 use cowshed_types::memory::vec_for;
 use std::ops::Range;
 
-/// Which structures are counted.
+/// The structures that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
     /// All.

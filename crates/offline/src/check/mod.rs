@@ -42,7 +42,7 @@ pub enum Repair {
     All,
 }
 
-/// How to check.
+/// The settings of a check.
 #[derive(Clone, Debug)]
 pub struct CheckOptions {
     /// The extent of the repair; the file must be writable for one.
@@ -100,8 +100,8 @@ impl CheckReport {
     }
 }
 
-/// Checks the image in `file` and repairs it as the options say. An error means that the check couldn't be made; the
-/// writes of a repair until then leave the image no worse than it was.
+/// Checks the image in `file` and repairs it by the options. An error means that the check couldn't be made; the writes
+/// of a repair until then leave the image no worse than it was.
 ///
 /// A repair of a file with direct I/O that ends within a sector of the disk, or may do so, goes by way of the page
 /// cache. No other operation may run on the file then.

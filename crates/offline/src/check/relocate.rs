@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Copies of clusters that the repair makes before anything points to them. Guest data that shares a cluster with
-//! metadata is copied so that neither writes into the other. Guest data with more users than its refcount can say is
+//! metadata is copied so that neither writes into the other. Guest data with more users than its refcount can hold is
 //! copied, too.
 
 use super::session::CheckSession;
@@ -22,7 +22,7 @@ pub(super) struct Copy {
     pub pointer: Option<(u64, u64)>,
 }
 
-/// A cluster with more references than its refcount can say.
+/// A cluster with more references than its refcount can hold.
 struct Overfull {
     references: u64,
     /// References of plain entries seen so far.
@@ -92,7 +92,7 @@ impl CheckSession<'_> {
             return Ok(Vec::new());
         }
         if self.header.crypt_method != 0 {
-            // Where a cluster is decides how it decrypts.
+            // The place of a cluster decides its decryption.
             notes.push("encrypted clusters that overlap with metadata can't be copied".to_owned());
             return Ok(Vec::new());
         }

@@ -8,7 +8,7 @@ use cowshed_qcow2::check::{Counts, Ledger};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 
 impl CheckSession<'_> {
-    /// `count` clusters that nothing uses, neighbours if wanted.
+    /// Returns `count` clusters without a use; neighbours with `neighbours`.
     pub(super) async fn take_room(&mut self, count: u64, neighbours: bool) -> Result<Vec<u64>> {
         if !self.stays_inside {
             // Behind the cluster that compressed data may reach into.

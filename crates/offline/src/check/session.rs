@@ -36,7 +36,7 @@ pub(super) struct CheckSession<'a> {
     pub snapshots: Vec<Snapshot>,
     /// Snapshots lack fields that version 3 asks for.
     pub incomplete_snapshots: bool,
-    /// How many there are by the header, more than there may be included.
+    /// The number by the header, more than there may be included.
     pub declared_snapshots: u32,
     /// Snapshots that can't be read are to be given up. These are the ones behind the readable part of their table, and
     /// those that aren't in `snapshots` any more.
@@ -58,7 +58,7 @@ pub(super) struct CheckSession<'a> {
     pub tables: Vec<TableRef>,
     /// The refcount structure itself can't be used as it is.
     pub needs_rebuild: bool,
-    /// Why nothing may be repaired.
+    /// The reasons for which nothing may be repaired.
     pub obstacles: Vec<String>,
     pub watch: ProgressFn<'a>,
     /// The undo log, if one is kept.
@@ -158,7 +158,7 @@ impl<'a> CheckSession<'a> {
         self.total.store(total.max(1), Relaxed);
     }
 
-    /// Counts work as done; an error when the user wants to stop.
+    /// Counts work as done; an error at the user's wish to stop.
     pub fn advance(&self, work: u64) -> Result<()> {
         let done = self.done.fetch_add(work, Relaxed).saturating_add(work);
         let total = self.total.load(Relaxed);
@@ -398,7 +398,7 @@ pub(super) struct UnreadSnapshot {
     /// Where its L1 table is, and how long, in bytes; 0 where that can't be.
     pub offset: u64,
     pub len: u64,
-    /// Why not.
+    /// The reason for that.
     pub reason: String,
 }
 

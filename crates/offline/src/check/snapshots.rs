@@ -109,7 +109,8 @@ impl CheckSession<'_> {
         }
     }
 
-    /// Why metadata can't be written behind the end of the file: a snapshot may have its L1 table there.
+    /// The reason for which metadata can't be written behind the end of the file: a snapshot may have its L1 table
+    /// there.
     pub(super) fn growth_obstacle(&self) -> Option<&'static str> {
         let why = "what needs space behind the end of the file wasn't repaired: a snapshot's L1 table should be there";
         let is_in_the_way = |unread: &UnreadSnapshot| !self.file.is_device() && self.is_near_the_end(unread);
@@ -121,7 +122,7 @@ impl CheckSession<'_> {
         unread.len != 0 && unread.offset + unread.len > first && unread.offset < first.saturating_add(GROWTH_BYTES_MAX)
     }
 
-    /// Says which snapshots couldn't be read, and stay.
+    /// Notes the snapshots that couldn't be read, and stay.
     pub(super) fn note_unread_snapshots(&self, notes: &mut Vec<String>) {
         for unread in &self.unread_snapshots {
             let Some(snapshot) = self.snapshots.get(unread.index) else { continue };

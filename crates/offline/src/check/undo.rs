@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Takes a repair back with its undo log: all that it changed gets its old bytes again, and the file its old length.
 //!
-//! An image that has changed since, where the repair had written, is refused before anything is written. The log says
-//! so first when an undo starts, so that one which was cut off can be made again.
+//! An image that has changed since, where the repair had written, is refused before anything is written. The log notes
+//! the begin of an undo first, so that an interrupted one can be made again.
 
 use super::journal::{KIND_UNDO, checksum, unit_header};
 use super::undo_log::{PADDING_BYTES_MAX, Record, UndoLog};

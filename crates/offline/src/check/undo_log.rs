@@ -27,7 +27,7 @@ pub(super) struct Record {
     pub old_len: u64,
     /// Bytes written; no fewer.
     pub new_len: u64,
-    /// Where the old bytes are in the log; the new ones follow.
+    /// Offset of the old bytes in the log; the new ones follow.
     pub log_offset: u64,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Record {
 pub(super) struct UndoLog {
     /// Length of the image before the repair, in bytes.
     pub image_len: u64,
-    /// How much of the image's start identifies it.
+    /// Length of the image's start that identifies it, in bytes.
     pub head_len: u64,
     pub head_checksum: u32,
     /// In the order of writing.

@@ -56,7 +56,7 @@ pub(crate) struct FreeClusters {
     at: u64,
     /// Clusters that a container which can't grow has.
     limit: u64,
-    /// Clusters that hold metadata, whatever their count says.
+    /// Clusters that hold metadata, whatever their count.
     metadata: HashSet<u64>,
     /// Clusters that are free, and not to be used yet.
     kept: HashSet<u64>,

@@ -148,7 +148,8 @@ impl Publication<'_> {
         Ok(())
     }
 
-    /// Writes the changed counts in place; with `only_free` those that fall to zero. How many stay too high.
+    /// Writes the changed counts in place; with `only_free` those that fall to zero. Returns the number of counts that
+    /// stay too high.
     async fn change_counts(&mut self, change: &Change, mut kept: Option<Deltas>, only_free: bool) -> Result<u64> {
         let geometry = self.image.geometry;
         let (order, per_block) = (geometry.refcount_order(), geometry.refcount_block_entries());

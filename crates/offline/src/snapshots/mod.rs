@@ -37,14 +37,15 @@ const MEMORY_BYTES: u64 = 256 << 20;
 /// Copies of the L1 and the refcount table that are in memory at once, at most.
 const COPIES_OF_TABLES: u64 = 12;
 
-/// How an operation is done.
+/// The settings of an operation.
 #[derive(Clone, Debug)]
 pub struct SnapshotOptions {
     /// Memory for reference counts, in bytes.
     pub memory_bytes: u64,
     /// Give the space of freed clusters back to the file system (`pass-discard-snapshot`).
     pub discard: bool,
-    /// Instruction count that a new snapshot notes; `u64::MAX` says that none was kept. 0 unless set, as qemu-img does it.
+    /// Instruction count that a new snapshot notes; `u64::MAX` means that none was kept. 0 unless set, as qemu-img does
+    /// it.
     pub icount: u64,
     /// A new snapshot notes the time of the day as the clock of the guest, as QEMU's daemon does; else 0, as qemu-img.
     pub notes_clock: bool,
@@ -79,7 +80,7 @@ pub async fn list(file: &File, header: &Header) -> Result<Vec<Snapshot>> {
     }
 }
 
-/// How a name given by a user finds a snapshot.
+/// The way from a user's name to a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lookup {
     /// The first with this ID, else the first with this name (apply, `convert -l`).
@@ -95,14 +96,14 @@ pub enum Lookup {
 pub struct SnapshotName {
     /// ID or name.
     pub name: String,
-    /// Which of the two.
+    /// The kind of lookup.
     pub lookup: Lookup,
     /// It must have this ID besides.
     id: Option<String>,
 }
 
 impl SnapshotName {
-    /// The ID and the name, where they are wanted.
+    /// The ID and the name, where they are given.
     pub fn parts(&self) -> (Option<&str>, Option<&str>) {
         match self.lookup {
             Lookup::Id => (Some(&self.name), None),

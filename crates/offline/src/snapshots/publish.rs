@@ -146,7 +146,7 @@ impl<'a> Publication<'a> {
             Ok(())
         })
         .await?;
-        // How often the tables of the new world refer to each.
+        // The number of references to each from the tables of the new world.
         let mut users: HashMap<u64, i64> = HashMap::new();
         for l1 in std::iter::once(&change.active).chain(&change.taken) {
             for raw in l1.iter().filter(|raw| **raw != 0) {
@@ -212,7 +212,7 @@ impl<'a> Publication<'a> {
         Ok(host)
     }
 
-    /// Writes the active L1 table and that of a new snapshot; gives the old ones back.
+    /// Writes the active L1 table and that of a new snapshot; frees the old ones.
     async fn place_l1_tables(
         &mut self,
         change: &Change,

@@ -10,7 +10,7 @@ use futures_util::stream::{self, StreamExt};
 /// L2 tables read at once.
 const READS_AT_ONCE: usize = 32;
 
-/// The L1 table of a snapshot, after a look at where the entry says it is.
+/// The L1 table of a snapshot, after a check of its place in the entry.
 pub async fn read_l1(file: &File, snapshot: &Snapshot, version: u32, cluster_bits: u32) -> Result<Vec<u64>> {
     // The further fields of version 3 are not needed here.
     snapshot.validate(version.min(2), cluster_bits)?;

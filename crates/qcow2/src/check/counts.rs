@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 const STORED_ONE: u16 = 1 << 15;
 /// Bit 14 of a cell: the cluster belongs to metadata.
 const METADATA: u16 = 1 << 14;
-/// The rest counts references; the largest value says "see the overflow map".
+/// The rest counts references; the largest value refers to the overflow map.
 const COUNT: u16 = METADATA - 1;
 /// Entries of the overflow map before a check gives up. Each stands for a cluster with over 16,000 references.
 const OVERFLOW_MAX: usize = 1 << 20;
@@ -149,7 +149,7 @@ impl Counts {
         Ok(Mark(old))
     }
 
-    /// As [`Counts::add`], and says that the cluster belongs to metadata.
+    /// As [`Counts::add`], for a cluster that belongs to metadata.
     pub fn mark_metadata(&self, cluster: u64, weight: u32) -> Result<Option<Mark>> {
         let Some(index) = self.index(cluster) else { return Ok(None) };
         let old = Mark(self.cells[index].fetch_or(METADATA, Relaxed));

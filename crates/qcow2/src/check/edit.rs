@@ -90,7 +90,8 @@ fn wanted_flag(context: &ScanContext, counts: &Counts, step: EditStep, cluster: 
     }
 }
 
-/// An L1 entry that says the same in a valid way: without reserved bits, and without a flag where there is no table.
+/// An L1 entry with the same meaning in a valid form: without reserved bits, and without a flag where there is no
+/// table.
 pub fn normal_l1_entry(entry: L1Entry) -> L1Entry {
     if entry.is_allocated() { L1Entry(entry.0 & !entry.reserved_bits()) } else { L1Entry::UNALLOCATED }
 }

@@ -52,7 +52,7 @@ impl CheckedStructure {
     }
 }
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Severity {
     /// Data may be wrong, or become wrong by a write.
@@ -184,7 +184,7 @@ impl Finding {
         })
     }
 
-    /// How bad it is.
+    /// Its severity.
     pub const fn severity(&self) -> Severity {
         match self.kind {
             FindingKind::Leak { .. } => Severity::Leak,
@@ -357,7 +357,7 @@ pub struct Ledger {
     pub clashes: Vec<u64>,
     /// There are more of them than were kept.
     pub clashes_omitted: bool,
-    /// How many findings are kept.
+    /// The number of findings that are kept.
     pub limit: usize,
 }
 

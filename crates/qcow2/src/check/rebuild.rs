@@ -8,14 +8,14 @@ use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Where the parts of a new refcount structure go.
+/// The places of the parts of a new refcount structure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RefcountLayout {
     /// Clusters of the whole new structure: the table first, then the blocks.
     pub clusters: Range<u64>,
     /// Clusters of the table.
     pub table_clusters: u64,
-    /// Which blocks there are, by index in the table.
+    /// The blocks, by index in the table.
     pub blocks: Vec<u64>,
 }
 

@@ -33,7 +33,7 @@ pub enum Remedy {
     DropBitmaps,
     /// Refcount table and blocks are made anew.
     RebuildRefcounts,
-    /// The header no longer says that the external data file is raw.
+    /// The header marks the external data file as raw no more.
     EndRawData,
     /// Data that can't be reached is given up.
     GiveUp,
@@ -92,7 +92,7 @@ pub struct Outlook {
     pub file_len: u64,
     /// Clusters that two structures of metadata claim: their bytes stay as they are.
     pub clashes: HashSet<u64>,
-    /// Clusters with more references than a refcount can say, whose users can get copies.
+    /// Clusters with more references than a refcount can hold, whose users can get copies.
     pub movable: HashSet<u64>,
     /// Clusters whose stored refcount is too low, as far as findings were kept.
     pub low: HashSet<u64>,
@@ -225,7 +225,7 @@ impl Outlook {
         let fixed = match (self.hides_references, all) {
             (_, true) => true,
             (true, false) => false,
-            // A flag is not given for a cluster that has more users than its count says.
+            // A flag is not set for a cluster that has more users than its count.
             (false, false) => copied || !is_low,
         };
         fixed.then_some(Remedy::FixCopiedFlag)

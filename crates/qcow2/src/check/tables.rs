@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which L2 tables there are, each once, with the number of L1 entries that point to it.
+//! The L2 tables, each once, with the number of L1 entries that point to it.
 
 use cowshed_types::memory::no_memory;
 use cowshed_types::{Error, ErrorKind, Result};

@@ -25,7 +25,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// A budget of its own, for tests and programs that want several.
+    /// A budget of its own, for tests and programs that need several.
     pub fn new(limit_bytes: u64) -> Arc<Budget> {
         Arc::new(Budget {
             limit_bytes: AtomicU64::new(limit_bytes),

@@ -10,7 +10,7 @@ use std::ops::Range;
 /// Refcount blocks in memory beyond those that count a run.
 const SPARE_BLOCKS: u64 = 4;
 
-/// How far the search for a run has come: no run of `want` free clusters starts before cluster `from`.
+/// The progress of the search for a run: no run of `want` free clusters starts before cluster `from`.
 ///
 /// A search that has to read a block begins again afterwards. Without this memory it would need all blocks at once.
 #[derive(Default)]
@@ -20,7 +20,7 @@ pub(crate) struct RunSearch {
 }
 
 impl RunSearch {
-    /// Where a run of `want` clusters may start at the earliest; `hint` is the first cluster that may be free.
+    /// The first cluster at which a run of `want` clusters may start; `hint` is the first cluster that may be free.
     fn start(&self, want: u64, hint: u64) -> u64 {
         if want >= self.want { self.from.max(hint) } else { hint }
     }

@@ -81,7 +81,7 @@ pub(crate) struct State {
     pub(crate) inflight: Inflight,
     pub(crate) room: Room,
     pub(crate) freed: VecDeque<Freed>,
-    /// How many of them the open epoch has added.
+    /// The number of them that the open epoch has added.
     pub(crate) freed_in_cycle: u64,
     /// References that were taken to be reclaimed and are still counted, by host cluster.
     pub(crate) reclaiming: BTreeMap<u64, u64>,
@@ -93,7 +93,8 @@ pub(crate) struct State {
     pub(crate) durable_cycle: u64,
     /// A cycle is between `begin_cycle` and its end.
     pub(crate) cycle_runs: bool,
-    /// Where the next compressed cluster may be packed: a sector-aligned host offset in a cluster of ours.
+    /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster of
+    /// ours.
     pub(crate) pack_next: Option<HostOffset>,
     /// Everything at or above this offset in the data file (if there is one) was never written.
     pub(crate) data_high_water: u64,
@@ -247,7 +248,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Says that reading a table failed, so that others may try.
+    /// Notes that reading a table failed, so that others may try.
     pub fn load_failed(&self, load: &Load) {
         self.own().loading.remove(&load.table);
     }

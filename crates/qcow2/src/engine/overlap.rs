@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Overlap checks: no write may land on metadata that it isn't meant for. Which structure a marked cluster holds, is found out only
-//! when a write hits it.
+//! Overlap checks: no write may land on metadata that it isn't meant for. The structure of a marked cluster is found
+//! out only when a write hits it.
 
 use crate::engine::{Engine, State};
 use crate::stall::Stall;
@@ -63,7 +63,7 @@ impl Engine {
         Stall::Corrupt(error, host.0..host.0 + self.geometry.cluster_size())
     }
 
-    /// Which structure a marked cluster belongs to.
+    /// The structure that a marked cluster belongs to.
     fn structure_at(&self, state: &State, cluster: u64) -> Option<Structure> {
         let bits = self.geometry.cluster_bits();
         let within = |offset: u64, bytes: u64| {

@@ -150,7 +150,8 @@ impl Engine {
         Ok(end << self.geometry.cluster_bits())
     }
 
-    /// Says how long the image's container is, in bytes, where it can't grow by itself; true when it has become longer.
+    /// Notes the length of the image's container in bytes, where it can't grow by itself; true when it has become
+    /// longer.
     pub fn container_grew(&self, len: u64) -> bool {
         let mut state = self.own();
         let clusters = len / self.geometry.cluster_size();

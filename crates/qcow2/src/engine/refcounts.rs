@@ -31,7 +31,7 @@ pub(crate) struct Block {
 pub(crate) struct FreeRun {
     /// Number of the first cluster.
     pub(crate) cluster: u64,
-    /// How many, at least 1.
+    /// Number of clusters, at least 1.
     pub(crate) count: u64,
     /// They read as zeroes: never written since the file grew over them.
     pub(crate) is_zero: bool,

@@ -48,7 +48,7 @@ struct Region {
 // SAFETY: a region is never accessed through itself, only through the IoBufs, each of which owns its bytes alone; it
 // is freed once, by the last of them, and the global allocator and the foreign owner are `Send + Sync`.
 unsafe impl Send for Region {}
-// SAFETY: as above; `&Region` gives access to nothing.
+// SAFETY: as above; `&Region` allows access to nothing.
 unsafe impl Sync for Region {}
 
 impl Drop for Region {
@@ -109,7 +109,7 @@ impl IoBuf {
         Self::allocate(len, Contents::Zero).unwrap_or_else(|| out_of_memory(len))
     }
 
-    /// As [`IoBuf::zeroed`]. `ENOMEM` when there is no memory: for lengths that a peer or an image says.
+    /// As [`IoBuf::zeroed`]. `ENOMEM` when there is no memory: for lengths from a peer or an image.
     pub fn try_zeroed(len: usize) -> Result<Self> {
         Self::allocate(len, Contents::Zero).ok_or_else(|| no_memory(len))
     }
@@ -121,7 +121,7 @@ impl IoBuf {
         Self::allocate_scratch(len).unwrap_or_else(|| out_of_memory(len))
     }
 
-    /// As [`IoBuf::scratch`]. `ENOMEM` when there is no memory: for lengths that a peer or an image says.
+    /// As [`IoBuf::scratch`]. `ENOMEM` when there is no memory: for lengths from a peer or an image.
     pub fn try_scratch(len: usize) -> Result<Self> {
         Self::allocate_scratch(len).ok_or_else(|| no_memory(len))
     }

@@ -18,7 +18,7 @@ pub(super) struct Extra {
     pub connects: bool,
     /// Change the mode of the terminal.
     pub edits_lines: bool,
-    /// Set attributes of files, which say how they lie on their disk.
+    /// Set attributes of files, which decide their place on the disk.
     pub places_files: bool,
 }
 
@@ -293,7 +293,8 @@ const IOCTLS: &[u32] = &[
     0x801c_581f,
 ];
 
-/// `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`: for options that say how a new file is to lie on its disk. They set any attribute.
+/// `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`: for options that decide a new file's place on its disk. They set any
+/// attribute.
 const PLACING_IOCTLS: &[u32] = &[0x4008_6602, 0x401c_5820];
 
 /// `TCSETS`, `TCSETSW`, `TCSETSF` and their newer kind: for a prompt.

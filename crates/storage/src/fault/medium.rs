@@ -62,7 +62,7 @@ impl FaultyFile {
         self.base.medium()
     }
 
-    /// Waits as the rules want, and returns the action.
+    /// Waits as the rules demand, and returns the action.
     async fn decide(&self, io: IoType, range: Option<Range<u64>>) -> FaultAction {
         if let Some(held) = self.faults.hold_before(io) {
             held.await;

@@ -200,13 +200,13 @@ pub enum FaultAction {
     Torn {
         /// The error.
         errno: Errno,
-        /// How much is written.
+        /// The written part in bytes.
         bytes: Option<u64>,
     },
     /// A read or write moves only the first `bytes` (half of it when `None`), in whole sectors and at least one, and
-    /// says so. The layer above continues it, as with a short system call. No effect on others.
+    /// reports that. The layer above continues it, as with a short system call. No effect on others.
     Short {
-        /// How much is moved.
+        /// The moved part in bytes.
         bytes: Option<u64>,
     },
     /// One random bit in each sector of a read is wrong. No effect on others.
@@ -234,9 +234,9 @@ pub struct FaultRule {
     pub skip: u64,
     /// So many are hit then.
     pub times: u64,
-    /// How many of the rest are hit, in percent.
+    /// The share of the rest that is hit, in percent.
     pub probability_percent: u8,
-    /// How long an operation that is hit waits before anything happens to it.
+    /// The delay of an operation that is hit, before its effect.
     pub delay: Duration,
     /// The effect on the operation.
     pub action: FaultAction,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where a file has data.
+//! The data ranges of a file.
 
 use super::HostFile;
 use crate::DataRange;

@@ -48,7 +48,7 @@ pub(super) fn open_descriptor(path: &Path, options: &OpenOptions) -> Result<Owne
             let kind = FileType::from_raw_mode(stat.st_mode);
             if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
                 let doing = if options.create { "could not create" } else { "could not open" };
-                // Of sockets the system says that there is no such device.
+                // The system's error for sockets is that there is no such device.
                 return match kind {
                     FileType::Directory | FileType::Socket => {
                         wrong_kind(kind).with_errno(sys::errno(error)).qemu(doing)

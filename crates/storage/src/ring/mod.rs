@@ -39,7 +39,7 @@ const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 /// Marks the read of the wake counter; slots have small numbers.
 const WAKE: u64 = u64::MAX;
-/// Marks a cancellation, whose own result says nothing.
+/// Marks a cancellation, whose own result has no meaning.
 const CANCEL: u64 = u64::MAX - 1;
 
 /// The ring of one thread.
@@ -60,7 +60,7 @@ pub(crate) struct Ring {
     wake_armed: Cell<bool>,
     /// Submissions that the kernel has refused, one after the other.
     refusals: Cell<u32>,
-    /// Where the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
+    /// Memory into which the kernel puts the wake counter. A box, so that moving the ring doesn't move it.
     wake_count: Box<Cell<u64>>,
 }
 
@@ -113,7 +113,7 @@ impl Ring {
             builder.dontfork().setup_clamp().setup_cqsize(COMPLETION_ENTRIES);
             builder
         };
-        // From the newest mode (Linux 6.1) to the plainest; EINVAL says that the kernel doesn't know a flag.
+        // From the newest mode (Linux 6.1) to the plainest; EINVAL means that the kernel doesn't know a flag.
         let deferred =
             base().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(SUBMISSION_ENTRIES);
         let refused = |result: &std::io::Result<IoUring>| {
@@ -211,7 +211,7 @@ impl Ring {
         self.on_disk.get() > 0
     }
 
-    /// From now on [`Ring::has_completed`] says whether anything was.
+    /// From now on [`Ring::has_completed`] tells whether an operation was.
     pub(crate) fn forget_completed(&self) {
         self.has_completed.set(false);
     }

@@ -67,13 +67,13 @@ impl Slot {
     }
 }
 
-/// Waits for an operation and gives the kernel's result and the memory back. Dropped early, it leaves the operation
-/// its memory and its descriptor, and the ring frees them when it completes.
+/// Waits for an operation and returns the kernel's result and the memory. Dropped early, it leaves the operation its
+/// memory and its descriptor, and the ring frees them when it completes.
 pub(crate) struct RingOp<'a> {
     ring: Rc<Ring>,
     key: Option<usize>,
     file: &'a Arc<OwnedFd>,
-    /// As the slot says.
+    /// As in the slot.
     waits_for_peer: bool,
 }
 

@@ -130,7 +130,7 @@ impl Wake for Shared {
 }
 
 enum Outside {
-    /// The ring is made on first use; `None` inside when the kernel gives us none.
+    /// The ring is made on first use; `None` inside when the kernel refuses one.
     System(OnceCell<Option<Rc<Ring>>>),
     Simulated(Rc<dyn Simulation>),
 }
@@ -148,7 +148,7 @@ pub(crate) struct LocalState {
     /// Rounds since the ring was looked at.
     rounds_past_ring: Cell<u32>,
     pub(super) timers: RefCell<Timers>,
-    /// How long to look for news before a sleep; `None`: not at all.
+    /// The time of looking for news before a sleep; `None`: not at all.
     pub(super) poll_limit: RefCell<Option<PollLimit>>,
     polling: Cell<Polling>,
     /// Waits that ended without a sleep, because looking found something.

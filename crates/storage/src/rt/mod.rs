@@ -59,8 +59,8 @@ pub fn note_request() {
 /// ended go on in the thread's next call.
 ///
 /// # Panics
-/// When called inside of another `block_on`; when the process has no file descriptor left for the executor
-/// ([`prepare`] says so without a panic).
+/// When called inside of another `block_on`; when the process has no file descriptor left for the executor ([`prepare`]
+/// reports that without a panic).
 pub fn block_on<F: Future>(future: F) -> F::Output {
     executor::block_on_thread(future)
 }
@@ -307,7 +307,7 @@ pub(crate) fn current_ring() -> Option<Rc<Ring>> {
     with_current(|local| local.and_then(|local| local.ring().cloned()))
 }
 
-/// True where [`current_ring`] gives one, or hasn't been asked yet: a ring isn't made for the question.
+/// True where [`current_ring`] has one, or hasn't been asked yet: a ring isn't made for the question.
 pub(crate) fn may_have_ring() -> bool {
     with_current(|local| local.is_some_and(|local| local.may_have_ring()))
 }

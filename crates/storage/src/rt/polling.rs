@@ -8,7 +8,7 @@
 //! - where nothing comes within four times the limit (an idle client, a slow disk): the time goes back to 0, and grows from
 //!   there. Not within the limit itself: looking makes the next wait shorter, also by the client's core not going to sleep;
 //! - where looking doesn't pay although something comes soon: it rests, longer each time;
-//! - where another thread wants the core: it rests, likewise;
+//! - where another thread needs the core: it rests, likewise;
 //! - where a disk is to answer: that takes longer than being woken;
 //! - after a request that waited for a disk: the wake that could be saved is the smaller part of its time;
 //! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
@@ -19,14 +19,14 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-/// How long a thread may look for news before it sleeps, for all threads that were given it ([`super::poll_up_to`]). Clones
-/// are the same limit; it can be changed at any time.
+/// The longest time that a thread looks for news before it sleeps, for all threads that were given it
+/// ([`super::poll_up_to`]). Clones are the same limit; it can be changed at any time.
 #[derive(Clone, Debug)]
 pub struct PollLimit(Arc<AtomicU64>);
 
 impl PollLimit {
-    /// The limit where nothing is said. `poll-max-ns` of QEMU's `iothread` means the same and is 32,768 there; in a virtual
-    /// machine a wait with two wakes takes 100 µs and more.
+    /// The default limit. `poll-max-ns` of QEMU's `iothread` means the same and is 32,768 there; in a virtual machine a
+    /// wait with two wakes takes 100 µs and more.
     pub const DEFAULT: Duration = Duration::from_micros(100);
 
     /// At most so long; zero: never. Longer than 584 years is 584 years.
@@ -72,7 +72,7 @@ pub(super) const FEW_REQUESTS: u32 = 4;
 /// Two looks that lie further apart: another thread had the core between them.
 pub(super) const LOST_CORE: Duration = Duration::from_micros(50);
 
-/// How a wait ended.
+/// The end of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wait {
     /// The look found something.
@@ -112,7 +112,7 @@ impl Polling {
         self.waited_for_disk = true;
     }
 
-    /// How long to look now, given the limit; `None`: the thread rests, or its requests took a disk anyway, and there
+    /// The time of looking now, by the limit; `None`: the thread rests, or its requests took a disk anyway, and there
     /// is nothing to note.
     pub(super) fn look_ns(&self, limit_ns: u64, now_ns: u64) -> Option<u64> {
         (limit_ns > 0 && now_ns >= self.rests_until_ns && !self.waited_for_disk).then(|| self.look_ns.min(limit_ns))
@@ -164,7 +164,7 @@ pub(super) struct Cores {
 pub(super) struct Core<'a>(&'a Cores);
 
 impl Cores {
-    /// Those of the machine that this process may use.
+    /// The cores of the machine that this process may use.
     pub(super) fn of_machine() -> &'static Cores {
         static ALL: LazyLock<Cores> =
             LazyLock::new(|| Cores::all_but_one(std::thread::available_parallelism().map_or(1, NonZero::get)));

@@ -16,7 +16,7 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    /// Takes the waker of a timer whose time has come, or says when the next one's comes.
+    /// Takes the waker of a timer whose time has come, or returns the time of the next one.
     pub(super) fn next(&mut self) -> Next {
         // Without timers the clock isn't even read.
         let Some(entry) = self.waiting.first_entry() else { return Next::Never };

@@ -72,7 +72,7 @@ fn install() {
 
 /// Runs on the thread whose access has failed.
 extern "C" fn handle(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel gives a valid struct to a handler with SA_SIGINFO, and SIGBUS has an address.
+    // SAFETY: the kernel passes a valid struct to a handler with SA_SIGINFO, and SIGBUS has an address.
     let address = unsafe { (*info).si_addr() }.addr();
     for place in &PLACES {
         let (start, len) = (place.start.load(Ordering::Acquire), place.len.load(Ordering::Relaxed));

@@ -29,11 +29,11 @@ pub struct Listener {
     path: Option<PathBuf>,
 }
 
-/// How to listen on a TCP address, beside where; nothing of it is about Unix sockets. Names and meaning as in QEMU's
-/// `InetSocketAddress`.
+/// The options of listening on a TCP address, beside the address; none of them is for Unix sockets. Names and meaning
+/// as in QEMU's `InetSocketAddress`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenOptions {
-    /// Clients of IPv4 may come, or not; where neither this nor the next one is said, as the host has addresses.
+    /// Clients of IPv4 may come, or not; without this and the next one, as the host has addresses.
     pub ipv4: Option<bool>,
     /// Clients of IPv6 may come, or not.
     pub ipv6: Option<bool>,
@@ -41,13 +41,13 @@ pub struct ListenOptions {
     pub numeric: bool,
     /// Ports up to this one are tried where earlier ones are taken.
     pub last_port: Option<u16>,
-    /// The system asks clients that say nothing whether they are still there.
+    /// The system asks silent clients whether they are still there.
     pub keep_alive: Option<KeepAlive>,
     /// Multipath TCP, for clients that have it.
     pub mptcp: bool,
 }
 
-/// How often; `None` and 0 are the system's own values.
+/// The questions of the system to silent clients; `None` and 0 are the system's own values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeepAlive {
     /// Questions without an answer after which a client is gone.
@@ -297,7 +297,7 @@ fn unbound(error: &std::io::Error, address: &str) -> Error {
     Error::io(error, "could not listen").file(address).qemu("Failed to bind socket")
 }
 
-/// How many descriptors `sd_listen_fds` describes, where they are for this process.
+/// The number of descriptors that `sd_listen_fds` describes, where they are for this process.
 fn passed_count() -> Option<i32> {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<i32>().ok());
     let process = number("LISTEN_PID").and_then(|pid| u32::try_from(pid).ok())?;
@@ -324,8 +324,8 @@ fn passed_descriptors() -> Result<Vec<OwnedFd>> {
         })?;
     }
     let numbers = LISTEN_FDS_START..LISTEN_FDS_START + count;
-    // SAFETY: the descriptors are open (the calls above succeeded), the service manager made them for this process and says so,
-    // and this runs once, so each gets its only owner.
+    // SAFETY: the descriptors are open (the calls above succeeded). The service manager made them for this process, by
+    // its variables, and this runs once, so each gets its only owner.
     Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect())
 }
 

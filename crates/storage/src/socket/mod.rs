@@ -60,7 +60,7 @@ pub enum HangUp {
     Broken,
 }
 
-/// How [`Socket::send`] hands its bytes to the kernel.
+/// The way in which [`Socket::send`] hands its bytes to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dispatch {
     /// Together with whatever else this thread has for the kernel: one system call for all of it.
@@ -81,8 +81,8 @@ impl Socket {
         Socket::new(fd)
     }
 
-    /// Another descriptor of a socket that this process was started with, as its user says. The first one stays open, so the
-    /// peer learns of the end by a shutdown only.
+    /// Another descriptor of a socket that this process was started with, by the user's word. The first one stays open,
+    /// so the peer learns of the end by a shutdown only.
     pub fn copy_of_descriptor(number: i32) -> Result<OwnedFd> {
         let copy = sys::copy_descriptor(number).ok();
         let copy = copy.filter(|fd| rustix::net::sockopt::socket_type(fd).is_ok());
@@ -193,8 +193,8 @@ impl Socket {
         rustix::net::send(&self.fd, bytes, flags).is_ok_and(|sent| sent == bytes.len())
     }
 
-    /// Waits until the peer has said that it sends nothing more, or the connection is broken, also behind bytes that
-    /// haven't been received yet.
+    /// Waits until the peer has ended its direction, or the connection is broken, also behind bytes that haven't been
+    /// received yet.
     pub async fn hung_up(&self) -> HangUp {
         loop {
             let mut waited = match rt::current_ring() {
@@ -235,7 +235,7 @@ impl Socket {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Read);
     }
 
-    /// Says that nothing more is sent; receiving goes on.
+    /// Ends the sending direction; receiving goes on.
     pub fn shutdown_send(&self) {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Write);
     }

@@ -105,8 +105,8 @@ fn raw(call: i64, arguments: [u64; 6]) -> Result<i64, i32> {
     if result < 0 { Err(std::io::Error::last_os_error().raw_os_error().expect("a number")) } else { Ok(result) }
 }
 
-/// Ways out of confinement that a list of forbidden calls left open, and others of their kinds. Each call is made from inside;
-/// where the kernel would refuse it anyway, it would say something else.
+/// Ways out of confinement that a list of forbidden calls left open, and others of their kinds. Each call is made from
+/// inside; where the kernel would refuse it anyway, its error would be another one.
 #[test]
 fn ways_out_are_closed() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");

@@ -39,7 +39,7 @@ fn the_first_failed_sync_poisons_the_file() {
         let first = file.sync().await.expect_err("fault");
         assert_eq!((first.errno(), first.kind()), (Errno::EIO, ErrorKind::Io));
         assert_eq!(first.to_string(), "image: could not flush: Input/output error");
-        // The system would now say that all is well.
+        // The system would now report success.
         for _ in 0..3 {
             assert_eq!(file.sync().await.expect_err("poisoned").to_string(), first.to_string());
         }

@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// A folder on the disk that the build is on: `/tmp` may be in memory and know no O_DIRECT.
+/// A folder on the disk that the build is on: `/tmp` may be in memory and without O_DIRECT.
 fn disk_dir() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder")
 }

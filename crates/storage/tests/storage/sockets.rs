@@ -209,7 +209,7 @@ fn a_listening_socket_has_the_options_that_are_given() {
         let error = bind(&ListenOptions { keep_alive: Some(wrong), ..ListenOptions::default() }).expect_err("too much");
         assert!(error.to_string().contains(words), "{error}");
     }
-    // A kernel without MPTCP says so.
+    // A kernel without MPTCP refuses it.
     match (bind(&ListenOptions { mptcp: true, ..options }), std::path::Path::new("/proc/sys/net/mptcp").exists()) {
         (Ok(listeners), true) => {
             assert_eq!(sockopt::socket_protocol(&listeners[0]).expect("asked"), Some(ipproto::MPTCP));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs in an emulated guest (`tests/processes/linux_client.rs`). It has the kernel attach `/dev/nbd0` to a server,
-//! uses it, and gives the kernel a new connection when the first one is dead. It says on its standard output where it
-//! is, and reads there when to go on.
+//! uses it, and passes the kernel a new connection when the first one is dead. It reports its progress on its standard
+//! output, and reads from its input when to go on.
 //!
 //! `cowshed-guest HOST:PORT`
 
@@ -65,7 +65,7 @@ impl Kernel {
         Err(failed("the kernel has no family nbd"))
     }
 
-    /// Sends a command. The answer is a message, or an acknowledgement where that is wanted.
+    /// Sends a command. The answer is a message, or an acknowledgement if `acknowledged`.
     fn ask(&self, command: u8, attributes: &[u8], acknowledged: bool) -> io::Result<Vec<u8>> {
         let flags: u16 = if acknowledged { 1 | 4 } else { 1 };
         let mut message = (20 + attributes.len() as u32).to_ne_bytes().to_vec();
@@ -152,7 +152,7 @@ impl Connection {
     }
 }
 
-/// Memory as direct I/O wants it.
+/// Memory with the alignment of direct I/O.
 struct Aligned {
     bytes: Vec<u8>,
     start: usize,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which parts of the open changes a power cut keeps: all combinations when they are few, else the telling ones.
+//! The parts of the open changes that a power cut keeps: all combinations when they are few, else the telling ones.
 
 use super::CrashPlan;
 use cowshed_simulator::{Choice, Cut, Rng};

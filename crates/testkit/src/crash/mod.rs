@@ -15,7 +15,7 @@ use choices::Chooser;
 use cowshed_simulator::{Choice, CrashState, Cut, Event, Replay, Rng, Trace};
 use std::collections::HashSet;
 
-/// How much is tried.
+/// The extent of the search.
 #[derive(Clone, Debug)]
 pub struct CrashPlan {
     /// Where chance starts from.

@@ -39,8 +39,8 @@ pub fn replay(entries: &[Entry]) {
     }
 }
 
-/// Calls an entry on `rounds` mutations of its inputs, `COWSHED_FUZZ_FACTOR` times as many where that is set. A panic says how to
-/// get the bytes again: by the seed.
+/// Calls an entry on `rounds` mutations of its inputs, `COWSHED_FUZZ_FACTOR` times as many where that is set. A panic
+/// has the seed by which the bytes are made again.
 ///
 /// # Panics
 /// If an entry does, or the variable holds no number.

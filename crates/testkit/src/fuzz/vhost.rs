@@ -11,7 +11,7 @@ use cowshed_vhost_user_proto::{Inflight, Message, MessageHeader, Regions, Ring, 
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("vhost_message", message), ("vhost_ring", ring)];
 
-/// Messages, one behind the other. The regions that they bring are found where they say.
+/// Messages, one behind the other. The regions that they bring are found at their addresses.
 pub fn message(data: &[u8]) {
     let mut rest = data;
     let mut regions = Regions::default();

@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use std::path::Path;
 use std::sync::Arc;
 
-/// How many bytes [`Reader::read_all`] asks for at a time: not a multiple of any cluster size.
+/// The number of bytes that [`Reader::read_all`] asks for at a time: not a multiple of any cluster size.
 const READ_BYTES: u64 = 300_000;
 
 /// The sessions are done by our library.

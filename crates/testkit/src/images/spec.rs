@@ -105,7 +105,7 @@ impl Qcow2Spec {
             options.push(format!("data_file={}", image.with_extension("data").display()));
             options.push(format!("data_file_raw={}", on_off(kind == DataFile::Raw)));
         }
-        // With a raw data file qemu-img wants at least the metadata and chooses it itself.
+        // With a raw data file qemu-img needs at least the metadata and chooses it itself.
         if self.preallocation != "off" {
             options.push(format!("preallocation={}", self.preallocation));
         }

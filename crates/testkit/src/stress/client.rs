@@ -65,7 +65,7 @@ pub enum Verb {
     WriteZeroes = 6,
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Debug)]
 pub enum Ended {
     /// With success; the data of a read.
@@ -93,7 +93,7 @@ pub struct Request {
     pub payload: Vec<u8>,
 }
 
-/// How a connection ends while a batch is in flight.
+/// The end of a connection while a batch is in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// It doesn't.
@@ -208,7 +208,7 @@ impl Client {
         bytes
     }
 
-    /// Says that nothing more comes.
+    /// Ends the session in order.
     pub fn disconnect(mut self) {
         let request = Request { verb: Verb::Disconnect, flags: 0, offset: 0, len: 0, payload: Vec::new() };
         let bytes = self.request_bytes(&request, self.cookie + 1);
@@ -227,7 +227,7 @@ impl Client {
     }
 
     /// Sends all requests, and hands each reply to `each` with the request's index, in the server's order. When the
-    /// connection is gone or silent, the answer says so, and replies are missing.
+    /// connection is gone or silent, the result tells that, and replies are missing.
     pub fn batch(&mut self, requests: &[Request], cut: Cut, mut each: impl FnMut(usize, Ended)) -> Option<Ended> {
         let mut pending = HashMap::new();
         let mut bytes = Vec::new();

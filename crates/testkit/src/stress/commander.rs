@@ -66,7 +66,7 @@ pub struct Commander<'a> {
     pub next_name: u64,
 }
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Debug, PartialEq, Eq)]
 enum JobEnd {
     Success,

@@ -15,7 +15,7 @@ const EXPORT_LIMIT_S: u64 = 90;
 
 /// The NBD server that all disks share.
 pub struct Server {
-    /// Where it listens.
+    /// The socket that it listens on.
     pub socket: PathBuf,
     /// Held while it is stopped.
     turn: Mutex<()>,

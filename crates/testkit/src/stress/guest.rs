@@ -149,7 +149,7 @@ impl Disk {
         (offset, len.min(self.size - offset) as u32)
     }
 
-    /// Sends random requests over connections to the server on `socket` until `stop` says so.
+    /// Sends random requests over connections to the server on `socket` until `stop` is set.
     ///
     /// # Errors
     /// The behaviour that no correct server shows: wrong data, a refused request, silence.

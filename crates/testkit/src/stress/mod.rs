@@ -50,7 +50,7 @@ pub struct Config {
     pub folder: PathBuf,
     /// Seed of all choices.
     pub seed: u64,
-    /// How long to go on, in seconds; the life that is under way then ends first.
+    /// The length of the run in seconds; the life that is under way then ends first.
     pub seconds: u64,
     /// Disks of the daemon.
     pub disks: usize,
@@ -75,7 +75,7 @@ pub struct Report {
     pub tally: Arc<Tally>,
 }
 
-/// How a life ends.
+/// The end of a life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Kill,

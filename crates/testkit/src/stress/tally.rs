@@ -12,7 +12,7 @@ pub struct Tally {
     last_refusal: Mutex<String>,
 }
 
-/// How often a command was done and refused, and the reason of one refusal.
+/// The numbers of a command's successes and refusals, and the reason of one refusal.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
     /// Carried out.

@@ -24,7 +24,7 @@ fn run(image: &Path, repair: Repair) -> CheckOutcome {
     outcome.expect("a check").expect("qcow2 is checked")
 }
 
-/// The findings, and whether a dry run says that they would be repaired.
+/// The findings, and whether a dry run would repair them.
 fn dry_run(image: &Path, repair: Repair, lossy: bool) -> Vec<(Finding, bool)> {
     let before = std::fs::read(image).expect("image");
     let dry = CheckOptions { dry_run: true, lossy, ..options(image, repair) };
@@ -96,7 +96,7 @@ fn counters(mut json: Value) -> Value {
     json
 }
 
-/// How our verdict relates to qemu-img's.
+/// The relation of our verdict to qemu-img's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Agreement {
     /// Same counters and exit code.
@@ -349,7 +349,7 @@ fn encrypted_images() {
     let opts = format!("driver=qcow2,file.filename={text},encrypt.key-secret=s");
     let luks = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
     let create = ["create", "-q", secret[0], secret[1], "-f", "qcow2", "-o", luks, text, "8M"];
-    // On a loaded machine qemu-img now and then can't measure how fast it derives keys, and gives up.
+    // On a loaded machine qemu-img now and then can't measure its speed of deriving keys, and fails.
     let created = (0..20).any(|_| bench.qemu.img(create).code == 0);
     assert!(created, "{}", bench.qemu.img(create).stderr);
     bench.qemu.io([secret[0], secret[1], "--image-opts", &opts, "-c", "write -P 7 0 300k"]).expect_ok();
@@ -480,7 +480,7 @@ fn whole_images_are_clean_and_stay_untouched() {
     }
 }
 
-/// Passes over windows of clusters, and more threads, say the same as one pass on one thread.
+/// Passes over windows of clusters, and more threads, have the result of one pass on one thread.
 #[test]
 fn passes_and_threads_agree() {
     let bench = Workbench::new();

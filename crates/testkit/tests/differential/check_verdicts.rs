@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random damage to every kind of metadata, over the feature matrix: our verdict beside that of the real qemu-img.
-//! Where the two differ, the difference is one of a list, and docs/check.md says why.
+//! Where the two differ, the difference is one of a list, and docs/check.md has the reason.
 
 use cowshed_jobs::check::{self, CheckOptions, CheckOutcome, Repair, report};
 use cowshed_jobs::{ImageSpec, JobHandle};
@@ -57,7 +57,7 @@ fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
     let what = format!("ours {} {:?}\n{lines}\n{told}", ours.exit_code(), ours.report.counters);
     match (ours.exit_code(), theirs.code) {
         (ours, theirs) if i32::from(ours) == theirs => Ok(()),
-        // Where QEMU gives up because it can't read refcounts or snapshots, we name the missing part.
+        // Where QEMU stops because it can't read refcounts or snapshots, we name the missing part.
         (2, 1) => Ok(()),
         (0 | 3, 1) if OPENS_MORE.iter().any(|part| theirs.stderr.contains(part)) => Ok(()),
         (2, _) if ours.report.findings.iter().any(only_ours) => Ok(()),
@@ -65,8 +65,8 @@ fn compare(qemu: &Qemu, image: &Path) -> Result<(), String> {
     }
 }
 
-/// QEMU opens the backing file and wants the key of an encrypted image. It judges the place of a snapshot table that
-/// isn't there, and of an empty backing file name. It knows no extra data of bitmaps.
+/// QEMU opens the backing file and needs the key of an encrypted image. It judges the place of a snapshot table that
+/// isn't there, and of an empty backing file name. It has no extra data of bitmaps.
 const OPENS_MORE: [&str; 5] = [
     "backing file",
     "encrypt.key-secret",

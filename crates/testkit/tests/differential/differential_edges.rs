@@ -328,7 +328,7 @@ fn growth_with_preallocation_keeps_what_the_backing_file_shows() {
     }
 }
 
-/// Also where the overlay has nothing: version 3 can say that the backing file isn't to be seen.
+/// Also where the overlay has nothing: version 3 can record that the backing file must not show.
 #[test]
 fn a_discard_hides_the_backing_file_as_in_qemu() {
     for qemu in Qemu::all() {

@@ -408,7 +408,7 @@ impl<'a> Subject<'a> {
             rt::block_on(resize::run(&options, &JobHandle::new())).unwrap_or_else(|error| panic!("{error}"));
         } else {
             if self.features.is_v2 && self.features.backing.is_some() {
-                // Where the backing file is longer QEMU refuses: version 2 has no zero clusters.
+                // Over a longer backing file QEMU refuses: version 2 has no zero clusters.
                 let (image, size) = (self.image_opts(), size.to_string());
                 let done = self.qemu.img(["resize", "--object", OBJECT, "--image-opts", "-q", &image, &size]);
                 if done.code != 0 {

@@ -17,7 +17,7 @@ use std::time::Duration;
 const CLUSTER: u64 = 65536;
 const CLUSTERS: u64 = 24;
 const SIZE: u64 = CLUSTER * CLUSTERS;
-/// How long a read takes once the disk is slow; in virtual time.
+/// The time of a read once the disk is slow; in virtual time.
 const SLOW: Duration = Duration::from_secs(5);
 
 /// Compressible, and different everywhere.

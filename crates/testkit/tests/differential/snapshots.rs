@@ -296,7 +296,7 @@ fn dates_clocks_and_extra_data_of_a_snapshot_are_kept() {
             let now = listed(&path);
             let mut found = told(&now[0]);
             if is_v2 && *step == "amend" {
-                // Version 3 wants the sizes there.
+                // Version 3 has the sizes there.
                 assert!(found.extra_data.len() >= 16, "{step} on {options}: {found:?}");
                 found.extra_data.clear();
             }

@@ -35,7 +35,7 @@ impl QemuIo {
         command.args(options).arg(path).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("qemu-io");
         let mut input = child.stdin.take().expect("stdin");
-        // Its answer to a command says that the image is open.
+        // Its answer to a command shows that the image is open.
         input.write_all(b"length\n").expect("command");
         let mut output = BufReader::new(child.stdout.take().expect("stdout"));
         let mut line = String::new();

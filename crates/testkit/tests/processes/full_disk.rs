@@ -223,7 +223,7 @@ fn judge(world: &World, verb: &str, before: &Contents) {
         let is_kept = match (verb, *name) {
             // A commit writes the top's data to the base; the top reads the same.
             ("commit", "base") => continue,
-            // Its snapshot shows the base where it has nothing of its own, as ever.
+            // Its snapshot shows the base where it has nothing of its own, as before.
             ("commit", "top") => now[0] == then[0],
             ("bench", "other") => is_partly_written(&now[0], &then[0]),
             _ => now == then,
@@ -351,7 +351,7 @@ fn every_verb_uses_the_room_of_a_device() {
                 let config = Config { fixed_length: true, ..Config::new(room) };
                 let world = World::with_files(config.clone(), &on_devices(&files, room));
                 match world.run(act(verb)) {
-                    // Space can't be reserved on a device, as QEMU says, too.
+                    // Space can't be reserved on a device, as in QEMU.
                     refused if matches!(*verb, "resize falloc" | "resize full") => {
                         let error = refused.expect_err("a device reserves no space");
                         assert_eq!(error.kind(), ErrorKind::Unsupported, "{case}: {error}");
@@ -386,7 +386,7 @@ fn every_verb_uses_the_room_of_a_device() {
 }
 
 /// The container ends a few clusters behind the reach of the refcount table: no larger table fits there. Clusters that
-/// the guest gives back below are used all the same, also without a flush of the guest's.
+/// the guest frees below are used all the same, also without a flush of the guest's.
 #[test]
 fn freed_clusters_are_used_where_no_larger_refcount_table_fits() {
     const PIECE: u64 = 8 << 10;

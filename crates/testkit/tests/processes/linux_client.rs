@@ -99,7 +99,7 @@ fn linux_uses_our_server_and_goes_on_over_another_connection() {
     assert!(guest.said.contains("GUEST: finished") && !guest.said.contains("FAILED"), "{}", guest.said);
     assert!(!guest.said_while_up().contains("I/O error"), "{}", guest.said);
 
-    // It said goodbye on the connection that it used, which is the last one to end.
+    // It sent a goodbye on the connection that it used, which is the last one to end.
     let connections = guest.said.split("another connection, number ").nth(1).and_then(|rest| rest.lines().next());
     let connections: usize = connections.and_then(|number| number.trim().parse().ok()).expect("a number");
     let started = Instant::now();

@@ -35,7 +35,7 @@ const CASES: &[Case] = &[
     Case { create: "cluster_size=4k,lazy_refcounts=on", cluster_bytes: 4096, disk_bytes: 2 << 20, options: "" },
 ];
 
-/// How one process ended.
+/// The end of one process.
 struct Load {
     follower: Follower,
     /// Exit code; `None`: killed.

@@ -106,7 +106,7 @@ fn repairs_keep_encrypted_images_readable() {
     let luks = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
     let text = image.to_str().expect("text path");
     let create = ["create", "-q", secret[0], secret[1], "-f", "qcow2", "-o", luks, text, "8M"];
-    // On a loaded machine qemu-img now and then can't measure how fast it derives keys, and gives up.
+    // On a loaded machine qemu-img now and then can't measure its speed of deriving keys, and fails.
     assert!((0..20).any(|_| bench.qemu.img(create).code == 0), "{}", bench.qemu.img(create).stderr);
     let opts = |image: &Path| format!("driver=qcow2,file.filename={},encrypt.key-secret=s", image.display());
     let write = |commands: &str| {
@@ -248,7 +248,7 @@ fn owners_that_cannot_be_read_are_trimmed_or_given_up() {
     }
 }
 
-/// Where the `nth` entry of the snapshot table starts.
+/// The offset of the `nth` entry of the snapshot table.
 fn table_entry(victim: &Victim, nth: usize) -> u64 {
     let mut bytes = vec![0; 4096];
     let len = victim.file.read_at(&mut bytes, victim.header.snapshots_offset).expect("a snapshot table");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The crash test finds a planted bug, prints its seed, and reduces it to the fewest requests that show it. The printed
-//! line shows the bug again. The bug is a disk that says "flushed" and lies: no engine survives that.
+//! line shows the bug again. The bug is a disk that reports flushes and lies: no engine survives that.
 
 use cowshed_simulator::{Effect, Fault, OpKind};
 use cowshed_testkit::matrix::{CrashScene, Effort};

@@ -590,7 +590,7 @@ fn a_cycle_that_fails_waits_for_its_other_writes() {
     }
 }
 
-/// Where the refcount blocks of the image are.
+/// The offsets of the refcount blocks of the image.
 fn refcount_blocks(file: &PageMap) -> Vec<u64> {
     let word = |at: u64| {
         let mut bytes = [0; 8];

@@ -156,7 +156,7 @@ fn a_write_with_fua_is_flushed_before_its_reply() {
     served.end();
 }
 
-/// A client that chooses the default export in the oldest way and says nothing more.
+/// A client that chooses the default export in the oldest way and sends nothing more.
 fn raw_client(address: &SocketAddress) -> TcpStream {
     let mut stream = TcpStream::connect(address.to_string()).expect("connect");
     let mut greeting = [0; 18];

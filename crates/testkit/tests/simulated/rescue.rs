@@ -199,7 +199,8 @@ fn damaged_headers_are_helped_out() {
     }
 }
 
-/// Ranges of an unknown backing file aren't called zeroes, until the user names the file, or says that there is none.
+/// Ranges of an unknown backing file aren't called zeroes, until the user names the file, or declares that there is
+/// none.
 #[test]
 fn what_a_damaged_header_leaves_to_a_backing_file_is_lost() {
     let bench = Workbench::new();

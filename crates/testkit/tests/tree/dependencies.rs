@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules for dependencies: permissive licences, one registry, nothing that STYLE.md bans. `deny.toml` says the same
-//! to cargo-deny; this test needs no tool and no network.
+//! The rules for dependencies: permissive licences, one registry, nothing that STYLE.md bans. `deny.toml` has the same
+//! for cargo-deny; this test needs no tool and no network.
 
 use serde_json::Value;
 use std::collections::BTreeSet;

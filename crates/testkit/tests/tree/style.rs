@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const LICENCE_LINE: &str = "// SPDX-License-Identifier: Apache-2.0 OR MIT";
-/// STYLE.md says about 600; beyond this a file must be split.
+/// STYLE.md has about 600; beyond this a file must be split.
 const LONGEST_FILE_LINES: usize = 700;
-/// STYLE.md says about eight.
+/// STYLE.md has about eight.
 const LONGEST_TEST_NAME_WORDS: usize = 11;
 /// Words in whose place a comment names the thing that acts.
 const PERSONS: [&str; 8] = ["who", "whoever", "somebody", "someone", "nobody", "anybody", "anyone", "everybody"];

@@ -44,7 +44,7 @@ struct Job {
 struct Tag {
     /// The server waits for a request.
     is_fetched: bool,
-    /// How the wait ends.
+    /// The end of the wait.
     arrival: Option<i32>,
     job: Option<Job>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How devices come and go.
+//! The life of devices: making, ending, and taking over.
 
 use super::fake::{ALL, Fake, answer, is_answered};
 use super::served::{DISK_BYTES, RAW, Served};
@@ -117,7 +117,7 @@ fn a_new_size_reaches_the_kernel() {
         };
         let end = DISK_BYTES + 4096;
         resize(end);
-        // One that the kernel was not told of is there all the same.
+        // A size that the kernel was not told of is there all the same.
         if features == ALL {
             while served.fake.params(0).sectors != end / 512 {
                 std::thread::yield_now();

@@ -62,7 +62,7 @@ fn a_flush_fails_once_where_changes_died_with_a_server() {
     raw.die();
     raw.start().unwrap();
     assert_eq!(raw.flush(), 0);
-    // No note says that all is well.
+    // A missing note means that no change was lost.
     raw.die();
     std::fs::remove_file(raw.folder.path().join("notes/cowshed-ublk-0")).unwrap();
     raw.start().unwrap();

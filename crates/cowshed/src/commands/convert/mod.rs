@@ -482,7 +482,7 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     let sentence = error.sentence();
     if let (Persona::QemuImg, Some(sentence)) = (persona, of_copying(&sentence)) {
         let of_system = matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace | ErrorKind::Poisoned);
-        // Of damage QEMU says the system's words only; here it is said, with the image.
+        // QEMU reports damage with the system's words only; here its sentence comes, with the image.
         return Failure::new(match error.file_name().filter(|_| !of_system && error.errno() != Errno::EFBIG) {
             Some(file) => format!("{file}: {sentence}"),
             None => sentence.to_owned(),

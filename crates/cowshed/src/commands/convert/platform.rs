@@ -18,7 +18,7 @@ pub struct Platform {
     pub options: &'static str,
     /// The size is a multiple of so many bytes.
     pub size_unit_bytes: u64,
-    /// The sub-format and its reason, for the one line that is said.
+    /// The sub-format and its reason, for the one line that is printed.
     pub about: &'static str,
     /// The ending of a file that the platform takes, in lower case; none: any.
     pub ending: Option<&'static str>,

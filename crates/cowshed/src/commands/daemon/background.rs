@@ -14,7 +14,7 @@ const MARK: &str = "COWSHED_BACKGROUND";
 /// The second process's message that it is up.
 const UP: &[u8] = b"up";
 
-/// Which of the two processes this is.
+/// The two processes.
 pub enum Background {
     /// The first one: it ends with this exit code.
     Parent(u8),

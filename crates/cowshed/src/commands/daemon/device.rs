@@ -28,7 +28,7 @@ pub(super) struct DeviceLink {
     pub name: String,
     /// The image, for the message.
     pub file: String,
-    /// Say when the device is there.
+    /// Print a line when the device is there.
     pub verbose: bool,
 }
 
@@ -62,7 +62,7 @@ impl DeviceState {
         STOP_SYNC_LIMIT
     }
 
-    /// Why there is no device.
+    /// The reason for which there is no device.
     pub fn failure(&self) -> Option<Failure> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

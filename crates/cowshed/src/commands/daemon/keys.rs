@@ -6,7 +6,7 @@ use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, Termios, tc
 use std::io::{IsTerminal, Read, stdin};
 use std::time::{Duration, Instant};
 
-/// The terminal gives each key at once and shows none, until this is dropped. Interrupts still work.
+/// The terminal sends each key at once and shows none, until this is dropped. Interrupts still work.
 pub struct Keys {
     before: Option<Termios>,
 }

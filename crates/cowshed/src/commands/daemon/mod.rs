@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 /// Programs of QEMU whose names and command lines we have, besides qemu-img.
 pub const TOOLS: &[Verb] = &[nbd::VERB, storage_daemon::VERB, super::io::QEMU_IO];
 
-/// How a daemon runs, whatever it serves.
+/// The settings of a daemon, whatever it serves.
 struct Running {
     setup: Setup,
     /// Leave the terminal once it is up.
@@ -82,7 +82,7 @@ struct BoundArgs {
 }
 
 impl BoundArgs {
-    /// How long stopping in order may take.
+    /// The time limit for stopping in order.
     fn stop_limit(&self) -> Option<Duration> {
         (self.stop_timeout > 0).then(|| Duration::from_secs(self.stop_timeout.min(MOST_SECONDS)))
     }
@@ -101,15 +101,16 @@ impl BoundArgs {
 /// The longest time to stop in: a century.
 const MOST_SECONDS: u64 = 3_000_000_000;
 
-/// How often a daemon that stops looks for a second signal.
+/// The pause between looks for a second signal of a daemon that stops.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How much later than the daemon itself its signals' thread ends the process: when even the control thread hangs.
+/// The time after the daemon's own limit at which its signals' thread ends the process: when even the control thread
+/// hangs.
 const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
-    /// The filter of the log. QEMU's programs say nothing about writable exports on the network, so neither do ours
-    /// under their names. Their messages about images are printed there as well, in place of lines of the log.
+    /// The filter of the log. QEMU's programs are silent about writable exports on the network, and so are ours under
+    /// their names. Their messages about images are printed there as well, in place of lines of the log.
     fn log_filter(&self) -> String {
         let mut filter = self.log_level.to_owned();
         if !has_name_of_qemu() {
@@ -242,7 +243,7 @@ fn mount_guard() -> Option<GuardProgram> {
     Some(GuardProgram { program: "/proc/self/exe".into(), name: "cowshed".into(), arguments })
 }
 
-/// Threads that serve clients where the user doesn't say it: more than four rarely help, and each costs memory.
+/// Threads that serve clients by default: more than four rarely help, and each costs memory.
 fn default_queues() -> usize {
     std::thread::available_parallelism().map_or(1, |count| count.get().min(4))
 }

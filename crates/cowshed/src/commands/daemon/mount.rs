@@ -50,7 +50,7 @@ pub const UMOUNT: Verb = Verb {
 /// So long `umount` waits for the image to be closed. Another mount namespace may have the file still.
 const CLOSING_LIMIT: Duration = Duration::from_secs(60);
 
-/// Which users may reach the file.
+/// The users that may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum Others {
     /// All that its mode lets, where the system permits it
@@ -196,7 +196,7 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         device: None,
         log: LogFormat::Text,
         log_level: "warn",
-        // The names of the operands say nothing that the names of the files don't.
+        // The names of the operands add nothing to the names of the files.
         worded: Box::new(|error| {
             let text = error.to_string();
             let bare = ["FILE: ", "IMAGE: "].iter().find_map(|operand| text.strip_prefix(operand));

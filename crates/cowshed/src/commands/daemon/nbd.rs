@@ -266,7 +266,7 @@ impl NbdArgs {
         }
     }
 
-    /// How many clients there may be at a time.
+    /// The largest number of clients at a time.
     fn shared(&self) -> Result<usize, Failure> {
         let number = sizes::integer(&self.shared).and_then(|number| i32::try_from(number).ok());
         let number = number.and_then(|number| usize::try_from(number).ok());
@@ -365,7 +365,7 @@ impl NbdArgs {
         }))
     }
 
-    /// A snapshot can only be read, whether that is said or not.
+    /// A snapshot can only be read, with or without the option.
     fn is_writable(&self) -> bool {
         !self.read_only && self.load_snapshot.is_none()
     }
@@ -389,7 +389,7 @@ impl NbdArgs {
         drive.export_alone();
         let first = |given: &[String]| given.first().cloned();
         let cache = if self.nocache > 0 { Some("none".to_owned()) } else { first(&self.cache) };
-        // Discards are passed on where nothing else is said, as qemu-nbd does.
+        // Discards are passed on by default, as in qemu-nbd.
         let discard = first(&self.discard).or_else(|| Some("unmap".to_owned()));
         let settings = [
             ("cache", cache),
@@ -501,7 +501,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     args.check_values(matches)?;
     if args.list {
-        // Those that aren't credentials must be good, too.
+        // Objects that aren't credentials must be good, too.
         let images = args.objects.iter().filter(|object| is_of_images(object)).cloned().collect::<Vec<_>>();
         objects(&images)?;
     }

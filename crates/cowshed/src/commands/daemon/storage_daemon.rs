@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `qemu-storage-daemon`: nodes, exports and monitors, all said on the command line.
+//! `qemu-storage-daemon`: nodes, exports and monitors, all from the command line.
 
 use super::super::Verb;
 use super::{BoundArgs, LogFormat, Running, default_queues};

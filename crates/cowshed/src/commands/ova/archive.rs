@@ -69,7 +69,7 @@ impl Archive {
         self.write(&vec![0; len + tar::padding(len as u64)])
     }
 
-    /// Ends the archive, and gives it its name.
+    /// Ends the archive, and puts it under its name.
     pub fn finish(mut self, force: bool) -> Result<()> {
         self.write(&vec![0; tar::end(self.len)])?;
         if let Some((at, len)) = self.manifest {
@@ -176,7 +176,7 @@ pub fn with_final_names(message: &str, target: &Path) -> String {
     text + rest
 }
 
-/// Makes a file durable and gives it its name.
+/// Makes a file durable and puts it under its name.
 pub fn publish(file: NamedTempFile, target: &Path, force: bool) -> Result<()> {
     let failed = |error: &io::Error, doing: &str| Error::io(error, doing).file(target.display().to_string());
     file.as_file().sync_all().map_err(|error| failed(&error, "could not flush"))?;

@@ -22,7 +22,7 @@ impl<W: Write> Gzip<W> {
         Gzip { writer, deflate: Deflate::new(LEVEL, true, WINDOW_BITS), out: vec![0; 256 << 10] }
     }
 
-    /// Ends the file, and gives the writer back.
+    /// Ends the file, and returns the writer.
     pub fn finish(mut self) -> io::Result<W> {
         while self.step(&[], DeflateFlush::Finish)?.1 != Status::StreamEnd {}
         Ok(self.writer)

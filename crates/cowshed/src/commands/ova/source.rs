@@ -14,7 +14,7 @@ use tempfile::NamedTempFile;
 
 /// A chosen disk.
 pub struct Chosen {
-    /// How it is opened.
+    /// The description for its opening.
     pub spec: ImageSpec,
     /// Its length by the descriptor, in bytes.
     capacity_bytes: Option<u64>,
@@ -109,7 +109,7 @@ impl Chosen {
     /// Prints the warnings about the copied disk, which has `bytes`.
     ///
     /// # Errors
-    /// Where its files were changed meanwhile.
+    /// A file that was changed meanwhile.
     pub fn tell(&self, bytes: u64, console: &mut Console) -> Result<(), Failure> {
         self.stamps.check().map_err(|error| Failure::new(error.to_string()))?;
         let shown = &self.shown;
@@ -144,10 +144,10 @@ impl Chosen {
     }
 }
 
-/// The disk with this number, name or id; the only one where none is wanted.
+/// The disk with this number, name or id; the only one without any.
 fn find(package: &Package, wanted: Option<&str>) -> Result<PackedDisk> {
     let envelope = &package.envelope;
-    // As the descriptor has them, for a disk that can't be read may be the one that is wanted.
+    // As the descriptor has them, for a disk that can't be read may be the right one.
     let disks: Vec<(&str, &str)> = (envelope.disks.iter())
         .filter_map(|disk| Some((disk, disk.file.as_deref()?)))
         .map(|(disk, file)| (disk.id.as_str(), envelope.file(file).map_or("?", |file| file.href.as_str())))

@@ -133,7 +133,7 @@ struct Plan {
 /// Between two looks whether it is over.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long downloads may go on after the end.
+/// The time for which downloads may go on after the end.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Fast enough for a network.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Persistent dirty bitmaps: reading, changing, and recording of writes (`docs/formats/bitmap-journal.md`).
 //!
-//! While something is recorded, the bitmaps concerned are in use on disk. The journal in the header still says that
-//! they are up to date. A bit reaches its place in the file before its write begins, so the flush that covers the write
-//! covers the bit.
+//! While something is recorded, the bitmaps concerned are in use on disk. The journal in the header still has them as
+//! up to date. A bit reaches its place in the file before its write begins, so the flush that covers the write covers
+//! the bit.
 
 mod change;
 mod load;
@@ -34,7 +34,7 @@ struct Known {
     /// The directory was read.
     is_read: bool,
     maps: Vec<StoredBitmap>,
-    /// Where the directory is and its bytes.
+    /// The offset of the directory and its bytes.
     directory: Option<(u64, u64)>,
     /// The recording ones are in use on disk, by the journal up to date.
     in_use: bool,

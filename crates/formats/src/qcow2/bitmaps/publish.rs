@@ -100,8 +100,8 @@ impl Qcow2Driver {
         Ok(bytes)
     }
 
-    /// Writes data and tables of new bitmaps and the directory to free clusters. Where the directory is and its bytes;
-    /// `None` without bitmaps.
+    /// Writes data and tables of new bitmaps and the directory to free clusters. Returns the offset of the directory
+    /// and its bytes; `None` without bitmaps.
     async fn write_new(
         &self,
         maps: &mut [StoredBitmap],
@@ -188,7 +188,7 @@ impl Qcow2Driver {
                     header.autoclear_features &= !AUTOCLEAR_BITMAPS;
                 }
             }
-            // Where the header had no room for a journal it doesn't get one now.
+            // A header without room for a journal before doesn't get one now.
             match directory.filter(|_| in_use && !entries.is_empty() && has_journal(header)) {
                 Some((directory_offset, _)) => {
                     header.set_extension(Extension::BitmapJournal(BitmapJournal { directory_offset, entries }));

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 
 /// Bytes of a write that may be torn at most once: bits are written in such units.
 const SECTOR_BYTES: usize = 512;
-/// Where the flags are in an entry of the directory.
+/// The offset of the flags in an entry of the directory.
 const FLAGS_AT: u64 = 12;
 
 /// A piece of a bitmap on its way to the file.
@@ -31,7 +31,7 @@ struct Step {
 }
 
 impl Qcow2Driver {
-    /// True when a bitmap wants to know of writes: [`Qcow2Driver::record`] comes first then.
+    /// True when a bitmap records writes: [`Qcow2Driver::record`] comes first then.
     #[inline]
     pub(in super::super) fn is_recording(&self) -> bool {
         self.bitmaps.recording.load(Ordering::Acquire)
@@ -156,7 +156,7 @@ impl Qcow2Driver {
         result
     }
 
-    /// Where a piece is in the file.
+    /// The offset of a piece in the file.
     fn host_of(&self, step: &Step) -> Option<u64> {
         let known = self.bitmaps.known();
         let raw = step.entry.or_else(|| known.maps.get(step.map)?.table.as_ref()?.get(&step.piece).copied());
@@ -222,7 +222,7 @@ impl Qcow2Driver {
         Ok(())
     }
 
-    /// Says on disk that the bitmaps are complete. No request runs.
+    /// Marks on disk that the bitmaps are complete. No request runs.
     pub(in super::super) async fn settle_bitmaps(&self) -> Result<()> {
         let _change = self.bitmaps.change.lock().await;
         let has_journal = self.header().bitmap_journal().is_some();

@@ -2,7 +2,7 @@
 //! A disk that fails on demand: requests that an armed rule hits fail, wait, are torn, lost or led astray.
 //!
 //! - `rules`: which requests, and how
-//! - `arguments`: rules as a command line gives them
+//! - `arguments`: rules of a command line
 
 mod arguments;
 mod rules;
@@ -88,7 +88,7 @@ impl Fault {
         self.table.hits()
     }
 
-    /// Waits as the rules want it, and returns the rule with a further effect.
+    /// Waits as the rules demand, and returns the rule with a further effect.
     async fn meet(&self, op: FaultOp, offset: u64, len: u64) -> Option<FaultRule> {
         let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len)?;
         let end = rt::now().saturating_add(delay);
@@ -144,7 +144,7 @@ impl Fault {
         })
     }
 
-    /// Where a request goes that misses its place.
+    /// The place of a request that misses its own.
     fn astray(&self, rule: &FaultRule, offset: u64, len: u64) -> u64 {
         astray(offset, rule.distance, self.below.size().saturating_sub(len))
     }

@@ -37,7 +37,7 @@ pub(super) const RULE: &[Key] = &[
     key("end-ms", KeyType::Number(0, u64::MAX), "never", "until then"),
 ];
 
-/// Which requests a [`FaultRule`] is for.
+/// The requests that a [`FaultRule`] is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultOp {
     /// Reads.
@@ -143,13 +143,13 @@ pub struct FaultRule {
     pub after: u64,
     /// Disarmed after so many hits. In a rule that is armed: 0 where requests that it has hit hang still.
     pub times: u64,
-    /// How many of the matching requests are hit, in percent.
+    /// The share of the matching requests that is hit, in percent.
     pub probability_percent: u8,
     /// The part of a torn request that arrives, in bytes; `None`: half of it.
     pub bytes: Option<u64>,
-    /// How far a misdirected request goes astray, in bytes.
+    /// The distance by which a misdirected request goes astray, in bytes.
     pub distance: u64,
-    /// How long a request waits that is hit.
+    /// The delay of a request that is hit.
     pub delay: Duration,
     /// Up to so much longer.
     pub jitter: Duration,
@@ -245,7 +245,7 @@ impl FaultRule {
         map
     }
 
-    /// Why the rule can never do anything; `None` where it can.
+    /// The reason for which the rule can never have an effect; `None` where it can.
     pub fn no_effect(&self) -> Option<&'static str> {
         use FaultAction::{Corrupt, Delay, Lose, Misdirect, Stuck};
         let reads = matches!(self.op, FaultOp::Read | FaultOp::Any);

@@ -47,8 +47,8 @@ struct State {
 /// The requests and bytes that a queue may still let pass without asking the group.
 #[derive(Debug, Default)]
 pub(crate) struct Credit {
-    /// Requests of fewer bytes go: longer ones count as more than one operation (`iops-size`). 0, set by the group: it wants
-    /// to be asked again.
+    /// Requests of fewer bytes go: longer ones count as more than one operation (`iops-size`). 0, set by the group: the
+    /// next request must ask it.
     below_bytes: Arc<AtomicU64>,
     requests: Cell<u64>,
     bytes: Cell<u64>,
@@ -111,7 +111,7 @@ impl State {
     /// Notes that `credit` was given to a queue.
     fn note_lent(&mut self, credit: &Credit, longest: u64) {
         if credit.below_bytes.swap(longest.saturating_add(1), Ordering::Relaxed) == 0 {
-            // Those of queues that are gone.
+            // Removes credits of queues that are gone.
             self.lent.retain(|below_bytes| Arc::strong_count(below_bytes) > 1);
             self.lent.push(Arc::clone(&credit.below_bytes));
         }

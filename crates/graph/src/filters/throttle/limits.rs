@@ -15,7 +15,7 @@ pub struct Limit {
     pub average: u64,
     /// Burst rate in units per second; 0 is no burst.
     pub maximum: u64,
-    /// How long a burst at the full burst rate may last, in seconds.
+    /// The longest burst at the full burst rate, in seconds.
     pub length_seconds: u64,
 }
 
@@ -47,7 +47,7 @@ const NAMES: [(&str, &str); 6] = [
     ("iops-write", "iops_wr"),
 ];
 
-/// Which part of a limit a name sets.
+/// The part of a limit that a name sets.
 #[derive(Clone, Copy)]
 enum Part {
     Average,
@@ -73,7 +73,7 @@ impl Limits {
         Limits::default()
     }
 
-    /// One of the limits.
+    /// The limit of a kind.
     pub fn limit(&self, kind: Limited) -> &Limit {
         &self.limits[kind as usize]
     }

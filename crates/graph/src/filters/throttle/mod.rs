@@ -54,7 +54,7 @@ impl Throttle {
         Arc::clone(self.member.load().group())
     }
 
-    /// How its requests waited since it joined the group.
+    /// The waits of its requests since it joined the group.
     pub fn waits(&self) -> ThrottleWaits {
         self.member.load().waits()
     }
@@ -69,7 +69,7 @@ impl Throttle {
             member.begin_free();
         }
         let old = self.member.swap(Arc::new(member));
-        // Those that wait hold the old membership until they are through.
+        // Waiting requests hold the old membership until they are through.
         old.begin_free();
     }
 
@@ -98,7 +98,7 @@ impl Throttle {
     }
 
     /// Lets a request of `bytes` go without waiting, if it may, and fills `credit` for those behind it. False: it must
-    /// be admitted as ever; nothing was counted.
+    /// be admitted in the usual way; nothing was counted.
     #[cold]
     pub(crate) fn lend(&self, credit: &Credit, direction: Direction, bytes: u64) -> bool {
         self.member.load().lend(credit, direction, bytes)

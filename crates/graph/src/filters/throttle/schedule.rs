@@ -40,12 +40,12 @@ struct Member {
     waited_ns: u64,
 }
 
-/// How often and how long a member's requests waited.
+/// The number and the time of the waits of a member's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThrottleWaits {
     /// Requests that had to wait.
     pub count: u64,
-    /// How long they waited, all together, in nanoseconds.
+    /// The time that they waited, all together, in nanoseconds.
     pub total_ns: u64,
     /// Requests that wait now.
     pub waiting: u64,

@@ -58,7 +58,7 @@ impl Bench {
         assert!(output.status.success(), "{what}: {text}{}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// `qemu-img compare` says that two images read the same.
+    /// Asserts by `qemu-img compare` that two images read the same.
     pub fn assert_same(&self, one: &str, other: &str, what: &str) {
         let output = self.tool("qemu-img", &["compare", one, other]);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -92,7 +92,7 @@ impl Wire {
         bytes
     }
 
-    /// The server has closed the connection, and said nothing before.
+    /// The server has closed the connection, without a word before.
     pub fn expect_end(&mut self) {
         let mut rest = Vec::new();
         // A reset is an end too.

@@ -81,7 +81,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// Connections are served one after the other as the offers say, those after the last one as the last one.
+    /// Connections are served one after the other by the offers, those after the last one by the last one.
     pub fn start(offers: &[Offer]) -> Fake {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
