@@ -361,7 +361,7 @@ fn memory_of(pid: u32, field: &str) -> Result<u64, String> {
 }
 
 /// Bytes that the disk below a file has written so far. (The count of a process, `write_bytes` of its `io` file, counts
-/// a large page of the page cache as a whole, however little of it has changed.)
+/// a large page of the page cache as a whole, even after a small change.)
 pub fn written_bytes(file: &Path) -> Result<u64, String> {
     const SECTOR_BYTES: u64 = 512;
     let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();

@@ -43,7 +43,7 @@ pub struct NewEncryption {
     pub key_bytes: u32,
     /// Hash of the key derivation.
     pub hash: Hash,
-    /// Time that one guess of the passphrase should cost.
+    /// The time that one guess of the passphrase should cost.
     pub iteration_time: Duration,
     /// Id of the secret with the passphrase.
     pub key_secret: Option<String>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Ciphers of encrypted disk images, without any I/O. The crate has the modes of disks over sectors of 512 bytes, the
-//! key slots of LUKS version 1, and the legacy AES method of qcow2.
+//! key slots of LUKS 1, and the legacy AES method of qcow2.
 //!
 //! None of this notices damage: a changed sector decrypts to garbage, in XTS to garbage of 16 bytes a changed block. Keys
 //! are wiped from memory when they are dropped.

@@ -44,7 +44,7 @@ pub struct Setup {
 /// [`Setup::request_memory_bytes`] by default.
 pub const REQUEST_MEMORY_BYTES: u64 = 256 << 20;
 
-/// The longest request.
+/// The longest request, in bytes.
 pub const MIN_REQUEST_MEMORY_BYTES: u64 = 32 << 20;
 
 /// The time limit for stopping in order, by default.

@@ -337,7 +337,7 @@ impl Nbd {
         (result, hung)
     }
 
-    /// Connections at the moment.
+    /// Number of connections at the moment.
     pub fn connections(&self) -> usize {
         self.server.connections()
     }

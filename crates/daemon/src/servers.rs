@@ -67,7 +67,7 @@ impl Servers {
         self.list.borrow().iter().map(|entry| entry.export.clone()).collect()
     }
 
-    /// Exports of a type that a client has in use.
+    /// Number of exports of a type that a client has in use.
     pub fn connected(&self, kind: &str) -> usize {
         let list = self.list.borrow();
         list.iter().filter(|entry| entry.export.kind == kind && entry.server.is_connected()).count()

@@ -78,7 +78,7 @@ pub(crate) struct Daemon {
     pub farewells: RefCell<Vec<Reply>>,
     /// Generated node-names of commands that run.
     pub given_names: RefCell<Vec<String>>,
-    /// Threads that serve clients.
+    /// Number of threads that serve clients.
     pub queues: usize,
     /// Memory for the data of all clients' requests, in bytes.
     pub request_memory_bytes: u64,

@@ -362,9 +362,8 @@ impl ImageFile {
         entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
     }
 
-    /// The count of the `len` bytes behind byte `at` of the disk for which the entries of a table are equal, within one
-    /// page of it. So an empty disk is looked up in large steps. `index`: the entry for `at`, one for each
-    /// `block_bytes`.
+    /// The count of the `len` bytes behind byte `at` of the disk for which a table's entries are equal, within one page
+    /// of it. So an empty disk is looked up in large steps. `index`: the entry for `at`, one for each `block_bytes`.
     pub(crate) async fn same<const N: usize>(
         &self,
         table: Table,

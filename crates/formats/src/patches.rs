@@ -82,8 +82,8 @@ impl Patches {
         }
     }
 
-    /// The place of data at `host` of the file, which is byte `at` of the disk, and for how many of the `len` bytes it
-    /// holds. Data that were changed are packed blocks of their own.
+    /// The place of data at `host` of the file, byte `at` of the disk, and for how many of the `len` bytes it holds.
+    /// Data that were changed are packed blocks of their own.
     pub(crate) fn place(&self, (host, at, len): (u64, u64, u64), file_len: u64) -> (Place, u64) {
         let before = self.ranges.range(..=host).next_back();
         match before {

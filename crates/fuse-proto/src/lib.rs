@@ -19,7 +19,7 @@ use std::fmt;
 
 /// Version of the protocol that we speak.
 pub const MAJOR: u32 = 7;
-/// Its minor version: the one that has mappings of files with direct I/O.
+/// Its minor version: the first one that has mappings of files with direct I/O.
 pub const MINOR: u32 = 39;
 /// The oldest minor version that we understand (Linux 4.5): it has `LSEEK`.
 pub const MIN_MINOR: u32 = 24;

@@ -63,7 +63,7 @@ pub struct Attributes {
     pub atime: (i64, u32),
     pub mtime: (i64, u32),
     pub ctime: (i64, u32),
-    /// With the type of the file.
+    /// The access rights, with the type of the file.
     pub mode: u32,
     pub uid: u32,
     pub gid: u32,
@@ -95,11 +95,11 @@ impl Attributes {
 /// Our answer to `INIT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitReply {
-    /// Features of both sides.
+    /// The features that both sides have.
     pub features: u64,
     /// The most bytes that the kernel reads ahead.
     pub max_readahead: u32,
-    /// Requests in the background at a time; direct asynchronous I/O is among them.
+    /// The most requests in the background at a time; direct asynchronous I/O is among them.
     pub max_background: u16,
     /// The most bytes of one write.
     pub max_write: u32,

@@ -28,7 +28,7 @@ pub struct RequestHeader {
     pub len: u32,
     /// Number of the operation, see [`opcode`].
     pub opcode: u32,
-    /// For the reply.
+    /// The request's number, which its reply repeats.
     pub unique: u64,
     /// The number of the file.
     pub node: u64,

@@ -86,13 +86,13 @@ impl DirtyMap {
         }
     }
 
-    /// Makes every part dirty that the range touches.
+    /// Makes every part dirty that the range in bytes touches.
     pub fn mark(&self, offset: u64, len: u64) {
         let parts = self.parts(offset, len);
         self.bits().change(parts, true);
     }
 
-    /// Makes every part clean that the range touches.
+    /// Makes every part clean that the range in bytes touches.
     pub fn clear(&self, offset: u64, len: u64) {
         let parts = self.parts(offset, len);
         self.bits().change(parts, false);
@@ -121,7 +121,7 @@ impl DirtyMap {
         parts.start << self.granularity_bits..parts.end << self.granularity_bits
     }
 
-    /// True when a part that the range touches is dirty.
+    /// True when a part that the range in bytes touches is dirty.
     pub fn is_dirty(&self, offset: u64, len: u64) -> bool {
         let parts = self.parts(offset, len);
         self.bits().find(parts.start, true).is_some_and(|found| found < parts.end)

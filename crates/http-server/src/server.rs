@@ -93,7 +93,7 @@ pub struct Limits {
     pub max_connections: usize,
     /// From the first byte of a request to the end of its head, and from the acceptance of a client to its encryption.
     pub head_timeout: Duration,
-    /// From one response to the next request.
+    /// The time from one response to the next request.
     pub idle_timeout: Duration,
     /// A client that takes fewer bytes than one piece in so long is cut off.
     pub stall_limit: Duration,

@@ -41,11 +41,11 @@ pub struct BenchOptions {
 pub struct BenchOutcome {
     /// Requests done, flushes not counted.
     pub requests: u64,
-    /// Flushes done.
+    /// Number of flushes done.
     pub flushes: u64,
     /// Bytes read or written.
     pub bytes: u64,
-    /// From the first request to the end of the last.
+    /// The time from the first request to the end of the last.
     pub elapsed: Duration,
 }
 

@@ -49,7 +49,7 @@ impl InFlight {
         self.now.get()
     }
 
-    /// A piece was done in that time.
+    /// Notes the time of a piece.
     pub fn note(&self, took: Duration) {
         let done = FEW.min(self.done.get() + 1);
         self.done.set(done);

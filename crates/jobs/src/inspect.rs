@@ -48,7 +48,7 @@ pub struct TableSizes {
     pub l1: u64,
     /// The refcount table.
     pub refcount_table: u64,
-    /// The directory of bitmaps.
+    /// Length of the directory of bitmaps, in bytes.
     pub bitmap_directory: u64,
 }
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 pub struct Progress {
     /// Work done.
     pub offset: u64,
-    /// Work in all, as far as known.
+    /// The whole work, as far as known.
     pub len: u64,
 }
 
@@ -103,13 +103,13 @@ impl JobHandle {
         *self.0.rate.lock().unwrap_or_else(PoisonError::into_inner) = limit;
     }
 
-    /// Sets the work to be done.
+    /// Sets the whole work.
     pub fn set_len(&self, len: u64) {
         self.0.len.store(len, Ordering::Relaxed);
         self.tell();
     }
 
-    /// Adds work to be done.
+    /// Adds to the whole work.
     pub fn grow(&self, more: u64) {
         self.0.len.fetch_add(more, Ordering::Relaxed);
     }

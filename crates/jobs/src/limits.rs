@@ -18,20 +18,20 @@ pub struct BlockLimits {
     /// Zeroes in whole units of this size cost no data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub write_zeroes_alignment: Option<u64>,
-    /// Of offset and length.
+    /// Alignment of offset and length, in bytes.
     pub request_alignment: u64,
-    /// The size of a request that costs least.
+    /// The size of a request that costs least, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub opt_transfer: Option<u64>,
     /// Alignment of memory, in bytes: less aligned memory is copied.
     pub min_mem_alignment: u64,
-    /// The most that one request moves.
+    /// The longest transfer of one request, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_transfer: Option<u64>,
-    /// The most that one request of the device moves.
+    /// The longest transfer of one request of the device, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_hw_transfer: Option<u64>,
-    /// The most zeroes that one request writes.
+    /// The most zeroes that one request writes, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_write_zeroes: Option<u64>,
     /// The longest discard of one request, in bytes.
@@ -40,11 +40,11 @@ pub struct BlockLimits {
     /// Only whole units of this size can be given back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discard_alignment: Option<u64>,
-    /// Of memory, for speed.
+    /// Alignment of memory for speed, in bytes.
     pub opt_mem_alignment: u64,
-    /// Buffers of one request.
+    /// The most buffers of one request.
     pub max_iov: u64,
-    /// Buffers of one request of the device.
+    /// The most buffers of one request of the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_hw_iov: Option<u64>,
 }

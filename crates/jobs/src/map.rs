@@ -24,7 +24,7 @@ pub struct MapEntry {
     pub start: u64,
     /// Length in bytes.
     pub length: u64,
-    /// Layers down from the image.
+    /// Number of layers down from the image.
     pub depth: u32,
     /// Allocated in some layer of the chain.
     pub present: bool,

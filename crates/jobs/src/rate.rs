@@ -14,7 +14,7 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// Idle time that may be made up for.
+    /// The idle time that may be made up for.
     pub const CREDIT: Duration = Duration::from_millis(100);
 
     /// A limit that starts now; 0 counts as 1 byte a second.

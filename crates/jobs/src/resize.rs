@@ -33,9 +33,9 @@ pub struct ResizeOptions {
 /// Sizes before and after, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResizeOutcome {
-    /// Before.
+    /// The size before, in bytes.
     pub old_size: u64,
-    /// After.
+    /// The size afterwards, in bytes.
     pub new_size: u64,
 }
 

@@ -226,7 +226,7 @@ async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHan
     Ok(())
 }
 
-/// Makes a range read as zeroes, giving its space back where that can be.
+/// Makes a range in bytes read as zeroes, and gives its space back where possible.
 pub async fn write_zeroes(node: &Node, start: u64, len: u64) -> Result<()> {
     node.write_zeroes(start, len, ZeroFlags { may_unmap: true, no_fallback: false }).await
 }

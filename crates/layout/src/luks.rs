@@ -47,7 +47,7 @@ pub struct LuksHeader {
     pub master_key_digest: [u8; DIGEST_BYTES],
     /// Salt of that digest.
     pub master_key_salt: [u8; SALT_BYTES],
-    /// Iterations of the master key's digest.
+    /// Number of iterations of the master key's digest.
     pub master_key_iterations: u32,
     /// UUID as text.
     pub uuid: String,
@@ -60,13 +60,13 @@ pub struct LuksHeader {
 pub struct KeySlot {
     /// Holds a key.
     pub active: bool,
-    /// Iterations of the key derivation.
+    /// Number of iterations of the key derivation.
     pub iterations: u32,
     /// Salt of the key derivation.
     pub salt: [u8; SALT_BYTES],
     /// First byte of the key material, from the header on.
     pub key_offset: u64,
-    /// Stripes that the key is split into.
+    /// Number of stripes that the key is split into.
     pub stripes: u32,
 }
 

@@ -27,7 +27,7 @@ pub struct ParallelsHeader {
     pub cluster_bytes: u64,
     /// Entries of the BAT.
     pub entries: u32,
-    /// Size of the disk.
+    /// Size of the disk in bytes.
     pub size: u64,
     /// Offset of the first cluster, in bytes.
     pub data_offset: u64,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Names of parents as programs of Windows write them, turned into names of files beside the image. A drive, a server
-//! or the root of a disk is never followed: the last part of such a name is looked for beside the image.
+//! or the root of a disk is never followed. The last part of such a name is looked for beside the image.
 
 /// UTF-16 as text, up to the first NUL.
 pub fn utf16(bytes: &[u8], is_big_endian: bool) -> String {

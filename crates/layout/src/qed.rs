@@ -34,7 +34,7 @@ pub struct QedHeader {
     pub table_bytes: u64,
     /// Offset of the L1 table, in bytes.
     pub l1_offset: u64,
-    /// Size of the disk.
+    /// Size of the disk in bytes.
     pub size: u64,
     /// Place and length of the backing file's name.
     pub backing_name: Option<(u64, u32)>,

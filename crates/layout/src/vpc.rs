@@ -142,7 +142,7 @@ impl VpcDynamicHeader {
         Self::parse_unverified(header, size)
     }
 
-    /// As [`VpcDynamicHeader::parse`], whatever the checksum is.
+    /// As [`VpcDynamicHeader::parse`], with any checksum.
     pub fn parse_unverified(bytes: &[u8], size: u64) -> Result<Self> {
         let cut_short = || wrong("dynamic header", 0, bytes.len(), "the header of the dynamic disk is cut short");
         Self::parse_fields(bytes, size).ok_or_else(cut_short)?

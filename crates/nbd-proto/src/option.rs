@@ -11,7 +11,7 @@ pub const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 pub const OPTION_HEADER_BYTES: usize = 16;
 /// Bytes in front of an option reply's data.
 pub const REPLY_HEADER_BYTES: usize = 20;
-/// Most queries of one `NBD_OPT_SET_META_CONTEXT` or `NBD_OPT_LIST_META_CONTEXT` that are looked at.
+/// The most queries of one `NBD_OPT_SET_META_CONTEXT` or `NBD_OPT_LIST_META_CONTEXT` that are looked at.
 pub const MAX_QUERIES: u32 = 256;
 
 /// `NBD_OPT_…`.
@@ -199,9 +199,9 @@ fn counted(text: &str) -> Vec<u8> {
 pub struct BlockSizes {
     /// Offsets and lengths are multiples of it: a power of two up to 65,536.
     pub minimum: u32,
-    /// Requests that are multiples of it are efficient: a power of two.
+    /// Requests that are multiples of it are efficient: a power of two, in bytes.
     pub preferred: u32,
-    /// Longest payload of a request.
+    /// Longest payload of a request, in bytes.
     pub maximum: u32,
 }
 

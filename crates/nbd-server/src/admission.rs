@@ -6,8 +6,8 @@
 //! seats, and in negotiation their places, when all are taken. Seats and places go to the peer that has fewest of them.
 //! A peer with several in negotiation loses one to a peer with fewer.
 //!
-//! Clients of an export keep their places, however idle they are. A peer with many of them doesn't keep the others out:
-//! when all others are taken, a peer with few connections may have one of some spare places.
+//! Clients of an export keep their places, however idle they are. A peer with many of them doesn't keep the others out.
+//! When all others are taken, a peer with few connections may have one of some spare places.
 
 use crate::Disk;
 use crate::config::Limits;
@@ -121,7 +121,7 @@ impl Line {
 pub(crate) struct Connections {
     /// The number of those that have sent an option and count against the limit.
     pub placed: usize,
-    /// The others.
+    /// The number of the others.
     pub seated: usize,
     places: Line,
     seats: Line,

@@ -78,7 +78,7 @@ pub struct Limits {
     pub max_connections: usize,
     /// Places beyond `max_connections`: when all others are taken a peer that has fewer than four may have one.
     pub spare_connections: usize,
-    /// Requests in flight of one connection; further ones wait on the wire.
+    /// The most requests in flight of one connection; further ones wait on the wire.
     pub max_requests: usize,
     /// Memory for the data of these requests, in bytes; one request of any allowed length always fits.
     pub max_bytes_in_flight: u64,
@@ -87,13 +87,13 @@ pub struct Limits {
     /// held for longer than `stall_limit` is left out; at least a quarter and one longest request then remain for other
     /// exports. A longer read or write that waits for it in vain goes in pieces through its connection's own memory.
     pub memory_bytes: u64,
-    /// A client is cut off that holds such memory while others wait for it, and neither sends its data nor takes its
-    /// replies for so long. 256 KiB in a second, on average, are enough to stay.
+    /// The time after which a client that holds such memory is cut off. It neither sends its data nor takes its
+    /// replies, while others wait for the memory. 256 KiB in a second, on average, are enough to stay.
     pub stall_limit: Duration,
     /// Longest read or write, in bytes; the block sizes of an export can make it smaller. A longer write than that (or than
     /// 32 MiB, whichever is more) costs the client its connection.
     pub max_payload_bytes: u32,
-    /// From accepting a client to its first request; zero: for ever.
+    /// The time from accepting a client to its first request; zero: for ever.
     pub handshake_timeout: Duration,
 }
 

@@ -100,7 +100,7 @@ pub struct ExportInfo {
     pub size: u64,
     /// Clients may write.
     pub writable: bool,
-    /// Connections that use it.
+    /// Number of connections that use it.
     pub clients: usize,
     /// It is being removed.
     pub shutting_down: bool,

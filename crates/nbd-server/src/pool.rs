@@ -120,9 +120,9 @@ pub struct PoolStats {
     pub used_bytes: u64,
     /// The part of it that requests hold whose disks haven't answered for longer than [`crate::Limits::stall_limit`].
     pub stuck_bytes: u64,
-    /// Requests that wait for memory.
+    /// Number of requests that wait for memory.
     pub waiting: usize,
-    /// Connections that were cut off because their peers kept memory from others for too long.
+    /// Number of connections that were cut off because their peers kept memory from others for too long.
     pub cut: u64,
 }
 
@@ -365,7 +365,7 @@ impl Pool {
     }
 
     /// Hands free memory to requests that wait: first to those of exports that hold nothing, then to the connections
-    /// that hold least. Of these the one that came first gets it. A connection that is cut off gets none. A request
+    /// that hold least. Of these, the first one in the line gets it. A connection that is cut off gets none. A request
     /// that doesn't fit yet lets none past it, but for one of an export that has its part.
     fn serve(&self, state: &mut State) {
         loop {

@@ -95,7 +95,7 @@ impl<D: Disk> Server<D> {
         self.registry.all().iter().map(|served| served.info()).collect()
     }
 
-    /// Connections at the moment, those in negotiation included.
+    /// Number of connections at the moment, those in negotiation included.
     pub fn connections(&self) -> usize {
         self.registry.connections.look(Connections::all)
     }

@@ -20,15 +20,15 @@ pub use stamp::Stamps;
 
 /// Upper limits of a package.
 pub mod limits {
-    /// Files of a package.
+    /// The most files of a package.
     pub const MEMBERS: usize = 4096;
     /// Bytes of a descriptor, which is held in memory.
     pub const DESCRIPTOR_BYTES: u64 = 8 << 20;
     /// Bytes of a manifest.
     pub const MANIFEST_BYTES: u64 = 4 << 20;
-    /// Elements of a descriptor.
+    /// The most elements of a descriptor.
     pub const ELEMENTS: usize = 100_000;
-    /// Elements inside of each other.
+    /// The most elements inside of each other.
     pub const DEPTH: usize = 64;
     /// Bytes of a file's name.
     pub const NAME_BYTES: usize = 255;

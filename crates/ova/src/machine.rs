@@ -66,7 +66,7 @@ pub struct NewDisk {
 pub struct NewMachine {
     /// Its name.
     pub name: String,
-    /// Processors.
+    /// Number of processors.
     pub cpus: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
@@ -83,7 +83,7 @@ pub struct NewMachine {
 /// Disks at one controller: of LSI's numbers 0 to 15 the seventh is its own.
 pub const MOST_DISKS: usize = 15;
 
-/// Network cards of a machine in VMware's programs.
+/// The most network cards of a machine in VMware's programs.
 pub const MOST_NETWORKS: usize = 10;
 
 /// Processors of a machine: those of the family `vmx-10`, and of VirtualBox.

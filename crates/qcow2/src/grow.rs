@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Moving the refcount table to a larger place.
 //!
-//! The new table and the blocks that count it are written behind the reach of the old table, where nothing is in use,
-//! and made durable. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
+//! The new table and the blocks that count it go behind the reach of the old table, where nothing is in use. They are
+//! durable first. Then one write of header bytes 48–59 switches to it. Last the old table's clusters are freed.
 
 use crate::engine::{Engine, State};
 use crate::stall::{Planned, Stall};

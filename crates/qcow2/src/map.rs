@@ -7,7 +7,7 @@ use crate::stall::Planned;
 use cowshed_layout::qcow2::{Cluster, L1Entry, L2Entry, Subcluster, SubclusterBitmap};
 use cowshed_types::{Error, Extent, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 
-/// Extents that an [`ExtentList`] holds.
+/// The most extents that an [`ExtentList`] holds.
 pub const MAX_EXTENTS: usize = 16;
 
 /// A short list of extents without heap memory. Neighbours that continue each other are joined.

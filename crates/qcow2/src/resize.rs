@@ -100,8 +100,8 @@ impl Engine {
         }
     }
 
-    /// Publishes a new virtual size to readers and writers, after the header has it (growing) or before anything is
-    /// unmapped (shrinking).
+    /// Publishes a new virtual size in bytes to readers and writers, after the header has it (growing) or before
+    /// anything is unmapped (shrinking).
     pub fn publish_size(&self, size: u64) {
         self.set_size(size);
     }

@@ -5,7 +5,7 @@
 use crate::lexer::{Kind, Lexer, Position, Token};
 use serde_json::{Map, Number, Value};
 
-/// Deepest nesting of objects and lists that is taken.
+/// The deepest nesting of objects and lists that is taken.
 pub const MAX_DEPTH: usize = 1024;
 
 /// QEMU's sentence for a text that is longer than it takes.

@@ -437,7 +437,7 @@ fn flag(text: &str) -> Option<bool> {
     }
 }
 
-/// An error in QEMU's words, and what command lines of ours say besides.
+/// An error in QEMU's words, with the further words of our own command lines.
 fn with_more(message: String, more: fmt::Arguments<'_>) -> QmpError {
     let whole = format!("{message}{more}");
     QmpError::generic(message).with_whole(whole)

@@ -46,9 +46,9 @@ pub struct Fault {
     pub kind: Option<OpKind>,
     /// Only operations that touch a byte of this range. Operations without a range never do.
     pub range: Option<Range<u64>>,
-    /// So many matching operations pass unharmed first.
+    /// The number of matching operations that pass unharmed first.
     pub skip: u64,
-    /// So many are hit then.
+    /// The number of operations that are hit then.
     pub times: u64,
     /// In so many of 1000 cases.
     pub per_mille: u64,

@@ -119,27 +119,27 @@ impl SimFile {
         self.submit(Request::Sync).await.result.map(|_| ())
     }
 
-    /// Gives the space of a range back.
+    /// Gives the space of a range in bytes back.
     pub async fn punch_hole(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.check_feature(self.world.lock().config.features.punch_hole)?;
         let change = Change::Zero { offset, len, keep_space: false, grow: false };
         self.change(OpKind::PunchHole, change).await
     }
 
-    /// Makes a range read as zeroes and keeps its space.
+    /// Makes a range in bytes read as zeroes and keeps its space.
     pub async fn zero_range(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.check_feature(self.world.lock().config.features.zero_range)?;
         let change = Change::Zero { offset, len, keep_space: true, grow: true };
         self.change(OpKind::ZeroRange, change).await
     }
 
-    /// Takes space for a range; grows the file to hold it.
+    /// Takes space for a range in bytes; grows the file to hold it.
     pub async fn allocate(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.check_feature(self.world.lock().config.features.allocate)?;
         self.change(OpKind::Allocate, Change::Allocate { offset, len }).await
     }
 
-    /// Sets the length.
+    /// Sets the length in bytes.
     pub async fn set_len(&self, len: u64) -> Result<(), Errno> {
         self.check_writable()?;
         check_end(len, 0)?;

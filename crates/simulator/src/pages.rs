@@ -168,7 +168,7 @@ impl PageMap {
         Some(DataRange { start: (first * PAGE_BYTES).max(offset), end: (end * PAGE_BYTES).min(self.len_bytes) })
     }
 
-    /// Pages that a write of `offset .. offset + len` would have to take from the free space.
+    /// Number of pages that a write of `offset .. offset + len` would have to take from the free space.
     pub fn missing_pages(&self, offset: u64, len: u64) -> u64 {
         let pages = offset / PAGE_BYTES..(offset + len).div_ceil(PAGE_BYTES);
         let total = pages.end - pages.start;

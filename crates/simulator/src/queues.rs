@@ -3,7 +3,7 @@
 //! time. The seed decides which of them goes on, so a run with threads is as repeatable as one without.
 //!
 //! The turn can change hands wherever a queue waits, before each operation that it submits, and at every call of
-//! [`interleave`] in the code under test. There another thread of the real program could come between.
+//! [`interleave`]. There another thread of the real program could come between.
 
 use super::world::{Step, World};
 use cowshed_storage::rng::Rng;

@@ -36,7 +36,7 @@ impl Default for Features {
 /// The settings of a [`World`].
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where chance starts from.
+    /// The source of chance.
     pub seed: u64,
     /// The unit that the disk writes in one piece, in bytes (512 or 4096); also the alignment of direct I/O.
     pub sector_bytes: u64,

@@ -88,11 +88,11 @@ pub enum FileOp {
 /// Counters of one kind of operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileOpStats {
-    /// Operations that were carried out.
+    /// Number of operations that were carried out.
     pub operations: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Operations that failed.
+    /// Number of operations that failed.
     pub failed: u64,
     /// Time that all of them took, also those that failed, in nanoseconds.
     pub total_ns: u64,

@@ -4,11 +4,11 @@
 //! Such transfers go through an aligned buffer. A write that covers a block only in part reads the block, changes its
 //! part and writes it back, with the block locked ([`crate::blocklock`]).
 //!
-//! **Odd tails.** A write whose last block reaches past the end of the file would leave the file longer than its bytes;
-//! it is cut back afterwards. Between the two, a write behind that block would lose its bytes to the cut. So such a
-//! write locks the file from its first block on, without an end, and lengths are noted before locks are given back. A
-//! second, buffered descriptor for the tail is not safe. The page cache writes whole pages back, over the bytes of
-//! direct writes to the same page. A power cut between the two leaves zeroes behind the end, less than a block of them.
+//! **Odd tails.** A write whose last block reaches past the end of the file would leave the file too long; it is cut
+//! back afterwards. Between the two, a write behind that block would lose its bytes to the cut. So such a write locks
+//! the file from its first block on, without an end, and lengths are noted before locks are given back. A second,
+//! buffered descriptor for the tail is not safe. The page cache writes whole pages back, over the bytes of direct
+//! writes to the same page. A power cut between the two leaves zeroes behind the end, less than a block of them.
 
 use crate::IoBuf;
 use crate::blocklock::{Access, BlockGuard};

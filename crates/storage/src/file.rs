@@ -356,7 +356,7 @@ impl File {
         (result.map_err(|errno| self.error(errno, "could not read", offset)), bufs)
     }
 
-    /// Writes all of `buf` at `offset`, growing the file as needed.
+    /// Writes all of `buf` at byte `offset`, growing the file as needed.
     pub async fn write_at(&self, buf: IoBuf, offset: u64) -> (Result<()>, IoBuf) {
         let (result, payload) = self.write(Payload::one(buf), offset).await;
         (result, payload.into_one())
@@ -434,7 +434,7 @@ impl File {
         self.0.flush.poison().cloned()
     }
 
-    /// Allocates space for a range (grows the file). `Unsupported` where the file system can't.
+    /// Allocates space for a range in bytes (grows the file). `Unsupported` where the file system can't.
     pub async fn allocate(&self, offset: u64, len: u64) -> Result<()> {
         self.change_space(Space::Allocate, offset, len, "could not allocate space").await
     }
@@ -463,7 +463,8 @@ impl File {
         Ok(())
     }
 
-    /// Sets the length. The new part reads as zeroes. On a block device only shrinking "succeeds" (does nothing).
+    /// Sets the length in bytes. The new part reads as zeroes. On a block device only shrinking "succeeds" (does
+    /// nothing).
     pub async fn set_len(&self, len: u64) -> Result<()> {
         if self.is_device() && self.is_writable() {
             return match len <= self.len() {

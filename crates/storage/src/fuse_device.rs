@@ -108,7 +108,7 @@ fn served() -> std::sync::MutexGuard<'static, Vec<u64>> {
 pub struct ServedMount(u64);
 
 impl ServedMount {
-    /// Puts it on the list.
+    /// Puts the file system with that device number on the list.
     pub fn new(device: u64) -> ServedMount {
         served().push(device);
         ServedMount(device)

@@ -178,7 +178,7 @@ impl HostFile {
         prepare(fresh.as_fd())?;
         sys::replace_description(&self.fd, &fresh)
             .map_err(|errno| Error::os(errno, "could not switch to the writable descriptor"))?;
-        // As in `drop`: a child of this process may still have the old description, and it would stand in our own way.
+        // As in `drop`: a child of this process may still have the old description, whose locks would block ours.
         if let Err(errno) = sys::set_lock(&old, sys::ByteLock::Unlocked, 0, 0) {
             tracing::debug!(?errno, "could not unlock a descriptor that was replaced");
         }

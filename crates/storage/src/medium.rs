@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The base of a [`crate::File`]: a file of the host, a simulated one, an empty one, another file with faults, or bytes
-//! behind a protocol or a node.
+//! The base of a [`crate::File`]: a file of the host, a simulated one, an empty one, one with faults, or bytes behind a
+//! protocol or a node.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
 //! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even
-//! without a waiter. (The simulated medium gives it back with its future.) All that makes a file pleasant to use is
-//! built on this, so that the simulator tests it.
+//! without a waiter. (The simulated medium gives it back with its future.) The convenience of a file is built on this,
+//! so that the simulator tests it.
 
 use crate::blocklock::BlockGuard;
 use crate::fault::FaultyFile;

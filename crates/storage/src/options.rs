@@ -60,7 +60,7 @@ pub struct NullOptions {
 /// Multiples of memory addresses, offsets and lengths that O_DIRECT needs, in bytes; all 1 without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
-    /// Of memory addresses.
+    /// The alignment of memory addresses.
     pub memory: usize,
     /// Of offsets and lengths in the file.
     pub offset: u64,
@@ -83,7 +83,7 @@ pub struct DeviceQueue {
     pub logical_block_bytes: Option<u64>,
     /// The most that one request moves.
     pub max_transfer_bytes: Option<u64>,
-    /// Buffers of one request.
+    /// The most buffers of one request.
     pub max_segments: Option<u64>,
     /// The smallest unit that can be given back.
     pub discard_granularity_bytes: Option<u64>,
@@ -92,9 +92,9 @@ pub struct DeviceQueue {
 /// The transfer sizes that the other side of a remote file likes, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferSizes {
-    /// The size that costs it least.
+    /// The size that costs it least, in bytes.
     pub preferred: u64,
-    /// The most that one request moves.
+    /// The most that one request moves, in bytes.
     pub maximum: u64,
 }
 

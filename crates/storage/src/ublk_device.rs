@@ -90,9 +90,9 @@ pub trait UblkDriver: Send + Sync + 'static {
 /// The shape of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkShape {
-    /// Its number.
+    /// Its number on the device.
     pub queue: u16,
-    /// Requests.
+    /// Number of requests.
     pub depth: u16,
     /// The driver copies data from and to buffers of this length, one a request. Without, the data is in the char device.
     pub buffer_bytes: Option<u32>,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Write-behind: the disk starts on new data while more of it comes, rather than at the next flush.
 //!
-//! The kernel leaves writes to a cached file in memory, until a tenth of the memory is full of them or half a minute is
-//! over. A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits for
-//! nothing on the disk) each time that enough new data has been written. New data was not on the disk before, and
+//! The kernel leaves writes to a cached file in memory. It starts when a tenth of the memory is full of them or half a
+//! minute is over. A flush then waits for gigabytes. Here the kernel is asked to start (`sync_file_range`, which waits
+//! for nothing on the disk) each time that enough new data has been written. New data was not on the disk before, and
 //! hardly changes soon. Data that a guest overwrites again and again stays where it is.
 //!
 //! It promises nothing: only a flush makes data durable, and the errors of the started writes show in the next one.

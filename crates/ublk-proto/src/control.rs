@@ -4,7 +4,7 @@
 use crate::bytes::{put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 use crate::{MAX_DEPTH, MAX_REQUEST_BYTES, Malformed, SECTOR_BYTES};
 
-/// A new device gets the first free number.
+/// The number by which a new device gets the first free one.
 pub const ANY_DEVICE: u32 = u32::MAX;
 
 /// The features of a device, on which the driver and its server agree.
@@ -40,9 +40,9 @@ pub const INFO_BYTES: usize = 64;
 /// The facts that the driver and a server share about a device (`ublksrv_ctrl_dev_info`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Requests of a queue.
+    /// Number of requests of a queue.
     pub depth: u16,
     /// Whether it is served.
     pub state: State,
@@ -52,11 +52,11 @@ pub struct DeviceInfo {
     pub device: u32,
     /// The server's process.
     pub process: i32,
-    /// [`features`] that were agreed on.
+    /// The agreed [`features`].
     pub features: u64,
     /// A note of the server that the driver keeps and doesn't look at.
     pub note: u64,
-    /// User that made the device; the driver sets it.
+    /// The user that made the device; the driver sets it.
     pub owner: u32,
 }
 

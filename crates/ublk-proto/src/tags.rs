@@ -93,7 +93,7 @@ impl Tags {
         Ok(())
     }
 
-    /// Requests that are carried out.
+    /// Number of requests that are carried out.
     pub fn running(&self) -> u16 {
         self.with_server
     }

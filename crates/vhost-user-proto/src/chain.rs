@@ -8,11 +8,11 @@ use crate::{Malformed, Memory, Shared};
 pub(crate) const DESCRIPTOR_BYTES: usize = 16;
 /// The most descriptors of a chain, those of its indirect table included.
 pub const MAX_DESCRIPTORS: usize = 1024;
-/// Another descriptor follows.
+/// The flag that another descriptor follows.
 pub const NEXT: u16 = 1;
-/// The device writes the memory; else it reads it.
+/// The flag that the device writes the memory; else it reads it.
 pub const WRITE: u16 = 2;
-/// The memory holds a table of descriptors.
+/// The flag that the memory holds a table of descriptors.
 pub const INDIRECT: u16 = 4;
 
 /// Pieces of memory, one behind the other.

@@ -13,7 +13,7 @@ pub const WRITEBACK_AT: u32 = 32;
 pub struct DeviceConfig {
     /// Size of the disk in bytes; a part of a sector at its end is not shown.
     pub disk_bytes: u64,
-    /// Segments of a request: two places of the ring are the header's and the status's.
+    /// The most segments of a request: two places of the ring are the header's and the status's.
     pub max_segments: u32,
     /// Logical block size in bytes.
     pub block_bytes: u32,
@@ -25,17 +25,17 @@ pub struct DeviceConfig {
     pub optimal_io_bytes: u32,
     /// The write cache is on: only a flush makes writes durable.
     pub writeback: bool,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
     /// Sectors of one segment of a discard.
     pub max_discard_sectors: u32,
-    /// Segments of one discard.
+    /// The most segments of one discard.
     pub max_discard_segments: u32,
     /// Sectors to which discards are best aligned.
     pub discard_alignment_sectors: u32,
     /// Sectors of one segment of a write of zeroes.
     pub max_zeroes_sectors: u32,
-    /// Segments of one write of zeroes.
+    /// The most segments of one write of zeroes.
     pub max_zeroes_segments: u32,
 }
 

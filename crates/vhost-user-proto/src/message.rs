@@ -11,7 +11,7 @@ pub const HEADER_BYTES: usize = 12;
 pub const MAX_BODY_BYTES: u32 = 4096;
 /// The longest range of the config space in one message, in bytes.
 pub const MAX_CONFIG_BYTES: u32 = 256;
-/// Regions in one `SET_MEM_TABLE`, and so descriptors that one message may bring.
+/// The most regions in one `SET_MEM_TABLE`, and so the most descriptors that one message may bring.
 pub const MAX_TABLE_REGIONS: usize = 8;
 
 const VERSION: u32 = 1;
@@ -107,11 +107,11 @@ fn encode(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
 /// Where a ring is, by the front end's addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingAddresses {
-    /// The descriptor table.
+    /// Address of the descriptor table.
     pub descriptors: u64,
-    /// The used ring.
+    /// Address of the used ring.
     pub used: u64,
-    /// The available ring.
+    /// Address of the available ring.
     pub available: u64,
 }
 
@@ -122,9 +122,9 @@ pub struct InflightPlace {
     pub len: u64,
     /// Its offset in its file, in bytes.
     pub offset: u64,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Places of each queue's ring.
+    /// Number of places of each queue's ring.
     pub ring_size: u16,
 }
 

@@ -15,9 +15,9 @@ pub const REGION_BYTES: usize = 32;
 pub struct Region {
     /// Its first address for the guest.
     pub guest_address: u64,
-    /// Its length.
+    /// Its length in bytes.
     pub len: u64,
-    /// Its first address in the front end, by which the places of rings are given.
+    /// Its first address in the front end, in whose terms the places of rings come.
     pub front_end_address: u64,
     /// Its offset in its file, in bytes.
     pub file_offset: u64,

@@ -41,7 +41,7 @@ pub struct RequestLimits {
     pub block_bytes: u32,
     /// Nothing may be changed.
     pub read_only: bool,
-    /// Segments of a discard or a write of zeroes.
+    /// The most segments of a discard or a write of zeroes.
     pub max_segments: u32,
     /// Sectors of one such segment.
     pub max_segment_sectors: u32,

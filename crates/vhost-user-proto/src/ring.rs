@@ -21,13 +21,13 @@ const USED_ENTRY_BYTES: usize = 8;
 /// The place of a ring, by the guest's addresses, and the agreed features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPlace {
-    /// Places: a power of two.
+    /// Number of places: a power of two.
     pub size: u16,
-    /// The descriptor table.
+    /// Address of the descriptor table.
     pub descriptors: u64,
-    /// The available ring.
+    /// Address of the available ring.
     pub available: u64,
-    /// The used ring.
+    /// Address of the used ring.
     pub used: u64,
     /// `VIRTIO_F_EVENT_IDX`.
     pub event_index: bool,
@@ -90,7 +90,7 @@ impl<P: Shared> Ring<P> {
         })
     }
 
-    /// Places.
+    /// Number of places.
     pub fn size(&self) -> u16 {
         self.size
     }
@@ -105,7 +105,7 @@ impl<P: Shared> Ring<P> {
         self.next_used
     }
 
-    /// Chains that were taken and not given back.
+    /// Number of chains that were taken and not given back.
     pub fn in_flight(&self) -> usize {
         self.in_flight_count
     }

@@ -17,7 +17,7 @@ const REQUEST_BYTES: u64 = 1 << 10;
 
 /// A chain whose request has ended.
 pub(crate) struct Ended {
-    /// Of its chain.
+    /// The number of its chain in the ring.
     pub head: u16,
     /// Bytes that were written to the chain; `None`: it has no place for a status.
     pub written: Option<u32>,

@@ -25,9 +25,9 @@ pub(super) struct Match {
 /// The effort of a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Effort {
-    /// Candidates to compare at most.
+    /// The most candidates that are compared.
     pub depth: u32,
-    /// A match this long is good enough.
+    /// A match of so many bytes is good enough.
     pub nice: usize,
 }
 

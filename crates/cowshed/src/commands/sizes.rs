@@ -73,7 +73,7 @@ pub fn unsigned(text: &str) -> Option<u64> {
     Some(if negative { magnitude.wrapping_neg() } else { magnitude })
 }
 
-/// True where the number is below zero, and what stands behind its sign.
+/// True where the number is below zero, and the digits behind its sign.
 fn signed(text: &str) -> Option<(bool, u64)> {
     let digits = text.trim_start_matches([' ', '\t', '\n', '\x0b', '\x0c', '\r']);
     let (negative, digits) = match digits.strip_prefix('-') {

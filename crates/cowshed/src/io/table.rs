@@ -15,9 +15,9 @@ pub struct ShellCommand {
     pub name: &'static str,
     /// A shorter word, "" for none.
     pub short: &'static str,
-    /// Fewest words behind the name.
+    /// The fewest words behind the name.
     pub least: usize,
-    /// Most of them; `usize::MAX` for any number.
+    /// The most words behind it; `usize::MAX` for any number.
     pub most: usize,
     /// Its flags, see [`Arguments::parse`].
     pub flags: &'static str,

@@ -34,7 +34,7 @@ pub struct Report<'a> {
     pub asked_bytes: u64,
     /// Bytes done.
     pub done_bytes: u64,
-    /// Time taken.
+    /// The time that the request took.
     pub elapsed: Duration,
     /// `-C`: for programs.
     pub compact: bool,

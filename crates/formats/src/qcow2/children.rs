@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The children of a qcow2 image, its data file and its backing file, and the other needs of its driver, from the
-//! options or on the header's word.
+//! The children of a qcow2 image: its data file and its backing file. They and the other needs of its driver come from
+//! the options or from the header.
 
 use crate::{EncryptionOptions, OpenContext, Qcow2RuntimeOptions};
 use cowshed_graph::node::ChildRole;

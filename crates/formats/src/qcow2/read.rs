@@ -41,7 +41,7 @@ impl Qcow2Driver {
         Mapped::Load(Box::pin(self.settle(stall, seen)))
     }
 
-    /// Fills `buf` from `offset`, for any mapping. The range lies on the disk.
+    /// Fills `buf` from byte `offset` of the disk, for any mapping. The range lies on the disk.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.read_range(offset, buf).await
     }

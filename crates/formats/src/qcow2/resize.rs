@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 impl Qcow2Driver {
-    /// Changes the virtual size. The node has checked that it may.
+    /// Changes the virtual size, in bytes. The node has checked that it may.
     pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         self.check_writable()?;
         if !size.is_multiple_of(512) {

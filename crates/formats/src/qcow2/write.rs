@@ -23,7 +23,7 @@ impl Qcow2Driver {
         self.direct(offset, len, Intent::Overwrite)
     }
 
-    /// Writes `buf` at `offset`, for any mapping. The range lies on the disk.
+    /// Writes `buf` at byte `offset` of the disk, for any mapping. The range lies on the disk.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         if let Err(error) = self.check_writable() {
             return (Err(error), buf);

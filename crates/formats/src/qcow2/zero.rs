@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
 impl Qcow2Driver {
-    /// Makes a range read as zeroes. The node has checked the range.
+    /// Makes a range in bytes read as zeroes. The node has checked the range.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.check_writable()?;
         if flags.no_fallback && self.header().version < 3 {

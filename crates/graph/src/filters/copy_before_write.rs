@@ -30,7 +30,7 @@ const MOST_COPIES: usize = 1024;
 pub(crate) struct SavingOptions {
     /// A write whose old data can't be saved fails; else it passes and the copy is spoiled.
     pub breaks_writes: bool,
-    /// Saving that takes longer has failed.
+    /// A saving that takes longer has failed.
     pub timeout: Option<Duration>,
     /// Smallest part in bytes, 0 or a power of two up to 2 GiB.
     pub least_part_bytes: u64,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The requests of one thread through an attachment: past its gate, past a throttle filter at the top as cheaply as
-//! possible, to the node, and into the statistics.
+//! The requests of one thread through an attachment. They pass its gate, a throttle filter at the top as cheaply as
+//! possible, the node, and the statistics.
 
 use super::attachment::Attachment;
 use super::gate::Lane;

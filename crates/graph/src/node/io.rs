@@ -96,7 +96,8 @@ impl Node {
         self.home.report_corruption(&Corruption::new(&self.name, error, false));
     }
 
-    /// Fills `buf` from `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is zeroes.
+    /// Fills `buf` from byte `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is
+    /// zeroes.
     pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
         if let Err(error) = self.check_range(offset, len) {

@@ -126,7 +126,7 @@ pub struct StatusExtent {
     pub offset: Option<u64>,
     /// File name of the layer that `offset` is in.
     pub file: Option<Arc<str>>,
-    /// Layers down from the asked node.
+    /// Number of layers down from the asked node.
     pub depth: u32,
 }
 

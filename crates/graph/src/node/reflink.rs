@@ -8,8 +8,8 @@ use cowshed_types::Result;
 
 impl Node {
     /// The files with the plain data of this layer and of those below it, which [`super::StatusExtent::file`] names.
-    /// `None` where one of them isn't directly a file of this machine (a filter, a server, an image within an image):
-    /// its names mean nothing then.
+    /// `None` where one of them isn't directly a file of this machine (a filter, a server, a nested image): its names
+    /// mean nothing then.
     pub fn content_files(&self) -> Option<Vec<File>> {
         let mut files = vec![self.own_content_file()?];
         let mut layer = self.backing();

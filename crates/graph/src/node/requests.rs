@@ -58,8 +58,8 @@ impl<N: Deref<Target = Node>> Drop for LeftBehind<N> {
 macro_rules! requests {
     ($holder:ty, |$self:ident| $hold:expr) => {
         impl $holder {
-            /// Writes `buf` at `offset`; it is durable after the next `flush` (at once in a writethrough mode). Once polled, the
-            /// write is carried out even when the future is dropped.
+            /// Writes `buf` at byte `offset`; it is durable after the next `flush` (at once in a writethrough mode).
+            /// Once polled, the write is carried out even when the future is dropped.
             pub fn write(&$self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> + use<> {
                 let node = $hold;
                 rt::to_completion_of(Left(node.clone()), async move { node.run_write(offset, buf).await })

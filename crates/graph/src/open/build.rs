@@ -160,7 +160,7 @@ pub struct TreePlace {
     pub discard: bool,
     /// Each write is followed by a flush.
     pub writethrough: bool,
-    /// Layers of the chain so far, this one included.
+    /// Number of layers of the chain so far, this one included.
     pub depth: u32,
     /// The file must be in this folder, also behind symbolic links.
     pub beneath: Option<PathBuf>,

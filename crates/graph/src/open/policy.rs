@@ -27,18 +27,19 @@ pub struct Policy {
     pub allow_extent_links: bool,
     /// Guess the format of a backing file whose overlay doesn't name it. The guess is reported as a warning.
     pub allow_backing_probe: bool,
-    /// Most layers of a chain, the top one included.
+    /// The most layers of a chain, the top one included.
     pub max_chain_depth: u32,
     /// Largest virtual size of a layer, in bytes.
     pub max_virtual_size_bytes: u64,
     /// Largest table of a layer that is read whole (L1, refcount table, bitmap directory), in bytes. Formats have limits of
     /// their own besides.
     pub max_table_bytes: u64,
-    /// Most internal snapshots of a layer.
+    /// The most internal snapshots of a layer.
     pub max_snapshots: u32,
     /// So much may come out of compressed clusters of a layer while it is open, in bytes, whole clusters each time.
     pub max_decompressed_bytes: u64,
-    /// So long may the image be used, from its opening on; later requests fail. A request that runs already isn't cut off.
+    /// The time for which the image may be used, from its opening on; later requests fail. A request that runs already
+    /// isn't cut off.
     pub time_limit: Option<Duration>,
 }
 

@@ -36,15 +36,15 @@ impl Default for Accounting {
 /// Counters of one kind of request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KindStats {
-    /// Requests that were carried out.
+    /// Number of requests that were carried out.
     pub operations: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Requests that were joined with another one before they got here.
+    /// Number of requests that were joined with another one before they got here.
     pub merged: u64,
-    /// Requests that failed.
+    /// Number of requests that failed.
     pub failed: u64,
-    /// Requests that were refused as impossible.
+    /// Number of requests that were refused as impossible.
     pub invalid: u64,
     /// Time that the requests took, all together, in nanoseconds: those carried out, and failed ones where they count
     /// ([`Accounting::failed`]).

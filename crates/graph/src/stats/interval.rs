@@ -15,7 +15,7 @@ pub struct LatencyStats {
     pub max_ns: u64,
     /// The average.
     pub average_ns: u64,
-    /// Requests that ended in the interval.
+    /// Number of requests that ended in the interval.
     pub operations: u64,
     /// Requests in flight at the same time, on average, in thousandths.
     pub average_queue_depth_milli: u64,

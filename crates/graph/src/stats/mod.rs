@@ -73,7 +73,7 @@ pub struct AttachmentStats {
     pub highest_written_byte: u64,
     /// Time since the last request ended, in nanoseconds; `None` before the first one and while one runs.
     pub idle_ns: Option<u64>,
-    /// Requests in flight now, waiting ones included.
+    /// Number of requests in flight now, waiting ones included.
     pub in_flight: u64,
     /// The user-chosen intervals, in the order they were given.
     pub intervals: Vec<IntervalStats>,

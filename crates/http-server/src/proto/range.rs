@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-/// Most ranges of a request; a client that asks for more gets none.
+/// The most ranges of a request; a client that asks for more gets none.
 pub const MAX_RANGES: usize = 32;
 
 /// The ranges that a field `Range` names in a content of some length.

@@ -35,7 +35,7 @@ pub struct CopySettings {
     pub target_is_zero: bool,
     /// Compress, in clusters of `cut.unit` bytes.
     pub compressed: bool,
-    /// Pieces in flight at most.
+    /// The most pieces in flight.
     pub requests: usize,
     /// Writes may start in any order.
     pub out_of_order: bool,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Cuts a disk into the pieces that are copied one by one: aligned to the target's unit of allocation, large where
-//! possible, and holes left out.
+//! possible, without the holes.
 
 use super::source::{RunKind, SourceRun, Sources};
 use cowshed_types::Result;
@@ -34,7 +34,7 @@ impl<'a> Pieces<'a> {
         Pieces { sources, cut, at: 0, runs: VecDeque::new() }
     }
 
-    /// From now on no data piece is longer than `chunk`, a multiple of the unit.
+    /// Sets the longest data piece from now on to `chunk` bytes, a multiple of the unit.
     pub fn set_chunk(&mut self, chunk: u64) {
         self.cut.chunk = chunk;
     }

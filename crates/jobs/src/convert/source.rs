@@ -139,7 +139,7 @@ impl Sources {
         }
     }
 
-    /// Runs from `offset` on: at least one before the end of the disk, in order, without gaps.
+    /// Runs from byte `offset` on: at least one before the end of the disk, in order, without gaps.
     pub async fn runs(&self, offset: u64) -> Result<Vec<SourceRun>> {
         let Some(part) = self.parts.iter().find(|part| offset >= part.start && offset < part.end) else {
             return Ok(Vec::new());
@@ -222,7 +222,7 @@ impl Sources {
         Ok(places)
     }
 
-    /// Fills `buf` from `offset`, across the borders of images.
+    /// Fills `buf` from byte `offset`, across the borders of images.
     pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
         let end = offset.saturating_add(buf.len() as u64);
         let Some(part) = self.parts.iter().find(|part| offset >= part.start && end <= part.end) else {

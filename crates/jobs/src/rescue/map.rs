@@ -56,7 +56,7 @@ pub struct OrphanTable {
     pub looks_like: &'static str,
     /// Entries that aren't 0.
     pub entries: u64,
-    /// Lowest host offset that it points to.
+    /// Lowest host offset that it points to, in bytes.
     pub first_target: u64,
     /// The suggested place: first byte of the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -109,7 +109,7 @@ pub struct RescueMap {
     pub orphans: Vec<OrphanTable>,
     /// Ranges of the disk that have no L2 table: first byte and length.
     pub without_table: Vec<(u64, u64)>,
-    /// Ranges that are not listed.
+    /// Number of ranges that are not listed.
     pub omitted: u64,
 }
 

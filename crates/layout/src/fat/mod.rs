@@ -106,7 +106,7 @@ pub enum Region {
 /// Clusters that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chain {
-    /// The first one.
+    /// The first cluster's number.
     pub first: u32,
     /// Number of clusters.
     pub count: u32,

@@ -18,8 +18,8 @@ const HEAD_BYTES: usize = 8;
 pub type HeaderStages = Vec<Vec<(u64, Vec<u8>)>>;
 
 /// The stages that turn `cluster`, the file's first cluster with the header `old`, into one with `new`, whose
-/// `backing_file_offset` doesn't count. The change is a single write of several sectors only if the cluster is too
-/// small for the old and the new of long names at once.
+/// `backing_file_offset` doesn't count. The change is a single write of several sectors only if the cluster can't hold
+/// the old and the new of long names at once.
 pub fn switch(cluster: &[u8], old: &Header, new: &Header) -> Result<HeaderStages> {
     // It comes again where it is needed.
     let mut new = new.clone();

@@ -23,13 +23,13 @@ pub mod limits {
     pub const REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
     /// Longest file name in the header, in bytes.
     pub const NAME_BYTES: usize = 1023;
-    /// Most internal snapshots.
+    /// The most internal snapshots.
     pub const SNAPSHOTS: u32 = 65536;
     /// Largest snapshot table in bytes.
     pub const SNAPSHOT_TABLE_BYTES: u64 = 64 << 20;
     /// Most bytes of extra data of a snapshot.
     pub const SNAPSHOT_EXTRA_BYTES: u32 = 1024;
-    /// Most bitmaps.
+    /// The most bitmaps.
     pub const BITMAPS: u32 = 65535;
     /// Largest bitmap directory in bytes.
     pub const BITMAP_DIRECTORY_BYTES: u64 = 64 << 20;

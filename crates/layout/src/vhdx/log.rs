@@ -129,8 +129,8 @@ impl Ring<'_> {
         })
     }
 
-    /// The entries that begin at `start` and follow each other: the place of the last one, that entry, and whether they
-    /// are a sequence that can be carried out.
+    /// The entries that begin at `start` and follow each other: the place of the last one, that entry, and whether the
+    /// sequence is complete.
     fn sequence(&self, start: usize, guid: Guid) -> Option<(usize, Entry, bool)> {
         let mut last = self.entry(start, guid)?;
         let (mut at, mut total) = (start, last.length);

@@ -127,7 +127,7 @@ impl VhdxHeader {
         is_sound.then(|| Self::parse_unverified(bytes, offset))
     }
 
-    /// As [`VhdxHeader::parse`], whatever signature and checksum are.
+    /// As [`VhdxHeader::parse`], with any signature and checksum.
     pub fn parse_unverified(bytes: &[u8], offset: u64) -> Result<Self> {
         let cut_short = || wrong("header", offset, bytes.len(), "the VHDX header is cut short");
         Self::parse_fields(bytes, offset).ok_or_else(cut_short)?
@@ -232,7 +232,7 @@ impl VhdxRegions {
         is_sound.then(|| Self::parse_unverified(bytes, offset))
     }
 
-    /// As [`VhdxRegions::parse`], whatever signature and checksum are.
+    /// As [`VhdxRegions::parse`], with any signature and checksum.
     pub fn parse_unverified(bytes: &[u8], offset: u64) -> Result<Self> {
         let cut_short = || wrong("region table", offset, bytes.len(), "the region table is cut short");
         let count = le32_at(bytes, 8).ok_or_else(cut_short)?;

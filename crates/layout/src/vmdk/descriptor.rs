@@ -11,7 +11,7 @@ pub const NO_PARENT: u32 = 0xffff_ffff;
 pub mod limits {
     /// Longest text in bytes.
     pub const DESCRIPTOR_BYTES: usize = 4 << 20;
-    /// Most extents; each is a file that is held open.
+    /// The most extents; each is a file that is held open.
     pub const EXTENTS: usize = 4096;
     /// Longest file name in bytes.
     pub const NAME_BYTES: usize = 1023;

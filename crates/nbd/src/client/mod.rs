@@ -52,10 +52,10 @@ pub struct ClientOptions {
     pub tls: Option<ClientTls>,
     /// The name in the server's certificate, where it isn't that of the host.
     pub tls_hostname: Option<String>,
-    /// When the connection is lost: requests wait so long for the next one, anew in each outage. After that they fail, until a
-    /// later attempt succeeds.
+    /// The time that requests wait for a new connection when the old one is lost, anew in each outage. After that they
+    /// fail, until a later attempt succeeds.
     pub reconnect_delay: Duration,
-    /// Try so long to connect at first; zero: once.
+    /// The time of trying to connect at first; zero: once.
     pub open_timeout: Duration,
     /// The metadata context that is asked for in place of `base:allocation`, for [`Client::context_status`]. A server that
     /// doesn't have it is refused.
@@ -174,12 +174,12 @@ impl Client {
         &self.facts
     }
 
-    /// Fills `buf` from `offset`.
+    /// Fills `buf` from byte `offset` of the export.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Reply<()>, IoBuf) {
         self.transfer(offset, buf, None).await
     }
 
-    /// Writes `buf` at `offset`; `durable`: it is when this returns.
+    /// Writes `buf` at byte `offset` of the export; `durable`: it is when this returns.
     pub async fn write(&self, offset: u64, buf: IoBuf, durable: bool) -> (Reply<()>, IoBuf) {
         let has_fua = self.facts.flags.contains(TransmissionFlags::SEND_FUA);
         let is_told = durable && has_fua && !slip!("fua_left_out_by_the_nbd_client");
@@ -253,7 +253,8 @@ impl Client {
         self.simple(Command::Flush, CommandFlags::default(), 0, 0).await.map(drop)
     }
 
-    /// Makes a range read as zeroes. `ENOTSUP` where the server has no such command, or, with `fast`, would be slow.
+    /// Makes a range in bytes read as zeroes. `ENOTSUP` where the server has no such command, or, with `fast`, would be
+    /// slow.
     pub async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool, fast: bool) -> Reply<()> {
         let has = |flag| self.facts.flags.contains(flag);
         if !has(TransmissionFlags::SEND_WRITE_ZEROES) || (fast && !has(TransmissionFlags::SEND_FAST_ZERO)) {
@@ -263,7 +264,8 @@ impl Client {
         self.in_pieces(Command::WriteZeroes, flags, offset, length).await
     }
 
-    /// Gives a range back; its content is undefined afterwards. Without an effect where the server has no such command.
+    /// Gives a range in bytes back; its content is undefined afterwards. Without an effect where the server has no such
+    /// command.
     pub async fn trim(&self, offset: u64, length: u64) -> Reply<()> {
         if !self.facts.flags.contains(TransmissionFlags::SEND_TRIM) {
             return Ok(());

@@ -29,7 +29,7 @@ pub(crate) struct Pending {
     pub reads: bool,
     /// The ranges that the reply has covered, in order of arrival, neighbours joined.
     pub covered: Vec<(u64, u64)>,
-    /// Parts of the reply without data so far.
+    /// Number of parts of the reply without data so far.
     pub remarks: u16,
     pub runs: Vec<StatusRun>,
     pub error: Option<Errno>,

@@ -96,7 +96,7 @@ impl<'a> Rewrite<'a> {
         Ok(())
     }
 
-    /// So many steps more are to come.
+    /// Adds to the steps that are to come.
     pub fn expect(&mut self, steps: u64) {
         self.total += steps;
     }

@@ -103,8 +103,8 @@ impl CheckReport {
 /// Checks the image in `file` and repairs it by the options. An error means that the check couldn't be made; the writes
 /// of a repair until then leave the image no worse than it was.
 ///
-/// A repair of a file with direct I/O that ends within a sector of the disk, or may do so, goes by way of the page
-/// cache. No other operation may run on the file then.
+/// A repair of a file with direct I/O goes by way of the page cache if the file ends, or may end, within a sector. No
+/// other operation may run on the file then.
 pub async fn check(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     if options.repair != Repair::None && !file.is_writable() {

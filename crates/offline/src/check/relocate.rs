@@ -16,7 +16,7 @@ use std::collections::HashMap;
 pub(super) struct Copy {
     /// The copy's cluster.
     pub cluster: u64,
-    /// References that it will have.
+    /// Number of references that it will have.
     pub weight: u32,
     /// Where the pointer to it is in the file, and its value then; `None` where one to another cluster is enough.
     pub pointer: Option<(u64, u64)>,

@@ -31,7 +31,7 @@ impl Image {
 
 impl Publication<'_> {
     /// Carries the change out with new tables where they differ alone. Returns the number of clusters whose count is
-    /// too high for want of a dirty bit, and the freed clusters, whose space isn't given back yet.
+    /// too high for lack of a dirty bit. The freed clusters, whose space isn't given back yet, come with it.
     pub(super) async fn run_in_place(mut self, change: Change) -> Result<(u64, Vec<Range<u64>>)> {
         let length = self.image.file.len();
         let placed = self.place_differing(&change).await;

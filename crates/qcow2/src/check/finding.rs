@@ -325,15 +325,15 @@ pub struct Counters {
     pub fragmented_clusters: u64,
     /// Compressed clusters.
     pub compressed_clusters: u64,
-    /// Corruptions that are there now.
+    /// Number of corruptions that are there now.
     pub corruptions: u64,
     /// Leaked clusters that are there now.
     pub leaks: u64,
-    /// Errors that kept parts of the image from being checked.
+    /// Number of errors that kept parts of the image from being checked.
     pub check_errors: u64,
-    /// Corruptions repaired.
+    /// Number of corruptions repaired.
     pub corruptions_fixed: u64,
-    /// Leaks repaired.
+    /// Number of leaks repaired.
     pub leaks_fixed: u64,
 }
 

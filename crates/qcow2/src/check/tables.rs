@@ -7,8 +7,8 @@ use cowshed_types::{Error, ErrorKind, Result};
 /// [`TableRef::l1_index`] of a table that only snapshots use.
 pub const INACTIVE: u32 = u32::MAX;
 
-/// Distinct L2 tables before a check gives up, 16 bytes each: those that the largest allowed L1 table can name, and as
-/// many again for snapshots.
+/// Distinct L2 tables before a check gives up, 16 bytes each: those of the largest allowed L1 table, and as many again
+/// for snapshots.
 const TABLES_MAX: usize = 8 << 20;
 
 /// An L2 table to read.

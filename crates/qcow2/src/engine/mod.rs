@@ -52,9 +52,9 @@ pub struct Statistics {
     pub l2_slices: u64,
     /// Dirty L2 slices.
     pub l2_dirty: u64,
-    /// Look-ups that found their slice in memory.
+    /// Number of look-ups that found their slice in memory.
     pub l2_hits: u64,
-    /// Slices read from the image since it was opened.
+    /// Number of slices read from the image since it was opened.
     pub l2_misses: u64,
     /// Memory of the L2 slices in bytes, bookkeeping included.
     pub l2_bytes: u64,
@@ -70,7 +70,7 @@ pub struct Statistics {
     pub refcount_limit_bytes: u64,
     /// Refcount blocks in memory.
     pub refcount_blocks: u64,
-    /// Freed host ranges that may not be used again yet.
+    /// Number of freed host ranges that may not be used again yet.
     pub quarantined: u64,
 }
 

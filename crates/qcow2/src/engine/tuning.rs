@@ -40,7 +40,7 @@ impl Engine {
         Some(self.tuning.backing_size.load(Ordering::Acquire)).filter(|size| *size != NO_BACKING)
     }
 
-    /// Another backing file, or none. No request may run.
+    /// Sets the size of another backing file in bytes, or none. No request may run.
     pub fn set_backing_size(&self, size: Option<u64>) {
         self.tuning.backing_size.store(size.unwrap_or(NO_BACKING), Ordering::Release);
     }

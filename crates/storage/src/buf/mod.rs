@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Owned, aligned I/O memory.
 //!
-//! **No byte of an earlier use leaves a buffer.** Memory is used again, so a buffer of [`IoBuf::scratch`] may hold
-//! bytes of another request, or of another client. Its bytes are unknown only until the end of the one operation that
-//! it was made for. A read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
+//! **No byte of an earlier use leaves a buffer.** Memory is used again: a buffer of [`IoBuf::scratch`] may hold bytes
+//! of another request or client. Its bytes are unknown only until the end of the one operation that it was made for. A
+//! read of a [`crate::File`] or of a node ends with all of them filled, or with an error and zeroes
 //! ([`IoBuf::forget`]). Builds with debug assertions fill such buffers with [`SCRATCH_POISON`], and tests look for it
 //! in the bytes of clients and files.
 

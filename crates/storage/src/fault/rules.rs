@@ -230,9 +230,9 @@ pub struct FaultRule {
     /// Only operations that touch one of these bytes; flushes and changes of the length have no place and are then
     /// left alone.
     pub range: Option<Range<u64>>,
-    /// So many operations that match pass unharmed first.
+    /// The number of matching operations that pass unharmed first.
     pub skip: u64,
-    /// So many are hit then.
+    /// The number of operations that are hit then.
     pub times: u64,
     /// The share of the rest that is hit, in percent.
     pub probability_percent: u8,
@@ -264,7 +264,7 @@ impl FaultRule {
 pub struct StateRule {
     /// When.
     pub event: Event,
-    /// In which state.
+    /// The state in which it counts.
     pub state: Option<u32>,
     /// The state afterwards.
     pub new_state: u32,
@@ -406,7 +406,7 @@ impl Faults {
         if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(&[Event::PwritevDone]) } else { None }
     }
 
-    /// Operations hit so far.
+    /// Number of operations hit so far.
     pub fn hits(&self) -> u64 {
         self.hits.load(Ordering::Relaxed)
     }

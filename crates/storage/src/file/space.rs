@@ -22,13 +22,13 @@ impl File {
         result.map_err(|errno| self.error(errno, "could not discard", offset))
     }
 
-    /// Gives the space of a range back; it reads as zeroes then. `Unsupported` where the file system can't.
+    /// Gives the space of a range in bytes back; it reads as zeroes then. `Unsupported` where the file system can't.
     pub async fn punch_hole(&self, offset: u64, len: u64) -> Result<()> {
         self.make_zero(Space::Punch, offset, len, "could not punch a hole").await
     }
 
-    /// Makes a range read as zeroes and keeps its space allocated; the file grows to hold it. `Unsupported` where the
-    /// file system can't.
+    /// Makes a range in bytes read as zeroes and keeps its space allocated; the file grows to hold it. `Unsupported`
+    /// where the file system can't.
     pub async fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
         self.make_zero(Space::Zero, offset, len, "could not zero a range").await
     }

@@ -2,9 +2,9 @@
 //! Futures that run to their end, also when their callers drop them.
 //!
 //! The kernel can't take back an operation that it has begun. A request that changes something therefore can't stop
-//! half-way. It must keep the protection of the operation (pins, range locks, its count in a drain) until the operation
-//! ends, and it must finish or undo its change. A [`Completion`] that is dropped hands the request to the executor,
-//! which runs it to its end.
+//! half-way. It must keep the protection of the operation (pins, range locks, its count in a drain) until that ends. It
+//! must finish or undo its change. A [`Completion`] that is dropped hands the request to the executor, which runs it to
+//! its end.
 
 use super::executor::{self, LocalState};
 use super::{Obligation, with_current};

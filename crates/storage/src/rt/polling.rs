@@ -36,7 +36,7 @@ impl PollLimit {
         limit
     }
 
-    /// From now on at most so long; zero: never.
+    /// Sets the limit; zero: never.
     pub fn set(&self, most: Duration) {
         self.0.store(u64::try_from(most.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }

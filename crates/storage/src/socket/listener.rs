@@ -39,7 +39,7 @@ pub struct ListenOptions {
     pub ipv6: Option<bool>,
     /// The host is an address: no name server is asked.
     pub numeric: bool,
-    /// Ports up to this one are tried where earlier ones are taken.
+    /// The last port that is tried where earlier ones are taken.
     pub last_port: Option<u16>,
     /// The system asks silent clients whether they are still there.
     pub keep_alive: Option<KeepAlive>,

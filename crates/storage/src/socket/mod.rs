@@ -240,7 +240,8 @@ impl Socket {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Write);
     }
 
-    /// The peer for people: `ADDRESS:PORT`, or `unix` where it has no name, with the number of the process where known.
+    /// The peer in messages: `ADDRESS:PORT`, or `unix` where it has no name, with the number of the process where
+    /// known.
     pub fn peer(&self) -> String {
         let address = rustix::net::getpeername(&self.fd).ok().flatten();
         match address.as_ref().and_then(|address| std::net::SocketAddr::try_from(address.clone()).ok()) {
@@ -276,7 +277,7 @@ impl AsFd for Socket {
     }
 }
 
-/// An address of the system for people, and for [`SocketAddress`]'s `Display`.
+/// An address of the system in messages, and for [`SocketAddress`]'s `Display`.
 fn describe(address: &SocketAddrAny) -> String {
     match std::net::SocketAddr::try_from(address.clone()) {
         Ok(address) => address.to_string(),

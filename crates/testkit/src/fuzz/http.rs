@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry point of the protocol in `cowshed-http-server`: what a client sends, and the heads of the responses.
+//! Entry point of the protocol in `cowshed-http-server`: a client's requests, and the heads of the responses.
 
 use super::replay::Entry;
 use cowshed_http_server::proto::answer::{About, Answer, AnswerPart, Tag, answer, message, phrase};
@@ -8,8 +8,8 @@ use cowshed_http_server::proto::request::{MAX_HEAD_BYTES, Request, parse};
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("http_request", request)];
 
-/// A content: eight bytes are its length, one has its kind (1: its tag is weak, 2: it is packed on the way, 4: it has a file name).
-/// Behind it, what one connection sends: heads of requests.
+/// A content: eight bytes are its length, one has its kind (1: its tag is weak, 2: it is packed on the way, 4: it has a
+/// file name). Behind it come the bytes of one connection: heads of requests.
 pub fn request(data: &[u8]) {
     let Some((fixed, mut sent)) = data.split_first_chunk::<9>() else { return };
     let kind = fixed[8];

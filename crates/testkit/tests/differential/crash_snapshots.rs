@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Power cuts while an internal snapshot is taken, applied or deleted. The image is as before or as after, with every
-//! byte of the disk and of each snapshot, and nothing is wrong with it but leaked clusters.
+//! Power cuts while an internal snapshot is taken, applied or deleted. The image is as before or as after, every byte
+//! of the disk and of the snapshots included. Nothing is wrong with it but leaked clusters.
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of the graph while compressed clusters are read ahead, by tasks that outlive the request that started them.
-//! The disk is so slow that they are under way for certain: nothing hangs, no read follows the change, and later reads
+//! The disk is so slow that they are under way for certain. Nothing hangs, no read follows the change, and later reads
 //! have the image's data.
 
 use cowshed_image::formats::DriverOf;

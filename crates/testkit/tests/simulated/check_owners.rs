@@ -278,8 +278,8 @@ fn is_of_unread_snapshot(kind: &FindingKind) -> bool {
     )
 }
 
-/// A snapshot whose L1 table can't be read keeps all clusters that it may own, and the rest of the image is repaired;
-/// on demand it is given up.
+/// A snapshot whose L1 table can't be read keeps all clusters that it may own. The rest of the image is repaired; on
+/// demand the snapshot is given up.
 #[test]
 fn a_snapshot_that_cannot_be_read_bars_no_other_repair() {
     let just_behind = |v: &Victim| v.file.metadata().expect("a length").len().next_multiple_of(1 << 14) + (1 << 14);

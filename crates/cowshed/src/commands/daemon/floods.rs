@@ -15,14 +15,14 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The target of the lines that tell what is left out. No crate has the name.
+/// The target of the lines about left-out ones. No crate has the name.
 pub const LEFT_OUT: &str = "left_out";
 
 /// Lines of a kind that may come at once.
 const BURST: u32 = 50;
 /// Behind these, one more in so much time.
 const PAUSE: Duration = Duration::from_secs(10);
-/// How often the log tells what it has left out.
+/// The pause between lines about left-out ones.
 const TELL: Duration = Duration::from_secs(60);
 /// Kinds that are known at a time, about: exports come and go.
 const MOST_KINDS: usize = 1000;
@@ -71,7 +71,7 @@ type Key = (Identifier, String);
 #[derive(Default)]
 struct Counts {
     kinds: HashMap<Key, Kind>,
-    /// A thread waits to tell what is left out.
+    /// A thread waits to report the left-out lines.
     is_telling: bool,
 }
 
@@ -125,7 +125,7 @@ impl Bounds {
         }
     }
 
-    /// Logs what was left out since the last time. True: there was something.
+    /// Logs the number of lines left out since the last time. True: there was something.
     pub fn tell(&self) -> bool {
         let mut counts = self.counts();
         let told: Vec<(String, String, u64)> = counts

@@ -16,11 +16,11 @@ pub enum LogFormat {
     Json,
 }
 
-/// A log that has started. At its end it tells what it has left out.
+/// A log that has started. At its end it reports the left-out lines.
 pub struct Log(Bounds);
 
 impl Log {
-    /// Tells what was left out until now.
+    /// Reports the lines left out until now.
     pub fn tell_left_out(&self) {
         self.0.tell();
     }

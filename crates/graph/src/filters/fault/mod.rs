@@ -83,7 +83,7 @@ impl Fault {
         self.table.rules()
     }
 
-    /// Requests that were hit so far.
+    /// Number of requests that were hit so far.
     pub fn hits(&self) -> u64 {
         self.table.hits()
     }

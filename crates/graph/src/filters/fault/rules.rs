@@ -139,7 +139,7 @@ pub struct FaultRule {
     /// Only requests that touch these bytes; `None` for all. A rule for flushes or changes of the size, which have no place,
     /// disregards it.
     pub range: Option<Range<u64>>,
-    /// So many matching requests pass first.
+    /// The number of matching requests that pass first.
     pub after: u64,
     /// Disarmed after so many hits. In a rule that is armed: 0 where requests that it has hit hang still.
     pub times: u64,
@@ -151,7 +151,7 @@ pub struct FaultRule {
     pub distance: u64,
     /// The delay of a request that is hit.
     pub delay: Duration,
-    /// Up to so much longer.
+    /// The largest random addition to the delay.
     pub jitter: Duration,
     /// Counts from then on, from the opening of the node.
     pub start: Duration,
@@ -290,11 +290,11 @@ impl FaultRule {
 /// A rule that is armed, as it is read back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArmedRule {
-    /// By which it is disarmed.
+    /// The number by which it is disarmed.
     pub id: u64,
     /// The rule, with the rest of its `after` and `times`.
     pub rule: FaultRule,
-    /// Requests that it has hit.
+    /// Number of requests that it has hit.
     pub hits: u64,
 }
 

@@ -87,7 +87,7 @@ fn kinds_of(direction: Direction) -> [Limited; 4] {
 }
 
 impl Meter {
-    /// With empty buckets at `now_ns`.
+    /// A meter with empty buckets at `now_ns`.
     pub fn new(limits: Limits, now_ns: u64) -> Meter {
         Meter { limits, buckets: Default::default(), leaked_ns: now_ns }
     }
@@ -97,7 +97,7 @@ impl Meter {
         &self.limits
     }
 
-    /// Other limits from now on. The level of a bucket stays, up to its new size: changing limits gives no new burst.
+    /// Sets other limits. The level of a bucket stays, up to its new size: changing limits gives no new burst.
     pub fn set_limits(&mut self, limits: Limits, now_ns: u64) {
         self.leak(now_ns);
         for (bucket, limit) in self.buckets.iter_mut().zip(&limits.limits) {
@@ -136,7 +136,7 @@ impl Meter {
         if wait < 0.5 { 0 } else { wait.ceil() as u64 }
     }
 
-    /// Pours a request in. It need not have waited.
+    /// Pours a request of `bytes` in. It need not have waited.
     pub fn pour(&mut self, direction: Direction, bytes: u64, now_ns: u64) {
         self.leak(now_ns);
         self.pour_many(direction, bytes, 1);

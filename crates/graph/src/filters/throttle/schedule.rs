@@ -47,7 +47,7 @@ pub struct ThrottleWaits {
     pub count: u64,
     /// The time that they waited, all together, in nanoseconds.
     pub total_ns: u64,
-    /// Requests that wait now.
+    /// Number of requests that wait now.
     pub waiting: u64,
 }
 
@@ -68,7 +68,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Without members.
+    /// A schedule without members.
     pub fn new(limits: Limits, now_ns: u64) -> Schedule {
         Schedule { meter: Meter::new(limits, now_ns), ..Schedule::default() }
     }
@@ -78,7 +78,7 @@ impl Schedule {
         self.meter.limits()
     }
 
-    /// Other limits from now on; [`Schedule::dispatch`] should follow.
+    /// Sets other limits; [`Schedule::dispatch`] should follow.
     pub fn set_limits(&mut self, limits: Limits, now_ns: u64) {
         self.meter.set_limits(limits, now_ns);
     }
@@ -88,7 +88,7 @@ impl Schedule {
         self.members.insert(Member::default())
     }
 
-    /// A member goes. Its waiting requests are released.
+    /// Takes a member away. Its waiting requests are released.
     pub fn leave(&mut self, member: MemberId, now_ns: u64) {
         self.release_all(member, now_ns);
         self.members.try_remove(member);
