@@ -69,7 +69,7 @@ pub fn once(mut command: Command) -> Result<Sample, String> {
 fn tail_of(mut log: std::fs::File) -> String {
     use std::io::{Read, Seek};
     let mut text = String::new();
-    // A log that can't be read adds nothing to the error that is being told.
+    // A log that can't be read adds nothing to the error that is being reported.
     let _ = log.rewind().and_then(|()| log.read_to_string(&mut text));
     text.lines().last().unwrap_or_default().to_owned()
 }

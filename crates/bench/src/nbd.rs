@@ -197,7 +197,7 @@ impl Server {
             synced.map_err(|e| format!("{}: {e}", image.display())).and_then(|()| written_bytes(image))
         };
         let already = written.map(synced).transpose()?;
-        // The peak begins anew; a kernel that can't do that tells the one since the start.
+        // The peak begins anew; a kernel that can't do that reports the one since the start.
         let _ = std::fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5");
         let before = self.cpu_seconds()?;
         let (operations, per_second) = client()?;

@@ -66,8 +66,8 @@ pub struct Ready {
     pub control: Sender<Message>,
 }
 
-/// Runs a daemon on this thread until it is told to stop. `started` is called once everything is there that the steps
-/// ask for. When a step fails, the parts that were there already are taken back.
+/// Runs a daemon on this thread until it gets the order to stop. `started` is called once everything is there that the
+/// steps ask for. When a step fails, the parts that were there already are taken back.
 pub fn run(setup: Setup, started: impl FnOnce(&Ready) -> Result<()>) -> Result<StopReason> {
     run_with(setup, started, |_| ())
 }

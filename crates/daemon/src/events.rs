@@ -14,14 +14,14 @@ pub trait Listener: Send + Sync {
     fn settle(&self, patience: Duration);
 }
 
-/// An event of a limited kind comes at most once in this time; of those in between the newest one is told at its end.
+/// An event of a limited kind comes at most once in this time; the newest one in between comes at its end.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// One kind of event about one thing, held to its limit.
+/// One kind of event about one subject, held to its limit.
 struct Limit {
     name: &'static str,
     about: String,
-    /// From then on the next one may be told.
+    /// From then on the next one may go.
     free_at: Instant,
     held: Option<Value>,
 }
@@ -60,7 +60,7 @@ impl EventBus {
         None
     }
 
-    /// Tells events that were held back and may be told now.
+    /// Sends events that were held back and may go now.
     pub fn emit_due(&self) {
         let now = Instant::now();
         let mut due = Vec::new();

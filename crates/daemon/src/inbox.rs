@@ -75,7 +75,7 @@ impl<T> Drop for Inbox<T> {
         shared.closed = true;
         let rest = std::mem::take(&mut shared.queue);
         drop(shared);
-        // Their senders may wait for an answer: dropping the messages tells them.
+        // Their senders may wait for an answer: dropping the messages shows them the end.
         drop(rest);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The storage daemon: images served to many clients, under the control of monitors.
 //!
-//! [`run`] is all of it: it carries the [`Step`]s of a command line out, then serves until it is told to stop.
+//! [`run`] is all of it: it carries the [`Step`]s of a command line out, then serves until the order to stop.
 
 mod authorization;
 mod chardevs;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The version that the daemon tells.
+//! The version that the daemon reports.
 
 use serde_json::{Value, json};
 

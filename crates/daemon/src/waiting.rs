@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-/// A command that runs for so long is reported in the log.
+/// The time after which a running command is reported in the log.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
 
 /// A command between its arrival and its answer.
@@ -78,8 +78,8 @@ impl Commands {
         self.running.borrow().clone()
     }
 
-    /// Waits until no other command changes the nodes of this one; in vain for too long it names the command in the
-    /// way.
+    /// Waits until no other command changes the nodes of this one. After too long a wait the error names the command in
+    /// the way.
     pub async fn turn<'a>(&'a self, listed: &Listed<'_>, scope: Scope<'_>) -> QmpResult<Turn<'a>> {
         listed.running.waits_for_turn.set(true);
         let name = &listed.running.name;

@@ -10,7 +10,7 @@ pub const OPENING: &str = "cowshed_daemon::opening";
 /// Told of each warning, beside the log.
 static PRINTER: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Has `print` told of each warning about an image that this process opens. The first call counts.
+/// Passes each warning about an image that this process opens to `print`. The first call counts.
 pub fn print_warnings(print: fn(&str)) {
     let _ = PRINTER.set(print);
 }

@@ -73,7 +73,7 @@ pub(crate) trait BlockFormat: Send + Sync {
     }
     /// Whether new blocks can be packed.
     const PACKS: bool = false;
-    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    /// Looks for damage; at most `max` findings are reported. `None` where qemu-img has no check for the format either.
     fn check(&self, _file: &ImageFile, _max: usize) -> impl Future<Output = Result<Option<MappedCheck>>> {
         async { Ok(None) }
     }

@@ -98,7 +98,7 @@ pub(crate) trait MappedFormat: Send + Sync {
     }
     /// Unpacks the block that begins at byte `block` of the disk, all of it.
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>>;
-    /// Looks for damage; at most `max` findings are told. `None` where qemu-img has no check for the format either.
+    /// Looks for damage; at most `max` findings are reported. `None` where qemu-img has no check for the format either.
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>>;
     /// The same with a repair, as far as possible, of an image that was opened for writing. `None` where the format has
     /// no repair.

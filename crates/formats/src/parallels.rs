@@ -58,8 +58,8 @@ async fn load(file: &ImageFile) -> Result<Parallels> {
 }
 
 impl Parallels {
-    /// Marks the image as one that a program has open for writing, or as closed. The content changes meanwhile, which the format
-    /// extension isn't told: the same write takes it off the header, before any change.
+    /// Marks the image as one that a program has open for writing, or as closed. The content changes meanwhile, which
+    /// the format extension doesn't follow: the same write takes it off the header, before any change.
     async fn mark(&self, file: &File, is_in_use: bool) -> Result<()> {
         let mut marks = self.marks.lock().await;
         if marks.is_in_use != is_in_use || marks.has_extension {
@@ -110,7 +110,7 @@ impl BlockFormat for Parallels {
         self.header.size
     }
 
-    /// qemu-img doesn't tell the cluster size.
+    /// qemu-img doesn't print the cluster size.
     fn describe(&self) -> Description {
         Description::default()
     }

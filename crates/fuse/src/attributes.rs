@@ -18,7 +18,7 @@ const OF_OTHERS: u32 = 0o077;
 const WRITE_BITS: u32 = 0o222;
 /// Bits of a user or a group of another one.
 const SET_IDS: u32 = 0o7000;
-/// The block that programs are told to use, in bytes.
+/// The block size that programs should use, in bytes.
 const BLOCK_BYTES: u64 = 4096;
 
 type Moment = (i64, u32);

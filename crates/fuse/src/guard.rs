@@ -60,7 +60,7 @@ impl Guard {
         Ok(Guard { orders, child })
     }
 
-    /// Syncs and unmounts; it waits so long.
+    /// Syncs and unmounts, and waits for the end of both.
     pub fn unmount(mut self) -> std::result::Result<(), Errno> {
         let mut answer = [0; 4];
         let asked = self.orders.write_all(&[UNMOUNT]).and_then(|()| self.orders.read_exact(&mut answer));
@@ -171,7 +171,7 @@ impl MountServer {
         self.number
     }
 
-    /// Waits until it has ended, so long at most. True when it has.
+    /// Waits until it has ended, for at most `limit`. True when it has.
     pub fn has_ended_within(&self, limit: std::time::Duration) -> bool {
         let end = std::time::Instant::now() + limit;
         loop {

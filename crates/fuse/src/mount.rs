@@ -274,7 +274,7 @@ fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::re
     });
     match asked {
         Some(output) if output.status.success() => Ok(()),
-        // fusermount3 tells errors by their words alone.
+        // fusermount3 distinguishes errors by their words alone.
         Some(output) if output.stderr.windows(4).any(|word| word == b"busy") => {
             Err(Errno(rustix::io::Errno::BUSY.raw_os_error()))
         }

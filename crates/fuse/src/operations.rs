@@ -205,7 +205,7 @@ impl Work {
         size == 0 && !changes.through_descriptor && !self.shared.config.growable
     }
 
-    /// Makes the disk at least so long. The caller holds [`Shared::resizing`].
+    /// Makes the disk at least `end` bytes long. The caller holds [`Shared::resizing`].
     async fn grow(&self, end: u64) -> Result<()> {
         let wanted = match self.node().is_sized_in_sectors() {
             true => end.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(end),

@@ -34,7 +34,7 @@ const PAGE_BYTES: u32 = 4096;
 /// The end of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// It was told to.
+    /// An order of the owner.
     Told,
     /// The file system is not mounted any more.
     Unmounted,

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// The query that asks for the content where there is a page besides.
 const DOWNLOAD: &str = "download";
 
-/// A client may take so long to send the head of a request while others wait for its place.
+/// The time that a client may take to send the head of a request while others wait for its place.
 const HEAD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Received at once.

@@ -98,7 +98,7 @@ fn check_lengths(node: &Arc<Node>) -> Result<()> {
     Ok(())
 }
 
-/// For contents whose version the files don't tell: each process has versions of its own.
+/// For contents whose version the files don't have: each process has versions of its own.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
 /// The version of a node's data: the stamps of its files, and the number of writes through it.

@@ -95,7 +95,7 @@ pub struct Limits {
     pub head_timeout: Duration,
     /// The time from one response to the next request.
     pub idle_timeout: Duration,
-    /// A client that takes fewer bytes than one piece in so long is cut off.
+    /// A client that takes fewer bytes than one piece in this time is cut off.
     pub stall_limit: Duration,
     /// Bytes of a content that are read and sent at once; a connection has twice as many in memory.
     pub piece_bytes: usize,

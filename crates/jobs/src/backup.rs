@@ -115,7 +115,7 @@ impl Backup {
         if request.discard_source {
             check_no_past(graph, source)?;
         }
-        // Writes from the moment of the start on are told apart from earlier ones.
+        // Writes from the moment of the start on are distinguished from earlier ones.
         let drained = graph.drain(&[source]).await;
         let bitmap = match &request.bitmap {
             Some(bitmap) => Some(Recorded::start(source, bitmap).await?),

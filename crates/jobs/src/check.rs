@@ -73,7 +73,7 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
 
 async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
     let node = match options.image.open(request(options)?.for_check()).await {
-        // A format that is only read has no repair: whether it is one, an open for reading tells.
+        // A format that is only read has no repair: an open for reading shows whether it is one.
         Err(error) if error.kind() == ErrorKind::ReadOnly && options.repair != Repair::None => {
             let node = options.image.open(options.image.request()?.for_check()).await?;
             let is_mapped = node.description().is_some();

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::pin::pin;
 use std::sync::{Arc, OnceLock};
 
-/// Differences are told by the sector, as qemu-img does.
+/// Differences are reported by the sector, as in qemu-img.
 const SECTOR_BYTES: u64 = 512;
 
 /// The images to compare, and the way to do it.
@@ -186,7 +186,7 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
     Ok(CompareOutcome { verdict, size_warning })
 }
 
-/// The reason for which a comparison can't go on. Several may be met at once: the first one on the disk is told.
+/// The reason for which a comparison can't go on. Several may be met at once: the first one on the disk is reported.
 #[derive(Debug)]
 struct Stop {
     failed: Option<Failed>,
@@ -215,7 +215,7 @@ async fn step_verdict(
     Ok((verdict, step.len()))
 }
 
-/// The first byte of `range` that differs; `data` tells the sides that hold data.
+/// The first byte of `range` that differs; `data` is true for the sides that hold data.
 async fn differs_at(nodes: &[Arc<Node>; 2], range: Range<u64>, data: [bool; 2]) -> Result<Option<u64>, Stop> {
     let mut start = range.start;
     while start < range.end {
@@ -256,7 +256,7 @@ fn first_difference(one: Option<&[u8]>, other: Option<&[u8]>) -> Option<usize> {
 enum Step {
     /// Both read as zeroes.
     Same { start: u64, end: u64 },
-    /// `data` tells the sides that hold data; the others are zero.
+    /// `data` is true for the sides that hold data; the others are zero.
     Compare { start: u64, end: u64, data: [bool; 2] },
     /// Allocated on one side only, in strict mode.
     Allocation { offset: u64 },

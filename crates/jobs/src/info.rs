@@ -127,7 +127,7 @@ pub async fn run(options: &InfoOptions, job: &JobHandle) -> Result<Vec<ImageInfo
     run_telling(options, job, &|_| ()).await
 }
 
-/// As [`run`]; tells the name of each image before it is opened.
+/// As [`run`]; passes the name of each image to `tell` before it is opened.
 pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&str)) -> Result<Vec<ImageInfo>> {
     let mut layers: Vec<ImageInfo> = Vec::new();
     // Names of one file can differ, and grow with each turn of a loop.
@@ -230,7 +230,7 @@ fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Resul
 async fn node_info(node: &Node) -> Result<ImageInfo> {
     let mut children = Vec::new();
     let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {
-        // A server doesn't tell the space of an export on its disk.
+        // A server doesn't report the space of an export on its disk.
         Some(Err(error)) if error.kind() == ErrorKind::Unsupported => None,
         size => size.transpose()?,
     };

@@ -190,7 +190,7 @@ fn asked(header: &Header) -> Vec<Asked> {
         name: Some(name.into_owned()),
         format: header.backing_format().map(|format| format.into_owned()),
     });
-    // The name counts only with its bit. Without the bit it still tells which file was meant.
+    // The name counts only with its bit. Without the bit it still names the intended file.
     let data_name = header.data_file_name().map(|name| name.into_owned());
     let data = (header.has_data_file() || data_name.is_some()).then_some(Asked {
         role: "data-file",

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-/// A limit of bytes per second: each taker is told how long to wait so that the average holds.
+/// A limit of bytes per second: each taker gets the time to wait so that the average holds.
 ///
 /// Unused time is forgotten after [`RateLimit::CREDIT`], so that a stalled job doesn't burst afterwards.
 #[derive(Clone, Debug)]

@@ -142,7 +142,7 @@ const BITMAP_HEADER_BYTES: usize = 32;
 /// The part of the format extension that concerns a program that loads none of its features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FormatExtension {
-    /// A feature must be loaded before the image is changed, or be taken along, or can't be told.
+    /// A feature must be loaded before the image is changed, or be taken along, or is unknown.
     pub forbids_writing: bool,
     /// The places of the clusters of its features in bytes; `None` where a feature is unknown.
     pub clusters: Option<Vec<u64>>,

@@ -301,7 +301,7 @@ impl NewVpc {
         let size = sectors * SECTOR_BYTES;
         let footer = self.footer(size, geometry);
         if self.is_fixed {
-            // As a raw file, whose first block tells how direct I/O must be aligned.
+            // As a raw file, whose first block shows the alignment of direct I/O.
             let first = (0, Piece::Fill(0, size.min(4096)));
             return Ok(FreshFile { len: size + FOOTER_BYTES as u64, pieces: vec![first], mark: Some((size, footer)) });
         }

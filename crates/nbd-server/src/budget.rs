@@ -30,7 +30,7 @@ pub(crate) struct Budget {
     own_bytes: Cell<u64>,
     pool: Arc<Pool>,
     pub account: Arc<Account>,
-    /// The last long request waited for the pool in vain: the next one doesn't wait.
+    /// The last long request got no memory of the pool: the next one doesn't wait.
     is_pool_taken: Cell<bool>,
     /// The task that reads the requests; only one at a time does.
     waiting: RefCell<Option<Waker>>,

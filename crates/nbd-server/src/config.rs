@@ -85,7 +85,7 @@ pub struct Limits {
     /// Memory for the data of the requests of all connections, in bytes, at least `max_payload_bytes`. Each connection
     /// has 1 MiB of its own besides. The requests of one export take at most three quarters. Memory that disks have
     /// held for longer than `stall_limit` is left out; at least a quarter and one longest request then remain for other
-    /// exports. A longer read or write that waits for it in vain goes in pieces through its connection's own memory.
+    /// exports. A longer read or write that gets no memory there goes in pieces through its connection's own memory.
     pub memory_bytes: u64,
     /// The time after which a client that holds such memory is cut off. It neither sends its data nor takes its
     /// replies, while others wait for the memory. 256 KiB in a second, on average, are enough to stay.
@@ -143,7 +143,7 @@ pub enum Event {
         export: String,
         /// The client's name in messages.
         peer: String,
-        /// The fault; none: it sent a goodbye, or was told to go.
+        /// The fault; none: it sent a goodbye, or was sent away.
         error: Option<String>,
     },
     /// A client was sent away, or went away, before it had chosen an export.

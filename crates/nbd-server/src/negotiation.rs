@@ -30,7 +30,7 @@ const MAX_SKIPPED_BYTES: u32 = 1 << 20;
 const MAX_OPTIONS: u32 = 4096;
 /// Names of exports in a line of the log.
 const NAMES_SHOWN: usize = 16;
-/// Replies are sent when they have become so long.
+/// The length from which on gathered replies are sent.
 const REPLY_BYTES: usize = 32 << 10;
 
 /// A metadata context that the client has chosen. Its number is its place in the list.

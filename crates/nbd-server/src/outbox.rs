@@ -16,7 +16,7 @@ use std::task::{Poll, Waker};
 /// Buffers of one system call.
 const MAX_BUFFERS: usize = 256;
 /// Bytes of one system call, about. They are enough for the wire, and few enough to let other clients of the thread
-/// come in between. They also tell a peer that takes nothing from a slow one.
+/// come in between. They also distinguish a peer that takes nothing from a slow one.
 const MAX_BYTES: usize = 1 << 20;
 /// Room for the headers of one system call.
 const HEAD_BYTES: usize = 4096;

@@ -17,7 +17,7 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_types::{Error, Result, slip};
 use std::time::Duration;
 
-/// Beside twice the stall limit: peers have so long for the data that they are sending or taking.
+/// The time beside twice the stall limit that peers have for the data that they are sending or taking.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The next piece of a request of which so much is left.

@@ -51,7 +51,7 @@ pub(crate) struct Session<D: Disk> {
     error: RefCell<Option<Error>>,
 }
 
-/// Serves a client until it leaves, is lost or is told to go. Each request that has begun runs to its end. Once the
+/// Serves a client until it leaves, is lost or is sent away. Each request that has begun runs to its end. Once the
 /// connection is dead none begins. An error names the fault of the client or the connection.
 pub(crate) async fn run<D: Disk>(
     stay: ClientGuard<D>,

@@ -92,8 +92,8 @@ fn either(a: u32, b: u32) -> u32 {
     a.max(b)
 }
 
-/// Runs whose lengths are multiples of `block_bytes`, as clients that were told of the size expect them. A tail that is
-/// shorter is counted into the next block if there is one, and left out otherwise (never the whole of the answer).
+/// Runs whose lengths are multiples of `block_bytes`, as clients that know the size expect them. A tail that is shorter
+/// is counted into the next block if there is one, and left out otherwise (never the whole of the answer).
 fn align(runs: Vec<StatusRun>, block_bytes: u64, combine: fn(u32, u32) -> u32) -> Vec<StatusRun> {
     if block_bytes <= 1 || runs.iter().all(|run| run.len.is_multiple_of(block_bytes)) {
         return runs;

@@ -102,7 +102,7 @@ impl Connection {
         ];
         for (call, value, what) in steps {
             device.call(call, value).map_err(|errno| {
-                // The first error is the one to tell.
+                // The first error is the one to report.
                 let _ = device.call(NbdCall::ClearSocket, 0);
                 Error::os(errno, format!("failed to set the {what} of the NBD device"))
             })?;
@@ -125,7 +125,7 @@ pub fn serve(device: &dyn NbdControl) -> Result<()> {
     result.map_err(|errno| Error::os(errno, "the NBD device failed"))
 }
 
-/// Waits until a device has its length and the kernel has looked for partitions. `is_over` tells that the device has
+/// Waits until a device has its length and the kernel has looked for partitions. `is_over` is true when the device has
 /// failed. False where it did, or where the driver takes longer than 20 seconds.
 pub fn await_up(path: &str, device: &dyn NbdControl, device_bytes: u64, is_over: impl Fn() -> bool) -> bool {
     let started = Instant::now();

@@ -215,7 +215,7 @@ impl List {
             }
         }
         for disk in package.disks() {
-            // Files that are missing or of another length are told already.
+            // Files that are missing or of another length are reported already.
             let disk = match disk {
                 Ok(disk) => disk,
                 Err(error) if package.envelope.files.iter().all(|file| package.pieces(file).is_ok()) => {

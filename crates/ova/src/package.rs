@@ -210,7 +210,7 @@ impl Package {
             }
         };
         let mut names: HashSet<String> = members.iter().map(|member| member.name.clone()).collect();
-        // The use of a missing one tells of it.
+        // The use of a missing one reports it.
         let mut add = |name: &str| {
             if let Some(about) = plain_file(name)
                 && names.insert(name.to_owned())

@@ -459,7 +459,7 @@ mod tests {
         members(&mut Cursor::new(bytes), bytes.len() as u64)
     }
 
-    /// A header of a kind, its sum put right.
+    /// A header of a kind, with the right sum.
     fn special(name: &str, len: u64, change: impl FnOnce(&mut [u8; 512])) -> [u8; 512] {
         let mut block = header(name, len, 0, Dialect::Ustar).unwrap();
         change(&mut block);

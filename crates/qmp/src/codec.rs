@@ -14,7 +14,7 @@ pub struct Timestamp {
     pub microseconds: i64,
 }
 
-/// Something that happened, told to every client.
+/// An event, which every client gets.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// Its name, in capitals.

@@ -46,7 +46,7 @@ impl Session {
         Session { schema, stream: JsonStream::new(), negotiated: false, out_of_band: false, pretty }
     }
 
-    /// The first thing to send.
+    /// The first message to send.
     pub fn greeting(&self, version: Value) -> Vec<u8> {
         encode(&greeting(version), self.pretty)
     }

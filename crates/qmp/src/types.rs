@@ -53,7 +53,7 @@ pub struct ObjectType {
 pub enum Alternative {
     /// One of these words.
     Enum(Vec<String>),
-    /// Any of these types, told apart by their JSON type.
+    /// Any of these types, distinguished by their JSON type.
     Alternate(Vec<Type>),
 }
 

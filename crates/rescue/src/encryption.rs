@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// The first bytes of a LUKS header.
 const MAGIC: &[u8] = b"LUKS\xba\xbe\0\x01";
-/// Clusters at the beginning of a file that are searched where the header doesn't tell the place of the LUKS header.
+/// Clusters at the beginning of a file that are searched where the header doesn't have the place of the LUKS header.
 const SEARCHED_CLUSTERS: u64 = 1 << 16;
 
 impl DamagedImage {

@@ -76,8 +76,8 @@ impl Clusters {
 }
 
 impl DamagedImage {
-    /// Looks through the file for tables that nothing leads to. `watch` is told how many bytes of how many are done, and
-    /// asks to stop by false.
+    /// Looks through the file for tables that nothing leads to. `watch` gets the number of bytes done and the number of
+    /// all, and returns false to stop.
     pub async fn scan(&self, watch: &dyn Fn(u64, u64) -> bool) -> Result<Vec<Orphan>> {
         let bits = self.shape.geometry.cluster_bits();
         let clusters = self.shape.file_len.div_ceil(1 << bits);
@@ -289,7 +289,7 @@ fn is_valid_bitmap(entry: L2Entry, bitmap: Option<u64>) -> bool {
 
 struct Candidate {
     orphan: Orphan,
-    /// The clusters that its plain entries point to, as far as they tell an L1 table from an L2 table.
+    /// The clusters that its plain entries point to, as far as they distinguish an L1 table from an L2 table.
     targets: Vec<u64>,
 }
 

@@ -114,7 +114,7 @@ impl SimFile {
         (result.map(|value| count(value) as usize), bufs)
     }
 
-    /// A barrier over operations completed before; each failure is told once.
+    /// A barrier over operations completed before; each failure is reported once.
     pub async fn sync(&self) -> Result<(), Errno> {
         self.submit(Request::Sync).await.result.map(|_| ())
     }

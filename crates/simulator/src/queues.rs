@@ -22,7 +22,7 @@ use std::time::Duration;
 /// The work of one queue: called on the queue's thread, the future is driven to its end there.
 pub type QueueStart<'a> = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send + 'a>;
 
-/// Rounds in which every queue looks for work in vain before they count as stuck.
+/// Rounds in which no queue finds work before they count as stuck.
 const ROUNDS_WITHOUT_WORK: u32 = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -113,7 +113,7 @@ impl Confinement {
     }
 
     /// Confines this thread and those that it will start. A kernel that can't do it, or not all of it, is no error: the
-    /// result tells. A path that is there and can't be looked at is one.
+    /// result shows it. A path that is there and can't be looked at is one.
     pub fn apply(&self) -> Result<Confined> {
         Ok(Confined { files: self.confine_files()?, system_calls: calls::confine(self.extra)? })
     }

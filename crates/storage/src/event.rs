@@ -31,7 +31,7 @@ impl EventCounter {
         if FileType::from_raw_mode(status.st_mode) != FileType::Unknown {
             return Err(Error::invalid_argument("a descriptor that was passed is no eventfd"));
         }
-        // Other descriptors without a type (of timers, of epoll) can't be told from the status.
+        // Other descriptors without a type (of timers, of epoll) can't be recognised by the status.
         let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
         if link.is_ok_and(|link| link.as_os_str() != "anon_inode:[eventfd]") {
             return Err(Error::invalid_argument("a descriptor that was passed is no eventfd"));

@@ -488,9 +488,9 @@ impl File {
         Ok(())
     }
 
-    /// The first run of data at or behind `offset` (`SEEK_DATA`/`SEEK_HOLE`), `None` when only holes follow. Where
-    /// the file system can't tell, all is data. Data that another process has made a hole since they were found may still be told
-    /// as data.
+    /// The first run of data at or behind `offset` (`SEEK_DATA`/`SEEK_HOLE`), `None` when only holes follow. Where the
+    /// file system can't answer, all is data. Data that another process has made a hole since they were found may still
+    /// count as data.
     pub async fn next_data(&self, offset: u64) -> Result<Option<DataRange>> {
         let result = self.0.medium.next_data(offset, self.len()).await;
         result.map_err(|errno| self.error(errno, "could not look for data", offset))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Flushes of one file, one at a time, and the memory of the first one that failed.
 //!
-//! Linux reports a failed write-back to one `fsync` and calls the next one a success, so two in flight could tell
-//! different stories. Here one runs at a time. Requests that come meanwhile share the next one. After a failure all get
+//! Linux reports a failed write-back to one `fsync` and calls the next one a success, so two in flight could have
+//! different results. Here one runs at a time. Requests that come meanwhile share the next one. After a failure all get
 //! its error.
 
 use cowshed_types::{Error, Result, slip};

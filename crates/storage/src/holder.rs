@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The processes that hold locks, as far as the kernel tells (proc(5): the lines `lock:` of `/proc/PID/fdinfo/FD`).
+//! The processes that hold locks, as far as the kernel lists them (proc(5): the lines `lock:` of
+//! `/proc/PID/fdinfo/FD`).
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Instant;

@@ -41,7 +41,7 @@ pub(crate) struct HostFile {
     space_block_bytes: u64,
     is_direct: AtomicBool,
     alignment: LiveAlignment,
-    /// For reads and writes: those in the page cache are done at once, where the kernel can tell them.
+    /// For reads and writes: those in the page cache are done at once, where the kernel can recognise them.
     tries_now: [AtomicBool; 2],
     /// A write on a ring's thread had to wait: until then (by [`rt::now`], in nanoseconds) the kernel's workers do them.
     rests_until_ns: AtomicU64,
@@ -240,7 +240,7 @@ impl HostFile {
         })
     }
 
-    /// Passes hints on to the file system. There is nothing to tell when it doesn't take them.
+    /// Passes hints on to the file system. A refusal isn't reported.
     pub(crate) fn hint_layout(&self, hints: LayoutHints) {
         if hints.no_cow
             && let Ok(flags) = rustix::fs::ioctl_getflags(&self.fd)
@@ -454,7 +454,7 @@ impl HostFile {
     pub(crate) async fn sync(&self) -> SysResult<()> {
         if let Worker::Ring(ring) = self.worker(&Attempts::default()) {
             match sys::ring_result(ring.sync(&self.fd).await.0) {
-                // Nothing was flushed, and no error of the disk was told: the ring had no worker for it.
+                // Nothing was flushed, and no error of the disk was reported: the ring had no worker for it.
                 Err(errno) if ring_gave_up(errno) => {}
                 result => return result.map(drop),
             }
@@ -581,7 +581,7 @@ impl HostFile {
         .await
     }
 
-    /// Asks to share the byte at `source_offset`, which no file system does: its error tells whether it shares blocks.
+    /// Asks to share the byte at `source_offset`, which no file system does: its error shows whether it shares blocks.
     pub(crate) async fn share_one_byte(&self, source: &HostFile, source_offset: u64) -> SysResult<()> {
         if self.is_device || source.is_device {
             return Err(Errno::ENOTSUP);

@@ -19,8 +19,8 @@ const USED_AT: u64 = 100;
 /// First byte of the "not shared" range.
 const UNSHARED_AT: u64 = 200;
 
-/// A process that was killed leaves its locks to the kernel until its last I/O has ended: some ms, more on a busy disk. A
-/// lock of no process that is known has so long to go.
+/// A process that was killed leaves its locks to the kernel until its last I/O has ended: some ms, more on a busy disk.
+/// A lock without a known process gets this time to go.
 pub(crate) const REMNANT_LIMIT: Duration = Duration::from_secs(1);
 /// Between two attempts to get a lock that may be such a remnant.
 const REMNANT_PAUSE: Duration = Duration::from_millis(5);
@@ -225,7 +225,7 @@ impl LockState {
     }
 
     /// Goes from the held permissions to `wanted`. On an error everything is as before. The error doesn't name the
-    /// file. A lock that a dead process may have left has a second to go; so long this blocks.
+    /// file. A lock that a dead process may have left has a second to go; this blocks meanwhile.
     pub(crate) fn change(&mut self, file: &impl LockBytes, wanted: Permissions) -> Result<()> {
         let refused = match self.change_now(file, wanted, true) {
             Ok(()) => return Ok(()),

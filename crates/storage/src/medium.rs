@@ -259,7 +259,7 @@ async fn read_simulated(
             (result, Bufs::One(head))
         }
         Bufs::Many(mut bufs) => {
-            // One buffer at a time: a short read, as far as the caller can tell.
+            // One buffer at a time: a short read for the caller.
             let (index, skip) = locate(&bufs, skip);
             let Some(buf) = bufs.get_mut(index) else { return (Ok(0), Payload { bufs: Bufs::Many(bufs), guard }) };
             let mut head = std::mem::take(buf);

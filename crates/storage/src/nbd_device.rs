@@ -14,7 +14,7 @@ pub enum NbdCall {
     SetSocket = 0xab00,
     /// Sets the length of a block in bytes.
     SetBlockSize = 0xab01,
-    /// Serves the device until its connection ends; the calling thread waits so long.
+    /// Serves the device until its connection ends; the calling thread waits for that.
     Serve = 0xab03,
     /// Takes the connection away.
     ClearSocket = 0xab04,

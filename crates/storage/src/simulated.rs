@@ -36,7 +36,7 @@ pub trait SimulatedFile: Debug + Send + Sync + 'static {
     fn read(&self, buf: IoBuf, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, IoBuf)>;
     /// Writes `bufs` one after the other; returns the count, which may be short.
     fn write(&self, bufs: Vec<IoBuf>, offset: u64) -> LocalBoxFuture<'_, (Result<usize, Errno>, Vec<IoBuf>)>;
-    /// A barrier over operations completed before; each failure is told once.
+    /// A barrier over operations completed before; each failure is reported once.
     fn sync(&self) -> Simulated<'_, ()>;
     /// Gives the space of a range back.
     fn punch_hole(&self, offset: u64, len: u64) -> Simulated<'_, ()>;

@@ -121,7 +121,7 @@ pub(crate) fn transfer(
 }
 
 /// As [`transfer`], but only as far as that goes without waiting: `EAGAIN` when nothing does, `EOPNOTSUPP` where the
-/// file system can't tell.
+/// file system can't decide.
 pub(crate) fn transfer_now(
     file: impl AsFd,
     direction: Direction,

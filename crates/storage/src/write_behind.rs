@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// So much new data is left to the kernel before it is told to start, bytes. Less costs more calls and scatters the
-/// writes; more leaves more to the flush.
+/// The amount of new data that is left to the kernel before it gets a hint to start, in bytes. Less costs more calls
+/// and scatters the writes; more leaves more to the flush.
 const START_BYTES: u64 = 32 << 20;
 
 #[derive(Debug, Default)]
@@ -22,7 +22,7 @@ struct State {
     waiting: Vec<Waker>,
 }
 
-/// The new bytes of a file that the kernel was not told to write yet.
+/// The new bytes of a file that the kernel has no hint about yet.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBehind {
     new_bytes: AtomicU64,

@@ -315,7 +315,7 @@ impl rt::Simulation for Client {
         if self.receive() {
             self.send();
         }
-        // The thread that watches the server's end has something to tell by then, as a rule.
+        // The thread that watches the server's end has news by then, as a rule.
         std::thread::sleep(Duration::from_millis(2));
     }
 

@@ -8,7 +8,7 @@ use std::io::Write;
 
 fn print(report: &Report) {
     let counts = report.tally.counts();
-    // Counts of other things than commands have their names in brackets.
+    // Counts of other kinds than commands have their names in brackets.
     let commands = counts.iter().filter(|(name, _)| !name.starts_with('('));
     let commands: u64 = commands.map(|(_, counts)| counts.done + counts.refused).sum();
     let done = |name: &str| counts.get(name).map_or(0, |counts| counts.done);

@@ -32,7 +32,7 @@ struct SnapshotTables {
     l1_len: u64,
 }
 
-/// So many leaked clusters are told.
+/// The most leaked clusters that are reported.
 const LEAKS_TOLD: usize = 64;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -163,7 +163,7 @@ pub fn host_offset(entry: u64) -> u64 {
     entry & OFFSET
 }
 
-/// Offset and length of the LUKS header, which a header extension tells ("Full disk encryption header pointer").
+/// Offset and length of the LUKS header, by its header extension ("Full disk encryption header pointer").
 fn encryption_header(file: &PageMap) -> Option<(u64, u64)> {
     let mut at = if read(file, 4, 4) >= 3 { read(file, 100, 4) } else { 72 };
     loop {
@@ -333,7 +333,7 @@ impl Image<'_> {
         if entry & !(COPIED | OFFSET | zero_flag) != 0 {
             return Err(format!("L2 entry at {at:#x} has reserved bits: {entry:#x}"));
         }
-        // With a data file offset 0 is a place like any other, told by COPIED.
+        // With a data file offset 0 is a place like any other, recognised by COPIED.
         if offset == 0 && !(self.data_file && entry & COPIED != 0) {
             return Ok(());
         }

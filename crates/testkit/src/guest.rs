@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// Without a word from the guest for so long it is dead: emulated, on a busy machine.
+/// The time without a word from the guest after which it is dead: emulated, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The folder that `scripts/guest` has filled: `vmlinuz`, `modules/`, `busybox`, `tree/`.

@@ -27,7 +27,7 @@ pub fn locked_bytes(pid: u32, path: impl AsRef<Path>) -> Vec<u64> {
         }
     }
     bytes.sort_unstable();
-    // A description with two numbers is told of twice.
+    // A description with two numbers is listed twice.
     bytes.dedup();
     bytes
 }

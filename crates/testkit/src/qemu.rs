@@ -326,7 +326,7 @@ impl Qemu {
         }
         process.arg(path);
         let output = run(&mut process).expect_ok();
-        // Some failures are only told in words.
+        // Some failures are only reported in words.
         let failed = output.stdout.lines().find(|line| line.contains("failed"));
         assert!(failed.is_none(), "`{}`: {}", output.command, failed.unwrap_or_default());
         output

@@ -66,7 +66,7 @@ struct Shared<D> {
     requests: AtomicU64,
 }
 
-/// Is told the steps of a run, a line each: `begin NUMBER STEP` before a request, `end NUMBER` after it has succeeded,
+/// Gets the steps of a run, a line each: `begin NUMBER STEP` before a request, `end NUMBER` after it has succeeded,
 /// `failed NUMBER ERROR`. [`crate::journal`] reads it.
 pub type Journal = Arc<dyn Fn(&str) + Send + Sync>;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether the kernel was told of the end of changes that die with this process.
+//! Whether the kernel heard of the end of changes that die with this process.
 //!
-//! A flush promises that all changes are durable whose end was told before. A process that was killed has taken
+//! A flush promises that all changes are durable whose end was reported before. A process that was killed has taken
 //! mappings along that only its memory had. The next one must not answer a flush as if they were there. A file in a
 //! folder of memory notes that: it lives as long as the device does.
 
@@ -97,7 +97,7 @@ impl Ledger {
         }
     }
 
-    /// A change has ended and the kernel hears of it next. `dies` tells whether it dies with this process.
+    /// A change has ended and the kernel hears of it next. `dies` is true if it dies with this process.
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.state);
         state.changes += 1;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
-/// Errors that the block layer tells from others. `ENODEV` is none: by it a server gives a request up.
+/// Errors that the block layer distinguishes. `ENODEV` is none: by it a server gives a request up.
 const TOLD: [Number; 5] = [Number::NOSPC, Number::OPNOTSUPP, Number::TIMEDOUT, Number::NOLINK, Number::NODATA];
 
 /// The way of carrying requests out: the same for all of a device.

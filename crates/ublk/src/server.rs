@@ -109,7 +109,7 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// The queues have ended. The owner is told, where it doesn't know.
+    /// The queues have ended. The owner gets the news, unless it knows.
     fn tell_end(&self) {
         let told = lock(&self.on_end).take();
         if let Some(told) = told {

@@ -146,8 +146,8 @@ impl<P: Shared> DescriptorChain<P> {
     /// Walks the chain that begins at `head` of `table`. Memory written meanwhile doesn't matter: each descriptor is
     /// copied once.
     ///
-    /// An error is a driver that breaks the protocol. The chain up to there comes along, so that its status can be told where it
-    /// has a place for one.
+    /// An error is a driver that breaks the protocol. The chain up to there comes along, so that its status can be
+    /// reported where it has a place for one.
     pub fn walk<M: Memory<Piece = P>>(
         memory: &M,
         table: &P,

@@ -35,8 +35,8 @@ pub const NOTE_BYTES: usize = 64;
 const NOTE_MARK: u16 = 0xc05e;
 const FLAG_AT: usize = 2;
 
-/// Our own note: whether a guest was told of the end of changes that die with the back end's process. Other back ends neither know nor
-/// change it.
+/// Our own note: whether a guest heard of the end of changes that die with the back end's process. Other back ends
+/// neither know nor change it.
 #[derive(Debug)]
 pub struct UnflushedNote<P>(P);
 

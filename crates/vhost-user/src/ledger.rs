@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether the guest was told of the end of changes that die with this process.
+//! Whether the guest heard of the end of changes that die with this process.
 //!
-//! A flush promises that all changes are durable whose end was told before. A process that was killed has taken mappings along that
-//! only its memory had. The next one must not answer a flush as if they were there.
+//! A flush promises that all changes are durable whose end was reported before. A process that was killed has taken
+//! mappings along that only its memory had. The next one must not answer a flush as if they were there.
 
 use crate::memory::MemoryPiece;
 use cowshed_storage::signal::lock;
@@ -48,7 +48,7 @@ impl<P: Shared> Ledger<P> {
         state.write();
     }
 
-    /// A change has ended and the guest hears of it next. `dies` tells whether it dies with this process.
+    /// A change has ended and the guest hears of it next. `dies` is true if it dies with this process.
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.0);
         state.changes += 1;

@@ -35,7 +35,7 @@ pub(crate) struct Ways<P = MemoryPiece> {
     pub id: Arc<str>,
     /// The limits by which requests are checked; the size is looked up for each.
     pub limits: RequestLimits,
-    /// Each change is durable before its status is told, whatever the driver's switch.
+    /// Each change is durable before its status is reported, whatever the driver's switch.
     pub writethrough: bool,
     /// The driver's own switch.
     pub writeback: Arc<AtomicBool>,
@@ -229,7 +229,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         Ok(Running { ring, start, inflight, bytes: 0, left, is_broken: false, work })
     }
 
-    /// Until it is told to stop. False: the thread is to end.
+    /// Serves until the order to stop. False: the thread is to end.
     pub(crate) async fn serve(mut self, disk: &Disk, inbox: &Mailbox<Message<M>>) -> bool {
         let mut kick = self.kick();
         let mut told = inbox.receive().boxed_local();

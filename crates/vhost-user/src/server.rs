@@ -29,7 +29,7 @@ pub struct ServerConfig {
     pub id: String,
     /// The guest may write.
     pub writable: bool,
-    /// Each change is durable before its status is told.
+    /// Each change is durable before its status is reported.
     pub writethrough: bool,
     /// Logical block size in bytes: a power of two from 512 to 2 MiB.
     pub block_bytes: u32,

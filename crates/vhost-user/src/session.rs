@@ -91,7 +91,7 @@ fn refused(error: Malformed) -> Error {
 /// Serves a front end until it goes. All its rings have stopped then.
 pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
     let channel: Rc<RefCell<Option<Socket>>> = Rc::default();
-    // The sizes that are told begin here, not where the task runs first: the disk may have another size by then.
+    // The announced sizes begin here, not where the task runs first: the disk may have another size by then.
     let (known, looks) = (shared.attachment.size(), shared.looks.look(|looks| *looks));
     let announcer = rt::spawn(announce_sizes(Arc::clone(shared), Rc::clone(&channel), known, looks));
     let mut session = Session {
@@ -329,7 +329,7 @@ impl Session<'_> {
         }
     }
 
-    /// Nothing that this front end was told of is lost from here on.
+    /// Nothing acknowledged to this front end is lost from here on.
     async fn flush(&self) {
         let began = self.ledger.begin_flush();
         if began == 0 {

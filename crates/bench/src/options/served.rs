@@ -78,7 +78,7 @@ struct Case {
     on: Value,
     /// QEMU has the option too.
     has_theirs: bool,
-    /// Memory is looked at so long after the load, in place of the peak.
+    /// The time after the load at which memory is looked at, in place of the peak.
     idle_seconds: Option<u64>,
 }
 

@@ -67,7 +67,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(Failure::usage("Expecting two image file names"));
     };
     run_checked(&args, first, second, console).map_err(|failure| Failure {
-        // An interrupted run keeps the code that tells of it.
+        // An interrupted run keeps its own code.
         code: if failure.code == 1 { ERROR_EXIT_CODE } else { failure.code },
         ..failure
     })

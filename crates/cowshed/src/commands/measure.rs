@@ -116,7 +116,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// Formats that no image can be created in have no size that could be told; neither have protocols.
+/// Formats that no image can be created in have no size to report; neither have protocols.
 fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
     let is_image = |name: &str| match DRIVERS.schema(name) {
         Some(schema) => schema.kind != DriverKind::Filter && !name.starts_with("null-"),

@@ -33,7 +33,7 @@ static TIME_LIMIT: OnceLock<Duration> = OnceLock::new();
 /// The code to exit with when that is over.
 static ERROR_EXIT_CODE: AtomicU8 = AtomicU8::new(1);
 
-/// The process ends after so long, whatever it is doing. The first call counts.
+/// Ends the process after this time, whatever it is doing. The first call counts.
 pub fn limit_time(limit: Duration) {
     let _ = TIME_LIMIT.set(limit);
 }

@@ -21,7 +21,7 @@ pub enum Progress {
     Percent {
         /// Hundredths of a percent printed last.
         shown: Option<u64>,
-        /// The work was told to be done, and there was some.
+        /// The work was reported as done, and there was some.
         is_done: bool,
     },
     /// A bar on standard error.

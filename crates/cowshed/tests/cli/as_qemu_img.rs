@@ -91,7 +91,7 @@ fn map() {
     let oracle = Oracle::new();
     for image in gallery(&oracle).into_iter().filter(|image| *image != HOLES_SEEN) {
         oracle.compare(&format!("map {image}"));
-        // QEMU also tells the place of subclusters that are not allocated in a cluster that is.
+        // QEMU also prints the place of subclusters that are not allocated in a cluster that is.
         if image != "ext.qcow2" {
             oracle.compare(&format!("map --output=json {image}"));
         }

@@ -73,7 +73,7 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
         assert!(images() == before, "{line}: an image has changed");
     }
     assert!(wrong.is_empty(), "{wrong}");
-    // Where only the snapshots are lost, the rest is told and read, with a warning.
+    // Where only the snapshots are lost, the rest is reported and read, with a warning.
     for line in ["info far.qcow2", "convert -O raw far.qcow2 far.raw"] {
         let said = oracle.ours(&folder, &words(line));
         assert!(

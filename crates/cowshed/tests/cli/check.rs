@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Repairs that are only told, logged, and taken back.
+//! Repairs that are only reported, logged, and taken back.
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};

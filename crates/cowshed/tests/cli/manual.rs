@@ -4,7 +4,7 @@
 
 use crate::oracle::{Oracle, words};
 
-/// One thing that the manual describes.
+/// An example of the manual.
 struct Example {
     /// Run by the real tool alone, before.
     given: &'static [&'static str],

@@ -108,7 +108,7 @@ fn names_in_descriptors_are_those_of_uris() {
 fn impossible_machine_is_refused_before_copying_disks() {
     let oracle = disks();
     let long = "n".repeat(96);
-    // The sources that are missing would be told next.
+    // The missing sources would be reported next.
     for (line, words) in [
         (format!("convert -O ova {} m.ova", "missing.raw ".repeat(16)), "up to 15 disks"),
         (format!("convert -O ova --vm-name x missing.raw {long}.ova"), "longer than 100 bytes"),
@@ -243,7 +243,7 @@ fn errors_of_writing_name_the_target_and_leave_nothing() {
         ("convert -O ova m/a.raw n.ova", "n.ova"),
         ("convert --for gcp m/a.raw n.tar.gz", "n.tar.gz"),
     ] {
-        // A file of 64 KiB at most; the signal that would tell of it is ignored.
+        // A file of 64 KiB at most; its signal is ignored.
         let limited = format!("ulimit -f 128; trap '' XFSZ; exec {} {line}", env!("CARGO_BIN_EXE_cowshed"));
         let output = Command::new("sh").args(["-c", &limited]).current_dir(oracle.work()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

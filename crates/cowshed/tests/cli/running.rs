@@ -110,7 +110,7 @@ fn a_full_disk_is_one_clear_line() {
     assert!(message.contains("No space left on device"), "{message}");
 }
 
-/// A server that stops answering when it is told to: its process is stopped, its connections stay.
+/// A server that stops answering on demand: its process is stopped, its connections stay.
 struct Server {
     child: Child,
     uri: String,

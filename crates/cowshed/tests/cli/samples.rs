@@ -279,7 +279,7 @@ fn differencing_vdi_is_read_over_a_given_parent() {
     let message = oracle.refused(&format!("{} --untrusted", by_uuid("parents=elsewhere")));
     assert!(message.contains("policy"), "{message}");
     ours(&oracle, &format!("{} --untrusted --allow backing", by_uuid("parents=elsewhere")));
-    // Of two copies none is taken, and one that changed is told of.
+    // Of two copies none is taken, and a changed one is reported.
     fs::copy(oracle.work().join("elsewhere/base.vdi"), oracle.work().join("copies/base.vdi")).unwrap();
     let message = oracle.refused(&by_uuid("parents.0=elsewhere,parents.1=copies"));
     assert!(message.contains("several files could be the parent"), "{message}");

@@ -185,7 +185,7 @@ fn options_are_taken_as_qemu_takes_them() {
     oracle.verdict();
 }
 
-/// VirtualBox tells a changed parent by the UUID of its content.
+/// VirtualBox recognises a changed parent by the UUID of its content.
 #[test]
 fn a_written_vdi_is_no_longer_the_parent_of_a_difference() {
     let verbs: &[(&str, &str)] = &[

@@ -89,7 +89,7 @@ fn the_smallest_block_announced_has_at_most_64_kib() {
         let lines: Vec<&str> = said.lines().collect();
         let minimum: u32 = lines[0].parse().expect("a number");
         assert!(minimum <= 65536, "align {align}: {minimum}");
-        // A client that was told of no larger block may write a sector.
+        // A client that got no larger block size may write a sector.
         assert_eq!(lines[1], "True", "align {align}");
     }
 }

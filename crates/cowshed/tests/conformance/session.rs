@@ -135,7 +135,7 @@ pub fn run(session: &str, path: &str, folder: &Path) -> Outcome {
     Outcome { code, out: without_repeated(&out.text()) + &missed, err: err.text() }
 }
 
-/// Carries the lines out; returns the words waited for in vain.
+/// Carries the lines out; returns the words that never came.
 fn converse<'a>(child: &mut Child, out: &Output, lines: impl Iterator<Item = &'a str>) -> Option<String> {
     let mut input = child.stdin.take().expect("piped");
     // The first answers and messages that were not waited for yet.

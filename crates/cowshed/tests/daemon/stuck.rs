@@ -384,7 +384,7 @@ fn a_mirror_whose_target_hangs_at_its_end_is_cancelled() {
     bench.await_free(&mut monitor);
 }
 
-/// A copy mode that can't be changed is told in time, and the monitor goes on.
+/// A refused change of the copy mode is reported in time, and the monitor goes on.
 #[test]
 fn copy_mode_of_a_silent_target_cannot_change() {
     let bench = Bench::start(&[]);

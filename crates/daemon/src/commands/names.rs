@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// The thing that an argument names.
+/// The object that an argument names.
 pub(super) enum Named {
     Export(Exported),
     Node(Arc<Node>),

@@ -249,7 +249,7 @@ fn follows_size(daemon: &Daemon, node: &Arc<Node>) -> bool {
         && !daemon.graph.attachments().iter().any(|user| Arc::ptr_eq(&user.node(), node))
 }
 
-/// Refuses a smaller size where an export's clients have been told the larger one.
+/// Refuses a smaller size where an export's clients know the larger one.
 fn check_clients(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     for attachment in daemon.graph.attachments() {
         let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
@@ -414,7 +414,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         }
         for name in Limits::qmp_names() {
             let value = limits.get(&name).unwrap_or_default();
-            // Bursts are told where there are any, as QEMU does.
+            // Bursts are reported where there are any, as in QEMU.
             if value > 0 && (!name.ends_with("_length") || value > 1) {
                 info[name] = json!(value);
             }
@@ -448,7 +448,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     }
 }
 
-/// So long the disk of a node may take to tell something about it.
+/// The time that the disk of a node may take to answer a question about it.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// As [`image_of`]; for a disk that doesn't answer, the facts known without it.

@@ -104,7 +104,7 @@ impl JobGroup {
             self.has_failed.set(finished.is_err());
             conclude(jobs, &job, finished);
         }
-        // Side by side: the users of one disk don't wait for the target of another. They are told of in their order.
+        // Side by side: the users of one disk don't wait for the target of another. They are reported in their order.
         let ends: Vec<_> = ready
             .map(|Arrival { job, result, finish }| {
                 rt::spawn(async move {

@@ -110,7 +110,7 @@ pub(crate) struct Job {
     error: RefCell<Option<String>>,
     /// The parts that the target lacks, of a mirror whose writes go to both ends.
     lacking: RefCell<Option<Arc<DirtyMap>>>,
-    /// Its mirror, while that can be told to do something else.
+    /// Its mirror, while its way of working can be changed.
     mirror: RefCell<Option<Rc<Mirror>>>,
     /// The node that it has in QEMU's list of nodes.
     filter: RefCell<Option<JobFilter>>,
@@ -122,7 +122,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// From now on tells whether the target has everything.
+    /// From now on the job reports whether the target has everything.
     pub fn follow_target(&self, lacking: Option<Arc<DirtyMap>>) {
         *self.lacking.borrow_mut() = lacking;
     }
@@ -142,7 +142,7 @@ impl Job {
         self.lacking.borrow().is_some()
     }
 
-    /// The mirror that this job may be told to change, or none any more.
+    /// The mirror of this job that may be changed, or none any more.
     pub fn set_mirror(&self, mirror: Option<Rc<Mirror>>) {
         *self.mirror.borrow_mut() = mirror;
     }

@@ -157,8 +157,8 @@ impl Closing {
     }
 }
 
-/// The result of closing a target that may never answer. Once the job is cancelled, and `limit` has passed, the target is closed
-/// without the job, and the log tells of an error.
+/// The result of closing a target that may never answer. Once the job is cancelled, and `limit` has passed, the target
+/// is closed without the job, and an error goes to the log.
 async fn unless_given_up(
     job: JobHandle,
     limit: Duration,

@@ -141,7 +141,7 @@ struct State {
 /// A character device that connects to a client by itself.
 pub struct Outgoing {
     address: ClientAddress,
-    /// So long after the end of a connection, or after an attempt in vain, the next one is tried.
+    /// The time after the end of a connection, or after a failed attempt, at which the next one is tried.
     reconnect: Option<Duration>,
     shared: Arc<Shared>,
 }

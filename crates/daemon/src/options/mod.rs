@@ -26,7 +26,7 @@ use drive::Controls;
 use serde_json::{Map, Value};
 use std::rc::Rc;
 
-/// One thing to do at start.
+/// One step of the start.
 #[derive(Clone, Debug)]
 pub struct Step {
     /// The option that asks for it, for messages.

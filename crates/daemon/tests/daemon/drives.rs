@@ -158,7 +158,7 @@ fn a_mirror_is_told_to_hold_writes_while_it_runs() {
     let (qemu, uri) = (Qemu::system(), uri(&daemon, "q"));
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "q", "writable": true}));
     qemu.io(["-f", "raw", "-c", "write -P 99 0 16M", &uri]).expect_ok();
-    // Slow, so that it is told in the middle.
+    // Slow, so that it is reported in the middle.
     let arguments = json!({"job-id": "m", "device": "e", "target": daemon.path("copy"), "sync": "full",
                            "speed": 4 << 20});
     client.command("drive-mirror", arguments);

@@ -14,7 +14,7 @@ fn names() -> Vec<String> {
     long.chain(["1a", "a b", "a/b", "", "a.b-c_d", "\u{e9}"].map(str::to_owned)).collect()
 }
 
-/// Commands that make a thing of that name, and the one that takes it away.
+/// Commands that make an object of that name, and the one that takes it away.
 fn commands(name: &str) -> Vec<[(&'static str, Value); 2]> {
     let bitmap = json!({"node": "q", "name": name});
     let mut stored = bitmap.clone();

@@ -316,7 +316,7 @@ fn failed_requests_of_exports_are_events_and_no_flood() {
     let first = client.event("BLOCK_IO_ERROR");
     assert_eq!((&first["device"], &first["node-name"]), (&json!("e"), &json!("bad")));
     assert_eq!((&first["action"], &first["qom-path"]), (&json!("report"), &json!("")));
-    // The newest of the others is told, when its time has come.
+    // The newest of the others is reported, when its time has come.
     let second = client.event("BLOCK_IO_ERROR");
     assert_eq!((&second["operation"], second.get("nospace")), (&json!("read"), None));
     assert!(second["reason"].as_str().expect("a text").contains("e.raw"), "{second}");

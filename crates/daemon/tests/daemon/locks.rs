@@ -198,7 +198,7 @@ fn a_raw_export_bears_other_writers() {
     let path = image.to_str().expect("text");
     qemu.io(["-f", "raw", "-c", "write -P 7 0 64k", path]).expect_ok();
     assert_eq!(std::fs::read(&image).expect("the image")[..65536], [7; 65536]);
-    // The clients of both were told the size.
+    // The clients of both know the size.
     assert_eq!(qemu.img(["resize", "-q", "-f", "raw", path, "2M"]).code, 1);
     let refused = client.refusal("block_resize", json!({"node-name": "r", "size": 2 << 20}));
     assert!(refused.contains("\"resize\" lock"), "{refused}");

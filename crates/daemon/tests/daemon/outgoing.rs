@@ -108,7 +108,7 @@ fn a_monitor_connects_over_tcp_and_takes_a_connected_socket() {
     let daemon = Running::start(steps(&format!("socket,fd={}", given.as_raw_fd())));
     let mut client = Client::on(mine);
     assert_eq!(shown(&mut client), ("unix:".to_owned(), true));
-    // Its end is told, though the descriptor that was passed is open.
+    // Its end is noticed, though the descriptor that was passed is open.
     client.command("quit", json!({}));
     assert_eq!(client.message(), None);
     daemon.join().expect("stopped in order");

@@ -52,7 +52,7 @@ fn told(client: &mut Client, folder: &Path) -> Vec<Value> {
         let export = json!({"type": "nbd", "id": format!("e{at}"), "node-name": format!("q{at}"), "writable": true});
         client.command("block-export-add", export);
         let uri = format!("nbd+unix:///q{at}?socket={}", folder.join("n.sock").display());
-        // A flush and a write may fail there, which is told by the events.
+        // A flush and a write may fail there, which the events report.
         let commands = command.split(';').flat_map(|command| ["-c", command]);
         qemu.io(["-t", "writeback", "-f", "raw"].into_iter().chain(commands).chain([uri.as_str()]));
         told.extend(events.iter().map(|event| json!([at, event, client.event(event)])));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `cache-clean-interval`: one thread for the process drops the metadata that images have not used for so long.
+//! `cache-clean-interval`: one thread for the process drops the metadata that images have not used in that time.
 
 use cowshed_qcow2::Engine;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -24,7 +24,7 @@ impl Qcow2Driver {
         }
     }
 
-    /// A crash may leave leaked clusters past the end: the check tells them from lost ones.
+    /// A crash may leave leaked clusters past the end: the check distinguishes them from lost ones.
     async fn refuse_lost_structures(&self) -> Result<()> {
         let report = check(&self.file, &CheckOptions::default(), &|_, _| true).await?;
         let lost = report.findings.iter().find_map(|finding| match finding.kind {

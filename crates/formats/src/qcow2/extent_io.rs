@@ -51,7 +51,7 @@ impl Qcow2Driver {
             },
             Ok(0) => Mapped::Nothing,
             Ok(_) => Mapped::Special,
-            // A caller that is told to load a table must do it: all others wait for that.
+            // A caller that gets a table to load must do it: all others wait for that.
             Err(stall) => self.settling(stall, seen),
         }
     }

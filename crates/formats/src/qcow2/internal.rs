@@ -3,7 +3,7 @@
 //!
 //! The image is made complete on disk, and the snapshot is taken or deleted there as in a closed image. Then the
 //! mapping begins anew, and nothing that was cached before is believed. A power cut meets either a complete image or a
-//! state that [`cowshed_offline::snapshots`] allows. The graph sees to it that no request runs.
+//! state that [`cowshed_offline::snapshots`] allows. The graph ensures that no request runs.
 
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};

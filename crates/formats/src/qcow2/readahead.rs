@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Sequential readers that are told apart.
+/// The most sequential readers that are distinguished.
 const STREAMS: usize = 4;
 /// Clusters read in a row before a reader counts as sequential.
 const STREAK: u64 = 2;

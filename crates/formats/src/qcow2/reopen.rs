@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes of options while the image stays open. The graph sees to it that no request runs meanwhile.
+//! Changes of options while the image stays open. The graph ensures that no request runs meanwhile.
 
 use super::Qcow2Driver;
 use super::cleaner::clean_each;

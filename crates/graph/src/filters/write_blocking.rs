@@ -10,7 +10,7 @@ use cowshed_storage::{IoBuf, Permissions};
 use cowshed_types::{Error, Result, slip};
 use std::sync::{Arc, OnceLock};
 
-/// The filter. The mirror's map tells the parts of the target that differ from the source. A write that reached both
+/// The filter. The mirror's map has the parts of the target that differ from the source. A write that reached both
 /// leaves its part as clean as it was. A write that fails on the target stays dirty, as does a hint (a discard), and
 /// the mirror copies it.
 pub struct WriteBlocking {

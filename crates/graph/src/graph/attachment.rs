@@ -324,7 +324,7 @@ impl Attachment {
         self.counted
     }
 
-    /// True when each request has something to tell [`Attachment::observe`].
+    /// True when [`Attachment::observe`] needs each request.
     pub(super) fn is_observing(&self) -> bool {
         self.observing.load(Ordering::SeqCst)
     }

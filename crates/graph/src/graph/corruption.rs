@@ -11,7 +11,7 @@ pub const CORRUPTION: &str = "cowshed_image::corruption";
 /// Told of corruptions of every graph, beside its observers.
 static PRINTER: OnceLock<fn(&Corruption)> = OnceLock::new();
 
-/// Has `print` told of every image of this process that is found to be corrupt. The first call counts.
+/// Passes every image of this process that is found to be corrupt to `print`. The first call counts.
 pub fn print_corruptions(print: fn(&Corruption)) {
     let _ = PRINTER.set(print);
 }

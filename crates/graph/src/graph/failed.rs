@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests of exports that failed, for the part of a program that tells the user.
+//! Requests of exports that failed, for the part of a program that reports them to the user.
 
 use super::Graph;
 use crate::node::Node;

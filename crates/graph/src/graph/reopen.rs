@@ -80,7 +80,7 @@ impl Graph {
         for plan in plans {
             self.prepare(plan, change).await?;
         }
-        // Children are the last thing that can be refused.
+        // Children come last among the possible refusals.
         let mut left = Vec::new();
         for plan in plans {
             match (&plan.backing, &plan.file) {

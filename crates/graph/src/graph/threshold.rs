@@ -13,7 +13,7 @@ pub type ThresholdObserver = Arc<dyn Fn(&ThresholdCrossed) + Send + Sync>;
 pub(super) struct ThresholdObservers(RwLock<Vec<ThresholdObserver>>);
 
 impl Graph {
-    /// Has `observer` told when a write crosses the threshold of a node of this graph
+    /// Calls `observer` when a write crosses the threshold of a node of this graph
     /// ([`crate::Node::set_write_threshold`]).
     pub fn observe_thresholds(&self, observer: ThresholdObserver) {
         self.threshold_observers.0.write().unwrap_or_else(PoisonError::into_inner).push(observer);

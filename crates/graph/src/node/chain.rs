@@ -102,9 +102,9 @@ impl Chain {
         Ok(Holder { len, layer: None, zero: self.base.is_none() })
     }
 
-    /// True when the top has to be told of zeroes in the layers below it. With a base it would show that instead.
-    /// Without one it reads as zeroes anyway, but another backing file may come later. Only version 2 has no means to
-    /// record zeroes without writing data.
+    /// True when the top must record zeroes of the layers below it. With a base it would show that instead. Without one
+    /// it reads as zeroes anyway, but another backing file may come later. Only version 2 has no means to record zeroes
+    /// without writing data.
     pub fn records_zeroes(&self) -> bool {
         self.base.is_some() || self.layers.first().is_some_and(|top| top.records_zeroes())
     }

@@ -52,8 +52,8 @@ impl Node {
         self.driver().described().map(|image| image.describe())
     }
 
-    /// Looks for damage in an image of a format without reference counts, and tells `max` findings at most. `None` for other
-    /// drivers; the inner one for formats that have no check.
+    /// Looks for damage in an image of a format without reference counts, and returns `max` findings at most. `None`
+    /// for other drivers; the inner one for formats that have no check.
     pub async fn check_mapped(&self, max: usize) -> Option<Result<Option<MappedCheck>>> {
         Some(self.driver().described()?.check(max).await)
     }

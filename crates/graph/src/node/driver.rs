@@ -75,7 +75,7 @@ pub enum Mapped<'a> {
 }
 
 /// Gets the damage, and the host offset and the length of the metadata that a write would have hit, in bytes. The flag
-/// tells whether the image takes no more writes.
+/// is set if the image takes no more writes.
 pub type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
 
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
@@ -351,12 +351,12 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
-    /// True while a request that meets damage is the first to tell of it.
+    /// True while a request that meets damage is the first to report it.
     fn tells_damage(&self) -> bool {
         false
     }
 
-    /// Has `tell` told of damage that the driver meets. Set once.
+    /// Makes the driver report damage that it meets to `_tell`. Set once.
     fn observe_corruption(&self, _tell: OnCorruption) {}
 
     /// Waits for work behind requests that have ended, where it touches one of the drained nodes.

@@ -200,7 +200,7 @@ pub struct Node {
     closed: AtomicBool,
     /// Its last user has left: it is closed next, and gets no new users.
     leaving: AtomicBool,
-    /// The image was found to be corrupt by a request, and that was told.
+    /// The image was found to be corrupt by a request, and that was reported.
     told_corrupt: Arc<AtomicBool>,
     /// Others may write to the backing node whatever the users of this node share.
     lends_backing: AtomicBool,

@@ -227,7 +227,7 @@ impl Node {
         let wanted = Permissions { shared: wanted.shared & !held(users), ..wanted };
         let wanted = match share_all {
             true => wanted.sharing_all(),
-            // Clients and jobs rely on the size that they were told.
+            // Clients and jobs rely on the size that they know.
             false if wanted.used.contains(PermissionSet::CONSISTENT_READ) => {
                 Permissions { shared: wanted.shared & !PermissionSet::RESIZE, ..wanted }
             }

@@ -51,8 +51,8 @@ impl FileObserver for OfFile {
 }
 
 impl Node {
-    /// Has the observers of the graph told, once, when a write ends behind this offset in bytes (`block-set-write-threshold`);
-    /// 0: no longer.
+    /// Calls the observers of the graph once when a write ends behind this offset in bytes
+    /// (`block-set-write-threshold`); 0: no longer.
     pub fn set_write_threshold(&self, threshold_bytes: u64) {
         let threshold_bytes = if threshold_bytes == 0 { NO_THRESHOLD } else { threshold_bytes };
         self.watch.threshold_bytes.store(threshold_bytes, Ordering::SeqCst);
@@ -101,7 +101,7 @@ impl Node {
         }
     }
 
-    /// True when each request has something to tell [`Node::note_watched`].
+    /// True when [`Node::note_watched`] needs each request.
     #[inline]
     pub(crate) fn is_watched(&self) -> bool {
         self.watch.active.load(Ordering::Relaxed)
@@ -125,7 +125,7 @@ impl Node {
         if !writes || end <= threshold_bytes {
             return;
         }
-        // Of several at once, one tells.
+        // Of several at once, one reports.
         let exchanged = self.watch.threshold_bytes.compare_exchange(
             threshold_bytes,
             NO_THRESHOLD,

@@ -226,7 +226,7 @@ pub struct Draft {
 }
 
 impl Opener {
-    /// Has the caller of the root told of something.
+    /// Passes a warning to the caller of the root.
     pub fn warn(&self, text: String) {
         self.warnings.borrow_mut().push(text);
     }

@@ -35,7 +35,7 @@ impl Opener {
             for path in regular_files(&path_of_text(folder)).map_err(|error| error.file(folder.as_str()))? {
                 let beneath = path.parent().map(Path::to_owned);
                 let options = OpenOptions { beneath, locking: Locking::Off, ..OpenOptions::default() };
-                // A file that can't be opened or read isn't the one, or its absence will be told.
+                // A file that can't be opened or read isn't the one, or its absence will be reported.
                 let Ok(file) = self.files.open(&path, &options) else { continue };
                 if file.len() < len as u64 {
                     continue;

@@ -117,8 +117,8 @@ impl Named {
 }
 
 impl Node {
-    /// The name by which the same thing can be opened again, as QEMU prints it. Unlike [`Node::filename`] it has
-    /// options that count.
+    /// The name by which the same node can be opened again, as QEMU prints it. Unlike [`Node::filename`] it has options
+    /// that count.
     pub fn reference(&self) -> String {
         match self.named(Purpose::Shown, false) {
             Ok(named) => named.text(),

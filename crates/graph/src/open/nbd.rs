@@ -22,7 +22,7 @@ impl Opener {
         }
         let client = Arc::new(client);
         let file = client.file(!draft.settings.read_only)?;
-        // The context doesn't tell the places of data, so only a request for a map shows it.
+        // The context doesn't have the places of data, so only a request for a map shows it.
         let context = draft.options.text("x-dirty-bitmap").filter(|_| self.no_content);
         let context = context.map(|name| ForeignContext { client, has_depths: name == QEMU_ALLOCATION_DEPTH });
         Ok((Box::new(FileDriver { name: "nbd", file, null_reads_zeroes: None, context }), filename))

@@ -30,7 +30,7 @@ pub(crate) struct FileDriver {
 #[derive(Debug)]
 pub(crate) struct ForeignContext {
     pub client: Arc<Client>,
-    /// It tells depths, and not bits.
+    /// Its values are depths, and not bits.
     pub has_depths: bool,
 }
 

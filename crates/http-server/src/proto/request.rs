@@ -99,7 +99,7 @@ pub fn parse(bytes: &[u8]) -> Result<Option<(Request, usize)>, Refused> {
             for option in text.split(',').map(str::trim) {
                 match option.to_ascii_lowercase().as_str() {
                     "close" => request.keeps_alive = false,
-                    // HTTP/1.0 has no chunks, so a response of unknown length can't be told from the next one.
+                    // HTTP/1.0 has no chunks, so a response of unknown length can't be distinguished from the next one.
                     "keep-alive" if is_old => request.keeps_alive = true,
                     _ => {}
                 }

@@ -62,7 +62,7 @@ fn refused(result: Result<Arc<Node>>) -> String {
     }
 }
 
-/// Whichever write or flush fails: the error is told, flushed data stays, and the image is sound.
+/// Whichever write or flush fails: the error is reported, flushed data stays, and the image is sound.
 #[test]
 fn the_nth_write_or_flush_fails() {
     for (iotype, errno, kind) in

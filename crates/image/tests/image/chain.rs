@@ -431,7 +431,7 @@ fn overlays_of_one_base_have_its_mapping_in_memory_once() {
         assert!(read_all(top).iter().all(|byte| *byte == 7));
         assert_eq!((stats(top).l2_misses, stats(top).l2_bytes), (once.l2_misses, once.l2_bytes), "read again");
     }
-    // Tables of an overlay's own stay its own.
+    // Data that an overlay gets stays its own.
     rt::block_on(tops[3].write(4096, IoBuf::copy_from(&[9; 4096]))).0.unwrap();
     assert_eq!(read_all(&tops[3])[4096], 9);
     assert_eq!(read_all(&tops[4])[4096], 7);

@@ -172,7 +172,7 @@ fn the_legacy_method_is_read() {
     let node = open_now(at, false);
     assert!(read(&node, 0, SIZE) == qemu_reads(at));
     rt::block_on(node.close()).unwrap();
-    // No passphrase is wrong: there is nothing to tell by.
+    // No passphrase is wrong: a wrong key shows nowhere.
     let node = rt::block_on(open(request(at, "falsch"))).unwrap();
     assert!(read(&node, 16 << 10, 64 << 10) != vec![7; 64 << 10]);
     rt::block_on(node.close()).unwrap();

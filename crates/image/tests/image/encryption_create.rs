@@ -88,7 +88,7 @@ fn write_theirs(folder: &Path, format: &str, command: &str) {
     run("qemu-io", folder, &["--object", SECRET, "--image-opts", &image_opts(format, NAME), "-c", command]);
 }
 
-/// Bytes that tell every place from every other.
+/// Bytes that are different in every place.
 fn pattern(len: usize, seed: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 7 + at * 13 + seed) as u8 | 1).collect()
 }

@@ -14,7 +14,7 @@ fn limited(name: &str, limit: Duration) -> OpenRequest {
     OpenRequest::file(name).format("raw").writable(true).policy(policy)
 }
 
-/// On a simulated machine, whose clock only moves when it is told to.
+/// On a simulated machine, whose clock only moves on demand.
 #[test]
 fn an_image_that_takes_too_long_is_let_go() {
     let world = World::new(Config::new(1));

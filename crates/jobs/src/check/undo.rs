@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 /// An empty log is no longer than this, in bytes: nothing was written to the image.
 const EMPTY_LOG_BYTES: u64 = 64;
 
-/// Takes the repair of an image back that `log` tells of. Refuses, before anything is written, when the image isn't
-/// as the repair left it.
+/// Takes the repair of an image back that is in `log`. Refuses, before anything is written, when the image isn't as the
+/// repair left it.
 pub async fn undo(image: &ImageSpec, log: &str, job: &JobHandle) -> Result<UndoReport> {
     if image.force_share {
         return Err(Error::invalid_argument("an undo can't share the image with writers"));
@@ -53,7 +53,7 @@ impl NewLog {
     /// Takes the file away again when a check failed before it changed anything.
     pub fn discard_if_empty(&self) {
         if self.file.len() <= EMPTY_LOG_BYTES {
-            // The check's own error is the one to tell; a log without changes does no harm.
+            // The check's own error is the one to report; a log without changes does no harm.
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -49,7 +49,7 @@ pub struct CopySettings {
 
 /// So many bytes of data are the first ones.
 const FIRST_BYTES: u64 = 32 << 20;
-/// Unreadable places are told apart down to so many bytes.
+/// Unreadable places are distinguished down to so many bytes.
 const SALVAGE_BYTES: usize = 4096;
 
 /// One conversion in progress.

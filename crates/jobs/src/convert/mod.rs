@@ -131,7 +131,7 @@ pub struct ConvertOutcome {
     pub skipped_bitmaps: Vec<String>,
 }
 
-/// Runs the conversion. After an error a new target is gone again; an old one is incomplete, which the message tells.
+/// Runs the conversion. After an error a new target is gone again; an old one is incomplete, and the message has that.
 pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOutcome> {
     check(options)?;
     let options = &target::settled(options);

@@ -76,7 +76,7 @@ fn verdicts_texts_and_exit_codes_are_those_of_qemu_img() {
             let ours = run(compare::run(&options, &JobHandle::new())).expect("compared");
             let text = String::from_utf8_lossy(&theirs.stdout).into_owned();
             let cut = |line: &str| match line.find("Offset") {
-                // In strict mode qemu-img also tells apart where a run ends, so it may stop earlier.
+                // In strict mode qemu-img also distinguishes the ends of runs, so it may stop earlier.
                 Some(at) => line[..at].to_owned(),
                 None => line.to_owned(),
             };

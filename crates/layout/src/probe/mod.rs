@@ -113,7 +113,7 @@ pub fn probe(head: &[u8]) -> FormatName {
     }
 }
 
-/// qcow and qcow2 share the magic; the version tells them apart. An unknown version is qcow2 all the same: the driver
+/// qcow and qcow2 share the magic; the version distinguishes them. An unknown version is qcow2 all the same: the driver
 /// refuses it by its version, which is better than taking its metadata for a disk.
 fn probe_qcow(head: &[u8]) -> Option<FormatName> {
     if be32_at(head, 0)? != crate::qcow2::MAGIC {

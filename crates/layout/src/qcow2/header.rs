@@ -160,7 +160,7 @@ impl Header {
     }
 
     /// The number of the file's first bytes that [`Header::parse`] needs, judged by `prefix` (at least 24 bytes). Where
-    /// `prefix` isn't enough to tell, the answer is a whole cluster. A file that is shorter is for `parse` to judge.
+    /// `prefix` isn't enough to decide, the answer is a whole cluster. A file that is shorter is for `parse` to judge.
     pub fn bytes_needed(prefix: &[u8]) -> Result<usize> {
         let cluster_size = 1usize << peek_cluster_bits(prefix)?;
         if prefix.len() >= cluster_size {

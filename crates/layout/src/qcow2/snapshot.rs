@@ -246,7 +246,7 @@ mod tests {
             let count = snapshots.len() as u32;
             let parsed = parse_table(&bytes, count).unwrap();
             prop_assert_eq!(parsed, Parsed::Complete { value: snapshots, len: bytes.len() });
-            // Reading more and more as told ends, and never asks for more than there is.
+            // Reading on as demanded ends, and never asks for more than there is.
             let mut have = 0;
             while let Parsed::Incomplete { need } = parse_table(&bytes[..have], count).unwrap() {
                 prop_assert!(need > have && need <= bytes.len());

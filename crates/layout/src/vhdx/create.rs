@@ -42,7 +42,7 @@ pub struct NewVhdx<'a> {
     pub sequence_number: u64,
 }
 
-/// Where things are in the new file.
+/// The places of the parts of the new file.
 struct Places {
     disk: VhdxDisk,
     log_bytes: u64,

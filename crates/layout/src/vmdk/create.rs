@@ -97,7 +97,7 @@ impl NewVmdk<'_> {
             let len = if self.kind.is_split { left.min(PART_SECTORS) } else { left };
             let name = self.part_name(parts.len() + 1);
             let (file, word, offset) = match self.kind.is_flat {
-                // As a raw file, whose first block tells how direct I/O must be aligned.
+                // As a raw file, whose first block shows the alignment of direct I/O.
                 true => {
                     let first = (0, Piece::Fill(0, (len * SECTOR_BYTES).min(4096)));
                     (FreshFile { len: len * SECTOR_BYTES, pieces: vec![first], mark: None }, "FLAT", " 0")

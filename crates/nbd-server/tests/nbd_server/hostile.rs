@@ -37,7 +37,7 @@ fn expect_service(served: &Served) {
     assert_eq!(wire.ask(Command::Read, NONE, 0, 65_536).errno, 0);
 }
 
-/// Waits until an event of that kind was told.
+/// Waits until an event of that kind has come.
 fn expect_event(served: &Served, wanted: impl Fn(&Event) -> bool) {
     let events = || served.events.lock().unwrap();
     await_with(|| events().iter().any(&wanted), || format!("such an event: {:?}", events()));

@@ -35,7 +35,7 @@ use std::time::Duration;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two attempts to connect again.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
-/// After a failed attempt, requests fail for so long without another one.
+/// The time after a failed attempt in which requests fail without another one.
 const GIVE_UP_PAUSE: Duration = Duration::from_secs(1);
 /// A request under which so many connections were lost, over at least `reconnect_delay`, fails: the server may die of
 /// it.

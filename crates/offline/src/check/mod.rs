@@ -166,7 +166,7 @@ fn report_of(ledger: Ledger) -> CheckReport {
 /// Told of repairs of every image that was not closed cleanly.
 static PRINTER: OnceLock<fn(&File, &CheckReport)> = OnceLock::new();
 
-/// Has `print` told of every image of this process that [`recover_dirty`] looked at. The first call counts.
+/// Passes every image of this process that [`recover_dirty`] looked at to `print`. The first call counts.
 pub fn print_recoveries(print: fn(&File, &CheckReport)) {
     let _ = PRINTER.set(print);
 }

@@ -39,7 +39,7 @@ impl CheckSession<'_> {
         }
         match self.file.allocate(cluster * cluster_size, cluster_size).await {
             Ok(()) => Ok(true),
-            // The write will tell.
+            // The write will show it.
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(true),
             Err(error) if error.kind() == ErrorKind::NoSpace => Ok(false),
             Err(error) => Err(error),

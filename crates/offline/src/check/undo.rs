@@ -51,7 +51,7 @@ impl Parts {
     }
 }
 
-/// Takes the repair back that `log` tells of; both files must be writable, and the image must have no other users.
+/// Takes the repair back that is in `log`; both files must be writable, and the image must have no other users.
 pub async fn undo(image: &File, log: &File) -> Result<UndoReport> {
     let read = UndoLog::read(log).await.map_err(|error| error.file(log.name()))?;
     let (mut original, mut latest) = (Parts::default(), Parts::default());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The remedy of a repair for a finding, told before it is applied.
+//! The remedy of a repair for a finding, decided before it is applied.
 
 use super::{CheckedStructure, Finding, FindingKind, Ledger};
 use cowshed_layout::qcow2::{Header, L1Entry, L2Entry};

@@ -19,7 +19,8 @@ use std::sync::Arc;
 /// Alignment of memory that [`IoBuf`] allocates, in bytes: a page, which satisfies O_DIRECT on every device we know.
 pub const IO_ALIGN: usize = 4096;
 
-/// The bytes of [`IoBuf::scratch`] in builds with debug assertions. So every test meets old bytes, and can tell them.
+/// The bytes of [`IoBuf::scratch`] in builds with debug assertions. So every test meets old bytes, and can recognise
+/// them.
 pub const SCRATCH_POISON: u8 = 0xdb;
 
 static POISONS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);

@@ -47,7 +47,7 @@ impl HostFile {
     }
 }
 
-/// The first run of data of a file at or behind `offset`; of devices, and where the file system can't tell, all.
+/// The first run of data of a file at or behind `offset`; of devices, and where the file system can't answer, all.
 fn seek_data(fd: BorrowedFd<'_>, is_device: bool, offset: u64, len: u64) -> SysResult<Option<DataRange>> {
     let all = (offset < len).then_some(DataRange { start: offset, end: len });
     if is_device || without!("seek_data") {

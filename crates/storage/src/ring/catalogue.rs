@@ -97,7 +97,7 @@ impl Ring {
         RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
-    /// As [`Ring::readable`]; of several that wait so for one thing, one is woken.
+    /// As [`Ring::readable`]; of several that wait so for one file, one is woken.
     pub(crate) fn readable_alone<'a>(self: Rc<Self>, file: &'a Arc<OwnedFd>) -> RingOp<'a> {
         let events = (libc::POLLIN | libc::POLLHUP | libc::POLLERR) as u32 | libc::EPOLLEXCLUSIVE as u32;
         let entry = opcode::PollAdd::new(types::Fd(file.as_raw_fd()), events).build();
@@ -111,7 +111,8 @@ impl Ring {
         RingOp::start_for_peer(self, socket, Payload::empty(None), entry)
     }
 
-    /// A command of the driver behind `file`, which ends it when it likes to. Memory whose address is in it must last so long.
+    /// A command of the driver behind `file`, which ends it when it likes to. Memory whose address is in it must last
+    /// until its end.
     pub(crate) fn command<'a>(self: Rc<Self>, file: &'a Arc<OwnedFd>, code: u32, command: [u8; 16]) -> RingOp<'a> {
         let entry = opcode::UringCmd16::new(types::Fd(file.as_raw_fd()), code).cmd(command).build();
         RingOp::start_for_peer(self, file, Payload::empty(None), entry)

@@ -140,7 +140,7 @@ impl Ring {
                     return;
                 }
             }
-            // Full: submit the queued entries. Taking completions makes room where the kernel refuses for want of it.
+            // Full: submit the queued entries. Taking completions makes room where the kernel refuses for lack of it.
             self.enter(0, None);
             self.reap();
         }
@@ -211,7 +211,7 @@ impl Ring {
         self.on_disk.get() > 0
     }
 
-    /// From now on [`Ring::has_completed`] tells whether an operation was.
+    /// From now on [`Ring::has_completed`] is true once an operation has completed.
     pub(crate) fn forget_completed(&self) {
         self.has_completed.set(false);
     }
@@ -324,9 +324,9 @@ impl Ring {
     }
 }
 
-/// The kernel refuses the ring for good: only a bug, or a sandbox that forbids it now, gets here. Operations in flight can't be
-/// given back, for the kernel may still use their memory. Neither success nor failure of them may be told, so the process ends as
-/// by a power cut.
+/// The kernel refuses the ring for good: only a bug, or a sandbox that forbids it now, gets here. Operations in flight
+/// can't be given back, for the kernel may still use their memory. Neither success nor failure of them may be reported,
+/// so the process ends as by a power cut.
 #[cold]
 fn end_process(error: &std::io::Error) -> ! {
     let mut stderr = std::io::stderr();

@@ -21,7 +21,8 @@ pub fn to_completion<F: Future<Output: 'static> + 'static>(future: F) -> Complet
     Completion { future: Some(Box::pin(future)), home: Home::None, owner: Some(()) }
 }
 
-/// As [`to_completion`]. When the future is left to the executor, `owner` is told, and its guard lives until the end.
+/// As [`to_completion`]. When the future is left to the executor, `owner` hears of it, and its guard lives until the
+/// end.
 pub fn to_completion_of<F: Future<Output: 'static> + 'static, O: Owner>(owner: O, future: F) -> Completion<F, O> {
     Completion { future: Some(Box::pin(future)), home: Home::None, owner: Some(owner) }
 }
@@ -47,7 +48,7 @@ pub struct Completion<F: Future<Output: 'static> + 'static, O: Owner = ()> {
     /// `None` after the end, and during a poll: a panic must not leave a future here that would be polled again.
     future: Option<Pin<Box<F>>>,
     home: Home,
-    /// `None` once it is told.
+    /// `None` once it has heard of it.
     owner: Option<O>,
 }
 

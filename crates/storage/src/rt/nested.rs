@@ -64,7 +64,7 @@ mod tests {
     use crate::rt;
     use std::rc::Rc;
 
-    /// Goes down `levels`, and tells how deep the deepest stack was.
+    /// Goes down `levels`, and notes the depth of the deepest stack.
     fn down(levels: u32, deepest: Rc<Cell<u32>>) -> Pin<Box<dyn Future<Output = u32>>> {
         let below = async move {
             deepest.set(deepest.get().max(DEPTH.get()));

@@ -29,7 +29,7 @@ impl PollLimit {
     /// wait with two wakes takes 100 µs and more.
     pub const DEFAULT: Duration = Duration::from_micros(100);
 
-    /// At most so long; zero: never. Longer than 584 years is 584 years.
+    /// The longest time of looking; zero: never. Longer than 584 years is 584 years.
     pub fn new(most: Duration) -> Self {
         let limit = PollLimit(Arc::default());
         limit.set(most);
@@ -61,7 +61,7 @@ impl Default for PollLimit {
 const FIRST_NS: u64 = 10_000;
 /// A completion came soon within so many times the limit.
 const SOON: u64 = 4;
-/// So many looks in vain, of the whole limit, and the thread rests.
+/// So many looks without a find, of the whole limit, and the thread rests.
 const VAIN_LOOKS: u32 = 8;
 /// So many that found something, and the next rest is the shortest again.
 const GOOD_LOOKS: u32 = 64;
@@ -77,7 +77,7 @@ pub(super) const LOST_CORE: Duration = Duration::from_micros(50);
 pub(super) enum Wait {
     /// The look found something.
     Found,
-    /// The thread slept; from the beginning of the look to the end of the sleep it took so long.
+    /// The thread slept; the time from the beginning of the look to the end of the sleep.
     Slept(u64),
     /// Another thread had the core while it looked.
     LostCore,

@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-/// The wakers of sleeping tasks by their deadline; the number tells equal deadlines apart.
+/// The wakers of sleeping tasks by their deadline; the number distinguishes equal deadlines.
 #[derive(Default)]
 pub(super) struct Timers {
     waiting: BTreeMap<(Instant, u64), Waker>,

@@ -30,7 +30,7 @@ pub(crate) async fn readable(fd: &Arc<OwnedFd>) -> SysResult<()> {
     readiness::ready(fd, Interest::Read).await
 }
 
-/// As [`readable`]; of several that wait so for one thing, one is woken.
+/// As [`readable`]; of several that wait so for one descriptor, one is woken.
 pub(crate) async fn readable_alone(fd: &Arc<OwnedFd>) -> SysResult<()> {
     if let Some(ring) = rt::current_ring() {
         match sys::ring_result(ring.readable_alone(fd).await.0) {

@@ -208,7 +208,7 @@ impl Socket {
             let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
             let found = now[0].revents();
             match (waited, polled) {
-                // A connection that can't be watched counts as whole: sending and receiving tell in the end.
+                // A connection that can't be watched counts as whole: sending and receiving show its state in the end.
                 (Err(errno), _) if errno.0 != libc::EINTR && errno.0 != libc::EAGAIN => std::future::pending().await,
                 _ if found.contains(PollFlags::ERR) => return HangUp::Broken,
                 _ if found.intersects(PollFlags::RDHUP | PollFlags::HUP) => return HangUp::End,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `File` on a simulated machine: failures, short transfers, and the order of things under direct I/O.
+//! `File` on a simulated machine: failures, short transfers, and the order of operations under direct I/O.
 
 use cowshed_simulator::{Config, Effect, Fault, OpKind, Rng, World};
 use cowshed_storage::rt::{sleep, spawn, yield_now};

@@ -37,7 +37,7 @@ fn each_mode(test: impl AsyncFn(File, PathBuf)) {
     }
 }
 
-/// Bytes that tell where they are from.
+/// Bytes that have their source in them.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
@@ -485,7 +485,7 @@ fn pages_and_their_parts_reach_the_page_cache() {
     });
 }
 
-/// Keeps the operations that it is told.
+/// Keeps the operations that it gets.
 #[derive(Default)]
 struct Notes(std::sync::Mutex<Vec<EndedOp>>);
 

@@ -216,7 +216,7 @@ fn use_disk() -> io::Result<()> {
     cached.sync_all()
 }
 
-/// Writes one block after another, again and again, until told to stop; returns the sum of the last round.
+/// Writes one block after another, again and again, until the order to stop; returns the sum of the last round.
 fn write_on(rounds: &AtomicU64, stop: &AtomicU64) -> io::Result<u64> {
     let device = open(true)?;
     let mut block = Aligned::new(RUNNING.2);

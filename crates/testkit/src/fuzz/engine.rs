@@ -72,7 +72,7 @@ pub fn open_read(data: &[u8]) {
     });
 }
 
-/// Any image is checked, and repaired as far as that goes: a repair that reports success has told the truth.
+/// Any image is checked, and repaired as far as that goes: a repair that reports success is one.
 pub fn check_repair(data: &[u8]) {
     let world = machine(data);
     world.run(async {

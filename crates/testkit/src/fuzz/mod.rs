@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entry points of the fuzzer, and a replay of its inputs on a stable compiler. `fuzz/README.md` tells how to fuzz.
+//! Entry points of the fuzzer, and a replay of its inputs on a stable compiler. `fuzz/README.md` describes fuzzing.
 
 pub mod engine;
 pub mod fuse;

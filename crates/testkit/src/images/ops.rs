@@ -6,7 +6,7 @@ use crate::random::Random;
 use cowshed_image::node::Preallocation::{self, Falloc, Full, Metadata, Off};
 use std::collections::BTreeSet;
 
-/// The bytes of a write, which tell the operation that wrote them, and the place in it.
+/// The bytes of a write, by which the operation that wrote them is found, and the place in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Texture {
     /// One byte over and over (0 too).

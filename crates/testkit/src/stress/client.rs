@@ -227,7 +227,7 @@ impl Client {
     }
 
     /// Sends all requests, and hands each reply to `each` with the request's index, in the server's order. When the
-    /// connection is gone or silent, the result tells that, and replies are missing.
+    /// connection is gone or silent, the result shows that, and replies are missing.
     pub fn batch(&mut self, requests: &[Request], cut: Cut, mut each: impl FnMut(usize, Ended)) -> Option<Ended> {
         let mut pending = HashMap::new();
         let mut bytes = Vec::new();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// A disk grows up to this size, in bytes.
 const LARGEST_BYTES: u64 = 20 << 20;
-/// An export that can't be made again for so long, in seconds, is lost.
+/// The time, in seconds, after which an export that can't be made again is lost.
 const EXPORT_LIMIT_S: u64 = 90;
 
 /// The NBD server that all disks share.

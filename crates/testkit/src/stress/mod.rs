@@ -101,7 +101,7 @@ fn random_options(random: &mut Random) -> String {
 /// Runs life after life until the time is up; `tell` hears of the state after each.
 ///
 /// # Errors
-/// The first thing that no correct daemon does, with the life's number and the seed.
+/// The first fault of the daemon, with the life's number and the seed.
 pub fn run(config: &Config, mut tell: impl FnMut(&Report)) -> Result<Report, String> {
     let mut report = Report::default();
     let mut random = Random::new(config.seed);

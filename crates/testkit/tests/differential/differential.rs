@@ -83,8 +83,8 @@ fn normal(mut entry: MapEntry, knows_compressed: bool) -> MapEntry {
         entry.zero = false;
     }
     if !entry.present || !entry.data {
-        // Nothing is read from there. QEMU names the host offset of unallocated subclusters in an allocated cluster, but
-        // none for a zero cluster at offset 0 of a data file, which it can't tell from one without a host cluster.
+        // Nothing is read from there. QEMU names the host offset of unallocated subclusters in an allocated cluster. It
+        // names none for a zero cluster at offset 0 of a data file, which it takes for one without a host cluster.
         entry.offset = None;
     }
     entry

@@ -43,7 +43,7 @@ struct Load {
     stderr: String,
 }
 
-/// Runs a writer on `image`; kills it after `lines` lines of its journal, if it lives so long.
+/// Runs a writer on `image`; kills it after `lines` lines of its journal, if it is still alive.
 fn load(image: &Path, case: &Case, seed: u64, rounds: u64, limit_bytes: Option<u64>, lines: usize) -> Load {
     load_from(image, Qemu::system().content(image, "qcow2"), case, seed, rounds, limit_bytes, lines)
 }
@@ -90,7 +90,7 @@ fn wait_for_locks(image: &Path) {
     panic!("the dead writer's locks stay");
 }
 
-/// Nothing but the caches in the writer's memory is lost: data that it was told to be safe must be there.
+/// Nothing but the caches in the writer's memory is lost: acknowledged data must be there.
 fn judge(image: &Path, follower: &Follower) {
     let qemu = Qemu::system();
     let bytes = std::fs::read(image).expect("the image is there");

@@ -20,7 +20,7 @@ fn run_all(seeds: std::ops::Range<u64>, effort: &Effort, faults: impl Fn(u64) ->
             Err(complaint) => failures.push(complaint),
         }
         if failures.len() == 2 {
-            // More of them tell no more, and each is shrunk.
+            // More of them show no more, and each is shrunk.
             break;
         }
     }

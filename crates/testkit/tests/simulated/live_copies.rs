@@ -211,7 +211,7 @@ fn a_detach_flushes_and_tells_of_a_flush_that_fails() {
         let (graph, _source, _target, guest) = start().await?;
         guest.queue().write(0, IoBuf::copy_from(&[7; 512])).await.0?;
         let detached = guest.detach().await;
-        // It has been told.
+        // It has been reported.
         drop(graph.close_all().await);
         Ok(detached)
     });

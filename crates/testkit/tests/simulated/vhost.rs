@@ -428,7 +428,7 @@ impl Scene {
     }
 }
 
-/// A raw image keeps nothing in the memory of the back end: each write that the guest was told of is there.
+/// A raw image keeps nothing in the memory of the back end: each write acknowledged to the guest is there.
 #[test]
 fn a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing() {
     for seed in 1..=3 {

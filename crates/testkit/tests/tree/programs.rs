@@ -42,7 +42,7 @@ fn sources_that_documents_name_exist() {
     let mut named = 0;
     let mut wrong = Vec::new();
     for page in folders.iter().flat_map(|folder| entries(folder)) {
-        // The changelog tells of trees as they were.
+        // The changelog describes trees as they were.
         if page.extension().is_none_or(|end| end != "md") || page.ends_with("CHANGELOG.md") {
             continue;
         }

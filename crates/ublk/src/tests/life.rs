@@ -117,7 +117,7 @@ fn a_new_size_reaches_the_kernel() {
         };
         let end = DISK_BYTES + 4096;
         resize(end);
-        // A size that the kernel was not told of is there all the same.
+        // A size that the kernel has not heard of is there all the same.
         if features == ALL {
             while served.fake.params(0).sectors != end / 512 {
                 std::thread::yield_now();

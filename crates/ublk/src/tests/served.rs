@@ -26,7 +26,7 @@ pub struct Served {
     pub attachment: Arc<Attachment>,
     pub server: Option<Server>,
     pub config: Config,
-    /// Ends that the owner was told of.
+    /// Ends that the owner has heard of.
     pub ends: Arc<AtomicUsize>,
 }
 

@@ -53,7 +53,7 @@ impl Background {
             let _ = io::stdout().write_all(message);
             return Ok(Background::Parent(0));
         }
-        // It has told why on standard error.
+        // It has printed the reason on standard error.
         let status = child.wait().map_err(failed)?;
         Ok(Background::Parent(
             status.code().and_then(|code| u8::try_from(code).ok()).filter(|code| *code != 0).unwrap_or(1),

@@ -280,7 +280,7 @@ struct Sent {
     /// By the client's host and the version; ranges are apart and in order.
     by_client: BTreeMap<(String, u64), Vec<Range<u64>>>,
     is_complete: bool,
-    /// The last error that was told.
+    /// The last reported error.
     told: String,
 }
 

@@ -121,7 +121,7 @@ impl Qcow2Driver {
     }
 
     /// Changes the size of the disk in the header, and of its bitmaps: new bits are clean. Inconsistent bitmaps can't
-    /// be told how large they are.
+    /// be resized.
     pub(in super::super) async fn resize_bitmaps(&self, size: u64) -> Result<bool> {
         if self.bitmaps.known().maps.is_empty() {
             return Ok(false);

@@ -130,7 +130,7 @@ impl State {
         self.settle(due)
     }
 
-    /// Marks the released requests, sees to it that one queue leads, and notes when that one should look next.
+    /// Marks the released requests, ensures that one queue leads, and notes when that one should look next.
     fn settle(&mut self, due_ns: Option<u64>) -> Vec<Waker> {
         let mut wake = Vec::new();
         for ticket in self.schedule.take_released() {

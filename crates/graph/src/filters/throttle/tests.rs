@@ -253,8 +253,8 @@ fn drains_leaving_and_cancelling_let_others_go_on() {
     assert_eq!(schedule.limits(), &Limits::new());
 }
 
-/// The same meter, told differently: no levels that leak but the list of all requests so far. The level of a bucket at
-/// a time is the largest, over all earlier moments, of the inflow since minus the leak since.
+/// The same meter in another form: no levels that leak but the list of all requests so far. The level of a bucket at a
+/// time is the largest, over all earlier moments, of the inflow since minus the leak since.
 struct Reference {
     limits: Limits,
     /// When, and how much of each kind.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A server whose connections offer different things and die of a request.
+//! A server whose connections have different offers and die of a request.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use cowshed_nbd::ClientOptions;
@@ -38,7 +38,7 @@ pub struct Offer {
     pub structured: bool,
     pub extended: bool,
     pub has_status: bool,
-    /// Ends the connection so long after its first request.
+    /// The time after its first request at which the connection ends.
     pub dies_after: Option<Duration>,
 }
 
