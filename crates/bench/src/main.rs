@@ -64,7 +64,7 @@ pub struct Settings {
     pub seconds: u64,
     /// A part of the names of the loads to run.
     pub only: Option<String>,
-    /// Where drawings go.
+    /// The folder of the drawings.
     pub plots: Option<PathBuf>,
     /// Virtual size of the images to convert, in MiB.
     pub size_mib: u64,

@@ -30,7 +30,7 @@ struct Means {
     name: &'static str,
     /// The start of the program with it.
     with: How,
-    /// And without.
+    /// The start of the program without it.
     without: How,
     /// The name of the side without it, where no switch of the list has one.
     instead: &'static str,

@@ -53,7 +53,7 @@ pub enum Outcome {
     Means {
         /// With it, one value a round.
         with: Vec<Cost>,
-        /// Without.
+        /// The side without it, one value a round.
         without: Vec<Cost>,
         /// Times are of one request.
         requests: bool,
@@ -109,7 +109,7 @@ pub enum Outcome {
     Scaling {
         /// From one, one value a round.
         one: Vec<f64>,
-        /// From two.
+        /// Those of two queues, one value a round.
         two: Vec<f64>,
     },
     /// Resident memory.
@@ -135,7 +135,7 @@ pub enum Outcome {
         /// Whether a run is a command, else a load on a server.
         is_command: bool,
     },
-    /// Not measured: why.
+    /// The reason of a missing measurement.
     Skipped(String),
 }
 

@@ -75,7 +75,7 @@ pub fn overlays(settings: &Settings) -> Result<Vec<Row>, String> {
     run(settings, true)
 }
 
-/// Without one.
+/// The same load on an image without a backing file.
 pub fn empty(settings: &Settings) -> Result<Vec<Row>, String> {
     run(settings, false)
 }

@@ -207,7 +207,7 @@ impl FreshLayout {
         let entries = options.l2_entries();
         let table = self.l2_cluster(options, index);
         let first = index * entries;
-        // The bytes in the cluster aren't zero for the guest. Subclusters are unallocated, so it is never read.
+        // The bytes in the cluster aren't zero for the guest. Subclusters are unallocated, so they are never read.
         let hides = options.encryption.is_some() && options.version >= 3 && !options.extended_l2;
         let zero = if hides { READS_ZERO } else { 0 };
         let mut bytes = Vec::with_capacity(1 << options.cluster_bits);

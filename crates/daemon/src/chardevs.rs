@@ -225,7 +225,7 @@ impl Devices {
         }
     }
 
-    /// Where monitors are.
+    /// The addresses of the monitors on devices.
     pub fn monitors(&self) -> Vec<MonitorAddress> {
         let devices = self.0.borrow();
         let places =

@@ -62,7 +62,7 @@ pub struct Ready {
     pub metrics: Vec<String>,
     /// Exports.
     pub exports: Vec<Served>,
-    /// To stop it.
+    /// The way to stop the daemon.
     pub control: Sender<Message>,
 }
 

@@ -24,7 +24,7 @@ pub enum Message {
     Say(Box<dyn FnOnce() + Send>),
     /// A request for the page of the metrics endpoint.
     Metrics {
-        /// For the page.
+        /// The channel for the page.
         reply: mpsc::SyncSender<String>,
         /// True while a scraper waits for it. Nothing is rendered for one that has gone.
         is_awaited: Box<dyn Fn() -> bool + Send>,

@@ -37,7 +37,7 @@ pub const EXPOSURE: &str = "cowshed_daemon::exposure";
 /// The address of the server.
 #[derive(Clone, Debug)]
 pub(crate) enum ListenPlace {
-    /// At an address.
+    /// Listens at an address.
     Address(SocketAddress),
     /// On a listening socket that the process inherited: the number of its descriptor.
     Descriptor(i32),

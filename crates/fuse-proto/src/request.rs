@@ -84,14 +84,14 @@ pub enum Operation {
     Read {
         /// First byte in the file.
         offset: u64,
-        /// In bytes.
+        /// Length in bytes.
         len: u32,
     },
     /// Bytes come.
     Write {
-        /// In the file.
+        /// First byte in the file.
         offset: u64,
-        /// In bytes.
+        /// Length in bytes.
         len: u32,
         /// Flags of the open file.
         flags: u32,
@@ -106,16 +106,16 @@ pub enum Operation {
     Sync,
     /// Space, a hole or zeroes.
     Allocate {
-        /// In the file.
+        /// First byte in the file.
         offset: u64,
-        /// In bytes.
+        /// Length in bytes.
         len: u64,
         /// As of fallocate(2).
         mode: u32,
     },
     /// The next data or the next hole.
     Seek {
-        /// From where.
+        /// The byte at which the search begins.
         offset: u64,
         /// As of lseek(2).
         whence: u32,

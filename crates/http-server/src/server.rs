@@ -70,7 +70,7 @@ pub enum Event<'a> {
         peer: &'a str,
         /// The path of the content.
         path: &'a str,
-        /// Why.
+        /// The reason of the failure.
         error: &'a Error,
     },
 }

@@ -53,7 +53,7 @@ pub enum BitmapMode {
     OnSuccess,
     /// Also when it fails: parts that were not copied stay dirty.
     Always,
-    /// Not at all.
+    /// The bitmap stays as it was.
     Never,
 }
 

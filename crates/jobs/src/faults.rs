@@ -24,7 +24,7 @@ pub enum Side {
 pub struct Failure {
     /// The end that failed.
     pub side: Side,
-    /// Why.
+    /// The reason of the failure.
     pub error: Error,
 }
 

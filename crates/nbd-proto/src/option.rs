@@ -77,7 +77,7 @@ impl OptionHeader {
         Ok(OptionHeader { option: cursor.u32()?, len: cursor.u32()? })
     }
 
-    /// To bytes.
+    /// The bytes of the header.
     pub fn encode(self) -> [u8; OPTION_HEADER_BYTES] {
         let mut bytes = [0; OPTION_HEADER_BYTES];
         bytes[..8].copy_from_slice(&OPTION_MAGIC.to_be_bytes());

@@ -163,7 +163,7 @@ impl StatusFilter {
     /// Payloads longer than that can only repeat themselves.
     pub const MAX_BYTES: u64 = 8 + 4 * crate::option::MAX_QUERIES as u64;
 
-    /// From the payload.
+    /// Parses the payload.
     pub fn parse(payload: &[u8]) -> Result<StatusFilter, Malformed> {
         let mut cursor = Cursor::new(payload);
         let effect_bytes = cursor.u64()?;

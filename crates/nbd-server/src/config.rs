@@ -150,7 +150,7 @@ pub enum Event {
     ClientRefused {
         /// The client's name in messages.
         peer: String,
-        /// Why.
+        /// The reason of the refusal.
         reason: String,
     },
     /// An export is gone, and all its clients.

@@ -94,7 +94,7 @@ pub enum Removal {
 pub struct ExportInfo {
     /// Its name.
     pub name: String,
-    /// For people.
+    /// Its description for a user; may be empty.
     pub description: String,
     /// Size in bytes.
     pub size: u64,

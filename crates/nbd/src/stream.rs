@@ -22,7 +22,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Not encrypted yet.
+    /// A stream that isn't encrypted yet.
     pub fn new(socket: Socket) -> Stream {
         Stream { socket, tls: OnceLock::new() }
     }

@@ -82,7 +82,7 @@ impl Digests {
 pub struct Line {
     /// The kind of digest.
     pub kind: DigestKind,
-    /// Of which file.
+    /// The name of the file.
     pub name: String,
     /// The digest in lower-case hexadecimal digits.
     pub digest: String,

@@ -39,7 +39,7 @@ pub struct Allocation {
     pub data_end: GuestOffset,
     /// First guest byte behind everything to write; may lie past the end of the disk.
     pub end: GuestOffset,
-    /// Where `start` goes.
+    /// The host offset of guest byte `start`.
     pub host: HostOffset,
     /// The file that `host` is in.
     pub file: StoredIn,

@@ -44,7 +44,7 @@ pub(crate) struct Packed {
     /// The bitmap of all entries that aren't 0.
     bitmap: u64,
     cluster_bits: u32,
-    /// At most 32.
+    /// Width of an offset in bits, at most 32.
     width: u32,
     bits: Box<[u64]>,
 }

@@ -12,7 +12,7 @@ use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 /// L1 entries without a table that are passed over in one critical section.
 const ENTRIES_AT_ONCE: usize = 1 << 16;
 
-/// Where [`Engine::unmap_tail`] is.
+/// The progress of [`Engine::unmap_tail`].
 #[derive(Clone, Copy, Debug)]
 pub struct Tail {
     at: GuestOffset,

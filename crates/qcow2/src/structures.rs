@@ -17,7 +17,7 @@ pub enum Structure {
 }
 
 impl Structure {
-    /// For messages.
+    /// The name in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Structure::MainHeader => "qcow2_header",

@@ -40,7 +40,7 @@ impl ErrorClass {
 pub struct QmpError {
     /// The class.
     pub class: ErrorClass,
-    /// For people.
+    /// The text for a user.
     pub description: String,
     /// For logs and command lines: more than the description, where there is more.
     pub whole: Option<String>,

@@ -50,7 +50,7 @@ fn inline_name(of: &str) -> String {
 }
 
 impl Schema {
-    /// Without anything.
+    /// A schema without definitions.
     pub fn new() -> Self {
         Self::default()
     }

@@ -67,7 +67,7 @@ impl Loss {
         }
     }
 
-    /// More about it.
+    /// More about the loss, for a report.
     pub fn detail(&self) -> Option<&str> {
         match self {
             Loss::Io(text) | Loss::BadCompressedData(text) | Loss::TableLost(text) | Loss::Backing(text) => Some(text),

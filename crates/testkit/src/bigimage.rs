@@ -10,7 +10,7 @@ use std::path::Path;
 /// The places of the guest's clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// In guest order.
+    /// Clusters in guest order.
     Contiguous,
     /// Each far from its neighbours.
     Scattered,

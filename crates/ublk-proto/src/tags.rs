@@ -12,7 +12,7 @@ const STOPPED: i32 = -19;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
-    /// Not fetched yet.
+    /// The server has not fetched the tag yet.
     New,
     /// The driver has it, and fills it with a request.
     Driver,

@@ -63,23 +63,23 @@ pub struct Segment {
 pub enum Request {
     /// Fill the chain's writable bytes, without the last one, from `offset` of the disk.
     Read {
-        /// In bytes.
+        /// First byte on the disk.
         offset: u64,
-        /// In bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// Write the chain's readable bytes behind the header at `offset` of the disk.
     Write {
-        /// In bytes.
+        /// First byte on the disk.
         offset: u64,
-        /// In bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// Make earlier writes durable.
     Flush,
     /// Give the name of the disk, in at most so many bytes.
     GetId {
-        /// In bytes.
+        /// The most bytes of the name.
         len: u64,
     },
     /// Give ranges back: a hint.

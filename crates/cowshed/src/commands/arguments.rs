@@ -35,7 +35,7 @@ pub enum OutputFormat {
 /// The objects that `--object` defines, by their ids.
 #[derive(Clone, Debug, Default)]
 pub struct Objects {
-    /// For encrypted images.
+    /// The secrets for encrypted images, by their ids.
     pub secrets: Vec<(String, Secret)>,
     /// For images on servers.
     pub tls: Vec<(String, TlsCredentials)>,

@@ -17,7 +17,7 @@ use cowshed_types::Error;
 
 /// The largest block.
 const MOST_BLOCK_BYTES: u64 = i32::MAX as u64;
-/// Without `bs=`.
+/// The default of `bs=`, in bytes.
 const DEFAULT_BLOCK_BYTES: u64 = 512;
 
 pub const VERB: Verb = Verb {

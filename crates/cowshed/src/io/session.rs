@@ -35,7 +35,7 @@ pub struct OpenSpec {
     pub format: Option<String>,
     /// Options of the driver.
     pub options: Option<BlockdevOptions>,
-    /// For reading.
+    /// The image is opened for reading only.
     pub read_only: bool,
     /// With a temporary overlay that takes the writes.
     pub snapshot: bool,
@@ -93,7 +93,7 @@ impl OpenSpec {
         [&self.options, &listed].into_iter().flatten().any(denies_sharing)
     }
 
-    /// For messages.
+    /// The image's name in messages.
     fn name(&self) -> String {
         self.path.clone().unwrap_or_else(|| match &self.options {
             Some(options) => options.to_json_name(),

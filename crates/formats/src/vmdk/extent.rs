@@ -30,7 +30,7 @@ pub(super) struct Extent {
 pub(super) enum Storage {
     /// As they are, from byte `host` on.
     Flat { file: usize, host: u64, kind: ExtentKind },
-    /// In grains.
+    /// Its bytes are in grains.
     Sparse(Box<Sparse>),
     /// Not at all: zeroes.
     Zero,

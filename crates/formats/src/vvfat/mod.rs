@@ -47,7 +47,7 @@ struct Vvfat {
     disk: FatDisk,
     folder: PathBuf,
     filename: String,
-    /// Before the tables.
+    /// The areas before the tables: places and bytes.
     heads: Vec<(u64, Vec<u8>)>,
     /// The root folder of FAT12 and FAT16.
     root: Vec<u8>,

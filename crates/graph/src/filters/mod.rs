@@ -43,7 +43,7 @@ use std::sync::Arc;
 pub struct CopyFailure {
     /// The end that is written failed, else the one that is read.
     pub writing: bool,
-    /// Why.
+    /// The reason of the failure.
     pub error: Error,
 }
 

@@ -54,11 +54,11 @@ const SALVAGE_BYTES: usize = 4096;
 
 /// One conversion in progress.
 pub struct Copy<'a> {
-    /// Where from.
+    /// The images that are read.
     pub sources: &'a Sources,
-    /// Where to.
+    /// The image that is written.
     pub target: &'a Node,
-    /// How.
+    /// The settings of the copy.
     pub settings: CopySettings,
     /// Progress, cancelling, speed.
     pub job: &'a JobHandle,

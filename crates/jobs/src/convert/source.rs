@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The kind of bytes in a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunKind {
-    /// To be read.
+    /// Bytes to be read.
     Data,
     /// Read as zeroes.
     Zero,

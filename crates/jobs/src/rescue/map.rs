@@ -20,7 +20,7 @@ pub struct Lost {
     pub length: u64,
     /// Why, in a word.
     pub reason: &'static str,
-    /// More about it.
+    /// More about the reason, in a sentence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
     /// Host offset of the first entry of that kind.

@@ -42,7 +42,7 @@ pub enum FatKind {
 }
 
 impl FatKind {
-    /// By its number.
+    /// The kind with this number of bits: 12, 16 or 32.
     pub fn of(number: u64) -> Option<FatKind> {
         match number {
             12 => Some(FatKind::Fat12),

@@ -43,7 +43,7 @@ impl SubclusterBitmap {
         (self.0 >> 32) as u32
     }
 
-    /// From both masks.
+    /// The bitmap of the two masks.
     #[inline]
     pub const fn from_masks(data: u32, zero: u32) -> Self {
         Self((zero as u64) << 32 | data as u64)
@@ -98,7 +98,7 @@ impl SubclusterBitmap {
         below_end & (u32::MAX << range.start)
     }
 
-    /// With `range` allocated.
+    /// The bitmap with `range` allocated.
     #[inline]
     #[must_use]
     pub const fn with_data(self, range: Range<u32>) -> Self {
@@ -114,7 +114,7 @@ impl SubclusterBitmap {
         Self::from_masks(self.data_mask() & !mask, self.zero_mask() | mask)
     }
 
-    /// With `range` unallocated.
+    /// The bitmap with `range` unallocated.
     #[inline]
     #[must_use]
     pub const fn with_unallocated(self, range: Range<u32>) -> Self {

@@ -42,7 +42,7 @@ pub enum Remedy {
 }
 
 impl Remedy {
-    /// In words.
+    /// The remedy in words, for a report.
     pub fn describe(self) -> String {
         match self {
             Remedy::LowerRefcount { to } => format!("lower the refcount to {to}"),

@@ -85,7 +85,7 @@ events! {
     PwritevZero = "pwritev_zero",
     /// After a write that succeeded.
     PwritevDone = "pwritev_done",
-    /// Before a flush.
+    /// Before a flush of the file.
     FlushToOs = "flush_to_os",
     /// Before a flush, after [`Event::FlushToOs`].
     FlushToDisk = "flush_to_disk",
@@ -99,7 +99,7 @@ events! {
     L1GrowActivateTable = "l1_grow_activate_table",
     /// Before a slice of an L2 table is read.
     L2Load = "l2_load",
-    /// With `L1Update`.
+    /// Together with `L1Update`.
     L2Update = "l2_update",
     /// Known for the sake of scripts; nothing here causes it.
     L2UpdateCompressed = "l2_update_compressed",

@@ -26,7 +26,7 @@ impl SocketMessage {
         self.header.msg_iovlen = self.vectors.len() as _;
     }
 
-    /// For the kernel.
+    /// The header that the kernel gets.
     pub(crate) fn header(&self) -> *const libc::msghdr {
         &raw const self.header
     }

@@ -205,7 +205,7 @@ impl SmallDisk {
         disk
     }
 
-    /// In memory.
+    /// A file system in memory.
     fn tmpfs() -> Self {
         let disk = SmallDisk { folder: temp_dir() };
         std::fs::create_dir(disk.path()).expect("a folder to mount on");

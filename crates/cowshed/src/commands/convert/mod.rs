@@ -27,7 +27,7 @@ use std::time::Instant;
 const MOST_REQUESTS: i64 = 16;
 /// Zeroes scanned for at once: `-S` can't ask for a coarser grain.
 const MOST_SPARSE_BYTES: u64 = 16 << 20;
-/// Without `-S`.
+/// The default of `-S`, in bytes.
 const DEFAULT_SPARSE_BYTES: u64 = 4096;
 /// `-S` counts whole sectors.
 const SECTOR_BYTES: u64 = 512;

@@ -282,7 +282,7 @@ impl NbdArgs {
             .ok_or_else(|| Failure::new(format!("Invalid handshake limit '{text}'")))
     }
 
-    /// With QEMU's words.
+    /// Refuses options of one device beside `--list`, in QEMU's words.
     fn check_list(&self) -> Result<(), Failure> {
         let per_device = !self.export_name.is_empty()
             || !self.description.is_empty()

@@ -5,7 +5,7 @@ pub struct Difference {
     /// Calls, by the names of the tables.
     pub names: &'static [&'static str],
     pub kinds: &'static [&'static str],
-    /// For readers.
+    /// The reason, for a reader.
     #[expect(dead_code, reason = "it is read in the source")]
     pub why: &'static str,
 }
