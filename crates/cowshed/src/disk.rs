@@ -93,17 +93,19 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Fills `buf` from `offset` (bytes) and returns it.
+    /// Fills `buf` from byte `offset` of the disk and returns it. A range past the end is `InvalidArgument`. After an
+    /// error all of `buf` is zeroes.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.node.read(offset, buf).await
     }
 
-    /// Writes `buf` at `offset` (bytes) and returns it. Durable after the next [`Queue::flush`].
+    /// Writes `buf` at byte `offset` of the disk and returns it. The write is durable after the next [`Queue::flush`]. A
+    /// range past the end is `InvalidArgument`, a disk opened for reading `ReadOnly`.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         self.node.write(offset, buf).await
     }
 
-    /// Makes a range of bytes read as zeroes.
+    /// Makes a range of bytes read as zeroes. With `no_fallback` in `flags` a slow way is `Unsupported`.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
         self.node.write_zeroes(offset, len, flags).await
     }
@@ -113,18 +115,19 @@ impl Queue {
         self.node.discard(offset, len).await
     }
 
-    /// Makes everything durable whose write completed before.
+    /// Makes everything durable whose write completed before. After a failed sync of a file every later flush fails too,
+    /// until the image is opened again.
     pub async fn flush(&self) -> Result<()> {
         self.node.flush().await
     }
 
-    /// Changes the virtual size, in bytes.
+    /// Changes the virtual size, in bytes. Shrinking discards the data behind the new end.
     pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
         self.node.resize(size, preallocation).await
     }
 
-    /// Where the data of a range is, through the whole chain: runs in order, without gaps. They may end before the
-    /// range does; go on behind the last one.
+    /// The places of a range's data through the whole chain: runs in order, without gaps. They may end before the
+    /// range does; the caller goes on behind the last one.
     pub async fn map(&self, offset: u64, len: u64) -> Result<Vec<StatusExtent>> {
         self.node.block_status_chain(offset, len, MAP_RUNS).await
     }
@@ -137,7 +140,7 @@ pub struct Blocking<'a> {
 }
 
 impl Blocking<'_> {
-    /// Fills `bytes` from `offset`.
+    /// Fills `bytes` from byte `offset` of the disk. After an error `bytes` is as before.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         let (result, buf) = rt::block_on(self.node.read(offset, IoBuf::zeroed(bytes.len())));
         result?;
@@ -145,7 +148,7 @@ impl Blocking<'_> {
         Ok(())
     }
 
-    /// Writes `bytes` at `offset`.
+    /// Writes `bytes` at byte `offset` of the disk: see [`Queue::write`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         rt::block_on(self.node.write(offset, IoBuf::copy_from(bytes))).0
     }
