@@ -29,14 +29,17 @@ const STATUS_AT: usize = DATA_AT + REQUEST_BYTES as usize;
 pub enum Kind {
     /// Of blocks chosen at random.
     Read,
-    /// Each block of the disk once before any block comes again.
+    /// Each block of the disk once at most, which ends the run.
     Write,
 }
 
 /// Loads the device at `socket` with `queues` (one or two) full queues for a time: requests, and requests a second.
 pub fn drive(socket: &Path, disk_bytes: u64, kind: Kind, queues: usize, time: Duration) -> Result<(f64, f64), String> {
     let mut front_end = FrontEnd::connect(socket);
-    front_end.negotiate(features::VERSION_1 | features::PROTOCOL_FEATURES | features::EVENT_IDX | features::BLK_MQ);
+    // Without the features of flushing the device has no write cache, and each write goes to the disk.
+    let cache = features::BLK_FLUSH | features::BLK_CONFIG_WCE;
+    front_end
+        .negotiate(features::VERSION_1 | features::PROTOCOL_FEATURES | features::EVENT_IDX | features::BLK_MQ | cache);
     if front_end.features & features::EVENT_IDX == 0 {
         return Err("the device has no event index".to_owned());
     }
@@ -202,13 +205,14 @@ impl Queue {
         Ok(())
     }
 
-    /// Keeps the queue full until `end`, and then waits for the requests in flight. Returns the number of requests.
+    /// Keeps the queue full until `end` or the last block to write, and then waits for the requests in flight. Returns the number of
+    /// requests.
     fn run(&mut self, end: Instant) -> Result<u64, String> {
         (0..DEPTH).for_each(|slot| self.offer(slot));
         self.publish();
         let (mut count, mut in_flight) = (0, DEPTH);
         while in_flight > 0 {
-            let goes_on = Instant::now() < end;
+            let goes_on = Instant::now() < end && (self.kind == Kind::Read || self.turn < self.blocks);
             let before = count;
             while let Some(slot) = self.take()? {
                 count += 1;

@@ -21,6 +21,8 @@ struct Case {
     /// Options of the fresh image.
     options: &'static str,
     over_backing: bool,
+    /// Past the page cache.
+    direct: bool,
     limit: Limit,
     load: &'static [&'static str],
     target: &'static str,
@@ -45,16 +47,21 @@ const SEQUENTIAL: &[&str] = &["--rw=write", "--bs=64k", "--iodepth=8", "--number
 
 const fn overlay(name: &'static str, options: &'static str, limit: Limit) -> Case {
     let target = "≥ 1.5× or ≥ 0.9 of the disk's bandwidth, bytes ≤ 1";
-    Case { name, options, over_backing: true, limit, load: RANDOM, target }
+    Case { name, options, over_backing: true, direct: false, limit, load: RANDOM, target }
+}
+
+const fn direct(name: &'static str, options: &'static str, over_backing: bool, load: &'static [&'static str]) -> Case {
+    let target = if over_backing { "≥ 1.5×, CPU ≤ 0.7" } else { "≥ 1.3×" };
+    Case { name, options, over_backing, direct: true, limit: Limit::None, load, target }
 }
 
 const fn alone(name: &'static str, options: &'static str, load: &'static [&'static str], target: &'static str) -> Case {
-    Case { name, options, over_backing: false, limit: Limit::File("preallocation=off"), load, target }
+    Case { name, options, over_backing: false, direct: false, limit: Limit::File("preallocation=off"), load, target }
 }
 
 const fn preallocated(name: &'static str, options: &'static str, limit: &'static str) -> Case {
     let target = "≥ 0.95 of the raw file";
-    Case { name, options, over_backing: false, limit: Limit::File(limit), load: RANDOM, target }
+    Case { name, options, over_backing: false, direct: false, limit: Limit::File(limit), load: RANDOM, target }
 }
 
 const CASES: &[Case] = &[
@@ -63,8 +70,13 @@ const CASES: &[Case] = &[
     overlay("overlay, 128k, extended_l2", "cluster_size=128k,extended_l2=on", Limit::None),
     overlay("overlay, 64k, extended_l2", "cluster_size=64k,extended_l2=on", Limit::None),
     overlay("overlay, 2M, extended_l2", "cluster_size=2M,extended_l2=on", Limit::Copies(64)),
+    direct("overlay, 64k, direct", "cluster_size=64k", true, RANDOM),
+    direct("overlay, 128k, extended_l2, direct", "cluster_size=128k,extended_l2=on", true, RANDOM),
+    direct("overlay, 2M, extended_l2, direct", "cluster_size=2M,extended_l2=on", true, RANDOM),
     alone("empty image, random 4k", "cluster_size=64k", RANDOM, "≥ 1.5×"),
     alone("empty image, sequential 64k", "cluster_size=64k", SEQUENTIAL, "≥ 1.2×"),
+    direct("empty image, random 4k, direct", "cluster_size=64k", false, RANDOM),
+    direct("empty image, sequential 64k, direct", "cluster_size=64k", false, SEQUENTIAL),
     preallocated("preallocation=metadata, random 4k", "preallocation=metadata", "preallocation=off"),
     preallocated("preallocation=falloc, random 4k", "preallocation=falloc", "preallocation=falloc"),
     preallocated("preallocation=full, random 4k", "preallocation=full", "preallocation=full"),
@@ -117,7 +129,8 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
         _ => (case.load.iter().map(|&option| option.to_owned()).collect(), 1.0),
     };
     let fresh = Fresh { format, options, base: case.over_backing.then_some(base), mib: DISK_MIB };
-    let start = |image: &Path| serve(settings, side, image, format, "", Access { writable: true, direct: false });
+    let access = Access { writable: true, direct: case.direct };
+    let start = |image: &Path| serve(settings, side, image, format, "", access);
     let mut written = written(settings, &fresh, load, &start, &|_| Ok(()))?;
     written.served.per_second *= requests_per_block;
     written.served.cpu_microseconds /= requests_per_block;
