@@ -312,6 +312,11 @@ fn an_amendment_that_is_interrupted_changes_nothing_or_all() {
             let _ = sent.expect("kill runs");
             let status = child.wait().expect("it ends");
             stopped += usize::from(!status.success());
+            // The kernel lets go of a killed process's ring, and of the locks of its files, behind its end.
+            let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+            while oracle.real(&folder, &words("check -q image.qcow2")).err.contains("lock") {
+                assert!(std::time::Instant::now() < deadline, "the image stays locked");
+            }
             oracle.qemu.expect_no_corruption(&folder.join("image.qcow2"));
             assert!(content(&folder) == before, "{name} after {delay_ms} ms");
             match status.success() {
