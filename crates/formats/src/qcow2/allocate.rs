@@ -64,7 +64,11 @@ impl Qcow2Driver {
         };
         let bytes = allocation.data_end - allocation.data_start;
         let data = buf.split_to(bytes as usize);
+        let lacks_space = self.lacks_space_ahead(&allocation);
         let mut pending = Pending::new(self, allocation);
+        if lacks_space {
+            Box::pin(self.reserve_ahead()).await;
+        }
         let (result, data) = match &pending.allocation {
             Some(allocation) => self.write_filled(allocation, data).await,
             None => (Err(Error::internal("an allocation went away")), data),
@@ -233,7 +237,7 @@ impl Qcow2Driver {
 }
 
 /// The bytes that an allocation writes to the disk: its data and the copies around them.
-fn written_bytes(allocation: &Allocation) -> u64 {
+pub(super) fn written_bytes(allocation: &Allocation) -> u64 {
     let copied = |fill, len| if fill == Fill::Copy { len } else { 0 };
     allocation.data_end - allocation.data_start
         + copied(allocation.head, allocation.data_start - allocation.start)

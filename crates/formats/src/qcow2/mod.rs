@@ -17,6 +17,7 @@ mod driver;
 mod encryption;
 mod extent_io;
 mod flush;
+mod growth;
 mod header;
 mod holes;
 mod internal;
@@ -97,6 +98,7 @@ pub struct Qcow2Driver {
     flushes_covered: AtomicU64,
     /// The file can't reserve space.
     no_reserve: AtomicBool,
+    growth: growth::Growth,
     /// Something was written to the metadata since the image was opened.
     wrote_metadata: AtomicBool,
     /// A cycle was dropped before its end: the part that reached the disk is unknown.

@@ -125,6 +125,7 @@ impl Qcow2Driver {
             flushes_asked: AtomicU64::new(0),
             flushes_covered: AtomicU64::new(0),
             no_reserve: AtomicBool::new(false),
+            growth: super::growth::Growth::new(),
             wrote_metadata: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
             corrupt: AtomicBool::new(false),

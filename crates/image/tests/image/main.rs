@@ -21,6 +21,7 @@ mod overlap;
 mod policy;
 mod read_ahead;
 mod replicas_and_logs;
+mod space_ahead;
 mod statistics;
 mod throttle;
 mod vvfat;

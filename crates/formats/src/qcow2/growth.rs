@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Space ahead of an image file that grows past the page cache.
+//!
+//! Past the page cache each write behind the end of the file is a change of its length, which the file system makes one at a time.
+//! A file that is longer than its clusters takes them side by side. The space holds zeroes and nothing refers to it. A close
+//! cuts it off, as does the close of the next writable opening after a crash.
+
+use super::Qcow2Driver;
+use super::allocate::written_bytes;
+use cowshed_qcow2::Allocation;
+use cowshed_types::StoredIn;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// The first and the largest piece, in clusters; the largest in bytes. Each piece is twice the one before.
+const FIRST_CLUSTERS: u64 = 16;
+const MOST_CLUSTERS: u64 = 4096;
+const MOST_BYTES: u64 = 64 << 20;
+
+/// The pieces of one image.
+pub(super) struct Growth {
+    /// Clusters of the next piece. 0: the file system has no space for one, or can't reserve any.
+    clusters: AtomicU64,
+    /// A request reserves a piece now.
+    is_busy: AtomicBool,
+}
+
+impl Growth {
+    pub(super) fn new() -> Growth {
+        Growth { clusters: AtomicU64::new(FIRST_CLUSTERS), is_busy: AtomicBool::new(false) }
+    }
+}
+
+/// The piece is reserved, or not: other requests may try.
+struct Turn<'a>(&'a Growth);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.is_busy.store(false, Ordering::Release);
+    }
+}
+
+impl Qcow2Driver {
+    /// True when less than half a piece lies ahead of an allocation that fills its part of the file.
+    pub(super) fn lacks_space_ahead(&self, allocation: &Allocation) -> bool {
+        let clusters = self.growth.clusters.load(Ordering::Relaxed);
+        let end = allocation.host.0 + (allocation.end - allocation.start);
+        end + self.piece_bytes(clusters) / 2 > self.file.len()
+            && clusters > 0
+            && self.file.cache_mode().direct
+            && allocation.file == StoredIn::Image
+            && is_filled(allocation, self.cluster_size())
+            && self.file.is_plain()
+            && !self.file.is_device()
+    }
+
+    fn piece_bytes(&self, clusters: u64) -> u64 {
+        (clusters << self.engine.geometry().cluster_bits()).min(MOST_BYTES)
+    }
+
+    /// Reserves the next piece, unless another request does. Without it a write only takes longer, so no error comes of it.
+    pub(super) async fn reserve_ahead(&self) {
+        if self.growth.is_busy.swap(true, Ordering::Acquire) {
+            return;
+        }
+        let turn = Turn(&self.growth);
+        let clusters = self.growth.clusters.load(Ordering::Relaxed);
+        let (end, piece) = (self.file.len(), self.piece_bytes(clusters));
+        let next = match self.file.allocate(end, piece).await {
+            Ok(()) => (2 * clusters).min(MOST_CLUSTERS),
+            Err(error) => {
+                tracing::debug!("no space ahead of the image: {error}");
+                0
+            }
+        };
+        self.growth.clusters.store(next, Ordering::Relaxed);
+        drop(turn);
+    }
+}
+
+/// True where the request writes most of the clusters that it takes. Others leave holes in them, which space ahead would fill.
+fn is_filled(allocation: &Allocation, cluster_size: u64) -> bool {
+    2 * written_bytes(allocation) >= (allocation.end - allocation.start).next_multiple_of(cluster_size)
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Space ahead of an image that grows past the page cache: there while the image is open, gone once it is closed.
+
+use cowshed_image::{Node, OpenRequest, open};
+use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::qemu::Qemu;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const CLUSTER: u64 = 65536;
+const DISK_BYTES: usize = 16 << 20;
+
+/// An image of 16 MiB, over a base full of data with `has_base`.
+fn image(has_base: bool) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    std::fs::write(folder.path().join("base.raw"), vec![7; DISK_BYTES]).unwrap();
+    let path = folder.path().join("a.qcow2");
+    let base = if has_base { "backing_file=base.raw,backing_fmt=raw" } else { "" };
+    Qemu::newest().create(&path, "qcow2", base, DISK_BYTES as u64);
+    (folder, path)
+}
+
+fn open_now(path: &Path, cache: &str) -> Arc<Node> {
+    let options = format!("driver=qcow2,file.driver=file,file.filename={},{cache}", path.display());
+    rt::block_on(open(OpenRequest::image_opts(&options).unwrap().writable(true))).unwrap()
+}
+
+/// Writes half a page into each of some clusters.
+fn write(node: &Node, clusters: std::ops::Range<u64>) {
+    for cluster in clusters {
+        let buf = IoBuf::copy_from(&[9; 2048]);
+        rt::block_on(node.write(cluster * CLUSTER + 512, buf)).0.unwrap();
+    }
+}
+
+fn len(path: &Path) -> u64 {
+    std::fs::metadata(path).unwrap().len()
+}
+
+/// The image is well, is as long as what it uses, and has the first `written` clusters written.
+#[track_caller]
+fn expect_exact(path: &Path, written: u64) {
+    let qemu = Qemu::newest();
+    qemu.expect_clean(path);
+    let end = qemu.check(path, "qcow2").json["image-end-offset"].as_u64().unwrap();
+    assert_eq!(len(path), end);
+    let mut model = vec![7; DISK_BYTES];
+    (0..written).for_each(|cluster| model[(cluster * CLUSTER) as usize + 512..][..2048].fill(9));
+    assert!(qemu.content(path, "qcow2") == model);
+}
+
+#[test]
+fn space_ahead_goes_at_the_close() {
+    let (_folder, path) = image(true);
+    let node = open_now(&path, "cache.direct=on");
+    write(&node, 0..40);
+    let open_len = len(&path);
+    rt::block_on(node.close()).unwrap();
+    assert!(open_len >= len(&path) + 8 * CLUSTER, "{open_len} bytes, then {}", len(&path));
+    expect_exact(&path, 40);
+}
+
+#[test]
+fn space_ahead_of_a_crash_goes_at_the_next_close() {
+    let (folder, path) = image(true);
+    let node = open_now(&path, "cache.direct=on");
+    write(&node, 0..40);
+    rt::block_on(node.flush()).unwrap();
+    // A process that is killed now leaves this file.
+    let left = folder.path().join("left.qcow2");
+    std::fs::copy(&path, &left).unwrap();
+    rt::block_on(node.close()).unwrap();
+    assert!(len(&left) > len(&path));
+    Qemu::newest().expect_clean(&left);
+    let node = open_now(&left, "cache.direct=off");
+    write(&node, 40..41);
+    rt::block_on(node.close()).unwrap();
+    expect_exact(&left, 41);
+}
+
+/// Where clusters keep holes, space ahead would fill them; the page cache needs none.
+#[test]
+fn images_with_holes_and_cached_ones_get_no_space_ahead() {
+    for (has_base, cache) in [(false, "cache.direct=on"), (true, "cache.direct=off")] {
+        let (_folder, path) = image(has_base);
+        let node = open_now(&path, cache);
+        write(&node, 0..40);
+        let open_len = len(&path);
+        rt::block_on(node.close()).unwrap();
+        assert!(open_len <= len(&path) + CLUSTER, "{cache}: {open_len} bytes, then {}", len(&path));
+    }
+}
