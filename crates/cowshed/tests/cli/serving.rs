@@ -341,14 +341,21 @@ fn qemu_storage_daemon_goes_into_the_background() {
 fn what_cannot_start_says_why_and_leaves_nothing() {
     let oracle = Oracle::new();
     oracle.make("create -q -f qcow2 disk.qcow2 8M");
+    std::fs::write(oracle.work().join("m"), b"").expect("a mount point");
     // Clients of a file's export rely on its length, which the format above changes.
     let file = ["qemu-storage-daemon", "--blockdev", "file,node-name=f,filename=disk.qcow2"];
     let format = ["--blockdev", "qcow2,node-name=q,file=f"];
     let server = ["--nbd-server", "addr.type=unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=f"];
-    let mistakes: [(&[&str], &str); 14] = [
+    let mistakes: [(&[&str], &str); 17] = [
         (&[&file[..], &format, &server].concat(), "permissions 'resize' are both required by node 'q'"),
         (&["serve"], "Expecting an image file name"),
         (&["serve", "-k", "n.sock", "nothing.qcow2"], "nothing.qcow2"),
+        (&["serve", "-k", "n.sock", "--queues", "0", "disk.qcow2"], "--queues is 0, and a daemon has 1 to 64 threads"),
+        (
+            &["serve", "-k", "n.sock", "--queues", "65", "disk.qcow2"],
+            "--queues is 65, and a daemon has 1 to 64 threads",
+        ),
+        (&["mount", "--queues", "99999", "disk.qcow2", "m"], "--queues is 99999, and a daemon has 1 to 64"),
         (&["serve", "-k", "n.sock", "--cache", "fast", "disk.qcow2"], "'fast'"),
         (&["serve", "-k", "n.sock", "--monitor", "foo:bar", "disk.qcow2"], "foo:bar"),
         (&["serve", "-k", "n.sock", "--drive", "file=disk.qcow2,iops=5,iops_rd=1"], "at the same time"),

@@ -397,6 +397,7 @@ fn what_can_not_be_shared_is_refused_with_one_line() {
         (vec!["--tls-dir", "nowhere", "disk.qcow2"], "nowhere"),
         (vec!["--bind", "127.0.0.1", "--port", &port, "disk.qcow2"], "ddress"),
         (vec!["--bind", "no.such.host.invalid", "disk.qcow2"], "no.such.host.invalid"),
+        (vec!["--bind", "", "disk.qcow2"], "--bind is empty"),
     ] {
         let run = Command::new(env!("CARGO_BIN_EXE_cowshed"))
             .arg("share")

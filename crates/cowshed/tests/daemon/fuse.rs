@@ -580,6 +580,21 @@ fn users_mount_by_fusermount_and_are_left_alone() {
     assert!(said.contains("/dev/fuse") && said.contains("Permission denied"), "{said}");
 }
 
+/// A folder of devices without that of FUSE, as on machines without the driver.
+#[test]
+fn a_machine_without_fuse_is_told_how_to_get_it() {
+    let folder = temp_dir();
+    qcow2(folder.path());
+    File::create(folder.path().join("m")).expect("a mount point");
+    let script = "cd \"$0\" && mkdir dev && mount -t tmpfs none dev
+        for name in null zero full random urandom; do touch dev/$name; mount --bind /dev/$name dev/$name; done
+        mount --rbind dev /dev && exec \"$1\" mount d.qcow2 m";
+    let said = run_to_code("unshare", &["-rm", "sh", "-c", script, text(folder.path()), COWSHED], &[1]);
+    let words = "/dev/fuse: there is no FUSE on this machine (modprobe fuse): No such file or directory";
+    assert!(said.contains(words) && said.lines().count() == 1, "{said}");
+    tool("qemu-io", &["-c", "write 0 512", text(&folder.path().join("d.qcow2"))]);
+}
+
 #[test]
 fn a_user_namespace_mounts_by_itself() {
     let folder = temp_dir();

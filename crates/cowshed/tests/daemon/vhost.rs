@@ -9,7 +9,7 @@ use cowshed_testkit::vhost::{FrontEnd, Guest};
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -125,6 +125,43 @@ fn exports_come_and_go_by_the_monitor() {
     monitor.command("block-export-add", add(text(&folder.join("w.sock"))));
     assert_eq!(FrontEnd::connect(&folder.join("w.sock")).config(0, 8), (DISK_BYTES / 512).to_le_bytes());
     daemon.stop();
+}
+
+/// The daemon's only line, without its name, for an export that can't be.
+fn refused_export(folder: &Path, options: &str, input: Stdio) -> String {
+    let mut command = Command::new(super::process::COWSHED);
+    command.arg0("qemu-storage-daemon").args(["--blockdev", "file,node-name=d,filename=d.raw"]);
+    command.args(["--export", &format!("vhost-user-blk,id=e,node-name=d,{options}")]);
+    let ended = command.current_dir(folder).stdin(input).output().expect("our own binary runs");
+    let said = String::from_utf8(ended.stderr).expect("text");
+    assert_eq!((ended.status.code(), said.lines().count()), (Some(1), 1), "{options}: {said}");
+    said.trim_end().to_owned()
+}
+
+#[test]
+fn exports_that_cannot_be_say_why_in_one_line() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    for (options, words) in [
+        ("addr.type=unix,addr.path=v.sock,num-queues=0", "num-queues must be greater than 0"),
+        ("addr.type=unix,addr.path=v.sock,num-queues=65", "num-queues is 65, and an export has at most 64"),
+        ("addr.type=unix,addr.path=v.sock,num-queues=65536", "Parameter 'num-queues' expects uint16_t"),
+        ("addr.type=unix,addr.path=v.sock,logical-block-size=100", "logical-block-size"),
+        ("addr.type=unix,addr.path=none/v.sock", "Failed to bind socket to none/v.sock: No such file or directory"),
+        ("addr.type=inet,addr.host=localhost,addr.port=0", "Only socket address types 'unix' and 'fd' are supported"),
+        ("addr.type=fd,addr.str=99", "File descriptor '99' is not a socket"),
+        ("addr.type=fd,addr.str=0", "File descriptor '0' is not a socket"),
+    ] {
+        let said = refused_export(folder, options, Stdio::null());
+        assert!(said.contains(words), "{options}: {said}");
+        assert!(!folder.join("v.sock").exists(), "{options}");
+    }
+    // A connection is no socket that listens.
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    let said = refused_export(folder, "addr.type=fd,addr.str=0", std::os::fd::OwnedFd::from(theirs).into());
+    assert!(said.contains("File descriptor '0' is not a listening socket"), "{said}");
+    drop(ours);
 }
 
 /// The value of one place of the disk: of the last write that has ended, and of one in flight.

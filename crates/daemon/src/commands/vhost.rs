@@ -9,7 +9,7 @@ use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{Listener, Socket, SocketAddress};
-use cowshed_types::{Error, LINE_END, Result};
+use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use cowshed_vhost_user::{Server, ServerConfig};
 use serde_json::{Map, Value};
 use std::rc::Rc;
@@ -95,7 +95,16 @@ fn listen(address: Option<&Map<String, Value>>) -> QmpResult<Listener> {
         "fd" => {
             let number = text("str").parse::<i32>();
             let number = number.map_err(|_| QmpError::generic("only QEMU supports file descriptor passing"))?;
-            Socket::copy_of_descriptor(number).and_then(Listener::from_descriptor)
+            let listens = |fd| {
+                let failed = |error: Error| match error.kind() {
+                    ErrorKind::InvalidArgument => {
+                        Error::invalid_argument(format!("File descriptor '{number}' is not a listening socket"))
+                    }
+                    _ => error,
+                };
+                Listener::from_descriptor(fd).map_err(failed)
+            };
+            Socket::copy_of_descriptor(number).and_then(listens)
         }
         _ => return Err(QmpError::generic("Only socket address types 'unix' and 'fd' are supported")),
     };

@@ -247,3 +247,16 @@ fn mount_guard() -> Option<GuardProgram> {
 fn default_queues() -> usize {
     std::thread::available_parallelism().map_or(1, |count| count.get().min(4))
 }
+
+/// The most threads that serve clients, as for queues of an export.
+const MOST_QUEUES: usize = 64;
+
+/// The threads of `--queues`, or as many as by default.
+fn queues(given: Option<usize>) -> Result<usize, Failure> {
+    match given {
+        Some(count) if !(1..=MOST_QUEUES).contains(&count) => {
+            Err(Failure::new(format!("--queues is {count}, and a daemon has 1 to {MOST_QUEUES} threads that serve")))
+        }
+        given => Ok(given.unwrap_or_else(default_queues)),
+    }
+}

@@ -4,7 +4,7 @@
 use super::super::Verb;
 use super::super::arguments::FaultArgs;
 use super::super::untrusted::PolicyArgs;
-use super::{BoundArgs, LogFormat, Running, default_queues, mount_guard};
+use super::{BoundArgs, LogFormat, Running, mount_guard, queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_daemon::{Drive, MonitorAddress, Setup, Step};
@@ -181,7 +181,7 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
     let running = Running {
         setup: Setup {
             steps,
-            queues: args.queues.unwrap_or_else(default_queues),
+            queues: queues(args.queues)?,
             stop_when_idle: true,
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,

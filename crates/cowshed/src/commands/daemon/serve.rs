@@ -4,7 +4,7 @@
 use super::super::Verb;
 use super::super::arguments::FaultArgs;
 use super::super::untrusted::PolicyArgs;
-use super::{BoundArgs, LogFormat, Running, default_queues};
+use super::{BoundArgs, LogFormat, Running, queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Drive, MonitorAddress, Ready, Setup, Step};
@@ -266,7 +266,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let running = Running {
         setup: Setup {
             steps,
-            queues: args.queues.unwrap_or_else(default_queues),
+            queues: queues(args.queues)?,
             stop_when_idle: args.once,
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,

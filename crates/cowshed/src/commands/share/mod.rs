@@ -149,6 +149,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let image = args.naming.spec(file, args.format.as_ref())?;
     let faults = args.faults.options()?;
     let host = args.bind.clone().unwrap_or_else(|| "localhost".to_owned());
+    if host.is_empty() {
+        return Err(Failure::new("--bind is empty: it expects an address of this machine, or 0.0.0.0 for all of them"));
+    }
     let tls = args.tls_dir.as_deref().map(|folder| ServerTls::from_dir(folder, false)).transpose()?;
     if tls.is_none() && !is_of_this_machine(&host) {
         let warning = format!("any host that reaches {host} can read what it is sent: --tls-dir encrypts");
