@@ -40,6 +40,7 @@ mod rebased_formats;
 mod refusals;
 mod running;
 mod samples;
+mod served_pages;
 mod serving;
 mod sessions;
 mod share;

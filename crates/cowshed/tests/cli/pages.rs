@@ -97,17 +97,31 @@ const PAGES: &[(&str, &[Case])] = &[
     ),
 ];
 
-/// The commands of `cowshed` in a page's blocks of code, each in one line, without its first word.
-fn commands(page: &str) -> Vec<String> {
+/// A page, with each command in one line.
+fn joined(page: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
     let text = std::fs::read_to_string(path).expect("the page is there");
-    let joined = text.replace("\\\n", "\u{0}");
+    text.replace("\\\n", "\u{0}")
+}
+
+/// The first line of a page that begins with some words.
+#[track_caller]
+pub fn line_of(page: &str, start: &str) -> String {
+    let joined = joined(page);
+    let line = joined.lines().find(|line| line.starts_with(start));
+    line.unwrap_or_else(|| panic!("{page} has no line that begins with {start}")).replace('\u{0}', " ")
+}
+
+/// The commands of `cowshed` in a page's blocks of code, each in one line, without its first word and without `sudo`.
+pub fn commands(page: &str) -> Vec<String> {
+    let joined = joined(page);
     let mut is_code = false;
     let of_line = |line: &str| -> Option<String> {
         let is_fence = line.trim_start().starts_with("```");
         is_code ^= is_fence;
         let is_shown = (is_code && !is_fence) || line.starts_with("    ");
-        let command = line.trim_start().trim_start_matches("$ ").strip_prefix("cowshed ").filter(|_| is_shown)?;
+        let command = line.trim_start().trim_start_matches("$ ").trim_start_matches("sudo ");
+        let command = command.strip_prefix("cowshed ").filter(|_| is_shown)?;
         // A list of options goes on in the next line without a blank, other arguments with one.
         let parts: Vec<&str> = command.split('\u{0}').map(str::trim).collect();
         Some(parts.join(" ").replace(", ", ","))
