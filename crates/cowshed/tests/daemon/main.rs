@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The daemon as a process of its own, with the clients that people have: QEMU, fio, libnbd's tools, nbdkit, a guest.
 
+mod changes;
 mod device;
 mod exposure;
 mod faults;
@@ -8,6 +9,7 @@ mod floods;
 mod fuse;
 mod guest;
 mod guest_disks;
+mod guest_killed;
 mod http;
 mod killed;
 mod load;
