@@ -268,6 +268,21 @@ fn unreadable_disk_is_reported_on_both_sides() {
     assert_eq!(share.exit_code(), Some(0));
 }
 
+/// A client chooses the places that it reads, and each may be another error.
+#[test]
+fn a_client_of_a_failing_disk_fills_no_terminal() {
+    let oracle = disk();
+    let rule = "op=read,errno=5,offset=64k,len=600M";
+    let share = Share::start(&oracle, &["--fault", rule, "--no-digest", "--quiet", "disk.qcow2"]);
+    for place in 0..30 {
+        let range = format!("{}-", (1 << 20) + place * 4096);
+        assert!(!curl(&oracle, &["-f", "-r", &range, "-o", "/dev/null", &share.url]).status.success());
+    }
+    let said = share.said();
+    let told = said.lines().filter(|line| line.contains("the disk can't be sent")).count();
+    assert!(told == 10 && said.lines().count() == 11, "{said}");
+}
+
 /// Behind the end of a file that another program has cut off would be zeroes.
 #[test]
 fn a_file_that_has_become_shorter_is_not_sent() {

@@ -23,7 +23,7 @@ use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
 use cowshed_types::{Error, Result as BlockResult};
 use page::Facts;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -138,6 +138,9 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Fast enough for a network.
 const ZSTD_LEVEL: i32 = 1;
+
+/// Different errors that are told.
+const MOST_TOLD: usize = 10;
 
 /// Read at once, for clients and for the digest: each such piece is a frame of a zstd file. A client that takes its pieces slowly
 /// holds two of them.
@@ -283,8 +286,8 @@ struct Sent {
     /// By the client's host and the version; ranges are apart and in order.
     by_client: BTreeMap<(String, u64), Vec<Range<u64>>>,
     is_complete: bool,
-    /// The last reported error.
-    told: String,
+    /// The errors that were told. A client chooses the places that it reads, so they are bounded.
+    told: BTreeSet<String>,
 }
 
 impl Downloads {
@@ -292,9 +295,12 @@ impl Downloads {
     fn tell(&self, error: &Error) {
         let text = format!("the disk can't be sent: {error}");
         let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if sent.told != text {
-            crate::output::warning::print(&text);
-            sent.told = text;
+        if sent.told.len() >= MOST_TOLD || !sent.told.insert(text.clone()) {
+            return;
+        }
+        crate::output::warning::print(&text);
+        if sent.told.len() == MOST_TOLD {
+            crate::output::warning::print("further errors of the disk are not shown");
         }
     }
 
