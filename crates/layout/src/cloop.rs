@@ -27,7 +27,8 @@ impl CloopHeader {
         let short = || Error::invalid_image("block_size", "", "the image is cut off in its header");
         let (block, blocks) = (be32_at(bytes, 128).ok_or_else(short)?, be32_at(bytes, 132).ok_or_else(short)?);
         if block == 0 || !block.is_multiple_of(512) || block > MOST_BLOCK_BYTES {
-            return Err(Error::invalid_image("block_size", block, "blocks are whole sectors, of up to 64 MiB"));
+            let error = Error::invalid_image("block_size", block, "blocks are whole sectors, of up to 64 MiB");
+            return Err(if block == 0 { error.qemu("block_size cannot be zero") } else { error });
         }
         Ok(CloopHeader { block_bytes: block.into(), blocks })
     }

@@ -76,7 +76,10 @@ impl DmgTrailer {
     pub fn parse(tail: &[u8]) -> Result<Self> {
         let is_one = |part: &[u8]| part.starts_with(b"koly") && be32_at(part, 8) == Some(TRAILER_BYTES as u32);
         let found = tail.windows(TRAILER_BYTES).rev().find(|part| is_one(part));
-        let trailer = found.ok_or_else(|| Error::invalid_image("trailer", "", "the image is not in dmg format"))?;
+        let trailer = found.ok_or_else(|| {
+            Error::invalid_image("trailer", "missing", "this is no disk image of Apple")
+                .qemu("Could not locate UDIF trailer in dmg file")
+        })?;
         let long = |at| be64_at(trailer, at).unwrap_or_default();
         if be32_at(trailer, 60).is_some_and(|segments| segments > 1) {
             return Err(Error::unsupported("disk images in several segments can't be read"));

@@ -26,6 +26,7 @@ mod missing_key;
 mod names;
 mod no_memory;
 mod old_bytes;
+mod old_holes;
 mod on_servers;
 mod onto_itself;
 mod oracle;

@@ -186,6 +186,7 @@ fn each_packing_of_a_dmg_is_unpacked() {
     assert!(fs::read(oracle.work().join("theirs")).unwrap() == disk);
 }
 
+/// Among them a piece far longer than its space in memory would be: CVE-2014-0145.
 #[test]
 fn damaged_and_hostile_images_of_apple_are_refused() {
     let oracle = Oracle::new();
@@ -203,7 +204,7 @@ fn damaged_and_hostile_images_of_apple_are_refused() {
         file[at..at + bytes.len()].copy_from_slice(bytes);
         file
     };
-    refused(&good[..good.len() - 512], "not in dmg format");
+    refused(&good[..good.len() - 512], "Could not locate UDIF trailer in dmg file");
     refused(&changed(216, &u64::MAX.to_be_bytes()), "not in the file");
     refused(&changed(224, &(1u64 << 40).to_be_bytes()), "too long");
     refused(&changed(224, &0u64.to_be_bytes()), "resource fork");
@@ -217,6 +218,12 @@ fn damaged_and_hostile_images_of_apple_are_refused() {
     for (kind, word) in [(0x8000_0007, "lzfse"), (0x8000_0008, "xz"), (0x1234, "isn't known")] {
         let (file, _) = dmg(&[(kind, disk[..512].to_vec(), vec![1; 20]), (0, vec![0; 512], Vec::new())]);
         refused(&file, word);
+    }
+    for (piece, sectors) in [(1, 1u64 << 40), (3, u64::MAX), (5, 0x8000_0000)] {
+        let long = with_tables(&good, |_, table| {
+            table[entry_at(piece, 16)..entry_at(piece, 24)].copy_from_slice(&sectors.to_be_bytes());
+        });
+        refused(&long, "a.dmg");
     }
     let (file, _) = dmg(&[(1, disk[..1024].to_vec(), vec![1; 20]), (0, vec![0; 512], Vec::new())]);
     refused(&file, "too few bytes");
@@ -475,7 +482,7 @@ fn cloop_images_are_read_as_qemu_reads_them() {
     assert!(fs::read(oracle.work().join("theirs")).unwrap() == disk);
     reads_as(&oracle, "c.img", "cloop", &disk);
     for (at, bytes, text) in [
-        (128, &[0u8, 0, 0, 0][..], "whole sectors"),
+        (128, &[0u8, 0, 0, 0][..], "block_size cannot be zero"),
         (128, &[0xff; 4], "whole sectors"),
         (132, &[0xff; 4], "not in the file"),
         (136, &[0xff; 8], "impossible length"),
