@@ -71,6 +71,8 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn packed_entry(&self, host: u64, _len: u64) -> Result<Vec<u8>> {
         Err(Error::internal("this format packs no blocks").offset(host))
     }
+    /// Whether images of the format are only read.
+    const READ_ONLY: bool = false;
     /// Whether new blocks can be packed.
     const PACKS: bool = false;
     /// Looks for damage; at most `max` findings are reported. `None` where qemu-img has no check for the format either.
@@ -118,6 +120,16 @@ pub(crate) trait BlockFormat: Send + Sync {
     /// Has the disk a size in memory. An error where it can't have that.
     fn set_size(&self, _size: u64) -> Result<()> {
         Err(Error::unsupported("Image format driver does not support resize"))
+    }
+    /// Makes room for a longer disk, where tables have to grow, with everything before durable.
+    fn grow(
+        &self,
+        _image: &ImageFile,
+        _file: &File,
+        _size: u64,
+        _usage: Usage,
+    ) -> impl Future<Output = Result<Option<Grown>>> {
+        async { Ok(None) }
     }
     /// Writes the size of the disk to the header, durably.
     fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
@@ -187,6 +199,15 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn before_overwrite(&self, _file: &File, _host: u64) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
+}
+
+/// Where blocks lie in the file of a disk that has grown.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grown {
+    /// No block begins before it.
+    pub first: u64,
+    /// The next new one goes here, or behind it.
+    pub next: u64,
 }
 
 /// A table in the file, whole; offset and length in bytes.
@@ -471,7 +492,7 @@ pub(crate) async fn finish<F: BlockFormat + 'static>(
     let unpacked = opener.policy().max_decompressed_bytes;
     let image = Image { file, format, writer: OnceLock::new() };
     // A damaged image may be in no state for writes, and a check opens it all the same.
-    if !draft.settings.read_only && !opener.checks(draft) {
+    if !draft.settings.read_only && (F::READ_ONLY || !opener.checks(draft)) {
         image.start_writing().await.map_err(|error| image.file.named(error))?;
     }
     let driver = MappedDriver::new(Box::new(image), filename.clone(), link, no_backing, unpacked);
@@ -610,6 +631,10 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
         Box::pin(async move { self.open_writer()?.discard(&self.format, &self.file, (offset, len)).await })
     }
 
+    fn is_resizable(&self) -> bool {
+        self.format.set_size(self.format.size()).is_ok()
+    }
+
     fn resize<'a>(&'a self, size: u64, backing: &'a Link) -> Work<'a> {
         Box::pin(async move {
             let (writer, old) = (self.open_writer()?, self.format.size());
@@ -617,6 +642,9 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
             self.format.set_size(old)?;
             if size < old {
                 return Err(Error::unsupported("Shrinking images is currently not supported"));
+            }
+            if size > old {
+                writer.lengthen(&self.format, &self.file, size).await?;
             }
             self.format.set_size(size)?;
             let grown = async {

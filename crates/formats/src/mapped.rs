@@ -137,6 +137,10 @@ pub(crate) trait MappedWriter {
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
     /// Gives the space of a range back: it reads as before or as zeroes.
     fn discard(&self, offset: u64, len: u64) -> Work<'_>;
+    /// True for a disk that can be made longer.
+    fn is_resizable(&self) -> bool {
+        false
+    }
     /// Makes the disk longer; new bytes read as zeroes.
     fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Image format driver does not support resize")))
@@ -427,7 +431,8 @@ impl Driver for MappedDriver {
     }
 
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
-        if preallocation != Preallocation::Off {
+        let is_resizable = self.format.writer().is_none_or(MappedWriter::is_resizable);
+        if preallocation != Preallocation::Off && is_resizable {
             let message = format!("Unsupported preallocation mode '{}'", preallocation.name());
             return done(Err(Error::unsupported(message).file(self.filename.clone())));
         }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VDI: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
+mod growth;
+
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, Grown, ImageFile, Table, check_identity, finish, parent_of};
 use super::mapped::Place;
 use super::survey::Survey;
 use super::units::Units;
@@ -44,14 +46,37 @@ const PARENTS: &str = "parents";
 
 struct Vdi {
     header: VdiHeader,
-    map: Table,
+    /// What a growth changes.
+    shape: Mutex<Shape>,
+    /// Nothing else uses the image while its size changes.
+    may_move: bool,
     /// The identifier of the content now.
     content: Mutex<[u8; 16]>,
     /// True once this opening gave the content another identifier.
     is_changed: Turn<bool>,
 }
 
+/// The part of the header that a growth changes.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    size: u64,
+    map: Table,
+    data_offset: u64,
+}
+
+fn table(offset: u64, blocks: u64) -> Table {
+    Table { field: "offset_bmap", offset, bytes: blocks * ENTRY_BYTES }
+}
+
 impl Vdi {
+    fn shape(&self) -> Shape {
+        *self.shape.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_shape(&self, shape: Shape) {
+        *self.shape.lock().unwrap_or_else(PoisonError::into_inner) = shape;
+    }
+
     fn uuids(&self) -> Uuids {
         [self.header.uuids[0], *self.content.lock().unwrap_or_else(PoisonError::into_inner)]
     }
@@ -69,7 +94,7 @@ fn new_uuid() -> Result<[u8; 16]> {
 /// Opens a VDI image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
-    let vdi = load(&file).await.map_err(|error| file.named(error))?;
+    let vdi = load(&file, opener.resizes()).await.map_err(|error| file.named(error))?;
     let backing = match &vdi.header.parent {
         Some(parent) => {
             find_parent(opener, draft, parent, file.filename()).await.map_err(|error| file.named(error))?;
@@ -112,14 +137,14 @@ async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &Uuids, ima
     Ok(())
 }
 
-async fn load(file: &ImageFile) -> Result<Vdi> {
+async fn load(file: &ImageFile, may_move: bool) -> Result<Vdi> {
     let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
     // The map may have more entries than the disk has blocks.
-    let bytes = header.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
-    let map = Table { field: "offset_bmap", offset: header.map_offset, bytes };
+    let map = table(header.map_offset, header.size.div_ceil(header.block_bytes));
     file.check_table(&map)?;
     let content = Mutex::new(header.uuids[1]);
-    Ok(Vdi { header, map, content, is_changed: Turn::new(false) })
+    let shape = Mutex::new(Shape { size: header.size, map, data_offset: header.data_offset });
+    Ok(Vdi { header, shape, may_move, content, is_changed: Turn::new(false) })
 }
 
 /// Names of an image and of its content, as VirtualBox writes them.
@@ -131,7 +156,7 @@ impl BlockFormat for Vdi {
     const NAME: &'static str = SCHEMA.name;
 
     fn size(&self) -> u64 {
-        self.header.size
+        self.shape().size
     }
 
     fn describe(&self) -> Description {
@@ -166,18 +191,18 @@ impl BlockFormat for Vdi {
     }
 
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let block_bytes = self.header.block_bytes;
+        let (Shape { map, data_offset, .. }, block_bytes) = (self.shape(), self.header.block_bytes);
         let (block, skip) = (at / block_bytes, at % block_bytes);
-        let entry = u32::from_le_bytes(file.entry(self.map, block).await?);
+        let entry = u32::from_le_bytes(file.entry(map, block).await?);
         let found = VdiBlock::of(entry);
         let VdiBlock::At(number) = found else {
             let is_below = found == VdiBlock::Unallocated && self.header.parent.is_some();
             let place = if is_below { Place::Unallocated } else { Place::Zero };
-            return Ok((place, file.same::<4>(self.map, block, (at, len, block_bytes)).await?));
+            return Ok((place, file.same::<4>(map, block, (at, len, block_bytes)).await?));
         };
         let len = len.min(block_bytes - skip);
         // 2^32 blocks of 256 MiB at most, far from 2^64.
-        let host = self.header.data_offset + u64::from(number) * block_bytes + skip;
+        let host = data_offset + u64::from(number) * block_bytes + skip;
         file.check_data("block map entry", host, len, at)?;
         Ok((Place::Data { file: 0, host }, len))
     }
@@ -193,17 +218,17 @@ impl BlockFormat for Vdi {
     }
 
     fn units(&self) -> Option<Units> {
-        let (block_bytes, first) = (self.header.block_bytes, self.header.data_offset);
+        let (block_bytes, first) = (self.header.block_bytes, self.shape().data_offset);
         let (head, tail) = (Vec::new(), Vec::new());
         Some(Units { file: 0, block_bytes, head, first, grid: block_bytes, tail, is_at_end: false })
     }
 
     async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
-        Ok((self.map, block))
+        Ok((self.shape().map, block))
     }
 
     fn entry(&self, host: u64) -> Result<Vec<u8>> {
-        let number = host.saturating_sub(self.header.data_offset) / self.header.block_bytes;
+        let number = host.saturating_sub(self.shape().data_offset) / self.header.block_bytes;
         match u32::try_from(number).ok().filter(|number| matches!(VdiBlock::of(*number), VdiBlock::At(_))) {
             Some(number) => Ok(number.to_le_bytes().to_vec()),
             None => Err(Error::new(ErrorKind::NoSpace, "a VDI image has no more blocks").value(number)),
@@ -228,8 +253,20 @@ impl BlockFormat for Vdi {
     /// QEMU puts its next block at the place in the header: the count may be larger than the number of blocks, never
     /// smaller. So blocks count whose writes run or failed, with others behind them.
     async fn before_entries(&self, file: &File, usage: Usage) -> Result<()> {
-        let numbers = (usage.end - self.header.data_offset).div_ceil(self.header.block_bytes);
+        let numbers = (usage.end - self.shape().data_offset).div_ceil(self.header.block_bytes);
         let count = u32::try_from(numbers).unwrap_or(u32::MAX).to_le_bytes();
         file.write_at(IoBuf::copy_from(&count), ALLOCATED_AT).await.0
+    }
+
+    fn set_size(&self, size: u64) -> Result<()> {
+        // The disk has it once there is room for it.
+        match i64::try_from(size) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Error::invalid_argument("Unsupported VDI image size").field("size").value(size)),
+        }
+    }
+
+    async fn grow(&self, image: &ImageFile, file: &File, size: u64, usage: Usage) -> Result<Option<Grown>> {
+        self.grow_to(image, file, size, usage).await.map(Some)
     }
 }

@@ -121,8 +121,22 @@ impl Writer {
         if !is_idle {
             return Ok(());
         }
-        let state = look_through(format, image, self.units.as_ref(), &self.file).await?;
+        let state = look_through(format, image, format.units().as_ref(), &self.file).await?;
         *self.state() = state;
+        Ok(())
+    }
+
+    /// Has the format make room for a longer disk.
+    pub(crate) async fn lengthen<F: BlockFormat>(&self, format: &F, image: &ImageFile, size: u64) -> Result<()> {
+        self.flush(format, image).await?;
+        let usage = Usage { end: self.state().next };
+        let Some(grown) = format.grow(image, &self.file, size, usage).await? else { return Ok(()) };
+        let mut state = self.state();
+        state.free.retain(|start| *start >= grown.first);
+        state.next = state.next.max(grown.next);
+        state.fresh = state.fresh.max(grown.next);
+        state.room = state.room.max(state.next);
+        state.has_grown = true;
         Ok(())
     }
 

@@ -140,9 +140,18 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
         let node = spec.open(spec.request()?.no_backing().no_io()).await?;
         let info = image_info(&node).await.map(|info| if options.limits { info.with_limits(&node) } else { info });
         let is_difference = node.description().is_some_and(|known| known.identity.is_some());
+        let names_parents = ["backing", "parents"].iter().any(|key| node.options().get(key).is_some());
         let closed = node.close().await;
-        let info = info?;
+        let mut info = info?;
         closed?;
+        // The header doesn't name the parent: the options say where it is.
+        if options.backing_chain && is_difference && names_parents && info.full_backing_filename.is_none() {
+            let below = parents(&spec, options).await?;
+            name_backing(&mut info, below.first());
+            layers.push(info);
+            layers.extend(below);
+            break;
+        }
         if options.backing_chain && is_difference && info.full_backing_filename.is_some() {
             // A parent of another content is refused, as by those that read the disk.
             spec.open(spec.request()?.no_io()).await?.close().await?;
@@ -174,6 +183,39 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
         layers.push(info);
     }
     Ok(layers)
+}
+
+/// The layers below a difference whose parent is found by its identifier.
+async fn parents(spec: &ImageSpec, options: &InfoOptions) -> Result<Vec<ImageInfo>> {
+    let top = spec.open(spec.request()?.no_io()).await?;
+    let mut layers: Vec<ImageInfo> = Vec::new();
+    let mut next = top.backing();
+    let mut result = Ok(());
+    while let Some(node) = next.take() {
+        match image_info(&node).await {
+            Ok(info) => {
+                let mut info = if options.limits { info.with_limits(&node) } else { info };
+                // The file, as the user finds it, and not the options that lead to its own parent.
+                info.filename = node.filename();
+                if let Some(above) = layers.last_mut() {
+                    name_backing(above, Some(&info));
+                }
+                layers.push(info);
+                next = node.backing();
+            }
+            Err(error) => result = Err(error),
+        }
+    }
+    let closed = top.close().await;
+    result.and(closed).map(|()| layers)
+}
+
+/// Says on which layer one stands whose header doesn't name it.
+fn name_backing(info: &mut ImageInfo, below: Option<&ImageInfo>) {
+    let Some(below) = below.filter(|_| info.full_backing_filename.is_none()) else { return };
+    info.full_backing_filename = Some(below.filename.clone());
+    info.backing_filename = Some(below.filename.clone());
+    info.backing_filename_format = Some(below.format.clone());
 }
 
 /// The description of an open image.

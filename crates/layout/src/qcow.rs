@@ -53,7 +53,11 @@ impl QcowHeader {
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         match be32_at(bytes, 0) {
             Some(MAGIC) => {}
-            Some(other) => return Err(wrong("magic", 0, format!("{other:#x}"), "this is no qcow image")),
+            Some(other) => {
+                return Err(
+                    wrong("magic", 0, format!("{other:#x}"), "this is no qcow image").qemu("Image not in qcow format")
+                );
+            }
             None => return Err(wrong("header", 0, bytes.len(), "the qcow header is cut short")),
         }
         Self::parse_fields(bytes)

@@ -80,7 +80,10 @@ impl VdiHeader {
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         match le32_at(bytes, 64) {
             Some(SIGNATURE) => {}
-            Some(other) => return Err(wrong("signature", 64, format!("{other:#x}"), "this is no VDI image")),
+            Some(other) => {
+                return Err(wrong("signature", 64, format!("{other:#x}"), "this is no VDI image")
+                    .qemu(format!("Image not in VDI format (bad signature {other:08x})")));
+            }
             None => return Err(wrong("header", 0, bytes.len(), "the VDI header is cut short")),
         }
         Self::parse_fields(bytes).unwrap_or_else(|| Err(wrong("header", 0, bytes.len(), "the VDI header is cut short")))
@@ -165,6 +168,51 @@ impl VdiHeader {
     pub fn map_bytes(&self) -> u64 {
         u64::from(self.blocks) * ENTRY_BYTES
     }
+}
+
+/// The part of a header that changes when the disk grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VdiShape {
+    /// Where the block map is, in bytes.
+    pub map_offset: u64,
+    /// Where block 0 of the file is, in bytes.
+    pub data_offset: u64,
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// Entries of the map.
+    pub blocks: u64,
+    /// The number of the next new block.
+    pub allocated: u64,
+}
+
+impl VdiShape {
+    /// Writes it into a header.
+    ///
+    /// # Errors
+    /// For a header that is cut short, and for numbers that the header has no room for.
+    pub fn put(&self, header: &mut [u8]) -> Result<()> {
+        let field = |name, value: u64| {
+            let too_large = || Error::unsupported("a VDI header can't say so much").field(name).value(value);
+            u32::try_from(value).map(u32::to_le_bytes).map_err(|_| too_large())
+        };
+        let fields = [
+            (340, field("offset_bmap", self.map_offset)?),
+            (344, field("offset_data", self.data_offset)?),
+            (384, field("blocks_in_image", self.blocks)?),
+            (ALLOCATED_AT as usize, field("blocks_allocated", self.allocated)?),
+        ];
+        let short = || Error::invalid_image("header", "short", "the VDI header is cut short");
+        for (at, bytes) in fields {
+            header.get_mut(at..at + 4).ok_or_else(short)?.copy_from_slice(&bytes);
+        }
+        header.get_mut(368..376).ok_or_else(short)?.copy_from_slice(&self.size.to_le_bytes());
+        Ok(())
+    }
+}
+
+/// The largest disk of blocks of this length, in bytes: QEMU opens no larger one, and an entry has 32 bits.
+pub fn largest_disk(block_bytes: u64) -> u64 {
+    MAX_NEW_BYTES.min(block_bytes.saturating_mul(u64::from(ZERO)))
 }
 
 /// A new image.

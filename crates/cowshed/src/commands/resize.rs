@@ -114,9 +114,16 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         }
         // The request is wrong, not the image.
         message
-            if ["Preallocation can", "The new size must be a multiple", "Unsupported preallocation", "Bitmap '"]
-                .iter()
-                .any(|start| message.starts_with(start)) =>
+            if [
+                "Preallocation can",
+                "The new size must be a multiple",
+                "Unsupported preallocation",
+                "Bitmap '",
+                "Invalid image size specified",
+                "Shrinking images is",
+            ]
+            .iter()
+            .any(|start| message.starts_with(start)) =>
         {
             Failure::new(message)
         }

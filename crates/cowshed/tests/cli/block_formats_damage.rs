@@ -74,7 +74,6 @@ fn vdi() {
     let oracle = Oracle::new();
     let good = image(&oracle, "vdi", "");
     let cases: &[Case<'_>] = &[
-        (64, &[0], "signature"),
         (68, &[2], "version"),
         (72, &[0, 0], "header_size"),
         (76, &[4], "uuid_link"),
@@ -91,6 +90,7 @@ fn vdi() {
         (384, &[9], "blocks_in_image"),
     ];
     refuse_each(&oracle, "vdi", &good, cases, |_| ());
+    refuse_foreign(&oracle, "vdi", &good, (64, &[0], "Image not in VDI format (bad signature beda1000)"));
     refuse_reading(&oracle, "vdi", &good, (512, &[9], "points after EOF"));
     // Two blocks of the disk in one of the file, and a count that is wrong, are corruptions to qemu-img too.
     for (at, bytes) in [(512, &[1u8][..]), (388, &[5])] {
@@ -156,7 +156,6 @@ fn qcow() {
     let oracle = Oracle::new();
     let good = image(&oracle, "qcow", "");
     let cases: &[Case<'_>] = &[
-        (0, b"x", "magic"),
         (8, &[0, 0, 0, 0, 0, 0, 0, 60, 0, 0, 4, 0], "backing_file_size"),
         (8, &[0, 0, 1, 0, 0, 0, 0, 60, 0, 0, 0, 9], "backing_file_offset"),
         (24, &[0xff; 8], "(size"),
@@ -170,6 +169,7 @@ fn qcow() {
         (47, &[1], "l1_table_offset"),
     ];
     refuse_each(&oracle, "qcow", &good, cases, |_| ());
+    refuse_foreign(&oracle, "qcow", &good, (0, b"x", "Image not in qcow format"));
     refuse_foreign(&oracle, "qcow", &good, (7, &[3], "does not support qcow version 3"));
     let l1 = good[47] as usize;
     refuse_reading(&oracle, "qcow", &good, (l1, &[0, 0, 0, 9], "points after EOF"));

@@ -14,6 +14,7 @@ mod damage;
 mod documents;
 mod encryption;
 mod golden;
+mod grown_vdi;
 mod hostile;
 mod in_use;
 mod instead_of_qemu_img;

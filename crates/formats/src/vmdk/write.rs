@@ -35,6 +35,8 @@ enum ExtentWriter {
     Flat(File),
     Sparse(Box<(ImageFile, Writer)>),
     Stream(Box<StreamWriter>),
+    /// A stream that is whole.
+    Finished,
     /// It reads as zeroes, and takes nothing else.
     Zero,
 }
@@ -197,10 +199,7 @@ impl VmdkWriter {
                     let stream = StreamWriter::new(file, sparse.header.clone(), header, len, first);
                     ExtentWriter::Stream(Box::new(stream))
                 }
-                Storage::Sparse(sparse) if sparse.header.compressed => {
-                    let message = "streamOptimized VMDK images can only be read; convert the image to write to it";
-                    return Err(Error::new(ErrorKind::ReadOnly, message));
-                }
+                Storage::Sparse(sparse) if sparse.header.compressed => ExtentWriter::Finished,
                 Storage::Sparse(sparse) => {
                     let image = ImageFile::of(Arc::clone(node_of(&vmdk.files, sparse.file)?));
                     let grains = Grains { sparse, files: &vmdk.files, len: piece.extent.len, start: piece.start };
@@ -230,6 +229,9 @@ impl VmdkWriter {
 
     /// The first change gives the disk another content id.
     async fn change(&self, vmdk: &Vmdk) -> Result<()> {
+        if self.extents.iter().all(|extent| matches!(extent, ExtentWriter::Finished)) {
+            return Ok(());
+        }
         let mut changed = self.changed.lock().await;
         if *changed {
             return Ok(());
@@ -325,6 +327,32 @@ impl Vmdk {
             Some(ExtentWriter::Stream(stream)) => Some(stream),
             _ => None,
         }
+    }
+
+    /// Refuses to write into a stream that is whole, before anything changes. Zeroes where nothing else is change nothing.
+    async fn check_unfinished(&self, offset: u64, len: u64, zeroes_over: Option<&Link>) -> Result<()> {
+        let writer = self.open_writer()?;
+        for (index, mut at, len) in self.parts(offset, len) {
+            if !matches!(writer.extents[index], ExtentWriter::Finished) {
+                continue;
+            }
+            let end = at + len;
+            while at < end {
+                let (place, len) = self.place(index, at, end - at).await?;
+                let message = match place {
+                    Place::Unallocated if zeroes_over.is_some_and(|backing| backing.load().is_none()) => {
+                        at += len;
+                        continue;
+                    }
+                    Place::Unallocated => "a streamOptimized disk that is whole takes no more grains",
+                    _ => "Could not write to allocated cluster for streamOptimized",
+                };
+                return Err(Error::new(ErrorKind::Io, message)
+                    .hint(": convert the image to write to it")
+                    .offset(offset));
+            }
+        }
+        Ok(())
     }
 
     /// Cuts a client's writes into grains.
@@ -424,25 +452,34 @@ impl Vmdk {
 }
 
 impl MappedWriter for Vmdk {
-    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
+    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, backing: &'a Link) -> Work<'a> {
         Box::pin(async move {
-            let no_stream = || Error::unsupported("Compression not supported for this file format");
-            self.open_writer()?.change(self).await?;
-            self.stream().ok_or_else(no_stream)?.write(clusters).await
+            if let Some(stream) = self.stream() {
+                self.open_writer()?.change(self).await?;
+                return stream.write(clusters).await;
+            }
+            if !self.compresses() {
+                return Err(Error::unsupported("Compression not supported for this file format"));
+            }
+            for (offset, cluster) in clusters {
+                self.write(offset, cluster, backing).await.0?;
+            }
+            Ok(())
         })
     }
 
+    /// Sparse disks take what is to be compressed as well, and keep it plain, as QEMU's.
     fn compresses(&self) -> bool {
-        self.stream().is_some()
+        self.pieces.iter().all(|piece| piece.extent.grain_bytes().is_some())
     }
 
     fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
         Box::pin(async move {
-            let changed = match self.open_writer() {
-                Ok(writer) => writer.change(self).await,
-                Err(error) => Err(error),
+            let changed = async {
+                self.check_unfinished(offset, buf.len() as u64, None).await?;
+                self.open_writer()?.change(self).await
             };
-            if let Err(error) = changed {
+            if let Err(error) = changed.await {
                 return (Err(error), buf);
             }
             let (mut rest, mut done) = (buf, None);
@@ -459,6 +496,7 @@ impl MappedWriter for Vmdk {
 
     fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
         Box::pin(async move {
+            self.check_unfinished(offset, len, Some(backing)).await?;
             self.open_writer()?.change(self).await?;
             for part in self.parts(offset, len) {
                 self.zero_piece(part, Some(flags), backing).await?;

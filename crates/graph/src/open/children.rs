@@ -32,6 +32,11 @@ impl Opener {
         self.check && !draft.is_metadata
     }
 
+    /// True when the size is going to be changed, and nothing else uses the image.
+    pub fn resizes(&self) -> bool {
+        self.resizes
+    }
+
     /// Refuses an encrypted image without a secret from the option `name`, where its content is to be read.
     pub fn require_key(&self, draft: &Draft, is_encrypted: bool, given: Option<&str>, name: &str) -> Result<()> {
         let is_read = draft.is_metadata || !(self.no_content || self.no_io || self.check);

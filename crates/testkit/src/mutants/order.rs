@@ -170,6 +170,21 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_formats", "formats_without_reference_counts_survive_power_cuts"),
     },
     Mutant {
+        name: "vdi_size_before_the_new_entries",
+        about: "the header of a VDI disk that grows counts entries that are not durable",
+        test: ("crash_formats", "power_cut_leaves_a_grown_vdi_whole"),
+    },
+    Mutant {
+        name: "vdi_led_to_a_map_before_it_is_durable",
+        about: "the header of a VDI disk that grows leads to a longer map that is not durable",
+        test: ("crash_formats", "power_cut_leaves_a_grown_vdi_whole"),
+    },
+    Mutant {
+        name: "vdi_blocks_moved_before_they_are_durable",
+        about: "blocks of a VDI disk that make way for its map are named in their new places without a barrier",
+        test: ("crash_formats", "power_cut_leaves_a_grown_vdi_whole"),
+    },
+    Mutant {
         name: "vhdx_log_emptied_before_its_changes_are_durable",
         about: "an opening that carries a VHDX log out empties it before its changes are durable",
         test: ("crash_formats", "power_cut_during_log_replay_keeps_the_disk"),

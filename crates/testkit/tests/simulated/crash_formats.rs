@@ -3,7 +3,7 @@
 //! is old or new, and the image takes writes again.
 
 use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, split_vmdk, vdi_count, vhdx_of};
-use cowshed_image::{OpenRequest, ZeroFlags, open};
+use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
 use cowshed_storage::IoBuf;
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
@@ -335,4 +335,96 @@ fn power_cut_while_a_log_wraps_keeps_flushed_data() {
     // The world and the plan have fixed seeds: it is 45 in each run.
     assert!(report.distinct() > 30, "{report}");
     world.run(node.close()).expect("it closes");
+}
+
+/// The map of a VDI disk has room for more entries, then moves into the place of one block, then of three.
+#[test]
+fn power_cut_leaves_a_grown_vdi_whole() {
+    const BLOCK: u64 = 4096;
+    const SIZES: [u64; 4] = [24, 100, 300, 3000];
+    let (_, image) = kinds().into_iter().find(|(kind, _)| kind.format == "vdi").expect("it is there");
+    let mut total = CrashReport::default();
+    for (seed, is_fixed) in [(1, false), (2, false), (3, true)] {
+        let world = World::new(Config::new(seed));
+        let mut image = image.clone();
+        image[76] = if is_fixed { 2 } else { 1 };
+        world.add_file(IMAGE, PageMap::from_bytes(&image));
+        let request = || OpenRequest::file(IMAGE).format("vdi").writable(true).for_resize();
+        let node = world.run(open(request())).expect("it opens");
+        let random = &mut Random::new(seed);
+        // Where each size counts, and each written block: begun, durable, what it is.
+        let mut sizes = vec![(0, 0, SIZES[0])];
+        let mut blocks: Vec<(usize, usize, u64)> = Vec::new();
+        for size in SIZES {
+            let begun = world.position();
+            if size > SIZES[0] {
+                world.run(node.resize(size * BLOCK, Preallocation::Off)).expect("it grows");
+                sizes.push((begun, world.position(), size));
+            }
+            let begun = world.position();
+            let mut new: Vec<u64> = [0, 1, size - 1, random.below(size), random.below(size)].to_vec();
+            new.retain(|block| blocks.iter().all(|(_, _, known)| known != block));
+            new.sort_unstable();
+            new.dedup();
+            for block in &new {
+                let bytes = IoBuf::copy_from(&[*block as u8 | 1; BLOCK as usize]);
+                world.run(async { node.write(block * BLOCK, bytes).await.0 }).expect("it is written");
+            }
+            world.run(node.flush()).expect("it is flushed");
+            blocks.extend(new.iter().map(|block| (begun, world.position(), *block)));
+        }
+        world.run(node.close()).expect("it closes");
+        let plan = CrashPlan { max_distinct: 500, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let left = World::with_files(Config::new(0), &case.state.files);
+            vdi_count(&left.contents(IMAGE).ok_or("the file is gone")?.to_vec())?;
+            let read = || {
+                left.run(async {
+                    let node = opened("vdi", false).await;
+                    let (result, bytes) = node.read(0, IoBuf::zeroed(node.size() as usize)).await;
+                    result?;
+                    node.close().await.map(|()| bytes.to_vec())
+                })
+            };
+            let disk = read().map_err(|error| error.to_string())?;
+            let is_size = |(begun, end, size): &(usize, usize, u64)| {
+                let is_later = sizes.iter().any(|(_, later, other)| other > size && *later <= case.position);
+                size * BLOCK == disk.len() as u64 && (*begun < case.position || *end <= case.position) && !is_later
+            };
+            if !sizes.iter().any(is_size) {
+                return Err(format!("the disk has {} blocks", disk.len() as u64 / BLOCK));
+            }
+            for (number, bytes) in disk.chunks(BLOCK as usize).enumerate() {
+                let known = blocks.iter().find(|(begun, _, block)| *block == number as u64 && *begun < case.position);
+                let is_durable = known.is_some_and(|(_, end, _)| *end <= case.position);
+                let value = known.map_or(0, |(_, _, block)| *block as u8 | 1);
+                let is_allowed = |sector: &[u8]| {
+                    sector.iter().all(|byte| *byte == value) || !is_durable && sector.iter().all(|byte| *byte == 0)
+                };
+                if !bytes.chunks(SECTOR).all(is_allowed) {
+                    return Err(format!("block {number} begins with {}, and is to be {value}", bytes[0]));
+                }
+            }
+            // It grows, and takes writes.
+            let mut expected = disk;
+            expected.resize(4000 * BLOCK as usize, 0);
+            expected[..SECTOR].fill(0xee);
+            expected[3999 * BLOCK as usize..].fill(0xdd);
+            let again = left.run(async {
+                let node = open(request()).await?;
+                node.resize(4000 * BLOCK, Preallocation::Off).await?;
+                node.write(0, IoBuf::copy_from(&[0xee; SECTOR])).await.0?;
+                node.write(3999 * BLOCK, IoBuf::copy_from(&[0xdd; BLOCK as usize])).await.0?;
+                node.close().await
+            });
+            again.map_err(|error| format!("afterwards: {error}"))?;
+            match read().map_err(|error| error.to_string())? == expected {
+                true => Ok(()),
+                false => Err("the disk is another one after it has grown again".to_owned()),
+            }
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
+    }
+    println!("grown: {total}");
+    assert!(total.distinct() > 100, "{total}");
 }

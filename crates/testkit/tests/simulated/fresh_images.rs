@@ -177,8 +177,8 @@ pub fn wide_vmdk() -> (Kind, Vec<u8>) {
 /// Returns the fault of the count in a VDI header. QEMU's next block goes to its place.
 pub fn vdi_count(bytes: &[u8]) -> Result<(), String> {
     let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    let blocks = number(384) as usize;
-    let used = (0..blocks).map(|block| number(512 + block * 4)).filter(|number| *number < 0xffff_fffe);
+    let (blocks, map) = (number(384) as usize, number(340) as usize);
+    let used = (0..blocks).map(|block| number(map + block * 4)).filter(|number| *number < 0xffff_fffe);
     match (used.max(), number(388)) {
         (Some(last), count) if last >= count => Err(format!("block {last} is in use, and the header counts {count}")),
         _ => Ok(()),

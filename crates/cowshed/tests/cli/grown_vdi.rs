@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VDI disks that grow, read by QEMU afterwards.
+
+use crate::oracle::{Oracle, words};
+use std::fs;
+
+#[track_caller]
+fn ours(oracle: &Oracle, line: &str) -> String {
+    let said = oracle.ours(&oracle.work(), &words(line));
+    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
+    said.out
+}
+
+/// A map with room for more blocks, and one that has to move: QEMU's has 128 entries in a sector.
+#[test]
+fn grown_vdi_holds_what_it_held_and_zeroes() {
+    for options in ["", "-o static=on "] {
+        let oracle = Oracle::new();
+        oracle.make(&format!("create -q -f vdi {options}disk.vdi 2560k"));
+        oracle.io(&["write -P 1 0 1M", "write -P 2 2M 512k"], "disk.vdi");
+        let mut model = vec![1; 1 << 20];
+        model.resize(2 << 20, 0);
+        model.resize(2560 << 10, 2);
+        for (size, bytes) in [("2561k", 2561 << 10), ("5M", 5 << 20), ("+1M", 6 << 20), ("150M", 150 << 20)] {
+            ours(&oracle, &format!("resize -f vdi disk.vdi {size}"));
+            model.resize(bytes, 0);
+            fs::write(oracle.work().join("model"), &model).unwrap();
+            oracle.make("check -q -f vdi disk.vdi");
+            oracle.make("compare -q -f vdi -F raw disk.vdi model");
+            ours(&oracle, "compare -f vdi -F raw disk.vdi model");
+        }
+        // Both write on: a new block of QEMU's stands where no other one is.
+        oracle.io(&["write -P 3 149M 1M", "write -P 4 1M 64k"], "disk.vdi");
+        ours(&oracle, "resize -f vdi disk.vdi 300M");
+        model[149 << 20..].fill(3);
+        model[1 << 20..(1 << 20) + (64 << 10)].fill(4);
+        model.resize(300 << 20, 0);
+        fs::write(oracle.work().join("model"), &model).unwrap();
+        oracle.make("compare -q -f vdi -F raw disk.vdi model");
+        oracle.make("check -q -f vdi disk.vdi");
+        ours(&oracle, "check -f vdi disk.vdi");
+    }
+}
+
+#[test]
+fn vdi_that_can_not_grow_stays_as_it_was() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vdi disk.vdi 3M");
+    oracle.io(&["write -P 1 0 1M"], "disk.vdi");
+    let before = fs::read(oracle.work().join("disk.vdi")).unwrap();
+    for (line, part) in [
+        ("resize -f vdi --shrink disk.vdi 1M", "Shrinking images is currently not supported"),
+        ("resize -f vdi disk.vdi 1M", "--shrink"),
+        ("resize -f vdi --preallocation=full disk.vdi 5M", "Unsupported preallocation mode 'full'"),
+        ("resize -f vdi disk.vdi 1E", "Unsupported VDI image size"),
+    ] {
+        let message = oracle.refused(line);
+        assert!(message.contains(part), "{line}: {message}");
+        assert!(fs::read(oracle.work().join("disk.vdi")).unwrap() == before, "{line}");
+    }
+}
+
+/// The folders of the option hold for the whole chain.
+#[test]
+fn chain_of_vdi_differences_is_told_and_mapped() {
+    let oracle = Oracle::new();
+    for (name, write) in [("base", "write -P 1 0 1M"), ("middle", "write -P 2 1M 1M"), ("top", "write -P 3 2M 1M")] {
+        oracle.make(&format!("create -q -f vdi {name}.vdi 4M"));
+        oracle.io(&[write], &format!("{name}.vdi"));
+    }
+    let mut below = fs::read(oracle.work().join("base.vdi")).unwrap();
+    for name in ["middle.vdi", "top.vdi"] {
+        let mut bytes = fs::read(oracle.work().join(name)).unwrap();
+        bytes[76] = 4;
+        bytes[424..456].copy_from_slice(&below[392..424]);
+        fs::write(oracle.work().join(name), &bytes).unwrap();
+        below = bytes;
+    }
+    let image = "--image-opts driver=vdi,file.filename=top.vdi,parents.0=.";
+    let info = ours(&oracle, &format!("info --output=json --backing-chain {image}"));
+    let layers: serde_json::Value = serde_json::from_str(&info).unwrap();
+    let names: Vec<&str> = layers.as_array().unwrap().iter().map(|layer| layer["filename"].as_str().unwrap()).collect();
+    assert_eq!(names, ["top.vdi", "./middle.vdi", "./base.vdi"], "{info}");
+    assert_eq!(layers[0]["full-backing-filename"], "./middle.vdi", "{info}");
+    assert_eq!(layers[1]["full-backing-filename"], "./base.vdi", "{info}");
+    assert!(layers[2]["full-backing-filename"].is_null(), "{info}");
+    let map = ours(&oracle, &format!("map {image}"));
+    for name in ["top.vdi", "middle.vdi", "base.vdi"] {
+        assert!(map.contains(name), "{map}");
+    }
+    // Without a folder it is one layer that names what it stands on.
+    let info = ours(&oracle, "info --backing-chain -f vdi top.vdi");
+    assert_eq!(info.matches("file format: vdi").count(), 1, "{info}");
+    // A parent that isn't there is told of.
+    fs::remove_file(oracle.work().join("base.vdi")).unwrap();
+    let message = oracle.refused(&format!("info --backing-chain {image}"));
+    assert!(message.contains("is the parent of this disk"), "{message}");
+}
