@@ -16,7 +16,7 @@ use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Errno, Error, Result};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -100,9 +100,9 @@ impl FreshFormat {
         // The layout first: an existing file keeps its contents if the image can't be laid out.
         let fresh = self.lay_out(names, size, values).await?;
         let hints = layout_hints(values)?;
-        let path = path_of(names.0)?;
+        let image = path_of(names.0)?;
         let mut created = Created::default();
-        let path_of_part = |name: &str| path.with_file_name(path_of_text(name));
+        let path_of_part = |name: &str| image.with_file_name(path_of_text(name));
         // All of them before the first one changes.
         for (name, _) in &fresh.parts {
             let path = path_of_part(name);
@@ -116,11 +116,15 @@ impl FreshFormat {
                 Ok(part) => created = created.and(part),
                 Err(error) => {
                     created.remove();
-                    return Err(error.file(text_of_path(&path)));
+                    // A folder that is missing is missing for the descriptor, too.
+                    return Err(match error.errno() {
+                        Errno::ENOENT => Error::os(Errno::ENOENT, "could not create").file(text_of_path(&image)),
+                        _ => error.file(text_of_path(&path)),
+                    });
                 }
             }
         }
-        let name = NewName::new(&path, how, Failed::Remove);
+        let name = NewName::new(&image, how, Failed::Remove);
         match name.fill(fresh.image.len, hints, async |file| write(file, &fresh.image).await).await {
             Ok(image) => Ok(created.and(image)),
             Err(error) => {
@@ -291,12 +295,12 @@ fn bad_value(option: &'static str, value: &str) -> Error {
 }
 
 fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
-    if vmdk_kind(values)?.is_flat {
-        return Err(Error::invalid_argument("Flat image can't have backing file"));
+    if values.get("backing_fmt").is_some_and(|format| format != "vmdk") {
+        return Err(Error::invalid_argument("backing_file must be a vmdk image"));
     }
-    match values.get("backing_fmt") {
-        None | Some("vmdk") => Ok(()),
-        Some(_) => Err(Error::invalid_argument("backing_file must be a vmdk image")),
+    match vmdk_kind(values)?.is_flat {
+        true => Err(Error::invalid_argument("Flat image can't have backing file")),
+        false => Ok(()),
     }
 }
 

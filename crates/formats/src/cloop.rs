@@ -42,6 +42,7 @@ async fn load(file: &ImageFile) -> Result<Cloop> {
 
 impl BlockFormat for Cloop {
     const NAME: &'static str = SCHEMA.name;
+    const READ_ONLY: bool = true;
 
     fn size(&self) -> u64 {
         self.header.size()

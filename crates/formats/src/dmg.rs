@@ -51,6 +51,7 @@ async fn load(file: &ImageFile) -> Result<Dmg> {
 
 impl BlockFormat for Dmg {
     const NAME: &'static str = SCHEMA.name;
+    const READ_ONLY: bool = true;
 
     fn size(&self) -> u64 {
         self.trailer.size

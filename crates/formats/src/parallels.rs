@@ -112,7 +112,7 @@ impl BlockFormat for Parallels {
 
     /// qemu-img doesn't print the cluster size.
     fn describe(&self) -> Description {
-        Description::default()
+        Description { only_sizes: true, ..Description::default() }
     }
 
     async fn before_writing(&self, file: &ImageFile) -> Result<()> {

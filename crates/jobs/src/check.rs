@@ -72,16 +72,7 @@ pub async fn run(options: &CheckOptions, job: &JobHandle) -> Result<Option<Check
 }
 
 async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<CheckOutcome>> {
-    let node = match options.image.open(request(options)?.for_check()).await {
-        // A format that is only read has no repair: an open for reading shows whether it is one.
-        Err(error) if error.kind() == ErrorKind::ReadOnly && options.repair != Repair::None => {
-            let node = options.image.open(options.image.request()?.for_check()).await?;
-            let is_mapped = node.description().is_some();
-            node.close().await?;
-            return if is_mapped { Ok(None) } else { Err(error) };
-        }
-        opened => opened?,
-    };
+    let node = options.image.open(request(options)?.for_check()).await?;
     let findings = match options.repair {
         Repair::None => node.check_mapped(MAX_MAPPED_FINDINGS).await,
         _ if options.dry_run => node.check_mapped(MAX_MAPPED_FINDINGS).await,

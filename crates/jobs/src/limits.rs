@@ -10,6 +10,8 @@ use cowshed_storage::DeviceQueue;
 const OPT_MEM_ALIGNMENT_BYTES: u64 = 4096;
 const MAX_IOV: u64 = 1024;
 const SECTOR_BYTES: u64 = 512;
+/// QEMU counts the bytes of a request in 31 bits.
+const MOST_ZEROES: u64 = i32::MAX as u64;
 
 /// Limits of one node; sizes in bytes. `None` is no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -93,7 +95,17 @@ impl BlockLimits {
                 request_alignment: node.request_bytes().unwrap_or(1),
                 ..below
             },
-            (_, Some(below)) => below,
+            (driver, Some(below)) => {
+                let cluster = node.description().and_then(|known| known.cluster_bytes);
+                let in_sectors = ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vhdx"].contains(&driver);
+                let zeroes = cluster.filter(|_| ["qed", "vmdk"].contains(&driver));
+                BlockLimits {
+                    write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment),
+                    request_alignment: if in_sectors { SECTOR_BYTES } else { below.request_alignment },
+                    max_write_zeroes: zeroes.filter(|_| driver == "qed").map(|bytes| MOST_ZEROES / bytes * bytes),
+                    ..below
+                }
+            }
             (driver, None) => Self::of_protocol(node, driver),
         }
     }

@@ -61,6 +61,10 @@ async fn rebase(
         Some(base) => error.context(format!("could not change the backing file to '{base}'")),
         None => error,
     };
+    if image.description().is_some_and(|known| known.only_sizes) {
+        let message = format!("images of the format '{}' have no backing file", image.driver_name());
+        return Err(Error::unsupported(message).qemu("could not get block driver info"));
+    }
     if let (Some(name), false) = (&options.base, options.only_name) {
         opened.push(open_base(image, name, options).await?);
     }

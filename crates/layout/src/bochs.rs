@@ -35,7 +35,8 @@ impl BochsHeader {
     /// # Errors
     /// For other kinds of images of Bochs, and for numbers that contradict each other.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let short = || Error::invalid_image("magic", "", "the image is not in bochs format");
+        let short =
+            || Error::invalid_image("magic", "another", "this is no image of Bochs").qemu("Image not in Bochs format");
         let text = |at: usize, expected: &str| {
             let field = bytes.get(at..at + expected.len() + 1);
             field.is_some_and(|field| field.strip_prefix(expected.as_bytes()) == Some(b"\0"))

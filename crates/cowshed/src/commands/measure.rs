@@ -7,6 +7,7 @@ use super::{Verb, create_options, sizes, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
+use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::DriverKind;
 use cowshed_jobs::ImageSpec;
@@ -86,7 +87,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         (None, _) => return Err(Failure::new("Either --size N or one filename must be specified.")),
     };
     let images: Vec<&ImageSpec> = source.iter().collect();
-    measurable(console.persona, args.target_format.as_deref())
+    measurable(console.persona, args.target_format.as_deref(), &args.options)
         .map_err(|later| work::opened_first(console.persona, &args.naming, &images, later))?;
     let options = MeasureOptions { source, size, target_format: args.target_format, create_options: args.options };
     let uses: Vec<Use<'_>> = options.source.iter().map(Use::Read).collect();
@@ -117,14 +118,27 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
 }
 
 /// Formats that no image can be created in have no size to report; neither have protocols.
-fn measurable(persona: Persona, format: Option<&str>) -> Result<(), Failure> {
+fn measurable(persona: Persona, format: Option<&str>, options: &[String]) -> Result<(), Failure> {
     let is_image = |name: &str| match DRIVERS.schema(name) {
         Some(schema) => schema.kind != DriverKind::Filter && !name.starts_with("null-"),
         None => false,
     };
     match format.filter(|name| is_image(name)) {
         Some(name) if persona == Persona::QemuImg && !["qcow2", "raw", "luks"].contains(&name) => {
-            Err(Failure::new(format!("Block driver '{name}' does not support size measurement")))
+            let is_format = DRIVERS.schema(name).is_some_and(|schema| schema.kind == DriverKind::Format);
+            let unmeasured = format!("Block driver '{name}' does not support size measurement");
+            let message = match options_of(name) {
+                None if is_format => format!("Format driver '{name}' does not support image creation"),
+                None => unmeasured,
+                Some(known) => match OptionValues::parse(known, options) {
+                    Ok(_) => unmeasured,
+                    Err(error) => {
+                        let sentence = error.sentence();
+                        format!("{sentence}{LINE_END}qemu-img: Invalid options for file format '{name}'")
+                    }
+                },
+            };
+            Err(Failure::new(message))
         }
         _ => create_options::require_format(format),
     }

@@ -117,6 +117,9 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
             "Could not change the backing file to '{base}': backing format must be specified"
         ));
     }
+    if error.sentence() == "could not get block driver info" {
+        return Failure::new(error.sentence());
+    }
     if error.message().contains("have no backing file") {
         return Failure::new(format!("Could not change the backing file to '{base}': Operation not supported"));
     }

@@ -51,6 +51,11 @@ pub(super) async fn info(shell: &mut Shell) -> Done {
     let node = shell.session()?.image();
     let failed = |error: cowshed_types::Error| CommandFailed::complaint(error.to_string());
     let image = image_info(&node).await.map_err(failed)?;
+    if node.description().is_some_and(|known| known.only_sizes) {
+        // QEMU has no more to say here, and fails.
+        shell.console.line(format_args!("format name: {}", image.format));
+        return Err(CommandFailed::silent());
+    }
     let cluster = image.cluster_size.unwrap_or(0);
     shell.console.line(format_args!("format name: {}", image.format));
     shell.console.line(format_args!("cluster size: {}", text::size(cluster as f64)));

@@ -130,7 +130,7 @@ fn a_conversion_puts_images_of_other_formats_on_a_backing_file() {
     }
 }
 
-/// A command line of image builders: the kind of VMDK that is compressed takes `-c`, and the others don't.
+/// A command line of image builders: the kind of VMDK that is compressed takes `-c`. So do others in grains, which stay plain.
 #[test]
 fn a_stream_optimised_disk_is_asked_for_with_compression_too() {
     let tools = Tools::new();
@@ -141,7 +141,14 @@ fn a_stream_optimised_disk_is_asked_for_with_compression_too() {
         tools.done(reader, "convert -f vmdk -O raw image out");
         assert!(fs::read(tools.path("out")).unwrap() == model);
     }
-    let output = tools.run(&tools.img, &words("convert -c -f raw -O vmdk source other"));
+    for options in ["", "-o subformat=twoGbMaxExtentSparse "] {
+        tools.done(&tools.img, &format!("convert -c -f raw -O vmdk {options}source plain.vmdk"));
+        for reader in [&tools.img, Qemu::newest().img_path()] {
+            tools.done(reader, "convert -f vmdk -O raw plain.vmdk out");
+            assert!(fs::read(tools.path("out")).unwrap() == model);
+        }
+    }
+    let output = tools.run(&tools.img, &words("convert -c -f raw -O vmdk -o subformat=monolithicFlat source other"));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.ends_with("Compression not supported for this file format\n"), "{said}");
     assert!(!output.status.success() && !tools.path("other").exists());

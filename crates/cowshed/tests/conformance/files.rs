@@ -7,6 +7,11 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
+/// Of the extents of a VMDK disk, which have no descriptor.
+const EXTENT_MAGIC: &[u8] = b"KDMV";
+/// At the end of a fixed VHD.
+const FOOTER_MAGIC: &[u8] = b"conectix";
+const FOOTER_BYTES: usize = 512;
 const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
 /// The space that two writers may leave free in the file, in bytes.
 const GROWTH: usize = 512 << 10;
@@ -39,16 +44,19 @@ fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(St
     }
     let described = |path: &Path, bytes: &[u8]| format!("{name}: {}", describe(qemu, path, bytes));
     let (mut of_theirs, mut of_ours) = (described(theirs, &their_bytes), described(ours, &our_bytes));
-    // Keys and their salts are random.
+    // Keys and their salts are random. An extent alone is no disk: it was compared along with its descriptor.
+    if their_bytes.starts_with(EXTENT_MAGIC) && name.contains("-s0") {
+        return None;
+    }
     if !their_bytes.starts_with(LUKS_MAGIC) && !is_encrypted(&their_bytes) {
-        let format = format_of(qemu, theirs);
+        let format = format_of(qemu, theirs, &their_bytes);
         let said = qemu.img(["compare", "-U", &layer(&format, theirs), &layer(&format, ours)]);
         if said.code != 0 {
             of_theirs += &format!("\ncontent: {}{}", said.stdout, said.stderr);
         }
     }
     // Of qcow2 only a file that is much longer is a difference: clusters that were freed and weren't used again.
-    if their_bytes.starts_with(QCOW2_MAGIC) && our_bytes.len() > their_bytes.len() + GROWTH {
+    if is_qcow2(&their_bytes) && our_bytes.len() > their_bytes.len() + GROWTH {
         of_theirs += &format!("\nlength: {}", their_bytes.len());
         of_ours += &format!("\nlength: {}", our_bytes.len());
     }
@@ -61,10 +69,19 @@ fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(St
 }
 
 fn is_encrypted(bytes: &[u8]) -> bool {
-    bytes.starts_with(QCOW2_MAGIC) && bytes.get(32..36).is_some_and(|method| method != [0; 4])
+    is_qcow2(bytes) && bytes.get(32..36).is_some_and(|method| method != [0; 4])
 }
 
-fn format_of(qemu: &Qemu, path: &Path) -> String {
+/// Version 1 is the format before.
+fn is_qcow2(bytes: &[u8]) -> bool {
+    bytes.starts_with(QCOW2_MAGIC) && bytes.get(4..8) != Some(&[0, 0, 0, 1])
+}
+
+fn format_of(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
+    let footer = bytes.len().checked_sub(FOOTER_BYTES).and_then(|at| bytes.get(at..));
+    if footer.is_some_and(|footer| footer.starts_with(FOOTER_MAGIC)) {
+        return "vpc".to_owned();
+    }
     let info = qemu.img(["info", "-U", "--output=json", &path.display().to_string()]);
     let info: serde_json::Value = serde_json::from_str(&info.stdout).unwrap_or_default();
     info.get("format").and_then(|format| format.as_str()).unwrap_or("raw").to_owned()
@@ -73,7 +90,7 @@ fn format_of(qemu: &Qemu, path: &Path) -> String {
 /// The name of an image without its backing files, which are compared by themselves, and may be missing or a loop.
 fn layer(format: &str, path: &Path) -> String {
     let mut options = serde_json::json!({"driver": format, "file": {"driver": "file", "filename": path}});
-    if format == "qcow2" {
+    if ["qcow", "qcow2", "qed", "vmdk"].contains(&format) {
         options["backing"] = serde_json::Value::Null;
     }
     format!("json:{options}")
@@ -81,8 +98,12 @@ fn layer(format: &str, path: &Path) -> String {
 
 /// Length, header and map. The places of clusters, and whether the file has holes in them, are the writer's affair.
 fn describe(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
-    if !bytes.starts_with(QCOW2_MAGIC) {
-        return format!("{} bytes", bytes.len());
+    if !is_qcow2(bytes) {
+        // Of an image the content counts, and where it stands is the writer's affair.
+        return match format_of(qemu, path, bytes) {
+            format if format == "raw" => format!("{} bytes", bytes.len()),
+            format => format!("an image of the format {format}"),
+        };
     }
     let mut text = header(bytes);
     let map = qemu.img(["map", "-U", "--output=json", &layer("qcow2", path)]);

@@ -3,8 +3,8 @@
 //!
 //! A row is `SUITE || PART || COMMAND || TEXT || REASON`. It covers a difference of that part (`out`, `err`, `code` or `file`)
 //! whose command line is COMMAND and of whose two texts one contains TEXT. `*` stands for anything, `*WORDS*` for a command
-//! line that contains the words. The command of a difference of files is the case's name; that of a session is its name or its
-//! lines. A reason that begins with `varies:` is of a difference that QEMU doesn't show in each run.
+//! line that contains the words. The command of a difference of files is the case's name; that of a session, and of a format, is
+//! its name or its lines. A reason that begins with `varies:` is of a difference that QEMU doesn't show in each run.
 
 use crate::runner::Difference;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,9 +61,9 @@ impl Known {
 impl Row {
     fn covers(&self, difference: &Difference) -> bool {
         let words = self.command.strip_prefix('*').and_then(|rest| rest.strip_suffix('*'));
-        let is_session = self.suite == "sessions";
+        let has_cases = ["formats", "sessions"].contains(&self.suite.as_str());
         let command = match words {
-            Some(words) => difference.command.contains(words) || (is_session && difference.case.contains(words)),
+            Some(words) => difference.command.contains(words) || (has_cases && difference.case.contains(words)),
             None => self.command == "*" || self.command == difference.command,
         };
         let text = |text: &str| self.text == "*" || text.contains(&self.text);

@@ -6,6 +6,7 @@
 
 mod case;
 mod files;
+mod formats;
 mod generated;
 mod known;
 mod runner;
@@ -43,6 +44,12 @@ fn table_cases() -> Vec<Case> {
 #[test]
 fn tables() {
     compare("tables", &table_cases());
+}
+
+/// Every format with every verb.
+#[test]
+fn formats() {
+    compare("formats", &formats::cases());
 }
 
 /// Cases of each generator; `COWSHED_SEED` and `COWSHED_SEEDS` choose others.
@@ -157,7 +164,8 @@ fn compare(title: &str, cases: &[Case]) {
     println!("{title}: {} cases, {lines} command lines, {} differences", cases.len(), found.len());
     let shown: String = found.iter().take(SHOWN).map(ToString::to_string).collect();
     // The rows that the generated lines need depend on their seeds.
-    let stale = if filter.is_empty() && title == "tables" { known.stale(title) } else { Vec::new() };
+    let stale =
+        if filter.is_empty() && matches!(title, "tables" | "formats") { known.stale(title) } else { Vec::new() };
     assert!(
         found.is_empty() && stale.is_empty(),
         "{} differences, all in {}:\n{shown}\nknown.txt has rows that cover nothing:\n{}",

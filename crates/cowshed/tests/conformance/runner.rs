@@ -172,6 +172,10 @@ fn masked(text: &str) -> String {
         {
             line = without_number_after(&line, marker);
         }
+        // Content ids are random, but for that of no parent.
+        if !line.contains("4294967295") {
+            line = without_number_after(&without_number_after(&line, "cid: "), "cid\": ");
+        }
         line = without_middle(&line);
         masked += &without_rates(&without_dates(&line));
     }

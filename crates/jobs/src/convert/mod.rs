@@ -262,7 +262,7 @@ pub(crate) async fn convert_sources(
 fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
     let (cluster, compressed) = (target.cluster_bytes, target.is_compressed);
     if compressed && cluster.is_none() {
-        return Err(Error::unsupported("compression not supported for this file format").file(target.node.filename()));
+        return Err(Error::unsupported("Compression not supported for this file format").file(target.node.filename()));
     }
     let has_backing = target.has_backing;
     // Above a backing file a border is where the layer's data ends: nothing else may be copied up.

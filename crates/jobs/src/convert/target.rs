@@ -83,14 +83,23 @@ impl Target {
     }
 }
 
-/// Formats whose new images take compressed clusters. One kind of VMDK does too.
+/// Formats whose new images take compressed clusters. Those of VMDK do by their kind.
 pub const COMPRESSED_FORMATS: &[&str] = &["qcow2", "qcow"];
 
 /// True when the new image is one whose grains are compressed, each written once.
 fn is_stream(options: &ConvertOptions) -> bool {
+    is_vmdk_of(options, |kind| kind == "streamOptimized")
+}
+
+/// True when the new image is a VMDK disk in grains. It takes what is to be compressed, though most keep it plain.
+fn is_sparse_vmdk(options: &ConvertOptions) -> bool {
+    is_vmdk_of(options, |kind| !kind.ends_with("Flat"))
+}
+
+fn is_vmdk_of(options: &ConvertOptions, is_wanted: fn(&str) -> bool) -> bool {
     let is_vmdk = options.target.format.as_deref() == Some("vmdk") && !options.skip_create;
     let values = options_of("vmdk").and_then(|schema| OptionValues::parse(schema, &options.create_options).ok());
-    is_vmdk && values.is_some_and(|values| values.get("subformat") == Some("streamOptimized"))
+    is_vmdk && values.is_some_and(|values| is_wanted(values.get("subformat").unwrap_or_default()))
 }
 
 /// The options with those that the new image needs.
@@ -142,7 +151,7 @@ type Extra = Vec<(&'static str, String)>;
 /// Creates it. Returns further options for its opening, whether it has space of its own, and the new files.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
-    if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_stream(options) {
+    if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_sparse_vmdk(options) {
         return Err(Error::unsupported("Compression not supported for this file format"));
     }
     if options.backing_file.is_some() && is_stream(options) {

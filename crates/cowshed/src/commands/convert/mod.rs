@@ -207,7 +207,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     options.size_unit_bytes = platform.map_or(1, |platform| platform.size_unit_bytes);
     options.refuses_empty = platform.is_some();
     options.keeps_existing = new_image::keeps_existing(args.force, console);
-    let later = check_target(&args).and_then(|()| check_backing(&args, &options));
+    let later = check_target(&args, console.persona).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
@@ -336,7 +336,7 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
 }
 
 /// Refuses options that the target's format can't have, in qemu-img's words.
-fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
+fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
     let format = args.target_format.as_deref().unwrap_or("raw");
     if args.no_create {
         return Ok(());
@@ -360,7 +360,12 @@ fn check_target(args: &ConvertArgs) -> Result<(), Failure> {
     if lacks("backing_fmt") && args.backing_format.is_some() {
         return Err(Failure::new(format!("Backing file format not supported for file format '{format}'")));
     }
-    // One kind of VMDK disks is compressed: its options decide.
+    // One kind of VMDK disks is compressed: its options decide. QEMU takes the others in grains, too, and keeps them plain.
+    let is_stream = args.options.iter().any(|list| list.contains("subformat=streamOptimized"));
+    if args.compress && format == "vmdk" && persona == Persona::Cowshed && !is_stream {
+        let message = "a VMDK disk is compressed with -o subformat=streamOptimized only";
+        return Err(Failure::new(message));
+    }
     if !convert::COMPRESSED_FORMATS.contains(&format) && format != "vmdk" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
