@@ -46,7 +46,7 @@ const PARENTS: &str = "parents";
 
 struct Vdi {
     header: VdiHeader,
-    /// What a growth changes.
+    /// The fields that a growth changes.
     shape: Mutex<Shape>,
     /// Nothing else uses the image while its size changes.
     may_move: bool,

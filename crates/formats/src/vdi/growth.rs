@@ -64,7 +64,7 @@ impl Vdi {
         Ok(Grown { first: shape.data_offset, next: shape.data_offset + next * block_bytes })
     }
 
-    /// What stands behind the disk's end in its last block becomes a part of the disk: zeroes.
+    /// Zeroes the bytes behind the disk's end in its last block: they become a part of the disk.
     async fn clear_tail(&self, image: &ImageFile, file: &File, shape: &Shape) -> Result<()> {
         let block_bytes = self.header.block_bytes;
         let used = shape.size % block_bytes;
