@@ -2,6 +2,7 @@
 //! Exports of the type `http`, with curl.
 
 use super::process::{Monitor, Serving, text};
+use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use serde_json::json;
@@ -49,4 +50,32 @@ fn a_node_is_read_by_ranges_until_its_export_goes() {
     run_to_code("curl", &["-sS", &uri], &[7]);
     daemon.stop();
     assert!(!socket.exists(), "the socket is left behind");
+}
+
+#[test]
+fn credentials_encrypt_an_export() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    make_credentials(folder);
+    std::fs::write(folder.join("d.raw"), vec![b'A'; 1 << 20]).expect("an image");
+    let options = "http,id=h,node-name=d,addr.type=inet,addr.host=localhost,addr.port=0,path=/disk,tls-creds=t";
+    let drive = ["--drive", "file=d.raw,id=d,format=raw", "--object", "tls-creds-x509,id=t,dir=.,endpoint=server"];
+    let mut daemon = Serving::start(folder, &[&["serve", "-k", "n.sock"], &drive[..], &["--export", options]].concat());
+    let uri = loop {
+        let line = daemon.line();
+        if line.starts_with("http") {
+            break line;
+        }
+    };
+    assert!(uri.starts_with("https://"), "{uri}");
+    let at = |name: &str| text(&folder.join(name)).to_owned();
+    let (authority, certificate, key) = (at("ca-cert.pem"), at("client-cert.pem"), at("client-key.pem"));
+    let known = ["-sSf", "--cacert", &authority, "-r", "4096-4099", &uri];
+    assert_eq!(tool("curl", &[&known[..], &["--cert", &certificate, "--key", &key]].concat()), "AAAA");
+    // As in QEMU a client shows a certificate, unless the credentials have `verify-peer=off`.
+    run_to_code("curl", &known, &[56]);
+    run_to_code("curl", &["-sSf", &uri], &[60]);
+    let plain = std::process::Command::new("curl").args(["-sSf", &uri.replace("https:", "http:")]).output();
+    assert!(!plain.expect("curl runs").status.success(), "there is no way around TLS");
+    daemon.stop();
 }

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that runs out of space while it makes an image: no part of one stays.
+//! A daemon that runs out of space. While it makes an image no part of one stays, and under clients nothing is lost.
 
-use super::process::{COWSHED, Monitor, Serving};
+use super::process::{COWSHED, Monitor, Serving, text};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::vhost::FrontEnd;
 use serde_json::{Value, json};
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -102,4 +105,52 @@ fn a_command_without_space_leaves_no_file() {
         assert_eq!(files(folder.path()), before, "{command}");
     }
     daemon.stop();
+}
+
+/// An image on a file system of 2 MiB, in mounts of its own, with a file whose removal makes room.
+const SMALL: &str = "mkdir full && mount -t tmpfs -o size=2m none full && head -c 1M /dev/zero >full/filler && : >m
+    \"$0\" create -q -f qcow2 full/d.qcow2 16M && \"$0\" serve -k n.sock --monitor m.sock --drive file=full/d.qcow2,id=d \\
+        --export vhost-user-blk,id=v,node-name=d,addr.type=unix,addr.path=v.sock,writable=on \\
+        --export fuse,id=f,node-name=d,mountpoint=m,writable=on,allow-other=off
+    cp full/d.qcow2 after.qcow2";
+
+#[test]
+fn requests_without_space_fail_and_those_behind_go_on() {
+    const WRITE: u32 = 1;
+    const FLUSH: u32 = 4;
+    const LEN: usize = 32 << 10;
+    let folder = temp_dir();
+    let folder = folder.path().canonicalize().expect("a path");
+    let mut command = Command::new("unshare");
+    command.args(["-rm", "sh", "-c", SMALL, COWSHED]);
+    let mut daemon = Serving::start_command(&folder, command);
+    while !daemon.line().starts_with("QMP") {}
+    let mut monitor = Monitor::connect(&folder.join("m.sock"));
+    let inside = PathBuf::from(format!("/proc/{}/root{}", daemon.child().id(), text(&folder)));
+    let mut driver = FrontEnd::resume(&folder.join("v.sock"), None, &mut None);
+    let value = |place: u64| place as u8 + 1;
+    let mut write = |place: u64| driver.request(WRITE, place * 128, &[value(place); LEN], 0).0;
+    let full = (0..200).find(|place| write(*place) != 0).expect("the file system is full");
+    assert!(full > 10, "{full} writes have space");
+    assert_ne!(write(full + 1), 0, "it stays full");
+    assert_eq!(driver.request(FLUSH, 0, &[], 0).0, 0, "what was acknowledged has its space");
+    let file = File::options().read(true).write(true).open(inside.join("m")).expect("it opens");
+    let error = file.write_all_at(&[9; LEN], 15 << 20).expect_err("no space");
+    assert_eq!(error.raw_os_error(), Some(28));
+    std::fs::remove_file(inside.join("full/filler")).expect("room");
+    assert_eq!(driver.request(WRITE, full * 128, &[value(full); LEN], 0).0, 0);
+    file.write_all_at(&[9; LEN], 15 << 20).and_then(|()| file.sync_all()).expect("there is space");
+    for place in 0..=full {
+        assert!(driver.request(0, place * 128, &[], LEN as u32) == (0, vec![value(place); LEN]), "place {place}");
+    }
+    assert_eq!(driver.request(FLUSH, 0, &[], 0).0, 0);
+    drop((file, driver));
+    monitor.command("quit", json!({}));
+    let log = daemon.log();
+    assert!(daemon.wait().success(), "{log}");
+    let after = folder.join("after.qcow2");
+    Qemu::system().expect_no_corruption(&after);
+    let disk = Qemu::system().content(&after, "qcow2");
+    assert!((0..=full).all(|place| disk[(place as usize) << 16..][..LEN] == [value(place); LEN]));
+    assert!(disk[15 << 20..][..LEN] == [9; LEN]);
 }
