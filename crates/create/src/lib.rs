@@ -188,7 +188,7 @@ async fn check_backing(
 
 /// The errors that QEMU finds only while it makes the image, after it has announced the image.
 fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
-    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DRIVERS.is_known(name))?;
+    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DRIVERS.is_name(name))?;
     let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
     Some(Error::invalid_argument(message).field("backing_fmt"))
 }
@@ -209,7 +209,8 @@ fn path_of(filename: &str) -> Result<PathBuf> {
         return Err(error.qemu("Could not create '': No such file or directory"));
     }
     if filename.starts_with("json:") {
-        return Err(Error::unsupported("an image can't be created under a json: name"));
+        let error = Error::unsupported("an image can't be created under a json: name").file(filename);
+        return Err(error.qemu("Unknown protocol 'json'"));
     }
     check_file_name(filename)?;
     check_device_name(filename)?;
@@ -218,29 +219,31 @@ fn path_of(filename: &str) -> Result<PathBuf> {
 
 /// The path that the name of a file or a device means, with the protocol before it or without.
 pub fn path_of_name(name: &str) -> PathBuf {
-    let plain = ["file:", DEVICE_PROTOCOL].iter().find_map(|protocol| name.strip_prefix(protocol));
+    let plain = name.strip_prefix("file:").or_else(|| device_name(name).map(|(_, plain)| plain));
     path_of_text(plain.unwrap_or(name))
 }
 
-/// The protocol of block devices, before a name.
-const DEVICE_PROTOCOL: &str = "host_device:";
+/// The driver and the path of a name with the protocol of devices.
+fn device_name(name: &str) -> Option<(&str, &str)> {
+    name.split_once(':').filter(|(protocol, _)| ["host_device", "host_cdrom"].contains(protocol))
+}
 
 /// Refuses a name with the protocol of devices that is none of a block device: devices can't be made.
 ///
 /// # Errors
 /// Where there is nothing of this name, or a file of another kind.
 pub fn check_device_name(name: &str) -> Result<()> {
-    let Some(plain) = name.strip_prefix(DEVICE_PROTOCOL) else { return Ok(()) };
+    let Some((driver, plain)) = device_name(name) else { return Ok(()) };
     let (kind, reason) = match FileIdentity::of_path(&path_of_name(name)) {
         Some(FileIdentity::BlockDevice(_)) => return Ok(()),
         Some(_) => {
-            let reason = format!("'host_device' driver requires '{plain}' to be either a character or block device");
+            let reason = format!("'{driver}' driver requires '{plain}' to be either a character or block device");
             (ErrorKind::InvalidArgument, reason)
         }
         None => (ErrorKind::NotFound, format!("Could not open '{plain}': No such file or directory")),
     };
     let sentence = format!(
-        "Protocol driver 'host_device' does not support creating new images, so an existing image must be selected as \
+        "Protocol driver '{driver}' does not support creating new images, so an existing image must be selected as \
          the target; however, opening the given target as an existing image failed: {reason}"
     );
     Err(Error::new(kind, format!("only an existing block device is written to: {reason}")).qemu(sentence))

@@ -148,6 +148,7 @@ impl Qcow2CreateOptions {
     /// From `-o` values and a size in bytes; checks everything that doesn't need a file.
     pub fn from_values(size: u64, values: &OptionValues) -> Result<Self> {
         let version = version_of(values)?;
+        let preallocation = values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
         let compression = match values.get("compression_type") {
             None | Some("zlib") => Compression::Zlib,
             Some("zstd") => Compression::Zstd,
@@ -157,7 +158,6 @@ impl Qcow2CreateOptions {
                 );
             }
         };
-        let preallocation = values.get("preallocation").map_or(Ok(Preallocation::Off), parse_preallocation)?;
         let cluster_bits = cluster_bits_of(values)?;
         let extended_l2 = values.switch("extended_l2");
         if values.is_given("backing_file") && preallocation != Preallocation::Off && !extended_l2 {

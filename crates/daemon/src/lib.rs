@@ -42,7 +42,7 @@ pub use monitor::MonitorAddress;
 pub use nbd::EXPOSURE;
 pub use options::{
     Chardevs, Drive, OFFSET, Step, chardev_help, check_object, check_server_credentials, client_credentials,
-    is_object_of_machines, object_help, refused_object, tls_credentials,
+    is_object_of_machines, object_help, tls_credentials,
 };
 pub use warnings::{OPENING, print_warnings};
 

@@ -16,25 +16,23 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Types of objects that QEMU has, and why there are none here.
+/// Types of objects whose options are checked as in QEMU, and why there are none here.
 pub(crate) const REFUSED_OBJECTS: &[(&str, &str)] = &[
     ("tls-creds-psk", "the TLS library has no pre-shared keys; use tls-creds-x509"),
     (
         "tls-creds-anon",
         "the TLS library has no anonymous key exchange, which an attacker in between could read; use tls-creds-x509",
     ),
-    ("authz-pam", "names of clients are checked by authz-simple, authz-list and authz-listfile"),
     ("secret_keyring", "secrets come from a text or a file; use secret"),
-    ("main-loop", "there is no such loop to set up"),
 ];
 
 /// Types of objects that QEMU knows by name, and that none of its tools for images makes.
 pub(crate) const OBJECTS_OF_MACHINES: &[&str] = &[
     "acpi-generic-initiator",
     "acpi-generic-port",
+    "authz-pam",
     "can-bus",
     "can-host-socketcan",
-    "colo-compare",
     "cryptodev-backend",
     "cryptodev-backend-builtin",
     "cryptodev-backend-lkcf",
@@ -84,18 +82,21 @@ pub(crate) enum Object {
     Authorization(Arc<Authorization>),
     /// `monitor-qmp`: a monitor on a character device.
     Monitor(Arc<MonitorProperties>),
+    /// `thread-context`: where threads are to run. Nothing here asks for one.
+    ThreadContext { cpus: Vec<u64> },
 }
 
 impl Object {
     /// Its type.
     pub fn kind(&self) -> &'static str {
         match self {
-            Object::IoThread(_) => "iothread",
+            Object::IoThread(properties) => properties.kind,
             Object::ThrottleGroup(_) => "throttle-group",
             Object::Secret(_) => "secret",
             Object::TlsCreds { .. } => "tls-creds-x509",
             Object::Authorization(authorization) => authorization.kind(),
             Object::Monitor(_) => "monitor-qmp",
+            Object::ThreadContext { .. } => "thread-context",
         }
     }
 
@@ -123,6 +124,8 @@ impl Object {
             (Object::TlsCreds { .. }, "passwordid") => Some("".into()),
             (Object::Authorization(authorization), name) => authorization.get(name),
             (Object::IoThread(properties), name) => properties.lock().all.get(name).map(|value| json!(value)),
+            (Object::ThreadContext { .. }, "thread-id") => Some(std::process::id().into()),
+            (Object::ThreadContext { cpus }, "cpu-affinity") => Some(json!(cpus)),
             (Object::Monitor(properties), "chardev") => Some(properties.chardev().into()),
             (Object::Monitor(properties), "pretty") => Some(properties.is_pretty().into()),
             (Object::Monitor(properties), "close-action") => {
@@ -210,11 +213,13 @@ pub(crate) const TYPES: &[TypeInfo] = &[
     TypeInfo { name: "container", parent: Some("object"), is_abstract: false, is_creatable: false },
     base("event-loop-base"),
     creatable("iothread", "event-loop-base"),
+    creatable("main-loop", "event-loop-base"),
     base("monitor"),
     creatable("monitor-qmp", "monitor"),
     TypeInfo { name: "object", parent: None, is_abstract: true, is_creatable: false },
     creatable("secret", "secret_common"),
     base("secret_common"),
+    creatable("thread-context", "object"),
     creatable("throttle-group", "object"),
     base("tls-creds"),
     creatable("tls-creds-x509", "tls-creds"),
@@ -243,7 +248,9 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
         "authz-simple" => named(&[("identity", "string")]),
         "authz-list" => named(&[("policy", "QAuthZListPolicy"), ("rules", "QAuthZListRule")]),
         "authz-listfile" => named(&[("filename", "string"), ("refresh", "bool")]),
-        "iothread" => IoThreadProperties::RANGES.iter().map(|(name, ..)| ((*name).to_owned(), "int")).collect(),
+        "iothread" => IoThreadProperties::ranges(kind).map(|(name, ..)| (name.to_owned(), "int")).collect(),
+        MAIN_LOOP => named(&[("thread-pool-min", "int"), ("aio-max-batch", "int"), ("thread-pool-max", "int")]),
+        "thread-context" => named(&[("thread-id", "int"), ("node-affinity", "int"), ("cpu-affinity", "int")]),
         "monitor-qmp" => named(&[("chardev", "string"), ("pretty", "bool"), ("close-action", "MonitorQMPCloseAction")]),
         "secret" => named(&[("file", "string"), ("format", "QCryptoSecretFormat")]),
         "tls-creds-x509" => named(&[
@@ -258,10 +265,16 @@ pub(crate) fn properties_of(kind: &str) -> Vec<(String, &'static str)> {
     }
 }
 
-/// The settings of an `iothread` for its polling and its workers: kept and shown. `poll-max-ns` counts where it is
-/// given: for all threads that serve ([`Objects::poll_limit`]).
+/// The type of the one object that is about the daemon's own thread.
+pub(crate) const MAIN_LOOP: &str = "main-loop";
+
+/// The settings of an `iothread` or of the `main-loop` for polling and workers: kept and shown. `poll-max-ns` counts where
+/// it is given: for all threads that serve ([`Objects::poll_limit`]).
 #[derive(Debug)]
-pub(crate) struct IoThreadProperties(Mutex<IoThreadValues>);
+pub(crate) struct IoThreadProperties {
+    kind: &'static str,
+    values: Mutex<IoThreadValues>,
+}
 
 #[derive(Debug)]
 struct IoThreadValues {
@@ -282,13 +295,20 @@ impl IoThreadProperties {
         ("thread-pool-max", i64::MAX, 64),
     ];
 
+    /// The properties of a type: the main loop doesn't poll.
+    fn ranges(kind: &str) -> impl DoubleEndedIterator<Item = (&'static str, i64, i64)> {
+        let polls = kind != MAIN_LOOP;
+        Self::RANGES.iter().copied().filter(move |(name, ..)| polls || !name.starts_with("poll-"))
+    }
+
     /// With the given properties; the rest is as in QEMU.
-    pub fn new(given: &serde_json::Map<String, Value>) -> QmpResult<IoThreadProperties> {
-        let all = Self::RANGES.iter().map(|(name, _, default)| (*name, *default));
-        let properties = IoThreadProperties(Mutex::new(IoThreadValues { all: all.collect(), says_poll_max: false }));
+    pub fn new(kind: &'static str, given: &serde_json::Map<String, Value>) -> QmpResult<IoThreadProperties> {
+        let all = Self::ranges(kind).map(|(name, _, default)| (name, default)).collect();
+        let values = Mutex::new(IoThreadValues { all, says_poll_max: false });
+        let properties = IoThreadProperties { kind, values };
         // The most before the least, so that both may be given in any order.
-        for (name, ..) in Self::RANGES.iter().rev() {
-            if let Some(value) = given.get(*name) {
+        for (name, ..) in Self::ranges(kind).rev() {
+            if let Some(value) = given.get(name) {
                 properties.set(name, value)?;
             }
         }
@@ -296,7 +316,7 @@ impl IoThreadProperties {
     }
 
     fn lock(&self) -> MutexGuard<'_, IoThreadValues> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.values.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// `poll-max-ns`, where it is given.
@@ -307,8 +327,8 @@ impl IoThreadProperties {
     }
 
     fn set(&self, property: &str, value: &Value) -> QmpResult<()> {
-        let Some((name, most, _)) = Self::RANGES.iter().find(|(name, ..)| *name == property) else {
-            return Err(QmpError::generic(format!("Property 'iothread.{property}' not found")));
+        let Some((name, most, _)) = Self::ranges(self.kind).find(|(name, ..)| *name == property) else {
+            return Err(QmpError::generic(format!("Property '{}.{property}' not found", self.kind)));
         };
         let wrong = || QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"));
         let value = value.as_i64().ok_or_else(wrong)?;
@@ -316,19 +336,19 @@ impl IoThreadProperties {
         let all = &mut values.all;
         let least = all.get("thread-pool-min").copied().unwrap_or(0);
         let top = all.get("thread-pool-max").copied().unwrap_or(i64::MAX);
-        let is_pool = match *name {
+        let is_pool = match name {
             "thread-pool-min" => value <= top,
             "thread-pool-max" => value > 0 && value >= least,
             _ => true,
         };
-        if !(0..=*most).contains(&value) {
+        if !(0..=most).contains(&value) {
             return Err(QmpError::generic(format!("{name} value must be in range [0, {most}]")));
         }
         if !is_pool {
             return Err(QmpError::generic("bad thread-pool-min/thread-pool-max values"));
         }
         all.insert(name, value);
-        values.says_poll_max |= *name == "poll-max-ns";
+        values.says_poll_max |= name == "poll-max-ns";
         Ok(())
     }
 }
@@ -458,7 +478,7 @@ impl Objects {
     /// There must be such a thread.
     pub fn check_iothread(&self, id: &str) -> QmpResult<()> {
         match self.find(id) {
-            Some(Object::IoThread(_)) => Ok(()),
+            Some(Object::IoThread(properties)) if properties.kind != MAIN_LOOP => Ok(()),
             _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
         }
     }
@@ -507,8 +527,9 @@ mod tests {
     #[test]
     fn threads_that_serve_look_as_long_as_an_iothread_says() {
         let objects = Objects::default();
-        let iothread =
-            |given: Value| Object::IoThread(Arc::new(IoThreadProperties::new(given.as_object().unwrap()).unwrap()));
+        let iothread = |given: Value| {
+            Object::IoThread(Arc::new(IoThreadProperties::new("iothread", given.as_object().unwrap()).unwrap()))
+        };
         let limit_ns = || objects.poll_limit.get().as_nanos();
         let default_ns = PollLimit::DEFAULT.as_nanos();
         objects.add("plain", iothread(json!({"poll-grow": 3}))).unwrap();

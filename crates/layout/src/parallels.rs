@@ -49,7 +49,10 @@ impl ParallelsHeader {
                 return Err(wrong("magic", 0, other.escape_ascii(), "this is no Parallels image")
                     .qemu("Image not in Parallels format"));
             }
-            None => return Err(wrong("header", 0, bytes.len(), "the Parallels header is cut short")),
+            None => {
+                let error = wrong("header", 0, bytes.len(), "the Parallels header is cut short");
+                return Err(error.qemu("Image not in Parallels format"));
+            }
         };
         let cut_short = || wrong("header", 0, bytes.len(), "the Parallels header is cut short");
         Self::parse_fields(bytes, is_old).ok_or_else(cut_short)?

@@ -75,14 +75,23 @@ impl VdiBlock {
     }
 }
 
+/// The largest disk that QEMU opens.
+const QEMU_MOST_BYTES: u64 = 0x1_ffff_f800_0000;
+
 impl VdiHeader {
     /// Parses the first [`HEADER_BYTES`] bytes of an image.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         match le32_at(bytes, 64) {
             Some(SIGNATURE) => {}
             Some(other) => {
-                return Err(wrong("signature", 64, format!("{other:#x}"), "this is no VDI image")
-                    .qemu(format!("Image not in VDI format (bad signature {other:08x})")));
+                // QEMU looks at the size first.
+                let sentence = match le64_at(bytes, 368).filter(|size| *size > QEMU_MOST_BYTES) {
+                    Some(size) => {
+                        format!("Unsupported VDI image size (size is {size:#x}, max supported is {QEMU_MOST_BYTES:#x})")
+                    }
+                    None => format!("Image not in VDI format (bad signature {other:08x})"),
+                };
+                return Err(wrong("signature", 64, format!("{other:#x}"), "this is no VDI image").qemu(sentence));
             }
             None => return Err(wrong("header", 0, bytes.len(), "the VDI header is cut short")),
         }

@@ -6,7 +6,7 @@ use super::untrusted::UntrustedArgs;
 use crate::invocation::Persona;
 use crate::output::{Failure, warning};
 use clap::{Args, ValueEnum};
-use cowshed_daemon::{check_object, is_object_of_machines, refused_object, tls_credentials};
+use cowshed_daemon::{check_object, is_object_of_machines, tls_credentials};
 use cowshed_image::DRIVERS;
 use cowshed_image::TlsCredentials;
 use cowshed_image::filters::fault_options;
@@ -19,7 +19,7 @@ use cowshed_ova::Package;
 use cowshed_storage::path_of_text;
 use cowshed_types::{Error, check_identifier};
 use serde_json::{Map, Value};
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
 
 /// `--output`.
@@ -161,15 +161,25 @@ impl FaultArgs {
 /// The properties of a secret.
 const SECRET_KEYS: &[&str] = &["id", "data", "file", "format", "keyid", "iv"];
 
-/// The objects that `--object` defines.
+/// The objects that `--object` defines, read once: a file may be a pipe.
 pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
+    thread_local! {
+        static LOADED: RefCell<Option<(Vec<String>, Objects)>> = const { RefCell::new(None) };
+    }
+    let loaded = LOADED.with_borrow(|loaded| loaded.clone().filter(|(known, _)| known == definitions));
+    if let Some((_, objects)) = loaded {
+        return Ok(objects);
+    }
+    let objects = read_objects(definitions)?;
+    LOADED.set(Some((definitions.to_vec(), objects.clone())));
+    Ok(objects)
+}
+
+fn read_objects(definitions: &[String]) -> Result<Objects, Failure> {
     let mut objects = Objects::default();
     for definition in definitions {
         let (kind, options) = definition_of(definition)?;
         if !is_known(&kind) {
-            if let Some(error) = refused_object(&kind) {
-                return Err(error.into());
-            }
             if NOT_OF_IMAGES.contains(&kind.as_str()) {
                 id_of(&options)?;
             }
@@ -197,6 +207,7 @@ pub fn objects(definitions: &[String]) -> Result<Objects, Failure> {
             }
             _ => {
                 check_object(definition)?;
+                check_loop(&kind)?;
                 objects.unused.push(id);
             }
         }
@@ -237,8 +248,19 @@ fn definition_of(text: &str) -> Result<(String, BlockdevOptions), Failure> {
 
 /// The types that are known here. No image asks for authorization, but scripts define such objects.
 const KNOWN: [&str; 6] = ["secret", "tls-creds-x509", "throttle-group", "authz-simple", "authz-list", "authz-listfile"];
+/// Types whose options are checked, and that images have no use for.
+const CHECKED: [&str; 6] =
+    ["colo-compare", "main-loop", "secret_keyring", "thread-context", "tls-creds-anon", "tls-creds-psk"];
 /// Types that only daemons have.
 const NOT_OF_IMAGES: [&str; 2] = ["iothread", "monitor-qmp"];
+
+/// Only qemu-img has its loop when it reads its options.
+pub fn check_loop(kind: &str) -> Result<(), Failure> {
+    match warning::persona() {
+        Persona::Tool(_) if kind == "main-loop" => Err(Failure::new("qemu aio context not ready")),
+        _ => Ok(()),
+    }
+}
 
 /// True for the definition of an object that images can have a use for.
 pub fn is_of_images(definition: &str) -> bool {
@@ -246,7 +268,7 @@ pub fn is_of_images(definition: &str) -> bool {
 }
 
 fn is_known(kind: &str) -> bool {
-    KNOWN.contains(&kind)
+    KNOWN.contains(&kind) || CHECKED.contains(&kind)
 }
 
 /// The limits of a throttle group: `x-iops-total=N`, `limits.iops-total=N`, or the JSON of QMP.

@@ -86,7 +86,7 @@ struct BenchArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = BenchArgs::from_arg_matches(matches)?;
-    let mut options = options(&args)?;
+    let mut options = options(&args, matches)?;
     let file = one_file(&args.files)?;
     let spec = args.naming.shared(file, args.format.as_ref(), args.force_share)?;
     options.image = ImageSpec { cache: options.image.cache, aio: options.image.aio, ..spec };
@@ -130,39 +130,56 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// All but the image's name. qemu-img checks values while it reads the options.
-fn options(args: &BenchArgs) -> Result<BenchOptions, Failure> {
+/// All but the image's name. qemu-img checks values while it reads the options: the first wrong one is named.
+fn options(args: &BenchArgs, matches: &ArgMatches) -> Result<BenchOptions, Failure> {
     const INT: u64 = i32::MAX as u64;
-    let number = |what: &str, text: &str, least, most| sizes::size_between(what, text, least, most);
-    let pattern = match &args.pattern {
-        Some(text) => number("pattern byte", text, 0, 0xff)? as u8,
-        None => 0,
+    let mut wrong: Option<(usize, Failure)> = None;
+    let mut note = |id: &str, failure: Failure| {
+        let place = matches.index_of(id).unwrap_or(usize::MAX);
+        if wrong.as_ref().is_none_or(|(first, _)| place < *first) {
+            wrong = Some((place, failure));
+        }
     };
+    let mut number = |id: &str, what: &str, text: Option<&String>, (least, most): (u64, u64)| {
+        let number = text.map_or(Ok(0), |text| sizes::size_between(what, text, least, most));
+        number.unwrap_or_else(|failure| {
+            note(id, failure);
+            0
+        })
+    };
+    let pattern = number("pattern", "pattern byte", args.pattern.as_ref(), (0, 0xff)) as u8;
+    let count = number("count", "request count", Some(&args.count), (1, INT));
+    let depth = number("depth", "queue depth", Some(&args.depth), (1, INT));
+    let offset = number("offset", "offset", Some(&args.offset), (0, sizes::MOST));
+    let buffer_bytes = number("buffer_size", "buffer size", Some(&args.buffer_size), (1, INT));
+    let step_bytes = number("step_size", "step size", args.step_size.as_ref(), (0, INT));
+    let flush_interval = number("flush_interval", "flush interval", args.flush_interval.as_ref(), (0, INT));
     let aio = match (args.native, &args.aio) {
         (true, _) => Some("native".to_owned()),
-        (false, Some(mode)) if ["threads", "native", "io_uring"].contains(&mode.as_str()) => Some(mode.clone()),
-        (false, Some(mode)) => return Err(Failure::new(format!("Invalid aio option: {mode}"))),
+        (false, Some(mode)) => {
+            if !["threads", "native", "io_uring"].contains(&mode.as_str()) {
+                note("aio", Failure::new(format!("Invalid aio option: {mode}")));
+            }
+            Some(mode.clone())
+        }
         (false, None) => None,
     };
+    let cache = cache_mode("", args.cache.as_ref()).unwrap_or_else(|_| {
+        note("cache", Failure::new("Invalid cache mode"));
+        None
+    });
+    if let Some((_, failure)) = wrong {
+        return Err(failure);
+    }
     Ok(BenchOptions {
-        image: ImageSpec {
-            cache: cache_mode("", args.cache.as_ref()).map_err(|_| Failure::new("Invalid cache mode"))?,
-            aio,
-            ..ImageSpec::default()
-        },
-        count: number("request count", &args.count, 1, INT)?,
-        depth: number("queue depth", &args.depth, 1, INT)?,
-        offset: number("offset", &args.offset, 0, sizes::MOST)?,
-        buffer_bytes: number("buffer size", &args.buffer_size, 1, INT)?,
-        step_bytes: match &args.step_size {
-            Some(text) => number("step size", text, 0, INT)?,
-            None => 0,
-        },
+        image: ImageSpec { cache, aio, ..ImageSpec::default() },
+        count,
+        depth,
+        offset,
+        buffer_bytes,
+        step_bytes,
         pattern: args.write.then_some(pattern),
-        flush_interval: match &args.flush_interval {
-            Some(text) => number("flush interval", text, 0, INT)?,
-            None => 0,
-        },
+        flush_interval,
         keeps_flowing: args.no_drain,
     })
 }

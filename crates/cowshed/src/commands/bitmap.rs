@@ -138,6 +138,9 @@ fn actions(matches: &ArgMatches) -> Vec<BitmapAction> {
 /// Refuses contradictory arguments, in qemu-img's words.
 fn check(args: &BitmapArgs, actions: &[BitmapAction]) -> Result<(), Failure> {
     let merges = !args.merge.is_empty();
+    if let Some(text) = &args.granularity {
+        sizes::size("granularity", text)?;
+    }
     for (wrong, message) in [
         (
             actions.is_empty(),

@@ -2,7 +2,7 @@
 //! `dd`: copies blocks of one image into a new one.
 
 use super::arguments::{NamingArgs, Objects};
-use super::convert::of_copying;
+use super::convert::{UNCREATED, of_copying};
 use super::untrusted::Use;
 use super::{Verb, create_options, new_image, sizes, work};
 use crate::invocation::Persona;
@@ -135,7 +135,7 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
     }
     let about_output =
         persona == Persona::QemuImg && (error.file_name() == Some(output) || sentence.starts_with(NO_EXPORT));
-    if about_output && sentence.starts_with("Unknown protocol '") {
+    if about_output && (sentence.starts_with("Unknown protocol '") || sentence.ends_with(UNCREATED)) {
         return Failure::new(sentence);
     }
     if about_output && sentence.starts_with("Unknown file format '") {
@@ -145,7 +145,7 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
         return Failure::new(if refusal.starts_with("Unknown") { "Unknown file format" } else { &refusal });
     }
     if about_output
-        && ["could not create", "could not change the size: ", NO_EXPORT]
+        && ["could not create", "could not change the size: ", "Protocol driver 'host_", NO_EXPORT]
             .iter()
             .any(|start| sentence.starts_with(start))
     {

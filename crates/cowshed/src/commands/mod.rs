@@ -134,10 +134,15 @@ pub fn dispatch(invocation: &Invocation, console: &mut Console) -> u8 {
     let result = parse(invocation, console).and_then(|parsed| match parsed {
         Some((verb, matches)) => {
             let definitions = matches.try_get_many::<String>(arguments::DEFINITIONS).ok().flatten();
-            if daemon::show_object_help(definitions.into_iter().flatten(), console)? {
+            let definitions: Vec<String> = definitions.into_iter().flatten().cloned().collect();
+            if daemon::show_object_help(&definitions, console)? {
                 return Ok(0);
             }
             rt::prepare()?;
+            // qemu-img makes them while it reads its options.
+            if invocation.persona != Persona::Cowshed {
+                arguments::objects(&definitions)?;
+            }
             (verb.run)(&matches, console)
         }
         None => Ok(0),

@@ -267,6 +267,9 @@ pub fn explain(
         _ => String::new(),
     };
     let value = || context(error, ContextKind::InvalidValue);
+    // `-r ''` and `--repair=` have a value.
+    let is_empty = |word: &String| word.is_empty() || (word.starts_with("--") && word.ends_with('='));
+    let is_missing = value().is_empty() && !arguments.iter().any(is_empty);
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             let text = match console.colour() {
@@ -312,11 +315,11 @@ pub fn explain(
                 }
             }
         })),
-        ErrorKind::InvalidValue if value().is_empty() && console.persona == Persona::Cowshed => {
+        ErrorKind::InvalidValue if is_missing && console.persona == Persona::Cowshed => {
             Err(Failure::usage(format!("the option '{}' requires an argument", argument())))
         }
         // The value is missing at the end of the command line.
-        ErrorKind::InvalidValue if value().is_empty() => Err(of_getopt(match arguments.last() {
+        ErrorKind::InvalidValue if is_missing => Err(of_getopt(match arguments.last() {
             Some(last) if last.starts_with("--") => {
                 // In full, however it is cut short.
                 let long = argument();

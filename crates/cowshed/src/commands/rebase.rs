@@ -76,6 +76,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if args.backing.is_none() && !args.only_name {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
+    let (cache, base_cache) =
+        (cache_mode("", args.cache.as_ref())?, cache_mode("source ", args.backing_cache.as_ref())?);
     let spec = args.naming.spec(file, args.format.as_ref())?;
     if let Some(format) = &args.backing_format
         && !DRIVERS.is_known(format)
@@ -86,10 +88,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         return Err(work::opened_first(console.persona, &args.naming, images, later));
     }
     let options = RebaseOptions {
-        image: ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec },
+        image: ImageSpec { cache, ..spec },
         base: args.backing.clone().filter(|name| !name.is_empty()),
         base_format: args.backing_format.clone(),
-        base_cache: cache_mode("source ", args.backing_cache.as_ref())?,
+        base_cache,
         only_name: args.only_name,
         compressed: args.compress,
     };

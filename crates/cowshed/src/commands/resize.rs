@@ -58,12 +58,14 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         [_, _, _, ..] => return Err(Failure::usage("Extra argument(s) in command line")),
         _ => return Err(Failure::usage("Expecting image file name and size")),
     };
+    let is_late = |failure: &Failure| failure.message.starts_with("New image size");
+    let size = match new_size(console.persona, size) {
+        Err(failure) if !is_late(&failure) => return Err(failure),
+        size => size,
+    };
     let image = args.naming.spec(file, args.format.as_ref())?;
     let options = ResizeOptions {
-        size: new_size(console.persona, size).map_err(|later| match later.message.starts_with("New image size") {
-            true => opened_to_write(console.persona, &args.naming, &image, later),
-            false => later,
-        })?,
+        size: size.map_err(|later| opened_to_write(console.persona, &args.naming, &image, later))?,
         image,
         shrink: args.shrink,
         preallocation,

@@ -199,7 +199,9 @@ fn named_reason(file: &str, error: &Error, sentence: &str) -> Option<String> {
 /// True when the image called `name`, perhaps by image options, is in this file.
 fn names_file(name: &str, file: &str) -> bool {
     let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
-    name == file || values.any(|(_, value)| value == file)
+    let is_protocol = |start: &str| ["file", "host_device", "host_cdrom"].contains(&start);
+    let plain = name.split_once(':').filter(|(start, _)| is_protocol(start)).map(|(_, plain)| plain);
+    name == file || plain == Some(file) || values.any(|(_, value)| value == file)
 }
 
 /// True when the error is about the NBD server in `name`, which has several forms.

@@ -5,7 +5,8 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
 use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
-    IoThreadProperties, Object, Secret, TYPES, TypeInfo, check_tls_options, duplicate, properties_of,
+    IoThreadProperties, MAIN_LOOP, Object, REFUSED_OBJECTS, Secret, TYPES, TypeInfo, check_tls_options, duplicate,
+    properties_of,
 };
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
@@ -20,7 +21,8 @@ use std::sync::Arc;
 
 pub(super) const GROUP: Group = Group {
     schema: "
-enum ObjectType: authz-list authz-listfile authz-simple iothread secret throttle-group tls-creds-x509 monitor-qmp
+enum ObjectType: authz-list authz-listfile authz-simple colo-compare iothread main-loop secret secret_keyring
+  thread-context throttle-group tls-creds-anon tls-creds-psk tls-creds-x509 monitor-qmp
 enum QAuthZListPolicy: deny allow
 enum QAuthZListFormat: exact glob
 object QAuthZListRule: match: str, policy: QAuthZListPolicy, format?: QAuthZListFormat
@@ -31,7 +33,15 @@ enum MonitorQMPCloseAction: none delete
 object MonitorQMPProperties: chardev: str, pretty?: bool, close-action?: MonitorQMPCloseAction
 enum QCryptoSecretFormat: raw base64
 object SecretProperties: data?: str, file?: str, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
+object SecretKeyringProperties: serial: int, format?: QCryptoSecretFormat, keyid?: str, iv?: str, loaded?: bool
 enum QCryptoTLSCredsEndpoint: client server
+object TlsCredsAnonProperties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool, priority?: str
+object TlsCredsPskProperties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool, priority?: str
+  , username?: str
+object ColoCompareProperties: primary_in: str, secondary_in: str, outdev: str, iothread: str, notify_dev?: str
+  , compare_timeout?: uint64, expired_scan_cycle?: uint32, max_queue_size?: uint32, vnet_hdr_support?: bool
+object MainLoopProperties: aio-max-batch?: int, thread-pool-min?: int, thread-pool-max?: int
+object ThreadContextProperties: cpu-affinity?: [uint64], node-affinity?: [uint64]
 object IothreadProperties: poll-max-ns?: int, poll-grow?: int, poll-shrink?: int, poll-weight?: int, aio-max-batch?: int
   , thread-pool-min?: int, thread-pool-max?: int
 object TlsCredsX509Properties: dir?: str, endpoint?: QCryptoTLSCredsEndpoint, verify-peer?: bool, priority?: str
@@ -49,8 +59,10 @@ object ThrottleGroupProperties: limits?: ThrottleLimits, x-bps-total?: int, x-bp
   , x-iops-size?: int
 object ObjectOptions: qom-type: ObjectType, id: str | qom-type = authz-list: AuthZListProperties
   , authz-listfile: AuthZListFileProperties, authz-simple: AuthZSimpleProperties, iothread: IothreadProperties
-  , secret: SecretProperties
+  , secret: SecretProperties, secret_keyring: SecretKeyringProperties, colo-compare: ColoCompareProperties
+  , main-loop: MainLoopProperties, thread-context: ThreadContextProperties
   , throttle-group: ThrottleGroupProperties, tls-creds-x509: TlsCredsX509Properties
+  , tls-creds-anon: TlsCredsAnonProperties, tls-creds-psk: TlsCredsPskProperties
   , monitor-qmp: MonitorQMPProperties
 object ObjectPropertyInfo: name: str, type: str, description?: str, default-value?: any
 command object-add(ObjectOptions)
@@ -85,6 +97,7 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     if !is_identifier(id) {
         return Err(QmpError::generic(NO_IDENTIFIER));
     }
+    check_kind(arguments.text("qom-type"))?;
     let object = match arguments.text("qom-type") {
         "authz-simple" => {
             let identity = arguments.text("identity").to_owned();
@@ -97,7 +110,9 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
             let path = Path::new(arguments.text("filename"));
             Object::Authorization(Arc::new(Authorization::from_file(path, arguments.flag("refresh", true))?))
         }
-        "iothread" => Object::IoThread(Arc::new(IoThreadProperties::new(&arguments.clone().into_map())?)),
+        "iothread" => Object::IoThread(Arc::new(IoThreadProperties::new("iothread", &arguments.clone().into_map())?)),
+        MAIN_LOOP => Object::IoThread(Arc::new(main_loop(&daemon, id, &arguments)?)),
+        "thread-context" => thread_context(&arguments)?,
         "secret" => Object::Secret(secret(&daemon, &arguments)?),
         "throttle-group" => return add_throttle_group(&daemon, id, &arguments),
         "monitor-qmp" => {
@@ -132,10 +147,46 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Object::Monitor(properties) => {
             daemon.start_monitor(properties.chardev(), properties).map_err(failed)?;
         }
-        Object::IoThread(_) | Object::ThrottleGroup(_) | Object::Authorization(_) => {}
+        Object::IoThread(_) | Object::ThrottleGroup(_) | Object::Authorization(_) | Object::ThreadContext { .. } => {}
     }
     daemon.objects.add(id, object)?;
     nothing()
+}
+
+/// Refuses a type of objects whose options QEMU knows, and that there are none of.
+pub(crate) fn check_kind(kind: &str) -> QmpResult<()> {
+    if kind == "colo-compare" {
+        return Err(QmpError::generic(format!("invalid object type: {kind}")));
+    }
+    match REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind) {
+        Some((_, reason)) => Err(QmpError::generic(format!("objects of type '{kind}' are not supported: {reason}"))),
+        None => Ok(()),
+    }
+}
+
+/// There is one at most.
+fn main_loop(daemon: &Daemon, id: &str, arguments: &Arguments) -> QmpResult<IoThreadProperties> {
+    let properties = IoThreadProperties::new(MAIN_LOOP, &arguments.clone().into_map())?;
+    match daemon.objects.find(id) {
+        Some(_) => Err(duplicate(id)),
+        None if daemon.objects.list().iter().any(|(_, kind)| *kind == MAIN_LOOP) => {
+            Err(QmpError::generic("only one main-loop instance allowed"))
+        }
+        None => Ok(properties),
+    }
+}
+
+/// Where a thread would run that nothing here starts by it.
+fn thread_context(arguments: &Arguments) -> QmpResult<Object> {
+    let given = arguments.clone().into_map();
+    let numbers =
+        |key: &str| given.get(key).and_then(Value::as_array).map(|items| items.iter().filter_map(Value::as_u64));
+    if numbers("node-affinity").is_some() && numbers("cpu-affinity").is_some() {
+        return Err(QmpError::generic("Mixing CPU and node affinity not supported"));
+    }
+    let there_are = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let cpus = numbers("cpu-affinity").map_or_else(|| (0..there_are).collect(), Iterator::collect);
+    Ok(Object::ThreadContext { cpus })
 }
 
 fn secret(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Secret> {
@@ -174,7 +225,10 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
         Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
         Some(Object::Monitor(properties)) => daemon.chardevs.stop_monitor(properties.chardev()).map_err(failed)?,
-        Some(Object::IoThread(_) | Object::Authorization(_)) => {}
+        Some(object) if object.kind() == MAIN_LOOP => {
+            return Err(QmpError::generic(format!("Deleting main loop '{id}' is not supported")));
+        }
+        Some(Object::IoThread(_) | Object::Authorization(_) | Object::ThreadContext { .. }) => {}
     }
     daemon.objects.remove(id);
     nothing()

@@ -86,11 +86,11 @@ impl Chardevs {
             return refused(format!("Invalid parameter '{unknown}'"));
         }
         let options = ChardevOptions { backend, log };
-        if self.0.contains_key(&id) {
-            return refused(format!("attempt to add duplicate property '{id}' to object (type 'container')"));
-        }
         if options.is_stdio() && self.0.values().any(ChardevOptions::is_stdio) {
             return refused("cannot use stdio by multiple character devices".to_owned());
+        }
+        if self.0.contains_key(&id) {
+            return refused(format!("attempt to add duplicate property '{id}' to object (type 'container')"));
         }
         self.0.insert(id.clone(), options.clone());
         Ok((id, options))
@@ -132,6 +132,9 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
     };
     let reconnect = pairs.remove("reconnect-ms");
     let (path, host, port, fd) = (pairs.remove("path"), pairs.remove("host"), pairs.remove("port"), pairs.remove("fd"));
+    if [&path, &host, &fd].into_iter().flatten().count() > 1 {
+        return refused("None or one of 'path', 'fd' or 'host' option required.".to_owned());
+    }
     if host.is_some() && port.is_none() {
         return refused("chardev: socket: no port given".to_owned());
     }

@@ -14,7 +14,7 @@ use crate::chardevs::ChardevOptions;
 use crate::commands;
 use crate::metrics;
 use crate::monitor::MonitorAddress;
-use crate::objects::{OBJECTS_OF_MACHINES, REFUSED_OBJECTS};
+use crate::objects::OBJECTS_OF_MACHINES;
 use crate::state::Daemon;
 use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
@@ -100,12 +100,6 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
     }
 }
 
-/// The error for a type of objects that QEMU has and that there are none of here.
-pub fn refused_object(kind: &str) -> Option<Error> {
-    let (_, reason) = REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind)?;
-    Some(Error::unsupported(format!("objects of type '{kind}' are not supported: {reason}")))
-}
-
 /// Makes the names of files and folders absolute, in the options of a node or an object and of those in it.
 fn anchor(options: &mut Map<String, Value>) {
     let kind = ["driver", "qom-type"].into_iter().find_map(|key| options.get(key)).and_then(Value::as_str);
@@ -141,7 +135,9 @@ pub fn check_object(definition: &str) -> Result<()> {
     let (arguments, strictness) = parse(definition, "qom-type", BareKey::Refused)?;
     let checked = crate::schema::build()?.check("ObjectOptions", arguments, strictness);
     let checked = checked.map_err(worded)?;
-    check_identifier(checked.get("id").and_then(Value::as_str).unwrap_or_default())
+    let text = |key: &str| checked.get(key).and_then(Value::as_str).unwrap_or_default();
+    check_identifier(text("id"))?;
+    commands::check_kind(text("qom-type")).map_err(worded)
 }
 
 /// The credentials that `[qom-type=]tls-creds-x509,id=ID,dir=FOLDER,…`, or the same as JSON, defines. Credentials of a
@@ -234,12 +230,6 @@ impl Step {
 
     /// `--object [qom-type=]TYPE,id=ID,…` or JSON.
     pub fn object(text: &str) -> Result<Step> {
-        let named = |error: Error| error.file(format!("--object {text}"));
-        let (map, _) = parse(text, "qom-type", BareKey::Refused).map_err(named)?;
-        let kind = map.get("qom-type").and_then(Value::as_str).unwrap_or_default();
-        if let Some(error) = refused_object(kind) {
-            return Err(error.file(format!("--object {text}")));
-        }
         Self::command("--object", text, "qom-type", "object-add", "ObjectOptions")
     }
 
@@ -348,6 +338,11 @@ impl Step {
         Step { option: option.to_owned(), what: What::Refused(error) }
     }
 
+    /// True for an option that is wrong by itself.
+    pub fn is_refused(&self) -> bool {
+        matches!(self.what, What::Refused(_))
+    }
+
     /// The step that applies a drive's settings to the export with its id: limits, and statistics. It comes after the
     /// export.
     pub fn controls(option: &str, drive: &Drive) -> Step {
@@ -408,7 +403,9 @@ impl Step {
                 };
                 return daemon.chardevs.add(&id, &options).map_err(named);
             }
-            What::MonitorOn { chardev, pretty } => return daemon.add_first_monitor(&chardev, pretty),
+            What::MonitorOn { chardev, pretty } => {
+                return daemon.add_first_monitor(&chardev, pretty).map_err(|error| error.file(self.option));
+            }
             What::Command { name, object, arguments, strictness } => {
                 match daemon.schema.check(object, arguments, strictness) {
                     Ok(arguments) => commands::call(daemon, name, arguments).await.map(drop),
@@ -423,6 +420,7 @@ impl Step {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::objects::REFUSED_OBJECTS;
     use serde_json::json;
 
     #[test]
@@ -440,10 +438,12 @@ mod tests {
     #[test]
     fn objects_that_there_are_not_are_refused_with_the_reason() {
         for (kind, reason) in REFUSED_OBJECTS {
-            let error = Step::object(&format!("{kind},id=x")).unwrap_err().to_string();
+            let more = if *kind == "secret_keyring" { ",serial=1" } else { "" };
+            let error = check_object(&format!("{kind},id=x{more}")).unwrap_err().to_string();
             assert!(error.contains(kind) && error.contains(reason), "{error}");
         }
-        assert!(Step::object("secret,id=x,data=abc").is_ok());
+        assert_eq!(check_object("secret_keyring,id=x").unwrap_err().message(), "Parameter 'serial' is missing");
+        assert!(check_object("secret,id=x,data=abc").is_ok());
     }
 
     #[test]

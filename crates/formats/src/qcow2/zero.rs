@@ -11,6 +11,9 @@ use std::sync::atomic::Ordering;
 /// Zeroes that must be written are written in pieces of this size.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
+/// The refusal of a zero write that would have to write data.
+const WHOLE_CLUSTERS: &str = "only whole clusters can be zeroed without writing data";
+
 impl Qcow2Driver {
     /// Makes a range in bytes read as zeroes. The node has checked the range.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
@@ -44,11 +47,15 @@ impl Qcow2Driver {
         // The last unit of the disk may be shorter: nothing lies behind it.
         let stop = if end == self.size() { end } else { end / unit * unit };
         if start >= stop {
+            if flags.no_fallback {
+                self.check_blank(offset, end).await?;
+            }
             return self.zero_edge(offset, end, flags).await;
         }
         if flags.no_fallback {
             // A caller that asks for all or nothing must not find a part of it done.
-            self.zero_edge(stop, end, flags).await?;
+            self.check_blank(offset, start).await?;
+            self.check_blank(stop, end).await?;
         }
         self.zero_edge(offset, start, flags).await?;
         let mode = if flags.may_unmap { ZeroMode::Unmap } else { ZeroMode::Keep };
@@ -77,6 +84,19 @@ impl Qcow2Driver {
         Ok(())
     }
 
+    /// Refuses a range in whose units there is something else than zeroes.
+    async fn check_blank(&self, start: u64, end: u64) -> Result<()> {
+        if start >= end {
+            return Ok(());
+        }
+        let unit = self.engine.zero_unit();
+        let (from, to) = (start / unit * unit, end.next_multiple_of(unit).min(self.size()));
+        match self.reads_zero_with_backing(from, to - from).await? {
+            true => Ok(()),
+            false => Err(self.error(Error::unsupported(WHOLE_CLUSTERS))),
+        }
+    }
+
     /// Zeroes parts of units. Each unit becomes a zero unit where the rest of it reads as zeroes, too, else the part is
     /// written as data.
     async fn zero_edge(&self, start: u64, end: u64, flags: ZeroFlags) -> Result<()> {
@@ -88,8 +108,7 @@ impl Qcow2Driver {
             let len = end.min(stop) - at;
             if !self.zero_blank_unit(from, stop - from).await? {
                 if flags.no_fallback {
-                    let message = "only whole clusters can be zeroed without writing data";
-                    return Err(self.error(Error::unsupported(message)));
+                    return Err(self.error(Error::unsupported(WHOLE_CLUSTERS)));
                 }
                 self.write_zero_data(at, len).await?;
             }

@@ -103,7 +103,8 @@ async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) ->
 async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) -> Result<Vmdk> {
     if file.size() > limits::DESCRIPTOR_BYTES as u64 {
         let message = "this is no VMDK image: there is no header, and for a descriptor it is too long";
-        return Err(Error::invalid_image("file", format!("{} bytes", file.size()), message));
+        let error = Error::invalid_image("file", format!("{} bytes", file.size()), message);
+        return Err(error.qemu("invalid VMDK image descriptor"));
     }
     let descriptor = Descriptor::parse(&read(file, 0, file.size()).await?)?;
     if descriptor.create_type == "seSparse" {

@@ -70,8 +70,29 @@ impl Drivers {
     /// True for the drivers here, and for formats that are known by name alone. Also true for drivers of QEMU that an
     /// image may name for its backing file.
     pub fn is_known(&self, name: &str) -> bool {
-        const ELSEWHERE: [&str; 3] = ["nvme", "nvme-io_uring", "replication"];
-        self.schema(name).is_some() || self.refused(name).is_some() || ELSEWHERE.contains(&name)
+        self.schema(name).is_some() || self.refused(name).is_some() || ["nvme", "replication"].contains(&name)
+    }
+
+    /// As [`Drivers::is_known`], also for the names of QEMU's schema whose drivers a build may lack.
+    pub fn is_name(&self, name: &str) -> bool {
+        const NAMES: [&str; 15] = [
+            "blkreplay",
+            "ftp",
+            "ftps",
+            "http",
+            "https",
+            "io_uring",
+            "iscsi",
+            "nfs",
+            "nvme-io_uring",
+            "rbd",
+            "ssh",
+            "virtio-blk-vfio-pci",
+            "virtio-blk-vhost-user",
+            "virtio-blk-vhost-vdpa",
+            "vvfat",
+        ];
+        self.is_known(name) || NAMES.contains(&name)
     }
 
     /// The option tree that a file name means, with a format if it is given: to add options to before opening.

@@ -110,10 +110,12 @@ fn unknown_protocol(protocol: &str, name: &str) -> Error {
 pub fn check_file_name(name: &str) -> Result<()> {
     match protocol(name) {
         _ if NbdUri::is_one(name) => Ok(()),
-        None
-        | Some(
-            "file" | "host_device" | "host_cdrom" | "blkdebug" | "blkverify" | "null-co" | "null-aio" | "json" | "fat",
-        ) => Ok(()),
+        None | Some("file" | "host_device" | "host_cdrom" | "json") => Ok(()),
+        Some(protocol @ ("blkdebug" | "blkverify" | "null-co" | "null-aio" | "fat")) => {
+            let driver = if protocol == "fat" { "vvfat" } else { protocol };
+            let message = format!("Protocol driver '{driver}' does not support image creation");
+            Err(Error::invalid_argument(message).file(name).hint(format!(" (a file of this name is './{name}')")))
+        }
         Some(protocol) => Err(unknown_protocol(protocol, name)),
     }
 }
@@ -225,6 +227,11 @@ mod tests {
     fn files_are_made_only_under_names_that_open_them() {
         for name in ["a", "./a:b", "dir/a:b", "file:a:b", "/a:b", "nbd+unix:///?socket=s", "nbd:unix:s", "nbd://h/x"] {
             check_file_name(name).unwrap();
+        }
+        for name in ["null-co://", "blkdebug::a", "blkverify:a:b", "fat:a"] {
+            let error = check_file_name(name).unwrap_err();
+            assert!(error.sentence().ends_with("' does not support image creation"), "{error}");
+            assert!(error.to_string().contains(&format!("'./{name}'")), "{error}");
         }
         for name in ["a:b", "2026-01-01T10:00.qcow2", "x:"] {
             let error = check_file_name(name).unwrap_err();

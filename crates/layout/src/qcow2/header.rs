@@ -104,7 +104,11 @@ pub struct Header {
 
 /// `cluster_bits` of a file that starts with `bytes` (at least 24), checked: magic, version and range.
 pub fn peek_cluster_bits(bytes: &[u8]) -> Result<u32> {
-    let magic = be32_at(bytes, 0).ok_or_else(|| too_short(bytes.len()))?;
+    // Of an empty file QEMU reads zeroes.
+    let magic = be32_at(bytes, 0).ok_or_else(|| match bytes {
+        [] => too_short(0).qemu("Image is not in qcow2 format"),
+        _ => too_short(bytes.len()),
+    })?;
     if magic != MAGIC {
         return Err(Error::invalid_image("magic", format!("{magic:#010x}"), "Image is not in qcow2 format")
             .qemu("Image is not in qcow2 format"));

@@ -517,7 +517,7 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
         let plain = ["Invalid parameter '", "Value '", "Format driver '", "Unknown protocol '"]
             .iter()
             .any(|start| reason.starts_with(start));
-        if expects || plain {
+        if expects || plain || reason.ends_with(UNCREATED) {
             return Failure::new(reason);
         }
         if reason.starts_with("Backing file specified without backing format") {
@@ -529,6 +529,9 @@ fn failed(persona: Persona, options: &ConvertOptions, error: &Error) -> Failure 
     names.push(&target.name);
     Failure::open_either(persona, &names, error)
 }
+
+/// The end of QEMU's sentence about a name whose driver makes no images.
+pub const UNCREATED: &str = "' does not support image creation";
 
 fn summary(outcome: &ConvertOutcome, target: &str, started: Instant, console: &mut Console) {
     let seconds = started.elapsed().as_secs_f64();

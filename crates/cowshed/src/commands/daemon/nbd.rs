@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `qemu-nbd`: one image, one export.
 
-use super::super::arguments::{is_of_images, objects};
+use super::super::arguments::{check_loop, is_of_images, objects};
 use super::super::{Verb, sizes};
 use super::device::{self, DeviceLink};
 use super::{BoundArgs, LogFormat, Running, default_queues};
@@ -132,8 +132,8 @@ struct NbdArgs {
     #[arg(short, long, value_name = "SNAPSHOT")]
     load_snapshot: Option<String>,
     /// The same as --cache=none
-    #[arg(short, long, action = ArgAction::Count)]
-    nocache: u8,
+    #[arg(short, long, num_args = 0, default_missing_value = "none", action = ArgAction::Append)]
+    nocache: Vec<String>,
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", action = ArgAction::Append)]
     cache: Vec<String>,
@@ -189,10 +189,7 @@ impl NbdArgs {
         for (_, name, value) in &given {
             let is_again = known.contains(name);
             match *name {
-                "nocache" | "cache"
-                    if (*name == "nocache" && self.nocache > 1)
-                        || known.iter().any(|known| ["nocache", "cache"].contains(known)) =>
-                {
+                "nocache" | "cache" if known.iter().any(|known| ["nocache", "cache"].contains(known)) => {
                     return Err(Failure::new("-n and --cache can only be specified once"));
                 }
                 "aio" | "discard" if is_again => {
@@ -217,6 +214,7 @@ impl NbdArgs {
                 "objects" => {
                     let checked = Step::object(value).and_then(|_| check_object(value));
                     checked.map_err(|error| Failure { sentence: Some(error.sentence()), ..Failure::from(error) })?;
+                    check_loop(value.split(',').next().unwrap_or_default().trim_start_matches("qom-type="))?;
                 }
                 _ => {}
             }
@@ -292,7 +290,7 @@ impl NbdArgs {
             || self.allocation_depth
             || !self.bitmap.is_empty()
             || self.disconnect
-            || self.nocache > 0
+            || !self.nocache.is_empty()
             || self.detect_zeroes.is_some()
             || !self.connect.is_empty()
             || [&self.aio, &self.discard, &self.cache].iter().any(|given| !given.is_empty());
@@ -388,7 +386,7 @@ impl NbdArgs {
         }
         drive.export_alone();
         let first = |given: &[String]| given.first().cloned();
-        let cache = if self.nocache > 0 { Some("none".to_owned()) } else { first(&self.cache) };
+        let cache = if !self.nocache.is_empty() { Some("none".to_owned()) } else { first(&self.cache) };
         // Discards are passed on by default, as in qemu-nbd.
         let discard = first(&self.discard).or_else(|| Some("unmap".to_owned()));
         let settings = [

@@ -106,13 +106,20 @@ fn steps(matches: &ArgMatches) -> Result<Vec<Step>, Failure> {
         steps.push(Step::metadata_budget("--metadata-budget", size)?);
     }
     for (_, name, value) in given {
-        match name {
-            "chardev" => steps.push(Step::chardev(value, &mut chardevs)?),
-            "monitor" => steps.push(Step::monitor(value, &chardevs)?),
-            "blockdev" => steps.push(Step::blockdev(value)?),
-            "export" => steps.push(Step::export(value)?),
-            "nbd-server" => steps.push(Step::nbd_server(value)?),
-            _ => steps.push(Step::object(value)?),
+        let step = match name {
+            "chardev" => Step::chardev(value, &mut chardevs),
+            "monitor" => Step::monitor(value, &chardevs),
+            "blockdev" => Step::blockdev(value),
+            "export" => Step::export(value),
+            "nbd-server" => Step::nbd_server(value),
+            _ => Step::object(value),
+        };
+        // A wrong option fails in its turn, behind the steps before it.
+        let step = step.unwrap_or_else(|error| Step::refused(&format!("--{name} {value}"), error));
+        let is_last = step.is_refused();
+        steps.push(step);
+        if is_last {
+            break;
         }
     }
     if matches.get_flag("daemonize") {
