@@ -322,6 +322,14 @@ impl File {
         self.len()
     }
 
+    /// Free space of the file system in bytes, for a file of this machine. `None` where nothing tells it.
+    pub fn free_bytes(&self) -> Option<u64> {
+        match &self.0.medium {
+            Medium::Host(host) => host.free_bytes().ok(),
+            _ => None,
+        }
+    }
+
     /// True for length 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -199,6 +199,12 @@ impl HostFile {
         rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(sys::errno)
     }
 
+    /// Free space of its file system for this process, in bytes.
+    pub(crate) fn free_bytes(&self) -> SysResult<u64> {
+        let system = rustix::fs::fstatvfs(&self.fd).map_err(sys::errno)?;
+        Ok(system.f_bavail.saturating_mul(system.f_frsize))
+    }
+
     pub(crate) fn identity(&self) -> FileIdentity {
         self.listed.identity()
     }

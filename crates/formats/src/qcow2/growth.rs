@@ -3,11 +3,11 @@
 //!
 //! Past the page cache each write behind the end of the file is a change of its length, which the file system makes one at a time.
 //! A file that is longer than its clusters takes them side by side. The space holds zeroes and nothing refers to it. A close
-//! cuts it off, as does the close of the next writable opening after a crash.
+//! cuts it off. After a crash the close of the next opening that changes metadata does.
 
 use super::Qcow2Driver;
 use super::allocate::written_bytes;
-use cowshed_qcow2::Allocation;
+use cowshed_qcow2::{Allocation, Fill};
 use cowshed_types::StoredIn;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -15,18 +15,26 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const FIRST_CLUSTERS: u64 = 16;
 const MOST_CLUSTERS: u64 = 4096;
 const MOST_BYTES: u64 = 64 << 20;
+/// A piece is reserved where the file system has room for so many. Some file systems keep what a failed reservation took.
+const PIECES_FREE: u64 = 8;
 
 /// The pieces of one image.
 pub(super) struct Growth {
-    /// Clusters of the next piece. 0: the file system has no space for one, or can't reserve any.
+    /// Clusters of the next piece. 0: the file system can't reserve any.
     clusters: AtomicU64,
+    /// A request left holes in its clusters, which space ahead would fill: only copies ask for space from then on.
+    has_holes: AtomicBool,
     /// A request reserves a piece now.
     is_busy: AtomicBool,
 }
 
 impl Growth {
     pub(super) fn new() -> Growth {
-        Growth { clusters: AtomicU64::new(FIRST_CLUSTERS), is_busy: AtomicBool::new(false) }
+        Growth {
+            clusters: AtomicU64::new(FIRST_CLUSTERS),
+            has_holes: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
+        }
     }
 }
 
@@ -42,13 +50,18 @@ impl Drop for Turn<'_> {
 impl Qcow2Driver {
     /// True when less than half a piece lies ahead of an allocation that fills its part of the file.
     pub(super) fn lacks_space_ahead(&self, allocation: &Allocation) -> bool {
+        if !self.file.cache_mode().direct || allocation.file != StoredIn::Image {
+            return false;
+        }
+        if !is_filled(allocation, self.cluster_size()) {
+            self.growth.has_holes.store(true, Ordering::Relaxed);
+            return false;
+        }
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         let end = allocation.host.0 + (allocation.end - allocation.start);
-        end + self.piece_bytes(clusters) / 2 > self.file.len()
-            && clusters > 0
-            && self.file.cache_mode().direct
-            && allocation.file == StoredIn::Image
-            && is_filled(allocation, self.cluster_size())
+        clusters > 0
+            && end + self.piece_bytes(clusters) / 2 > self.file.len()
+            && (copies(allocation) || !self.growth.has_holes.load(Ordering::Relaxed))
             && self.file.is_plain()
             && !self.file.is_device()
     }
@@ -65,19 +78,27 @@ impl Qcow2Driver {
         let turn = Turn(&self.growth);
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         let (end, piece) = (self.file.len(), self.piece_bytes(clusters));
-        let next = match self.file.allocate(end, piece).await {
-            Ok(()) => (2 * clusters).min(MOST_CLUSTERS),
-            Err(error) => {
-                tracing::debug!("no space ahead of the image: {error}");
-                0
-            }
-        };
-        self.growth.clusters.store(next, Ordering::Relaxed);
+        if self.file.free_bytes().is_none_or(|free| free >= PIECES_FREE * piece) {
+            let next = match self.file.allocate(end, piece).await {
+                Ok(()) => (2 * clusters).min(MOST_CLUSTERS),
+                Err(error) => {
+                    tracing::debug!("no space ahead of the image: {error}");
+                    // The file may have grown all the same: the close cuts what the length has.
+                    self.file.measure_len();
+                    0
+                }
+            };
+            self.growth.clusters.store(next, Ordering::Relaxed);
+        }
         drop(turn);
     }
 }
 
-/// True where the request writes most of the clusters that it takes. Others leave holes in them, which space ahead would fill.
+/// True where the request writes most of the clusters that it takes.
 fn is_filled(allocation: &Allocation, cluster_size: u64) -> bool {
     2 * written_bytes(allocation) >= (allocation.end - allocation.start).next_multiple_of(cluster_size)
+}
+
+fn copies(allocation: &Allocation) -> bool {
+    allocation.head == Fill::Copy || allocation.tail == Fill::Copy
 }

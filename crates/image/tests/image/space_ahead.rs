@@ -90,3 +90,18 @@ fn images_with_holes_and_cached_ones_get_no_space_ahead() {
         assert!(open_len <= len(&path) + CLUSTER, "{cache}: {open_len} bytes, then {}", len(&path));
     }
 }
+
+/// Once a request has left holes, those of later ones stay.
+#[test]
+fn holes_end_the_space_ahead_of_whole_clusters() {
+    let (_folder, path) = image(false);
+    let node = open_now(&path, "cache.direct=on");
+    write(&node, 0..1);
+    for cluster in 1..40 {
+        let buf = IoBuf::copy_from(&[9; CLUSTER as usize]);
+        rt::block_on(node.write(cluster * CLUSTER, buf)).0.unwrap();
+    }
+    let open_len = len(&path);
+    rt::block_on(node.close()).unwrap();
+    assert!(open_len <= len(&path) + CLUSTER, "{open_len} bytes, then {}", len(&path));
+}
