@@ -131,6 +131,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     ) -> impl Future<Output = Result<Option<Grown>>> {
         async { Ok(None) }
     }
+    /// Reads again the parts of the image that a growth changes: one failed.
+    fn look_again(&self, _image: &ImageFile) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
     /// Writes the size of the disk to the header, durably.
     fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }

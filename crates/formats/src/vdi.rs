@@ -139,12 +139,16 @@ async fn find_parent(opener: &Rc<Opener>, draft: &mut Draft, parent: &Uuids, ima
 
 async fn load(file: &ImageFile, may_move: bool) -> Result<Vdi> {
     let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
+    let shape = Mutex::new(shape_of(&header, file)?);
+    let content = Mutex::new(header.uuids[1]);
+    Ok(Vdi { header, shape, may_move, content, is_changed: Turn::new(false) })
+}
+
+fn shape_of(header: &VdiHeader, file: &ImageFile) -> Result<Shape> {
     // The map may have more entries than the disk has blocks.
     let map = table(header.map_offset, header.size.div_ceil(header.block_bytes));
     file.check_table(&map)?;
-    let content = Mutex::new(header.uuids[1]);
-    let shape = Mutex::new(Shape { size: header.size, map, data_offset: header.data_offset });
-    Ok(Vdi { header, shape, may_move, content, is_changed: Turn::new(false) })
+    Ok(Shape { size: header.size, map, data_offset: header.data_offset })
 }
 
 /// Names of an image and of its content, as VirtualBox writes them.
@@ -268,5 +272,11 @@ impl BlockFormat for Vdi {
 
     async fn grow(&self, image: &ImageFile, file: &File, size: u64, usage: Usage) -> Result<Option<Grown>> {
         self.grow_to(image, file, size, usage).await.map(Some)
+    }
+
+    async fn look_again(&self, image: &ImageFile) -> Result<()> {
+        let header = VdiHeader::parse(&image.read(0, HEADER_BYTES).await?)?;
+        self.set_shape(shape_of(&header, image)?);
+        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 //! others. Its entry stays in memory until a flush: data first, a barrier, then the entries, a barrier. So no table on
 //! disk ever names bytes that aren't there: docs/formats/block-formats.md.
 
+mod lengthening;
 mod linking;
 mod packing;
 mod room;
@@ -19,7 +20,7 @@ use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
 use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The file grows by about so much at once, in bytes. A close cuts off unused space.
 const GROWTH_BYTES: u64 = 16 << 20;
@@ -84,6 +85,8 @@ pub(crate) struct Writer {
     cycle: Turn<()>,
     /// Space for entries that is there for certain.
     entry_room: EntryRoom,
+    /// A growth failed, and where blocks are now is unknown.
+    lost: OnceLock<Error>,
 }
 
 /// New units for blocks that follow each other.
@@ -109,6 +112,7 @@ impl Writer {
             linking: Turn::new(()),
             cycle: Turn::new(()),
             entry_room: EntryRoom::default(),
+            lost: OnceLock::new(),
         })
     }
 
@@ -126,18 +130,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Has the format make room for a longer disk.
-    pub(crate) async fn lengthen<F: BlockFormat>(&self, format: &F, image: &ImageFile, size: u64) -> Result<()> {
-        self.flush(format, image).await?;
-        let usage = Usage { end: self.state().next };
-        let Some(grown) = format.grow(image, &self.file, size, usage).await? else { return Ok(()) };
-        let mut state = self.state();
-        state.free.retain(|start| *start >= grown.first);
-        state.next = state.next.max(grown.next);
-        state.fresh = state.fresh.max(grown.next);
-        state.room = state.room.max(state.next);
-        state.has_grown = true;
-        Ok(())
+    fn expect_known(&self) -> Result<()> {
+        self.lost.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -152,6 +146,7 @@ impl Writer {
         at: u64,
         len: u64,
     ) -> Result<(Place, u64)> {
+        self.expect_known()?;
         let Some(units) = &self.units else { return format.place(image, at, len).await };
         let (block, skip) = (at / units.block_bytes, at % units.block_bytes);
         let (here, next) = {
@@ -550,6 +545,7 @@ impl Writer {
 
     /// Makes everything durable: the data; then the entries that name them.
     pub(crate) async fn flush<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
+        self.expect_known()?;
         let _turn = self.cycle.lock().await;
         let (pending, tables, usage) = {
             let state = self.state();

@@ -10,7 +10,7 @@ use cowshed_graph::protocols::zero_file;
 use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, VdiShape, largest_disk};
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
-use cowshed_types::{Error, Result, slip};
+use cowshed_types::{Error, ErrorKind, Result, slip};
 
 /// Entries and data are copied in parts of so many bytes.
 const PART_BYTES: u64 = 1 << 20;
@@ -32,19 +32,20 @@ impl Vdi {
         if size > largest_disk(block_bytes) {
             return Err(Error::unsupported("Unsupported VDI image size").field("size").value(size));
         }
-        self.before_change(file).await?;
-        self.clear_tail(image, file, &shape).await?;
         let next = usage.end.saturating_sub(shape.data_offset).div_ceil(block_bytes);
         let counts = Counts { before: shape.size.div_ceil(block_bytes), after: size.div_ceil(block_bytes), next };
-        let map_end = shape.map.offset + counts.after * ENTRY_BYTES;
-        let (shape, next) = match map_end <= shape.data_offset {
-            true => self.extend_map(file, &shape, &counts).await?,
-            false if !self.may_move => {
-                let message = "the block map has no room for so many blocks, and is moved only by 'resize' on an image that \
-                               nothing else uses";
-                return Err(Error::unsupported(message).field("offset_bmap").value(shape.map.offset));
-            }
-            false => self.move_map(image, file, &shape, &counts).await?,
+        let moves = shape.map.offset + counts.after * ENTRY_BYTES > shape.data_offset;
+        if moves && !self.may_move {
+            let message = "the block map has no room for so many blocks, and is moved only by 'resize' on an image that \
+                           nothing else uses";
+            return Err(Error::unsupported(message).field("offset_bmap").value(shape.map.offset));
+        }
+        self.expect_room(&shape, &counts, size, moves)?;
+        self.before_change(file).await?;
+        self.clear_tail(image, file, &shape).await?;
+        let (shape, next) = match moves {
+            false => self.extend_map(file, &shape, &counts).await?,
+            true => self.move_map(image, file, &shape, &counts).await?,
         };
         let shape = Shape { size, ..shape };
         let (result, mut sector) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
@@ -62,6 +63,28 @@ impl Vdi {
         self.set_shape(shape);
         image.forget();
         Ok(Grown { first: shape.data_offset, next: shape.data_offset + next * block_bytes })
+    }
+
+    /// Refuses a growth whose numbers the header or an entry has no room for, before anything changes.
+    fn expect_room(&self, shape: &Shape, counts: &Counts, size: u64, moves: bool) -> Result<()> {
+        let moved = if moves { self.blocks_of_map(counts) } else { 0 };
+        let added = if self.header.is_fixed { counts.after - counts.before } else { 0 };
+        // At most `moved` blocks go behind all others.
+        let allocated = counts.next.max(moved) + moved + added;
+        number_entry(allocated.saturating_sub(1))?;
+        let after = VdiShape {
+            map_offset: if moves { shape.data_offset } else { shape.map.offset },
+            data_offset: shape.data_offset + moved * self.header.block_bytes,
+            size,
+            blocks: counts.after,
+            allocated,
+        };
+        after.put(&mut [0; HEADER_BYTES])
+    }
+
+    /// So many blocks have the length of the longer map.
+    fn blocks_of_map(&self, counts: &Counts) -> u64 {
+        (counts.after * ENTRY_BYTES).div_ceil(self.header.block_bytes)
     }
 
     /// Zeroes the bytes behind the disk's end in its last block: they become a part of the disk.
@@ -130,9 +153,8 @@ impl Vdi {
     /// A longer map in the place of the first blocks. The number of the next new block, behind it.
     async fn move_map(&self, image: &ImageFile, file: &File, shape: &Shape, counts: &Counts) -> Result<(Shape, u64)> {
         let block_bytes = self.header.block_bytes;
-        let moved = (counts.after * ENTRY_BYTES).div_ceil(block_bytes);
-        let next = self.make_room(image, file, shape, counts, moved).await?;
-        let end = self.allocate_new(file, shape, counts, next).await?;
+        let moved = self.blocks_of_map(counts);
+        let (next, end) = self.make_room(image, file, shape, counts, moved).await?;
         // Nothing leads into the first blocks now.
         let mut at = 0;
         while at < counts.after {
@@ -176,7 +198,8 @@ impl Vdi {
         Ok(entries)
     }
 
-    /// Has no entry lead to the first `moved` blocks: what is there moves behind all others. The next number.
+    /// Has no entry lead to the first `moved` blocks: what is there moves behind all others. The next number, and that
+    /// behind the new blocks of a fixed disk.
     async fn make_room(
         &self,
         image: &ImageFile,
@@ -184,7 +207,7 @@ impl Vdi {
         shape: &Shape,
         counts: &Counts,
         moved: u64,
-    ) -> Result<u64> {
+    ) -> Result<(u64, u64)> {
         let block_bytes = self.header.block_bytes;
         let host = |number: u64| shape.data_offset + number * block_bytes;
         let mut next = counts.next.max(moved);
@@ -209,6 +232,9 @@ impl Vdi {
         if file.len() < host(next) {
             file.set_len(host(next)).await?;
         }
+        // A full disk is noticed before the header changes.
+        let end = self.allocate_new(file, shape, counts, next).await?;
+        reserve(file, shape.data_offset, counts.after * ENTRY_BYTES).await?;
         // As for every new block: QEMU puts its next one where the header says.
         let count = u32::try_from(next).map_err(|_| too_many(next))?;
         file.write_at(IoBuf::copy_from(&count.to_le_bytes()), ALLOCATED_AT).await.0?;
@@ -219,7 +245,18 @@ impl Vdi {
             file.write_at(IoBuf::copy_from(&entry), shape.map.offset + block * ENTRY_BYTES).await.0?;
         }
         file.sync().await?;
-        Ok(next)
+        Ok((next, end))
+    }
+}
+
+/// Space for a map where a hole of the file may be.
+async fn reserve(file: &File, offset: u64, len: u64) -> Result<()> {
+    if file.is_device() {
+        return Ok(());
+    }
+    match file.allocate(offset, len).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
+        done => done,
     }
 }
 

@@ -4,7 +4,7 @@
 
 use cowshed_image::node::ChildRole;
 use cowshed_image::stats::IoKind;
-use cowshed_image::{Node, OpenRequest, ZeroFlags, open};
+use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_layout::{vhdx, vpc};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::run;
@@ -389,4 +389,110 @@ fn large_sparse_disk_opens_without_reading_its_tables() {
             std::fs::remove_file(folder.path().join(name)).unwrap();
         }
     }
+}
+
+/// The first bytes of a disk.
+fn start_of(node: &Node, len: usize) -> Vec<u8> {
+    let (result, bytes) = rt::block_on(node.read(0, IoBuf::zeroed(len)));
+    result.expect("it is read");
+    bytes.to_vec()
+}
+
+/// Whichever write or flush of a growth fails: the disk keeps its data, takes more, and grows later. Its map moves to the
+/// place of the first block.
+#[test]
+fn vdi_keeps_data_when_its_growth_fails() {
+    const OLD: usize = 5 << 20;
+    const NEW: u64 = 150 << 20;
+    let fixed = &["-o", "static=on"];
+    let cases: [(&[&str], &str, i32); 4] =
+        [(&[], "write", 28), (&[], "write", 5), (&[], "flush", 5), (fixed, "write", 28)];
+    for (options, kind, errno) in cases {
+        let mut told = 0;
+        for skip in 0.. {
+            let what = format!("{options:?}, {kind} {skip} fails with {errno}");
+            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let path = make(folder.path(), "vdi", options);
+            let mut model = vec![0; OLD];
+            model[..5000].fill(1);
+            model[3 << 20..(3 << 20) + (64 << 10)].fill(2);
+            let fault = format!(
+                "driver=vdi,file.driver=blkdebug,file.image.driver=file,file.image.filename={},\
+                 file.inject-error.0.iotype={kind},file.inject-error.0.skip={skip},\
+                 file.inject-error.0.errno={errno},file.inject-error.0.once=on",
+                path.display()
+            );
+            let request = OpenRequest::image_opts(&fault).unwrap().writable(true).for_resize();
+            let node = rt::block_on(open(request)).unwrap();
+            let is_grown = rt::block_on(node.resize(NEW, Preallocation::Off)).is_ok();
+            let is_hit = node.faults().unwrap().hits() > 0;
+            assert_eq!(is_hit, !is_grown, "{what}");
+            assert!(start_of(&node, OLD) == model, "{what}: other data");
+            if is_hit {
+                told += 1;
+                // After a flush that failed, writes may fail that need another.
+                let over = rt::block_on(node.write(0, IoBuf::copy_from(&[3; 8192]))).0;
+                assert!(over.is_ok() || kind == "flush", "{what}: {over:?}");
+                if over.is_ok() {
+                    model[..8192].fill(3);
+                }
+                let taken = rt::block_on(node.write(1 << 20, IoBuf::copy_from(&[4; 8192]))).0;
+                assert!(taken.is_ok() || kind == "flush", "{what}: {taken:?}");
+                if taken.is_ok() {
+                    model[1 << 20..(1 << 20) + 8192].fill(4);
+                    let flushed = rt::block_on(node.flush());
+                    assert!(flushed.is_ok() || kind == "flush", "{what}: {flushed:?}");
+                }
+                assert!(start_of(&node, OLD) == model, "{what}: other data after writes");
+            }
+            let closed = rt::block_on(node.close());
+            assert!(closed.is_ok() || kind == "flush", "{what}: {closed:?}");
+            drop(node);
+            if !is_hit {
+                break;
+            }
+            let request = OpenRequest::file(path.to_str().unwrap()).format("vdi").writable(true).for_resize();
+            let node = rt::block_on(open(request)).unwrap();
+            assert!(start_of(&node, OLD) == model, "{what}: other data after an opening");
+            if node.size() < NEW {
+                rt::block_on(node.resize(NEW, Preallocation::Off)).expect(&what);
+            }
+            rt::block_on(node.close()).unwrap();
+            drop(node);
+            let node = open_image(&path, "vdi").unwrap();
+            model.resize(8 << 20, 0);
+            assert!(start_of(&node, 8 << 20) == model, "{what}: other data in the longer disk");
+            assert_eq!(node.size(), NEW, "{what}");
+            rt::block_on(node.close()).unwrap();
+            run("qemu-img", folder.path(), &["check", "-q", "-f", "vdi", "image"]);
+        }
+        assert!(told >= 4, "{options:?}, {kind}: only {told} faults");
+    }
+}
+
+/// The map would move to where the header can't say it any more.
+#[test]
+fn vdi_header_without_room_stays_as_it_was() {
+    const MAP: u64 = 0xffff_fa00;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    run("qemu-img", folder.path(), &["create", "-q", "-f", "vdi", "image", "3M"]);
+    let path = folder.path().join("image");
+    let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(&(MAP as u32).to_le_bytes(), 340).unwrap();
+    file.write_all_at(&(MAP as u32 + 512).to_le_bytes(), 344).unwrap();
+    file.write_all_at(&[0xff; 512], MAP).unwrap();
+    let state = || {
+        let mut bytes = vec![0; 1024];
+        file.read_exact_at(&mut bytes[..512], 0).unwrap();
+        file.read_exact_at(&mut bytes[512..], MAP).unwrap();
+        (bytes, file.metadata().unwrap().len())
+    };
+    let before = state();
+    let request = OpenRequest::file(path.to_str().unwrap()).format("vdi").writable(true).for_resize();
+    let node = rt::block_on(open(request)).unwrap();
+    let error = rt::block_on(node.resize(150 << 20, Preallocation::Off)).unwrap_err();
+    assert!(error.to_string().contains("a VDI header can't say so much"), "{error}");
+    assert!(state() == before, "it changed");
+    rt::block_on(node.resize(100 << 20, Preallocation::Off)).unwrap();
+    rt::block_on(node.close()).unwrap();
 }
