@@ -139,6 +139,11 @@ impl Clients {
         self.begun.borrow().get(&key).is_some_and(|known| *known != version)
     }
 
+    /// The name of the export in log lines.
+    pub(crate) fn export(&self) -> Option<&str> {
+        self.site.config.export.as_deref()
+    }
+
     pub(crate) async fn all_gone(&self) {
         self.until(<[Rc<Seat>]>::is_empty).await;
     }
@@ -202,7 +207,7 @@ pub(crate) async fn serve(place: Place, socket: Socket) {
         .await
     {
         Ok(()) => tracing::debug!(peer, "HTTP client left"),
-        Err(error) => tracing::info!(peer, %error, "HTTP client lost"),
+        Err(error) => tracing::info!(peer, export = place.clients.export(), %error, "HTTP client lost"),
     }
     stream.close().await;
 }
@@ -285,7 +290,8 @@ impl Connection<'_> {
     }
 
     async fn refuse(&self, refused: &Answer) -> Result<()> {
-        tracing::info!(peer = self.peer, status = refused.status, "HTTP request refused");
+        let (peer, export) = (self.peer, self.place.clients.export());
+        tracing::info!(peer, export, status = refused.status, "HTTP request refused");
         self.send_answer(refused, None, false).await
     }
 
@@ -296,7 +302,7 @@ impl Connection<'_> {
         }
         let found = lock(&clients.site.contents).get(&request.path).cloned();
         let Some(place) = found else {
-            tracing::info!(peer = self.peer, "HTTP request for a path that isn't there");
+            tracing::info!(peer = self.peer, export = clients.export(), "HTTP request for a path that isn't there");
             let mut missing = message(404, "there is nothing at this path");
             if request.method == "HEAD" {
                 missing.body.clear();

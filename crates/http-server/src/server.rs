@@ -26,6 +26,8 @@ pub struct ServerConfig {
     pub limits: Limits,
     /// Called for sent bytes, on the thread that serves: it must be quick and must not wait for the server.
     pub events: Option<EventHandler>,
+    /// The name of the export in log lines.
+    pub export: Option<String>,
 }
 
 impl ServerConfig {
@@ -279,11 +281,11 @@ async fn accept_all(clients: Rc<crate::connection::Clients>, listener: Listener)
         match listener.accept().await {
             Ok(socket) => start(&clients, socket).await,
             Err(error) if Listener::is_transient(&error) => {
-                tracing::warn!(%error, "can't take HTTP clients at the moment");
+                tracing::warn!(export = clients.export(), %error, "can't take HTTP clients at the moment");
                 rt::sleep(ACCEPT_PAUSE).await;
             }
             Err(error) => {
-                tracing::error!(%error, "can't take HTTP clients any more");
+                tracing::error!(export = clients.export(), %error, "can't take HTTP clients any more");
                 return;
             }
         }

@@ -88,5 +88,7 @@ fn ten_thousand_wrong_requests_leave_few_lines_in_the_log() {
         let count: u64 = left_out.map(|line| line["count"].as_u64().expect("a number")).sum();
         assert_eq!(shown + count as usize, sent, "{message}");
     }
+    let http = lines.iter().filter(|line| line["message"] == "HTTP request for a path that isn't there");
+    assert!(http.into_iter().all(|line| line["export"] == "h"), "a bound for each export");
     assert!(lines.len() < 10 * MOST_LINES, "{}: {} lines", text(folder), lines.len());
 }

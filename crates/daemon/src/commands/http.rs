@@ -44,7 +44,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     let request = AttachRequest::export(id.clone(), false);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let config = ServerConfig { tls, ..ServerConfig::default() };
+    let config = ServerConfig { tls, export: Some(id.clone()), ..ServerConfig::default() };
     let started = start(config, &listen, &path, &attachment);
     match started {
         Ok((server, bound)) => {

@@ -228,7 +228,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     }));
     let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
-    let server = Server::start(ServerConfig { tls: plan.tls.clone(), events: Some(events), limits })?;
+    let server = Server::start(ServerConfig { tls: plan.tls.clone(), events: Some(events), limits, export: None })?;
     let file_name = plan.file_name.clone();
     let file_bytes = (plan.shape != Shape::Zstd).then_some(len);
     let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes, digest: None, trouble: None };
