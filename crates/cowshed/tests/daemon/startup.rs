@@ -494,7 +494,7 @@ fn wrong_options_are_named_with_what_they_may_be() {
         (blockdev("driver=fast,node-name=d"), &["Parameter 'driver' does not accept value 'fast'"]),
         (
             blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,overlap-check=some"),
-            &["overlap-check", "some", "constant", "cached"],
+            &["Parameter 'overlap-check' does not accept value 'some'"],
         ),
         (blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,speed=1"), &["speed"]),
         (
@@ -505,10 +505,25 @@ fn wrong_options_are_named_with_what_they_may_be() {
             blockdev("qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2,l2-cache-size=much"),
             &["l2-cache-size", "much"],
         ),
-        (vec!["qemu-storage-daemon", "--object", "thing,id=x"], &["thing", "throttle-group"]),
+        (
+            vec!["qemu-storage-daemon", "--object", "thing,id=x"],
+            &["Parameter 'qom-type' does not accept value 'thing'"],
+        ),
         (vec!["qemu-storage-daemon", "--chardev", "pipe,id=x"], &["pipe", "socket", "stdio"]),
-        (vec!["qemu-storage-daemon", "--nbd-server", "addr.type=carrier,addr.path=x"], &["carrier", "unix", "inet"]),
-        (vec!["qemu-storage-daemon", "--export", "fax,id=e,node-name=d"], &["fax", "nbd"]),
+        (
+            vec!["qemu-storage-daemon", "--nbd-server", "addr.type=carrier,addr.path=x"],
+            &["Parameter 'type' does not accept value 'carrier'"],
+        ),
+        (
+            vec!["qemu-storage-daemon", "--export", "fax,id=e,node-name=d"],
+            &["Parameter 'type' does not accept value 'fax'"],
+        ),
+        // Under our own name with the values that there are.
+        (
+            vec!["serve", "--drive", "file=disk.qcow2,overlap-check=some"],
+            &["overlap-check", "some", "constant", "cached"],
+        ),
+        (vec!["serve", "--export", "fax,id=e,node-name=d", "disk.qcow2"], &["fax", "nbd", "vhost-user-blk", "http"]),
     ];
     let mut wrong = Vec::new();
     for (arguments, words) in mistakes {
