@@ -134,7 +134,7 @@ fn wrong_options_are_named_with_their_path() {
         ("driver=file", ["'filename'", "'file'"]),
         ("driver=qcow2,file.filename=F,overlap-check.template=some", ["'overlap-check.template'", "none, constant"]),
         ("driver=floppy,file.filename=F", ["Unknown driver 'floppy'", "qcow2"]),
-        ("driver=bochs,file.filename=F", ["bochs", "format"]),
+        ("driver=bochs,file.filename=F", ["no image of Bochs", "magic"]),
         ("read-only=on", ["'driver'", "'file'"]),
         ("driver=raw,file=nobody", ["'file'", "no node 'nobody'"]),
         ("driver=raw,file.filename=F,node-name=1x", ["node-name", "'1x'"]),
@@ -262,7 +262,7 @@ fn loops_and_missing_backing_files_are_named() {
         ("lost.qcow2", &["none.raw", "backing file of", "lost.qcow2", "No such file"]),
         ("top.qcow2", &["none.raw", "lost.qcow2", "top.qcow2", "No such file"]),
         ("mismatch.qcow2", &["base.raw", "not in qcow2 format", "mismatch.qcow2"]),
-        ("later.qcow2", &["bochs", "later.qcow2"]),
+        ("later.qcow2", &["no image of Bochs", "later.qcow2"]),
     ] {
         let error = refused(OpenRequest::file(path(&folder, name)));
         for part in parts {
