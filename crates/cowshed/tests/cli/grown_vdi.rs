@@ -1,15 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VDI disks that grow, read by QEMU afterwards.
 
-use crate::oracle::{Oracle, words};
+use crate::oracle::{Oracle, ours};
 use std::fs;
-
-#[track_caller]
-fn ours(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
-    said.out
-}
 
 /// A map with room for more blocks, and one that has to move: QEMU's has 128 entries in a sector.
 #[test]

@@ -288,6 +288,14 @@ pub fn first_line(said: &Said) -> String {
     line
 }
 
+/// Our own command in the folder of the work, which must succeed; its output.
+#[track_caller]
+pub fn ours(oracle: &Oracle, line: &str) -> String {
+    let said = oracle.ours(&oracle.work(), &words(line));
+    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
+    said.out
+}
+
 /// Splits at spaces; `'…'` keeps them.
 pub fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];

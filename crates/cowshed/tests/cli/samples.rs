@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images that other products made: crates/testkit/images.
 
-use crate::oracle::{Oracle, words};
+use crate::oracle::{Oracle, ours, words};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -13,13 +13,6 @@ fn unpack(oracle: &Oracle, sample: &str, name: &str) {
     let output = Command::new("gzip").arg("-dc").arg(images.join(format!("{sample}.gz"))).output().unwrap();
     assert!(output.status.success(), "{sample}: {}", String::from_utf8_lossy(&output.stderr));
     fs::write(oracle.work().join(name), output.stdout).unwrap();
-}
-
-#[track_caller]
-fn ours(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
-    said.out
 }
 
 /// QEMU refuses to read such an image, and carries its log out where it may write.

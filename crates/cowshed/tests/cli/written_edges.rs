@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images of other formats that are odd and allowed, under writes: nothing but the written range changes.
 
-use crate::oracle::{Oracle, words};
+use crate::oracle::{Oracle, ours, words};
 use cowshed_layout::vpc;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -26,13 +26,6 @@ fn run_io(oracle: &Oracle, format: &str, image: &str, commands: &[&str]) -> Stri
     }
     let output = command.arg(image).output().unwrap();
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
-}
-
-#[track_caller]
-fn ours(oracle: &Oracle, line: &str) -> String {
-    let said = oracle.ours(&oracle.work(), &words(line));
-    assert_eq!(said.code, Some(0), "{line}: {}{}", said.out, said.err);
-    said.out
 }
 
 /// A table with room for a disk that grows, as other programs make it.
