@@ -4,14 +4,14 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-/// So many for the first [`FEW`] pieces: one is read while another is written, and little memory is touched.
+/// Pieces in flight among the first [`FEW`]: one is read while another is written, and little memory is touched.
 const FIRST: usize = 2;
-/// So many pieces, each done at once, are few.
+/// The number of pieces, each done at once, that counts as few.
 const FEW: u32 = 16;
 /// Pieces that take no longer are done at once: they are in the page cache. Handing the first few of those to another
 /// core, which has to be woken for each, takes longer than writing them.
 const AT_ONCE: Duration = Duration::from_micros(500);
-/// So many keep two cores busy where all is in the page cache, with a piece in hand while one of them is kept waiting.
+/// Pieces that keep two cores busy where all is in the page cache, with one in hand while a core waits.
 const QUICK: usize = 4;
 /// A piece that took longer has waited for a disk, a server or a codec: more in flight are worth their buffers.
 const SLOW: Duration = Duration::from_millis(2);

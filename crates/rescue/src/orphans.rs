@@ -293,7 +293,7 @@ struct Candidate {
     targets: Vec<u64>,
 }
 
-/// So many targets decide the kind of a table.
+/// The number of targets that decides the kind of a table.
 const TARGETS_MAX: usize = 64;
 
 impl Candidate {

@@ -82,7 +82,7 @@ impl Vdi {
         after.put(&mut [0; HEADER_BYTES])
     }
 
-    /// So many blocks have the length of the longer map.
+    /// The longer map covers this number of blocks.
     fn blocks_of_map(&self, counts: &Counts) -> u64 {
         (counts.after * ENTRY_BYTES).div_ceil(self.header.block_bytes)
     }

@@ -61,9 +61,9 @@ impl Default for PollLimit {
 const FIRST_NS: u64 = 10_000;
 /// A completion came soon within so many times the limit.
 const SOON: u64 = 4;
-/// So many looks without a find, of the whole limit, and the thread rests.
+/// The thread rests after this number of looks without a find, each of the whole limit.
 const VAIN_LOOKS: u32 = 8;
-/// So many that found something, and the next rest is the shortest again.
+/// After this number of looks with a find the next rest is the shortest again.
 const GOOD_LOOKS: u32 = 64;
 /// The shortest and the longest rest.
 const REST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=1_000_000_000;
