@@ -27,6 +27,8 @@ pub struct Setup {
     pub steps: Vec<Step>,
     /// Threads that serve clients: 1 to 256.
     pub queues: usize,
+    /// Queues of an export of the type `vhost-user-blk` that does not say their number: 1 to 64. QEMU's programs make 1.
+    pub vhost_queues: u16,
     /// Stop when the last NBD client goes, or the last export is ended from outside.
     pub stop_when_idle: bool,
     /// The time limit for stopping in order; `None`: no limit.
@@ -84,6 +86,7 @@ pub fn run_with(
     let schema = schema::build()?;
     let settings = Settings {
         queues: setup.queues,
+        vhost_queues: setup.vhost_queues,
         request_memory_bytes: setup.request_memory_bytes,
         stop_when_idle: setup.stop_when_idle,
         turn_limit: setup.turn_limit,

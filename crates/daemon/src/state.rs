@@ -45,6 +45,7 @@ pub struct Served {
 /// The settings of a daemon, beside the steps of its start.
 pub(crate) struct Settings {
     pub queues: usize,
+    pub vhost_queues: u16,
     pub request_memory_bytes: u64,
     pub stop_when_idle: bool,
     /// The time that a command waits for its turn to change the graph before it is refused.
@@ -80,6 +81,8 @@ pub(crate) struct Daemon {
     pub given_names: RefCell<Vec<String>>,
     /// Number of threads that serve clients.
     pub queues: usize,
+    /// Queues of an export of the type `vhost-user-blk` by default.
+    pub vhost_queues: u16,
     /// Memory for the data of all clients' requests, in bytes.
     pub request_memory_bytes: u64,
     /// Stop when the last client goes.
@@ -115,6 +118,7 @@ impl Daemon {
             farewells: RefCell::default(),
             given_names: RefCell::default(),
             queues: settings.queues,
+            vhost_queues: settings.vhost_queues,
             request_memory_bytes: settings.request_memory_bytes,
             stop_when_idle: settings.stop_when_idle,
             is_starting: Cell::new(true),

@@ -103,6 +103,11 @@ impl FrontEnd {
         }
     }
 
+    /// The number of rings that the back end offers.
+    pub fn queue_count(&self) -> u64 {
+        self.ask_number(request::GET_QUEUE_NUM, &[])
+    }
+
     /// Sends bytes as they are, and a descriptor.
     pub fn send_raw(&self, bytes: &[u8], descriptor: Option<&OwnedFd>) {
         rt::block_on(self.socket.send_with_descriptor(bytes, descriptor)).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The thread of one ring.
+//! The thread of a ring, or of several.
 
 use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, MemoryPiece};
@@ -102,10 +102,11 @@ pub(crate) enum Message<M: Memory = GuestMemory> {
     End,
 }
 
-/// The owner's end of a ring's thread.
+/// The owner's end of a ring's server, which shares its thread with others where there are more rings than threads.
 #[derive(Debug)]
 pub(crate) struct Queue {
     mailbox: Arc<Mailbox<Message>>,
+    /// The thread has ended.
     ended: Arc<Watched<bool>>,
 }
 
@@ -125,10 +126,18 @@ impl Drop for Ending {
 }
 
 impl Queue {
-    /// Starts the thread.
-    pub fn spawn(name: String, attachment: Arc<Attachment>, poll_limit: PollLimit) -> Result<Queue> {
-        let queue = Queue { mailbox: Arc::default(), ended: Arc::default() };
-        let (inbox, ending) = (Arc::clone(&queue.mailbox), Ending(Arc::clone(&queue.ended)));
+    /// Starts a thread that serves `count` rings.
+    pub fn spawn(
+        name: String,
+        count: usize,
+        attachment: &Arc<Attachment>,
+        poll_limit: &PollLimit,
+    ) -> Result<Vec<Queue>> {
+        let ended: Arc<Watched<bool>> = Arc::default();
+        let queues: Vec<Queue> =
+            (0..count).map(|_| Queue { mailbox: Arc::default(), ended: Arc::clone(&ended) }).collect();
+        let inboxes: Vec<_> = queues.iter().map(|queue| Arc::clone(&queue.mailbox)).collect();
+        let (attachment, poll_limit, ending) = (Arc::clone(attachment), poll_limit.clone(), Ending(ended));
         let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
         let serve = move || {
             let _ending = ending;
@@ -138,14 +147,24 @@ impl Queue {
                 rt::block_on(async move {
                     rt::poll_up_to(poll_limit);
                     rt::sleep_exactly();
-                    serve_all(&attachment, &inbox).await;
+                    let disk = attachment.queue();
+                    let mut inboxes = inboxes.into_iter();
+                    let first = inboxes.next();
+                    let serve = |inbox| rt::spawn(serve_all(disk.clone(), inbox));
+                    let others: Vec<_> = inboxes.map(serve).collect();
+                    if let Some(first) = first {
+                        serve_all(disk, first).await;
+                    }
+                    for other in others {
+                        other.await;
+                    }
                 });
             }
         };
         let spawned = std::thread::Builder::new().name(name).spawn(serve);
         spawned.map_err(|error| Error::io(&error, "could not start a thread"))?;
         match is_prepared.recv() {
-            Ok(outcome) => outcome.map(|()| queue),
+            Ok(outcome) => outcome.map(|()| queues),
             Err(_) => Err(Error::internal("a ring's thread ended at once")),
         }
     }
@@ -188,14 +207,13 @@ pub(crate) struct Running<M: Memory = GuestMemory> {
     work: FuturesUnordered<LocalBoxFuture<'static, Ended>>,
 }
 
-async fn serve_all(attachment: &Arc<Attachment>, inbox: &Mailbox<Message>) {
-    let disk = attachment.queue();
+async fn serve_all(disk: Disk, inbox: Arc<Mailbox<Message>>) {
     loop {
         match inbox.receive().await {
             Message::Start(start, outcome) => match Running::new(*start) {
                 Ok(running) => {
                     outcome.change(|outcome| *outcome = Some(Ok(())));
-                    if !running.serve(&disk, inbox).await {
+                    if !running.serve(&disk, &inbox).await {
                         return;
                     }
                 }

@@ -33,8 +33,10 @@ pub struct ServerConfig {
     pub writethrough: bool,
     /// Logical block size in bytes: a power of two from 512 to 2 MiB.
     pub block_bytes: u32,
-    /// Queues, each with a thread: 1 to 64.
+    /// Queues: 1 to 64.
     pub queues: u16,
+    /// The most threads, at least 1: each queue has one of its own where there are enough, else the queues share them.
+    pub threads: usize,
     /// The longest time that the threads look for requests before they sleep.
     pub poll_limit: PollLimit,
 }
@@ -49,8 +51,7 @@ impl ServerConfig {
         match self.queues {
             0 => Err(Error::invalid_argument("num-queues must be greater than 0")),
             queues if queues > MAX_QUEUES => {
-                let message =
-                    format!("num-queues is {queues}, and an export has at most {MAX_QUEUES}: one thread each");
+                let message = format!("num-queues is {queues}, and an export has at most {MAX_QUEUES}");
                 Err(Error::invalid_argument(message))
             }
             _ => Ok(()),
@@ -83,17 +84,8 @@ impl Server {
     /// Starts the threads, and takes front ends.
     pub fn start(config: ServerConfig, listener: Listener, attachment: Arc<Attachment>) -> Result<Server> {
         config.check()?;
-        let mut queues: Vec<Queue> = Vec::new();
-        for number in 0..config.queues {
-            let name = format!("vhost-queue-{number}");
-            match Queue::spawn(name, Arc::clone(&attachment), config.poll_limit.clone()) {
-                Ok(queue) => queues.push(queue),
-                Err(error) => {
-                    queues.iter().for_each(Queue::end);
-                    return Err(error);
-                }
-            }
-        }
+        let threads = spawn_threads(&config, &attachment)?;
+        let queues = spread(threads, config.queues.into());
         let shared = Arc::new(Shared {
             config,
             attachment,
@@ -154,6 +146,31 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.begin_stop();
     }
+}
+
+/// Starts the threads of the rings, with as many rings each as they have to serve.
+fn spawn_threads(config: &ServerConfig, attachment: &Arc<Attachment>) -> Result<Vec<Vec<Queue>>> {
+    let queues = usize::from(config.queues);
+    let count = queues.min(config.threads.max(1));
+    let mut threads: Vec<Vec<Queue>> = Vec::new();
+    for number in 0..count {
+        let rings = queues / count + usize::from(number < queues % count);
+        match Queue::spawn(format!("vhost-queue-{number}"), rings, attachment, &config.poll_limit) {
+            Ok(served) => threads.push(served),
+            Err(error) => {
+                threads.iter().flatten().for_each(Queue::end);
+                return Err(error);
+            }
+        }
+    }
+    Ok(threads)
+}
+
+/// The queues in their order: neighbours have different threads, so that a guest that uses the first ones uses all threads.
+fn spread(threads: Vec<Vec<Queue>>, count: usize) -> Vec<Queue> {
+    let mut threads: Vec<_> = threads.into_iter().map(Vec::into_iter).collect();
+    let rounds = count.div_ceil(threads.len().max(1));
+    (0..rounds).flat_map(|_| threads.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()).collect()
 }
 
 /// Ends the rings' threads with that of their control, also by a panic.

@@ -317,13 +317,12 @@ impl Session<'_> {
     /// Stops a ring, where it runs; its requests have ended when this returns.
     async fn stop(&mut self, number: usize) {
         if std::mem::take(&mut self.rings[number].is_running) {
-            let line = Arc::clone(&self.rings[number].line);
             let mut stopping = pin!(self.shared.queues[number].stop(self.has_left));
             self.rings[number].base = loop {
                 match select(stopping.as_mut(), pin!(rt::sleep(STOP_LOOK))).await {
                     Either::Left((base, _)) => break base,
-                    // A full counter that blocks holds the thread where it signals.
-                    Either::Right(_) => line.take_signals(),
+                    // A full counter that blocks holds the thread where it signals, with all rings of the thread.
+                    Either::Right(_) => self.rings.iter().for_each(|ring| ring.line.take_signals()),
                 }
             };
         }

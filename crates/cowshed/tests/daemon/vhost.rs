@@ -346,6 +346,36 @@ fn a_guest_hears_of_changes_that_died_with_a_daemon() {
     tool("qemu-img", &["check", "-q", "-r", "leaks", text(&folder.join("d.img"))]);
 }
 
+/// The threads of a daemon's rings.
+fn ring_threads(daemon: &mut Serving) -> usize {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child().id())).expect("a process");
+    let names = tasks.map(|task| std::fs::read_to_string(task.expect("a thread").path().join("comm")).expect("a name"));
+    names.filter(|name| name.starts_with("vhost-queue")).count()
+}
+
+#[test]
+fn a_served_disk_has_a_queue_for_each_processor() {
+    let processors = std::thread::available_parallelism().expect("a number").get();
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    let export =
+        |id: &str, more: &str| format!("vhost-user-blk,id={id},node-name=d,addr.type=unix,addr.path={id}.sock{more}");
+    let (plain, many) = (export("plain", ""), export("many", ",num-queues=64"));
+    let drive = ["serve", "-k", "n.sock", "--drive", "file=d.raw,format=raw,id=d,readonly=on"];
+    for (exports, id, expected) in [(&plain, "plain", processors.min(64)), (&many, "many", 64)] {
+        let mut daemon = Serving::start(folder, &[&drive[..], &["--export", exports]].concat());
+        daemon.line();
+        assert_eq!(FrontEnd::connect(&folder.join(format!("{id}.sock"))).queue_count(), expected as u64);
+        assert_eq!(ring_threads(&mut daemon), processors.min(64), "no more threads than processors");
+        daemon.stop();
+    }
+    // As QEMU's.
+    let (mut daemon, _monitor) = start(folder, "file,node-name=d,filename=d.raw", "");
+    assert_eq!((FrontEnd::connect(&folder.join("v.sock")).queue_count(), ring_threads(&mut daemon)), (1, 1));
+    daemon.stop();
+}
+
 #[test]
 fn a_resize_reaches_a_front_end() {
     let folder = temp_dir();

@@ -12,8 +12,10 @@ use cowshed_storage::{Listener, Socket, SocketAddress};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use cowshed_vhost_user::{Server, ServerConfig};
 use serde_json::{Map, Value};
+use std::num::NonZero;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 
 /// The longest path of a socket has one byte less.
 const MAX_PATH_BYTES: usize = 108;
@@ -30,9 +32,10 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
         writethrough: arguments.flag("writethrough", false),
         block_bytes: u32::try_from(arguments.number("logical-block-size")?.unwrap_or(512)).unwrap_or(u32::MAX),
         queues: match arguments.number("num-queues") {
-            Ok(queues) => u16::try_from(queues.unwrap_or(1)).map_err(|_| no_uint16())?,
+            Ok(queues) => u16::try_from(queues.unwrap_or(daemon.vhost_queues.into())).map_err(|_| no_uint16())?,
             Err(_) => return Err(no_uint16()),
         },
+        threads: available_parallelism().map_or(1, NonZero::get),
         poll_limit: daemon.objects.poll_limit.clone(),
     };
     let worded = |error: Error| QmpError::generic(error.message().to_owned());

@@ -94,6 +94,7 @@ pub fn setup(steps: Vec<Step>) -> Setup {
     Setup {
         steps,
         queues: 2,
+        vhost_queues: 1,
         stop_when_idle: false,
         stop_limit: Some(STOP_LIMIT),
         turn_limit: TURN_LIMIT,

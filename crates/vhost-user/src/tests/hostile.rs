@@ -241,6 +241,28 @@ fn counters_that_block_keep_no_guest_out() {
 }
 
 #[test]
+fn a_ring_that_blocks_its_thread_keeps_no_guest_out() {
+    let served = Served::new(|config| config.threads = 1);
+    let mut driver = served.driver();
+    driver.start_ring(1, 0);
+    let call = driver.call[1].clone();
+    rt::block_on(call.wait()).unwrap();
+    rustix::io::write(&call, &(u64::MAX - 2).to_ne_bytes()).unwrap();
+    rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty()).unwrap();
+    for head in 0..3 {
+        driver.prepare(1, 3 * head, 0, 0, &[], 512);
+        driver.offer(1, 3 * head);
+        driver.kick(1);
+        // Time for one signal each.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    // The first ring waits for the thread, and stops all the same.
+    driver.stop_ring(0);
+    drop(driver);
+    assert_serves(&served);
+}
+
+#[test]
 fn a_front_end_has_no_more_memory_than_a_guest_may() {
     let served = Served::new(|_| ());
     let driver = served.driver();

@@ -47,6 +47,7 @@ impl Served {
             writethrough: false,
             block_bytes: 512,
             queues: 2,
+            threads: 2,
             poll_limit: rt::PollLimit::default(),
         };
         change(&mut config);

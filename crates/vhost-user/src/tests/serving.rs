@@ -56,7 +56,16 @@ fn a_read_only_disk_takes_no_change() {
 
 #[test]
 fn many_requests_of_two_rings_run_at_once() {
-    let served = Served::new(|_| ());
+    two_rings_run(2);
+}
+
+#[test]
+fn two_rings_on_one_thread_run_at_once() {
+    two_rings_run(1);
+}
+
+fn two_rings_run(threads: usize) {
+    let served = Served::new(|config| config.threads = threads);
     let mut driver = served.driver();
     driver.start_ring(1, 0);
     for round in 0..20u64 {

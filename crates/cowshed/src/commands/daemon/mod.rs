@@ -251,6 +251,11 @@ fn default_queues() -> usize {
 /// The most threads that serve clients, as for queues of an export.
 const MOST_QUEUES: usize = 64;
 
+/// Queues of an export of the type `vhost-user-blk` by default: a guest with a queue for each of its processors finds enough.
+fn vhost_queues() -> u16 {
+    std::thread::available_parallelism().map_or(1, |count| count.get().min(MOST_QUEUES) as u16)
+}
+
 /// The threads of `--queues`, or as many as by default.
 fn queues(given: Option<usize>) -> Result<usize, Failure> {
     match given {

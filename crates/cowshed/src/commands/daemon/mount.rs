@@ -182,6 +182,7 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         setup: Setup {
             steps,
             queues: queues(args.queues)?,
+            vhost_queues: 1,
             stop_when_idle: true,
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,

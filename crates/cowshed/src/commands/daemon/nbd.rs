@@ -541,6 +541,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         setup: Setup {
             steps,
             queues: default_queues(),
+            vhost_queues: 1,
             stop_when_idle: !args.persistent,
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,

@@ -4,7 +4,7 @@
 use super::super::Verb;
 use super::super::arguments::FaultArgs;
 use super::super::untrusted::PolicyArgs;
-use super::{BoundArgs, LogFormat, Running, queues};
+use super::{BoundArgs, LogFormat, Running, queues, vhost_queues};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::{Drive, MonitorAddress, Ready, Setup, Step};
@@ -60,7 +60,7 @@ struct ServeArgs {
     /// Address for --port [default: localhost]
     #[arg(short, long, value_name = "ADDRESS")]
     bind: Option<String>,
-    /// Export a node by further means: `vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=PATH,…`. The node-name of an image is its id
+    /// Export a node by further means: `vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=PATH,…`. The node-name of an image is its id. vhost-user-blk has as many queues as there are processors, at most 64, or `num-queues=N`
     #[arg(long = "export", value_name = "OPTIONS")]
     exports: Vec<String>,
     /// Name of the export, where there is one image
@@ -267,6 +267,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         setup: Setup {
             steps,
             queues: queues(args.queues)?,
+            vhost_queues: vhost_queues(),
             stop_when_idle: args.once,
             stop_limit: args.bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,

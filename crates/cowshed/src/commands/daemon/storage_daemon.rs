@@ -71,6 +71,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         setup: Setup {
             steps: steps(matches)?,
             queues: default_queues(),
+            vhost_queues: 1,
             stop_when_idle: false,
             stop_limit: bounds.stop_limit(),
             turn_limit: cowshed_daemon::TURN_LIMIT,
