@@ -2,6 +2,7 @@
 //! The server, driven by a front end that misbehaves as no real one does.
 
 mod hostile;
+mod known_faults;
 mod life;
 mod served;
 mod serving;
