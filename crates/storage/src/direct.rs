@@ -157,11 +157,10 @@ impl Inner {
 
 /// Copies `bytes` to the place `at` of all buffers together.
 fn scatter(bufs: &mut Bufs, mut at: usize, mut bytes: &[u8]) {
-    let bufs = match bufs {
-        Bufs::One(buf) => std::slice::from_mut(buf),
-        Bufs::Many(bufs) => bufs.as_mut_slice(),
-    };
-    for buf in bufs {
+    if let Bufs::Shared(bufs) = bufs {
+        return bufs.write(at, bytes);
+    }
+    for buf in bufs.slice_mut() {
         let start = at.min(buf.len());
         let count = (buf.len() - start).min(bytes.len());
         buf[start..start + count].copy_from_slice(&bytes[..count]);
@@ -172,6 +171,9 @@ fn scatter(bufs: &mut Bufs, mut at: usize, mut bytes: &[u8]) {
 
 /// Fills `bytes` from the place `at` of all buffers together.
 fn gather(bufs: &Bufs, mut at: usize, mut bytes: &mut [u8]) {
+    if let Bufs::Shared(bufs) = bufs {
+        return bufs.read(at, bytes);
+    }
     for buf in bufs.slice() {
         let start = at.min(buf.len());
         let count = (buf.len() - start).min(bytes.len());

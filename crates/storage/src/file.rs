@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
+mod shared;
 mod space;
 
 use crate::attempts::Attempts;

@@ -268,6 +268,7 @@ async fn read_simulated(
             bufs[index] = head;
             (result, Bufs::Many(bufs))
         }
+        Bufs::Shared(_) => unreachable!("shared memory is for files of the host"),
     };
     (result, Payload { bufs, guard })
 }
@@ -282,6 +283,7 @@ async fn write_simulated(
     let (single, mut bufs) = match bufs {
         Bufs::One(buf) => (true, vec![buf]),
         Bufs::Many(bufs) => (false, bufs),
+        Bufs::Shared(_) => unreachable!("shared memory is for files of the host"),
     };
     let (index, skip) = locate(&bufs, skip);
     let mut tail = bufs.split_off(index);

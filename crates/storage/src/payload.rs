@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The memory that an operation owns from submission to completion, also when the future that waits for it is dropped.
 
-use crate::IoBuf;
 use crate::blocklock::BlockGuard;
+use crate::{IoBuf, SharedBufs};
 
 /// The largest transfer in one system call, in bytes. Linux stops at 2 GiB less a page; longer ones are continued.
 pub(crate) const MAX_TRANSFER: usize = 1 << 30;
@@ -14,31 +14,72 @@ pub(crate) const MAX_VECTORS: usize = 1024;
 pub(crate) enum Bufs {
     One(IoBuf),
     Many(Vec<IoBuf>),
+    /// For files of the host alone: the kernel fills or takes it, and no reference to its bytes may exist.
+    Shared(SharedBufs),
 }
 
 impl Bufs {
     /// All bytes together.
     pub(crate) fn len(&self) -> usize {
-        self.slice().iter().map(IoBuf::len).sum()
+        match self {
+            Bufs::One(buf) => buf.len(),
+            Bufs::Many(bufs) => bufs.iter().map(IoBuf::len).sum(),
+            Bufs::Shared(bufs) => bufs.len(),
+        }
     }
 
+    /// The buffers of this process alone.
+    ///
+    /// # Panics
+    /// For shared memory, which is not handed to a medium that looks at bytes.
     pub(crate) fn slice(&self) -> &[IoBuf] {
         match self {
             Bufs::One(buf) => std::slice::from_ref(buf),
             Bufs::Many(bufs) => bufs,
+            Bufs::Shared(_) => unreachable!("shared memory is for files of the host"),
         }
     }
 
+    /// As [`Bufs::slice`].
     pub(crate) fn slice_mut(&mut self) -> &mut [IoBuf] {
         match self {
             Bufs::One(buf) => std::slice::from_mut(buf),
             Bufs::Many(bufs) => bufs,
+            Bufs::Shared(_) => unreachable!("shared memory is for files of the host"),
         }
+    }
+
+    /// The start and the length of each piece of memory.
+    pub(crate) fn raw(&self) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+        let (own, shared) = match self {
+            Bufs::Shared(bufs) => (&[][..], bufs.pieces()),
+            own => (own.slice(), &[][..]),
+        };
+        let own = own.iter().map(|buf| (buf.as_raw(), buf.len()));
+        own.chain(shared.iter().map(|piece| (piece.as_raw(), piece.len())))
+    }
+
+    /// The memory behind the first `skip` bytes, and at most `most` bytes of it, where all is one piece.
+    #[inline]
+    pub(crate) fn single(&self, skip: usize, most: usize) -> Option<(*mut u8, usize)> {
+        let (start, len) = match self {
+            Bufs::One(buf) => (buf.as_raw(), buf.len()),
+            Bufs::Many(_) => return None,
+            Bufs::Shared(bufs) => match bufs.pieces() {
+                [piece] => (piece.as_raw(), piece.len()),
+                _ => return None,
+            },
+        };
+        Some((start.wrapping_add(skip), (len - skip).min(most)))
     }
 
     /// The memory behind the first `skip` bytes, as far as one system call takes it and at most `most` bytes.
     pub(crate) fn vectors(&self, skip: usize, most: usize) -> Vec<libc::iovec> {
-        let mut vectors = Vec::with_capacity(self.slice().len().min(MAX_VECTORS));
+        let count = match self {
+            Bufs::Shared(bufs) => bufs.pieces().len(),
+            own => own.slice().len(),
+        };
+        let mut vectors = Vec::with_capacity(count.min(MAX_VECTORS));
         self.vectors_into(skip, most, &mut vectors);
         vectors
     }
@@ -47,14 +88,14 @@ impl Bufs {
     pub(crate) fn vectors_into(&self, mut skip: usize, most: usize, vectors: &mut Vec<libc::iovec>) {
         vectors.clear();
         let mut room = most;
-        for buf in self.slice() {
-            if buf.len() <= skip {
-                skip -= buf.len();
+        for (start, len) in self.raw() {
+            if len <= skip {
+                skip -= len;
                 continue;
             }
-            let len = (buf.len() - skip).min(room);
-            // In bounds: `skip < buf.len()`.
-            let start = buf.as_raw().wrapping_add(skip);
+            let len = (len - skip).min(room);
+            // In bounds: `skip` is less than the length of the piece.
+            let start = start.wrapping_add(skip);
             vectors.push(libc::iovec { iov_base: start.cast(), iov_len: len });
             skip = 0;
             room -= len;
@@ -91,6 +132,14 @@ impl Payload {
         match self.bufs {
             Bufs::One(buf) => buf,
             Bufs::Many(mut bufs) => bufs.pop().unwrap_or_default(),
+            Bufs::Shared(_) => unreachable!("shared memory is not this process's own"),
+        }
+    }
+
+    pub(crate) fn into_shared(self) -> SharedBufs {
+        match self.bufs {
+            Bufs::Shared(bufs) => bufs,
+            Bufs::One(_) | Bufs::Many(_) => unreachable!("an operation gives back the memory that it was given"),
         }
     }
 
@@ -98,6 +147,7 @@ impl Payload {
         match self.bufs {
             Bufs::One(buf) => vec![buf],
             Bufs::Many(bufs) => bufs,
+            Bufs::Shared(_) => unreachable!("shared memory is not this process's own"),
         }
     }
 }

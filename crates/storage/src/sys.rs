@@ -5,7 +5,7 @@
 use crate::kernel_faults::{self, Call};
 #[cfg(not(test))]
 use crate::payload::MAX_TRANSFER;
-use crate::payload::{Bufs, Payload};
+use crate::payload::Payload;
 use crate::ring::{Direction, SocketMessage};
 use cowshed_types::Errno;
 use std::io;
@@ -91,10 +91,9 @@ pub(crate) fn transfer(
     let offset = signed_offset(offset)?;
     let fd = file.as_fd().as_raw_fd();
     let most = most.min(most_bytes(&file, direction)?);
-    if let Bufs::One(buf) = &payload.bufs {
-        let (start, len) = (buf.as_raw().wrapping_add(skip), (buf.len() - skip).min(most));
+    if let Some((start, len)) = payload.bufs.single(skip, most) {
         return retry(|| {
-            // SAFETY: `skip` is within the buffer; the rest as below.
+            // SAFETY: within the piece of memory; the rest as below.
             let done = unsafe {
                 match direction {
                     Direction::Read => libc::pread(fd, start.cast(), len, offset),
@@ -107,9 +106,9 @@ pub(crate) fn transfer(
     let vectors = payload.bufs.vectors(skip, most);
     let count = i32::try_from(vectors.len()).map_err(|_| Errno::EINVAL)?;
     retry(|| {
-        // SAFETY: the vectors name memory that `payload` owns alone, and it is borrowed until the call is over. Reading
-        // into it through a shared borrow is sound: the caller owns the payload, and no code looks at the bytes
-        // meanwhile.
+        // SAFETY: the vectors name memory that `payload` owns alone, or shared memory that it keeps mapped and to whose
+        // bytes no reference exists. It is borrowed until the call is over. Reading into it through a shared borrow is
+        // sound: the caller owns the payload, and no code looks at the bytes meanwhile.
         let done = unsafe {
             match direction {
                 Direction::Read => libc::preadv(fd, vectors.as_ptr(), count, offset),
@@ -134,14 +133,13 @@ pub(crate) fn transfer_now(
     let fd = file.as_fd().as_raw_fd();
     let most = most.min(most_bytes(&file, direction)?);
     let (one, many);
-    let vectors: &[libc::iovec] = match &payload.bufs {
-        Bufs::One(buf) => {
-            let len = (buf.len() - skip).min(most);
-            one = [libc::iovec { iov_base: buf.as_raw().wrapping_add(skip).cast(), iov_len: len }];
+    let vectors: &[libc::iovec] = match payload.bufs.single(skip, most) {
+        Some((start, len)) => {
+            one = [libc::iovec { iov_base: start.cast(), iov_len: len }];
             &one
         }
-        bufs @ Bufs::Many(_) => {
-            many = bufs.vectors(skip, most);
+        None => {
+            many = payload.bufs.vectors(skip, most);
             &many
         }
     };

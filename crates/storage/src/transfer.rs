@@ -68,11 +68,9 @@ impl Inner {
             return true;
         }
         offset.is_multiple_of(alignment.offset)
-            && payload
-                .bufs
-                .slice()
-                .iter()
-                .all(|buf| (buf.len() as u64).is_multiple_of(alignment.offset) && buf.is_aligned(alignment.memory))
+            && payload.bufs.raw().all(|(start, len)| {
+                (len as u64).is_multiple_of(alignment.offset) && start.addr() & (alignment.memory - 1) == 0
+            })
     }
 
     /// As [`Inner::read`], aligned.
@@ -155,11 +153,10 @@ fn ends_in_range(offset: u64, len: usize) -> bool {
 }
 
 fn zero_from(bufs: &mut Bufs, mut start: usize) {
-    let bufs = match bufs {
-        Bufs::One(buf) => std::slice::from_mut(buf),
-        Bufs::Many(bufs) => bufs.as_mut_slice(),
-    };
-    for buf in bufs {
+    if let Bufs::Shared(bufs) = bufs {
+        return bufs.zero_from(start);
+    }
+    for buf in bufs.slice_mut() {
         let from = start.min(buf.len());
         buf[from..].fill(0);
         start -= from;

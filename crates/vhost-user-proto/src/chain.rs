@@ -64,8 +64,8 @@ impl<P: Shared> Pieces<P> {
         })
     }
 
-    /// Calls `visit` with each piece of a range, the place in it and the length there.
-    fn each(&self, at: u64, len: usize, mut visit: impl FnMut(&P, usize, usize)) -> bool {
+    /// Calls `visit` with each piece of a range, the place in it and the length there. False, and no call: the range passes the end.
+    pub fn each(&self, at: u64, len: usize, mut visit: impl FnMut(&P, usize, usize)) -> bool {
         if at.checked_add(len as u64).is_none_or(|end| end > self.len) {
             return false;
         }

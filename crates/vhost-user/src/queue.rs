@@ -5,9 +5,9 @@ use crate::ledger::Ledger;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
 use cowshed_image::graph::{Attachment, Queue as Disk};
-use cowshed_storage::EventCounter;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
+use cowshed_storage::{EventCounter, SharedMemory};
 use cowshed_types::{Error, Result, slip};
 use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status};
 use cowshed_vhost_user_proto::ring::RingPlace;
@@ -41,6 +41,8 @@ pub(crate) struct Ways<P = MemoryPiece> {
     pub writeback: Arc<AtomicBool>,
     /// Changes that die with this process.
     pub ledger: Arc<Ledger<P>>,
+    /// The memory of a piece, where the kernel may fill and take it; `None`: all data has a copy.
+    pub memory_of: Option<fn(&P) -> &SharedMemory>,
 }
 
 impl<P> Ways<P> {

@@ -4,10 +4,10 @@
 use crate::queue::Ways;
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, SharedBufs};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
-use cowshed_vhost_user_proto::{DescriptorChain, Shared};
+use cowshed_vhost_user_proto::{DescriptorChain, Pieces, Shared};
 
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
@@ -53,7 +53,7 @@ pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: Descriptor
     }
     let (result, mut written) = match request {
         _ if tells_loss => (Err(lost()), 0),
-        Request::Read { offset, len } => read(&disk, &chain, offset, len).await,
+        Request::Read { offset, len } => read(&disk, &ways, &chain, offset, len).await,
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
         Request::Flush => {
             let began = ways.ledger.begin_flush();
@@ -97,10 +97,38 @@ pub(crate) fn end<P: Shared>(chain: &DescriptorChain<P>, status: Status, written
     Ended { head: chain.head, written, bytes, tells_loss: false }
 }
 
-async fn read<P: Shared>(disk: &Queue, chain: &DescriptorChain<P>, offset: u64, len: u64) -> (Result<()>, u64) {
+/// A range of the memory of a request, where the kernel may fill or take it. `None`: the data has a copy, because a page of the
+/// memory may be late. The disk's locks would wait for it, and other clients with them.
+fn shared<P: Shared>(ways: &Ways<P>, pieces: &Pieces<P>, at: u64, len: u64) -> Option<SharedBufs> {
+    let memory_of = ways.memory_of?;
+    let (mut bufs, mut is_memory) = (SharedBufs::default(), true);
+    // In range of `usize`: at most PIECE_BYTES.
+    let is_whole = pieces.each(at, len as usize, |piece, at, len| {
+        let memory = memory_of(piece);
+        is_memory &= memory.is_memory();
+        bufs.push(memory.part(at, len));
+    });
+    (is_whole && is_memory).then_some(bufs)
+}
+
+async fn read<P: Shared>(
+    disk: &Queue,
+    ways: &Ways<P>,
+    chain: &DescriptorChain<P>,
+    offset: u64,
+    len: u64,
+) -> (Result<()>, u64) {
     let mut done = 0;
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
+        if let Some(bufs) = shared(ways, &chain.writable, done, piece) {
+            let (result, _) = disk.read_shared(offset + done, bufs).await;
+            if result.is_err() {
+                return (result, done);
+            }
+            done += piece;
+            continue;
+        }
         let buf = match IoBuf::try_scratch(piece as usize) {
             Ok(buf) => buf,
             Err(error) => return (Err(error), done),
@@ -126,6 +154,15 @@ async fn write<P: Shared>(
     let is_durable = ways.is_durable();
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
+        if let Some(bufs) = shared(ways, &chain.readable, HEADER_BYTES as u64 + done, piece) {
+            let (result, _) = match is_durable {
+                true => disk.write_shared_durable(offset + done, bufs).await,
+                false => disk.write_shared(offset + done, bufs).await,
+            };
+            result?;
+            done += piece;
+            continue;
+        }
         let mut buf = IoBuf::try_scratch(piece as usize)?;
         chain.readable.read(HEADER_BYTES as u64 + done, &mut buf);
         let (result, _) = match is_durable {

@@ -358,6 +358,7 @@ impl Session<'_> {
             writethrough: config.writethrough || self.features & features::BLK_FLUSH == 0,
             writeback: Arc::clone(&self.writeback),
             ledger: Arc::clone(&self.ledger),
+            memory_of: Some(|piece| &piece.0),
         }
     }
 

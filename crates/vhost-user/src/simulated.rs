@@ -43,6 +43,7 @@ where
         writethrough: false,
         writeback: Arc::new(AtomicBool::new(true)),
         ledger: Arc::new(ledger),
+        memory_of: None,
     };
     let start = Start {
         place,

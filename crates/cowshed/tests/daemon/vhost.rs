@@ -376,6 +376,48 @@ fn a_served_disk_has_a_queue_for_each_processor() {
     daemon.stop();
 }
 
+/// The last write of a guest on one queue, and the flush on another one, beside discards.
+#[test]
+fn a_flush_on_one_queue_covers_writes_of_the_other() {
+    const SECTORS: u64 = 128;
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.img")), "16M"]);
+    let image = "qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=d.img";
+    let (mut daemon, monitor) = start(folder, image, ",writable=on,num-queues=2");
+    drop(monitor);
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    driver.start_ring(1, 0);
+    for round in 0..64u64 {
+        driver.prepare(0, 0, 1, round * SECTORS, &[round as u8 + 1; 4096], 0);
+        // The discard of what was written two rounds before runs beside the write.
+        let gone = [&(round.saturating_sub(2) * SECTORS).to_le_bytes()[..], &[128, 0, 0, 0, 0, 0, 0, 0]].concat();
+        driver.prepare(1, 30, 11, 0, &gone, 0);
+        driver.offer(0, 0);
+        driver.offer(1, 30);
+        driver.kick(0);
+        driver.kick(1);
+        assert_eq!((driver.wait_used(0).0, driver.status(0)), (0, 0), "round {round}");
+        driver.prepare(1, 33, 4, 0, &[], 0);
+        driver.offer(1, 33);
+        driver.kick(1);
+        let mut ended = [driver.wait_used(1).0, driver.wait_used(1).0];
+        ended.sort_unstable();
+        assert_eq!((ended, driver.status(30), driver.status(33)), ([30, 33], 0, 0), "round {round}");
+    }
+    daemon.child().kill().expect("it runs");
+    daemon.wait();
+    tool("qemu-img", &["check", "-q", "-r", "leaks", text(&folder.join("d.img"))]);
+    for (round, value) in [(62u64, 63), (63, 64), (10, 0)] {
+        let read = format!("read -P {value} {} 4k", round * SECTORS * 512);
+        let said = run_to_code("qemu-io", &["-f", "qcow2", "-c", &read, text(&folder.join("d.img"))], &[0]);
+        assert!(!said.contains("failed"), "{said}");
+    }
+}
+
 #[test]
 fn a_resize_reaches_a_front_end() {
     let folder = temp_dir();

@@ -8,7 +8,7 @@ use crate::filters::throttle::{Credit, Direction};
 use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
 use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
 use cowshed_qcow2::DirtyBits;
-use cowshed_storage::{IoBuf, PermissionSet, rt};
+use cowshed_storage::{IoBuf, PermissionSet, SharedBufs, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -355,6 +355,44 @@ impl Queue {
                 match result {
                     Ok(()) => (node.run_flush().await, buf),
                     Err(error) => (Err(error), buf),
+                }
+            })
+        })
+        .await
+    }
+
+    /// As [`Queue::read`], into memory that a guest shares; see [`Node::read_shared`].
+    pub async fn read_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
+        let start_ns = self.0.start_ns();
+        let passage = self.0.attachment.gate().enter(&self.0.lane).await;
+        let read =
+            carry_out_with!(&*self.0, start_ns, IoKind::Read, offset, bufs, |node| node.read_shared(offset, bufs));
+        drop(passage);
+        read
+    }
+
+    /// As [`Queue::write`], from memory that a guest shares and may change meanwhile: what it writes then is written, or what it wrote
+    /// before.
+    pub async fn write_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, bufs, |node| node
+                .run_write_shared(offset, bufs))
+        })
+        .await
+    }
+
+    /// As [`Queue::write_shared`], and durable when it returns.
+    pub async fn write_shared_durable(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
+        let start_ns = self.0.start_ns();
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, bufs, |node| async {
+                let (result, bufs) = node.run_write_shared(offset, bufs).await;
+                match result {
+                    Ok(()) => (node.run_flush().await, bufs),
+                    Err(error) => (Err(error), bufs),
                 }
             })
         })

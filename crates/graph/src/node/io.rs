@@ -72,7 +72,7 @@ impl Node {
 
     /// Counts a request that is impossible.
     #[cold]
-    fn count_invalid(&self, kind: IoKind) {
+    pub(super) fn count_invalid(&self, kind: IoKind) {
         self.counters.count_refused(kind, RequestOutcome::Invalid, 0, rt::round_now_ns());
     }
 
@@ -134,7 +134,7 @@ impl Node {
 
     /// As the driver maps it. A reader that must be noted goes the driver's own way, noted before the look at the mapping.
     #[inline]
-    fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
+    pub(super) fn map_read(&self, offset: u64, len: u64) -> Mapped<'_> {
         match self.readers.get() {
             None => self.driver.map(offset, len, Intent::Read),
             Some(_) => Mapped::Special,
@@ -151,7 +151,7 @@ impl Node {
     }
 
     /// A read that the driver carries out, noted where readers are.
-    fn read_noted(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
+    pub(super) fn read_noted(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         if self.readers.get().is_none() {
             return self.driver.read(offset, buf);
         }
@@ -173,7 +173,7 @@ impl Node {
 
     /// As [`Node::read`] of a range that `layer` below has, or one below that. Layers that have nothing of it name the next one, and
     /// are counted. `place`: where `layer` is known to have it.
-    async fn read_layers(
+    pub(super) async fn read_layers(
         &self,
         mut layer: Arc<Node>,
         mut place: Option<Place>,

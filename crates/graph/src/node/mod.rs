@@ -18,6 +18,7 @@ mod ranges;
 mod reflink;
 mod requests;
 mod settings;
+mod shared;
 mod status;
 mod storage;
 mod stored_bitmaps;

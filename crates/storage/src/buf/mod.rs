@@ -9,6 +9,7 @@
 
 mod free;
 
+use crate::SharedBufs;
 use cowshed_types::Result;
 use cowshed_types::memory::no_memory;
 use std::alloc::{Layout, alloc, alloc_zeroed, handle_alloc_error};
@@ -148,6 +149,13 @@ impl IoBuf {
         // SAFETY: the region is new and `bytes.len()` long, so it can't overlap `bytes`; this initialises all of it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.start.as_ptr(), bytes.len()) };
         buf
+    }
+
+    /// A copy of shared memory, each byte of which is read once. `ENOMEM` when there is no memory.
+    pub fn try_copy_of(shared: &SharedBufs) -> Result<Self> {
+        let mut buf = Self::try_scratch(shared.len())?;
+        shared.read(0, &mut buf);
+        Ok(buf)
     }
 
     /// Foreign memory: guest memory, a mapping, a registered buffer. `owner` is dropped when no part of the buffer is

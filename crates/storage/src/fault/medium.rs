@@ -123,12 +123,8 @@ impl FaultyFile {
 
     /// Flips a bit in each sector of the read bytes.
     fn corrupt(&self, bufs: &mut Bufs, skip: usize, count: usize) {
-        let bufs = match bufs {
-            Bufs::One(buf) => std::slice::from_mut(buf),
-            Bufs::Many(bufs) => bufs.as_mut_slice(),
-        };
         let mut position = 0;
-        for buf in bufs {
+        for buf in bufs.slice_mut() {
             let start = skip.saturating_sub(position).min(buf.len());
             let end = (skip + count).saturating_sub(position).min(buf.len());
             position += buf.len();
@@ -226,7 +222,7 @@ fn cut(mut payload: Payload, skip: usize, limit: u64) -> (Payload, Rest) {
     let mut rest = (None, Vec::new());
     match &mut payload.bufs {
         Bufs::One(buf) if end < buf.len() => rest.0 = Some(buf.split_off(end)),
-        Bufs::One(_) => {}
+        Bufs::One(_) | Bufs::Shared(_) => {}
         Bufs::Many(bufs) => {
             let mut position = 0;
             for index in 0..bufs.len() {
@@ -244,10 +240,7 @@ fn cut(mut payload: Payload, skip: usize, limit: u64) -> (Payload, Rest) {
 }
 
 fn rejoin(mut payload: Payload, (split, mut behind): Rest) -> Payload {
-    let last = match &mut payload.bufs {
-        Bufs::One(buf) => Some(buf),
-        Bufs::Many(bufs) => bufs.last_mut(),
-    };
+    let last = payload.bufs.slice_mut().last_mut();
     if let (Some(last), Some(split)) = (last, split)
         && last.unsplit(split).is_err()
     {

@@ -2,7 +2,7 @@
 //! The operations that the ring knows, as submission entries.
 
 use super::{Ring, RingOp};
-use crate::payload::{Bufs, MAX_TRANSFER, Payload};
+use crate::payload::{MAX_TRANSFER, Payload};
 use io_uring::{opcode, squeue, types};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::rc::Rc;
@@ -26,18 +26,17 @@ impl Ring {
         offset: u64,
     ) -> RingOp<'a> {
         let fd = types::Fd(file.as_raw_fd());
-        let (vectors, entry) = match &payload.bufs {
-            Bufs::One(buf) => {
-                let start = buf.as_raw().wrapping_add(skip);
-                let len = (buf.len() - skip).min(most) as u32;
+        let (vectors, entry) = match payload.bufs.single(skip, most) {
+            Some((start, len)) => {
+                let len = len as u32;
                 let entry = match direction {
                     Direction::Read => opcode::Read::new(fd, start, len).offset(offset).build(),
                     Direction::Write => opcode::Write::new(fd, start, len).offset(offset).build(),
                 };
                 (Vec::new(), entry)
             }
-            bufs @ Bufs::Many(_) => {
-                let vectors = bufs.vectors(skip, most);
+            None => {
+                let vectors = payload.bufs.vectors(skip, most);
                 // The vector's heap memory stays where it is when the vector moves into the slot.
                 let (start, len) = (vectors.as_ptr(), vectors.len() as u32);
                 let entry = match direction {

@@ -5,9 +5,11 @@
 //! accesses that the compiler neither repeats nor invents. The other process may shorten the file behind a mapping;
 //! `lost` turns missing bytes into zeroes.
 
+mod bufs;
 mod lost;
 
 use crate::sys;
+pub use bufs::SharedBufs;
 use cowshed_types::{Error, ErrorKind, Result};
 use lost::Watch;
 use rustix::fs::{FileType, MemfdFlags, SealFlags};
@@ -21,6 +23,8 @@ use std::sync::atomic::{AtomicU16, Ordering};
 const PAGE_BYTES: u64 = 4096;
 /// The largest huge page, in bytes.
 const MAX_PAGE_BYTES: u64 = 1 << 30;
+/// File systems whose pages are memory (`statfs.f_type`): tmpfs, which memfds are in, and hugetlbfs.
+const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
 
 /// A part of a file, mapped for reading and writing.
 #[derive(Debug)]
@@ -29,6 +33,8 @@ struct Mapping {
     len: usize,
     /// Kept until the memory is unmapped.
     watch: Watch,
+    /// No access waits for a file system.
+    is_memory: bool,
 }
 
 // SAFETY: the memory is only reached by the copies of `SharedMemory`, which any thread may make at any time.
@@ -98,7 +104,9 @@ impl SharedMemory {
         let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
         let watch = Watch::new(start.as_ptr().addr(), mapped);
-        let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default() });
+        let is_memory =
+            rustix::fs::fstatfs(&file).is_ok_and(|found| MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64)));
+        let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default(), is_memory });
         if !mapping.watch.is_some() {
             return Err(Error::new(ErrorKind::Limit, "too many mappings of shared memory"));
         }
@@ -131,6 +139,16 @@ impl SharedMemory {
     /// True once the file behind it turned out to be shorter than it was. The memory is no longer shared then.
     pub fn is_lost(&self) -> bool {
         self.mapping.watch.is_lost()
+    }
+
+    /// True when no access waits for a file system, which may be another process: the file behind it is of memory.
+    pub fn is_memory(&self) -> bool {
+        self.mapping.is_memory
+    }
+
+    /// The first byte, for the kernel.
+    pub(crate) fn as_raw(&self) -> *mut u8 {
+        self.start.as_ptr()
     }
 
     /// The part of `len` bytes from `at` on.

@@ -7,4 +7,5 @@ mod confine;
 mod faults;
 mod file;
 mod runtime;
+mod shared;
 mod sockets;

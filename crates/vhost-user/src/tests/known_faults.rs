@@ -3,9 +3,9 @@
 
 use super::served::{DISK_BYTES, Served};
 use crate::proto::message::request;
-use cowshed_storage::SharedMemory;
 use cowshed_storage::fault::{Event, Faults};
-use cowshed_testkit::vhost::{DATA, FrontEnd, RING_SIZE};
+use cowshed_storage::{SharedMemory, rt};
+use cowshed_testkit::vhost::{DATA, FRONT_END, FrontEnd, GUEST, MEMORY_BYTES, RING_SIZE};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
@@ -119,26 +119,58 @@ fn stopping_a_ring_waits_for_its_requests() {
 
 #[test]
 fn memory_that_goes_during_a_request_lasts_until_its_end() {
-    let served = Served::on(BLKDEBUG, |_| ());
+    let served = Served::new(|_| ());
     let mut driver = served.driver();
-    let faults = hold_read(&served);
+    // The request has begun, and waits for the disk.
+    let drained = rt::block_on(served.attachment.drain());
     driver.prepare(0, 0, READ, 0, &[], 4096);
     driver.guest.memory.write(FrontEnd::data(0) as usize, &[0xee; 4096]);
     driver.offer(0, 0);
     driver.kick(0);
-    wait_until_held(&faults);
+    let wish = FrontEnd::place(0) + 0x8000 + 4 + 8 * usize::from(RING_SIZE);
+    while driver.guest.memory.load(wish) == 0 {
+        std::thread::yield_now();
+    }
     let region = [&[0; 8][..], &driver.region().encode()].concat();
     assert!(driver.tell(request::REM_MEM_REG, &region, None), "the removal waits for nothing");
-    faults.remove_all_breaks();
+    drop(drained);
     driver.wait_used(0);
     assert_eq!((driver.status(0), driver.bytes(FrontEnd::data(0), 4096)), (0, vec![0; 4096]));
     // The next chain is nowhere.
     driver.offer(0, 0);
     driver.kick(0);
-    cowshed_storage::rt::block_on(driver.error.wait()).unwrap();
+    rt::block_on(driver.error.wait()).unwrap();
     driver.stop_ring(0);
     drop(driver);
     assert_eq!(served.driver().request(READ, 0, &[], 512).0, 0);
+}
+
+#[test]
+fn memory_that_is_cut_off_fails_its_requests_alone() {
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    let file: std::os::fd::OwnedFd = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, MEMORY_BYTES).unwrap();
+    let region = crate::proto::Region {
+        guest_address: GUEST + MEMORY_BYTES,
+        front_end_address: FRONT_END + MEMORY_BYTES,
+        ..driver.region()
+    };
+    assert!(driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file)));
+    let run = |driver: &mut FrontEnd, kind: u32| {
+        driver.prepare(0, 0, kind, 8, &[], 0);
+        let flags = if kind == READ { 1 | 2 } else { 1 };
+        driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0) - 0x100, 16, 1, 1));
+        driver.describe(FrontEnd::place(0), 1, (MEMORY_BYTES + 0x1_0000, 8192, flags, 2));
+        driver.offer(0, 0);
+        driver.kick(0);
+        driver.wait_used(0);
+        driver.status(0)
+    };
+    assert_eq!((run(&mut driver, 1), run(&mut driver, READ)), (0, 0));
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    assert_eq!((run(&mut driver, 1), run(&mut driver, READ)), (1, 1));
+    assert_eq!(driver.request(READ, 8, &[], 512), (0, vec![0; 512]), "the ring goes on");
 }
 
 #[test]

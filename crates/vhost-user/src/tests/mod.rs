@@ -4,5 +4,6 @@
 mod hostile;
 mod known_faults;
 mod life;
+mod model;
 mod served;
 mod serving;

@@ -7,7 +7,7 @@ use cowshed_image::{Node, OpenRequest};
 use cowshed_storage::{Listener, SocketAddress, rt};
 use cowshed_testkit::qemu::temp_dir;
 use cowshed_testkit::vhost::FrontEnd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -30,9 +30,15 @@ impl Served {
 
     /// On a node by its options, the last of which names the file.
     pub fn on(options: &str, change: impl FnOnce(&mut ServerConfig)) -> Served {
+        let make = |image: &Path| std::fs::File::create(image).unwrap().set_len(DISK_BYTES).unwrap();
+        Self::made(options, make, change)
+    }
+
+    /// As [`Served::on`], of an image that is made first.
+    pub fn made(options: &str, make: impl FnOnce(&Path), change: impl FnOnce(&mut ServerConfig)) -> Served {
         let folder = temp_dir();
         let image = folder.path().join("disk.raw");
-        std::fs::File::create(&image).unwrap().set_len(DISK_BYTES).unwrap();
+        make(&image);
         let options = format!("{options}{}", image.display());
         let request = OpenRequest::image_opts(&options).unwrap().writable(true);
         let graph = Graph::new(&cowshed_image::DRIVERS);

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Requests whose data lies in memory that a guest shares. A range that is one place of a file goes between the two without a copy in
+//! this process. All else has a copy: the guest may change its memory while a driver looks at the bytes.
+
+use super::driver::{Intent, Mapped};
+use super::{DetectZeroes, Node};
+use crate::stats::IoKind;
+use cowshed_storage::{IoBuf, SharedBufs};
+use cowshed_types::Result;
+
+impl Node {
+    /// As [`Node::read`], into shared memory. After an error it may be filled in part.
+    pub async fn read_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
+        let (len, start_ns) = (bufs.len() as u64, self.clock_ns());
+        if let Err(error) = self.check_range(offset, len) {
+            self.count_invalid(IoKind::Read);
+            return (Err(error), bufs);
+        }
+        let (result, bufs) = match self.map_read(offset, len) {
+            Mapped::File { file, host, guard } => {
+                let done = file.read_shared_at(bufs, host).await;
+                drop(guard);
+                done
+            }
+            Mapped::Zeroes => {
+                bufs.zero_from(0);
+                (Ok(()), bufs)
+            }
+            mapped => (self.read_copied(mapped, offset, &bufs).await, bufs),
+        };
+        self.count(IoKind::Read, offset, len, start_ns, &result);
+        (result, bufs)
+    }
+
+    async fn read_copied(&self, mapped: Mapped<'_>, offset: u64, bufs: &SharedBufs) -> Result<()> {
+        let buf = match IoBuf::try_scratch(bufs.len()) {
+            Ok(buf) => buf,
+            Err(error) => {
+                // Other requests wait for what it loads.
+                if let Mapped::Load(load) = mapped {
+                    load.await?;
+                }
+                return Err(error);
+            }
+        };
+        let (result, buf) = match mapped {
+            Mapped::Layer(layer, place) => self.read_layers(layer, place, offset, buf).await,
+            Mapped::Below(below, at) => below.read(at, buf).await,
+            Mapped::Load(load) => match load.await {
+                Ok(()) => self.driver.read(offset, buf).await,
+                Err(error) => (Err(error), buf),
+            },
+            _ => self.read_noted(offset, buf).await,
+        };
+        if result.is_ok() {
+            bufs.write(0, &buf);
+        }
+        result
+    }
+
+    /// As [`Node::run_write`], from shared memory, which may change meanwhile.
+    pub(crate) async fn run_write_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
+        let (len, start_ns) = (bufs.len() as u64, self.clock_ns());
+        if let Err(error) = self.check_write(offset, len) {
+            self.count_invalid(IoKind::Write);
+            return (Err(error), bufs);
+        }
+        if self.settings.detect_zeroes() != DetectZeroes::Off || self.settings.is_probed_raw() {
+            // The bytes decide.
+            let result = match IoBuf::try_copy_of(&bufs) {
+                Ok(buf) => self.write_boxed(offset, buf).await.0,
+                Err(error) => Err(error),
+            };
+            return (result, bufs);
+        }
+        let (result, bufs) = match self.driver.map(offset, len, Intent::Overwrite) {
+            Mapped::File { file, host, guard } => {
+                let done = file.write_shared_at(bufs, host).await;
+                drop(guard);
+                done
+            }
+            mapped => (self.write_copied(mapped, offset, &bufs).await, bufs),
+        };
+        self.count(IoKind::Write, offset, len, start_ns, &result);
+        if result.is_ok() {
+            self.counters.note_written(offset + len);
+        }
+        self.tracking.written(offset, len);
+        if result.is_ok() && self.settings.is_writethrough() {
+            return (self.flush_boxed().await, bufs);
+        }
+        (result, bufs)
+    }
+
+    async fn write_copied(&self, mapped: Mapped<'_>, offset: u64, bufs: &SharedBufs) -> Result<()> {
+        if let Mapped::Load(load) = mapped {
+            // Other requests wait for what it loads.
+            load.await?;
+            return self.driver.write(offset, IoBuf::try_copy_of(bufs)?).await.0;
+        }
+        let buf = IoBuf::try_copy_of(bufs)?;
+        match mapped {
+            Mapped::Nothing => self.driver.write_unmapped(offset, buf).await.0,
+            Mapped::Below(below, at) => below.write(at, buf).await.0,
+            _ => self.driver.write(offset, buf).await.0,
+        }
+    }
+}

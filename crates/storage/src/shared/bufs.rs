@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Pieces of shared memory that one transfer fills or takes.
+
+use super::SharedMemory;
+
+/// The bytes that [`SharedBufs::zero_from`] copies.
+static ZEROES: [u8; 4096] = [0; 4096];
+
+/// Pieces of shared memory, one behind the other.
+#[derive(Clone, Debug, Default)]
+pub struct SharedBufs {
+    pieces: Vec<SharedMemory>,
+    len: usize,
+}
+
+impl SharedBufs {
+    /// Adds a piece at the end.
+    pub fn push(&mut self, piece: SharedMemory) {
+        self.len += piece.len();
+        self.pieces.push(piece);
+    }
+
+    /// Bytes of all pieces.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The pieces in their order.
+    #[inline]
+    pub fn pieces(&self) -> &[SharedMemory] {
+        &self.pieces
+    }
+
+    /// Copies bytes out from the place `at` on, each once. Those behind the end stay as they are.
+    pub fn read(&self, at: usize, into: &mut [u8]) {
+        let mut rest = into;
+        self.each(at, rest.len(), |piece, at, len| {
+            let (head, behind) = std::mem::take(&mut rest).split_at_mut(len);
+            piece.read(at, head);
+            rest = behind;
+        });
+    }
+
+    /// Copies bytes in from the place `at` on, as many as there is room for.
+    pub fn write(&self, at: usize, from: &[u8]) {
+        let mut rest = from;
+        self.each(at, from.len(), |piece, at, len| {
+            let (head, behind) = rest.split_at(len);
+            piece.write(at, head);
+            rest = behind;
+        });
+    }
+
+    /// Writes zeroes from the place `at` to the end.
+    pub fn zero_from(&self, at: usize) {
+        self.each(at, self.len.saturating_sub(at), |piece, at, len| {
+            for done in (0..len).step_by(ZEROES.len()) {
+                piece.write(at + done, &ZEROES[..ZEROES.len().min(len - done)]);
+            }
+        });
+    }
+
+    /// Calls `visit` with each piece of a range, the place in it and the length there.
+    fn each(&self, at: usize, len: usize, mut visit: impl FnMut(&SharedMemory, usize, usize)) {
+        let (mut skip, mut left) = (at, len);
+        for piece in &self.pieces {
+            let start = skip.min(piece.len());
+            let take = left.min(piece.len() - start);
+            if take > 0 {
+                visit(piece, start, take);
+            }
+            (skip, left) = (skip - start, left - take);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_of_shared_memory_are_one_range() {
+        let (memory, _file) = SharedMemory::create("test", 16 << 10).unwrap();
+        let mut bufs = SharedBufs::default();
+        for (at, len) in [(100, 3), (200, 0), (50, 1), (8192, 5000)] {
+            bufs.push(memory.part(at, len));
+        }
+        assert_eq!((bufs.len(), bufs.pieces().len()), (5004, 4));
+        let bytes: Vec<u8> = (0..5004).map(|number| (number % 255) as u8 + 1).collect();
+        bufs.write(0, &bytes);
+        let mut back = vec![0; 5000];
+        bufs.read(2, &mut back);
+        assert_eq!(back, bytes[2..5002]);
+        bufs.zero_from(3);
+        let mut back = vec![9; 5004];
+        bufs.read(0, &mut back);
+        assert!(back[..3] == bytes[..3] && back[3..].iter().all(|&byte| byte == 0));
+        bufs.write(5003, &[7, 8]);
+        let mut back = [1; 3];
+        bufs.read(5003, &mut back);
+        assert_eq!(back, [7, 1, 1]);
+    }
+}
