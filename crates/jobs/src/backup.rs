@@ -15,8 +15,9 @@ use cowshed_image::{DirtyBits, Node};
 use cowshed_storage::{PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
+use std::ops::Range;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// The pause between looks for an end, of a job that only saves overwritten parts.
@@ -88,6 +89,8 @@ pub struct Backup {
     filter: Arc<Node>,
     user: Arc<Attachment>,
     bitmap: Option<Recorded>,
+    /// The ranges to copy, in whole parts, once they are chosen.
+    selected: OnceLock<Vec<Range<u64>>>,
 }
 
 impl Backup {
@@ -139,7 +142,8 @@ impl Backup {
         let permissions = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
         match graph.attach(&filter, AttachRequest::job(format!("{id}-backup"), permissions)).await {
             Ok(user) => {
-                let backup = Backup { graph: Arc::clone(graph), request, filter, user, bitmap };
+                let backup =
+                    Backup { graph: Arc::clone(graph), request, filter, user, bitmap, selected: OnceLock::new() };
                 backup.saver()?.set_compress(backup.request.compress);
                 backup.saver()?.set_discard_source(backup.request.discard_source);
                 Ok(backup)
@@ -204,6 +208,7 @@ impl Backup {
         if let Some(bitmap) = self.bitmap.as_ref().filter(|bitmap| bitmap.selects) {
             skip_clean(saver, &bitmap.before).await;
         }
+        let _ = self.selected.set(saver.pending_ranges());
         let total = saver.pending_bytes();
         job.set_progress(0, total);
         while let Some((at, len)) = saver.next_pending(0) {
@@ -297,12 +302,19 @@ impl Backup {
         let is_durable = succeeded || matches!(rt::within(FLUSH_LIMIT, flush).await, Some(Ok(())));
         let _drained = self.graph.drain(&[&self.request.source]).await;
         let mut left = DirtyBits::clone(&bitmap.before);
-        if is_durable {
-            left.clear();
-        }
-        if !succeeded {
-            for range in self.saver()?.pending_ranges() {
-                mark_dirty_of(&mut left, &bitmap.before, range);
+        match (succeeded, self.selected.get()) {
+            (true, _) => left.clear(),
+            // Before the choice of parts, the job has copied nothing.
+            (false, None) if bitmap.selects => {}
+            (false, selected) => {
+                // Parts that were clean count too: the next backup by this bitmap completes this one.
+                left.clear();
+                let whole = || std::iter::once(0..self.request.source.size()).collect();
+                let lacking = match is_durable {
+                    true => self.saver()?.pending_ranges(),
+                    false => selected.cloned().unwrap_or_else(whole),
+                };
+                lacking.iter().for_each(|range| left.mark(range.start, range.end - range.start));
             }
         }
         let mut at = 0;
@@ -354,17 +366,5 @@ async fn skip_clean(saver: &CopyBeforeWrite, bits: &DirtyBits) {
         if start < end {
             saver.skip(start, end - start).await;
         }
-    }
-}
-
-/// Makes the parts of a range that are dirty in `before` dirty in `left`.
-fn mark_dirty_of(left: &mut DirtyBits, before: &DirtyBits, range: std::ops::Range<u64>) {
-    let mut at = range.start;
-    while at < range.end.min(before.disk_bytes()) {
-        let (end, dirty) = before.run_at(at, range.end);
-        if dirty {
-            left.mark(at, end - at);
-        }
-        at = end;
     }
 }
