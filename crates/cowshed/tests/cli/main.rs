@@ -13,6 +13,7 @@ mod containers;
 mod damage;
 mod documents;
 mod encryption;
+mod few_threads;
 mod golden;
 mod grown_vdi;
 mod hostile;

@@ -10,6 +10,7 @@ mod bitmaps;
 mod commits;
 mod created_formats;
 mod damage;
+mod disk_names;
 mod documents;
 mod drives;
 mod during_jobs;
