@@ -82,6 +82,9 @@ fn format_of(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
     if footer.is_some_and(|footer| footer.starts_with(FOOTER_MAGIC)) {
         return "vpc".to_owned();
     }
+    if is_qcow2(bytes) {
+        return "qcow2".to_owned();
+    }
     let info = qemu.img(["info", "-U", "--output=json", &path.display().to_string()]);
     let info: serde_json::Value = serde_json::from_str(&info.stdout).unwrap_or_default();
     info.get("format").and_then(|format| format.as_str()).unwrap_or("raw").to_owned()

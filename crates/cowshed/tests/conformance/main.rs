@@ -18,12 +18,16 @@ use cowshed_testkit::qemu::Qemu;
 use cowshed_testkit::random::seeds;
 use known::Known;
 use runner::{Difference, Runner};
+use std::cmp::Reverse;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 /// So many differences are explained.
 const FEW: usize = 5;
+/// So many of the slowest cases are named.
+const SLOWEST: usize = 10;
 /// Differences that one message shows; the report file has all.
 const SHOWN: usize = 40;
 
@@ -134,14 +138,16 @@ fn compare(title: &str, cases: &[Case]) {
     let cases: Vec<&Case> = cases.iter().filter(|case| case.contains(&filter)).collect();
     assert!(!cases.is_empty(), "no case contains '{filter}'");
     let known = Known::load();
-    let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let (next, found, times) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Mutex::new(Vec::new()));
     let qemu = Qemu::newest();
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(2, usize::from) {
             scope.spawn(|| {
                 let runner = Runner::new(&qemu);
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let started = Instant::now();
                     let differences = runner.compare(case);
+                    times.lock().expect("no panic").push((started.elapsed(), case.name.clone()));
                     found.lock().expect("no panic").extend(differences);
                 }
             });
@@ -162,6 +168,11 @@ fn compare(title: &str, cases: &[Case]) {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("conformance-{title}.txt"));
     std::fs::write(&path, &report).expect("the report can be written");
     println!("{title}: {} cases, {lines} command lines, {} differences", cases.len(), found.len());
+    let mut times = times.into_inner().expect("no panic");
+    times.sort_by_key(|(took, _)| Reverse(*took));
+    for (took, name) in times.iter().take(SLOWEST) {
+        println!("{:6.1} s  {name}", took.as_secs_f64());
+    }
     let shown: String = found.iter().take(SHOWN).map(ToString::to_string).collect();
     // The rows that the generated lines need depend on their seeds.
     let stale =

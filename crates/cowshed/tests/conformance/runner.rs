@@ -5,17 +5,23 @@ use crate::case::Case;
 use crate::files;
 use crate::session;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use rustix::process::{Pid, Signal, kill_process_group};
 use std::cell::RefCell;
 use std::fmt;
+use std::io;
 use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// The names that both sets of tools have.
 const TOOLS: [&str; 4] = ["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"];
 /// Bounds every command line.
-const LIMIT_SECONDS: &str = "30";
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// The result of one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +40,7 @@ pub struct Difference {
     pub line: usize,
     /// The command line; for files the case's name.
     pub command: String,
-    /// `out`, `err`, `code` or `file`.
+    /// `out`, `err`, `code`, `wait` or `file`.
     pub part: &'static str,
     /// QEMU's.
     pub theirs: String,
@@ -111,6 +117,9 @@ impl<'a> Runner<'a> {
                 false => add("out", &theirs.out, &ours.out),
             }
             add("err", &theirs.err, &ours.err);
+            if theirs.out.contains(session::IN_VAIN) {
+                add("wait", &theirs.out, "a session that comes to its end");
+            }
         }
         for (theirs, ours) in files::differences(self.qemu, &theirs, &ours) {
             let (case_name, command) = (case.name.clone(), case.name.clone());
@@ -149,12 +158,28 @@ fn shell(line: &str, tools: &Path, folder: &Path) -> Said {
         let session::Outcome { code, out, err } = session::run(line, &path, folder);
         return Said { code, out: masked(&session::masked(&out)), err: masked(&err) };
     }
-    let mut command = Command::new("timeout");
-    command.args(["-k", "5", LIMIT_SECONDS, "sh", "-c", line]).current_dir(folder).stdin(Stdio::null());
+    let mut command = Command::new("sh");
+    command.args(["-c", line]).current_dir(folder).stdin(Stdio::null());
     command.env("PATH", path).env("TZ", "UTC").env("LC_ALL", "C.UTF-8");
-    let output = command.output().unwrap_or_else(|error| panic!("{line}: {error}"));
+    let output = bounded(&mut command).unwrap_or_else(|error| panic!("{line}: {error}"));
     let text = |bytes: &[u8]| masked(&String::from_utf8_lossy(bytes));
     Said { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+}
+
+/// The output of a command, whose group of processes is ended after [`LIMIT`].
+fn bounded(command: &mut Command) -> io::Result<Output> {
+    let child = command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let group = Pid::from_child(&child);
+    let (done, ended) = mpsc::channel::<()>();
+    let watch = thread::spawn(move || {
+        if ended.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    });
+    let output = child.wait_with_output();
+    drop(done);
+    watch.join().expect("no panic");
+    output
 }
 
 /// Without times, generated names, and the blocks that files take on the disk.

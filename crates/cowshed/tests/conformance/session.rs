@@ -19,6 +19,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// Marks of the lines that belong to a session.
 pub const MARKS: [&str; 5] = ["> ", ">> ", "< ", "! ", "~ "];
 
+/// The last line of a session that waited too long. Each such session is wrong, whatever the other tool did.
+pub const IN_VAIN: &str = "[waited in vain for ";
+
 /// The id of commands that are repeated.
 const REPEATED: &str = "repeated";
 
@@ -130,8 +133,9 @@ pub fn run(session: &str, path: &str, folder: &Path) -> Outcome {
     let followers = [out.follow(child.stdout.take().expect("piped")), err.follow(child.stderr.take().expect("piped"))];
     let missed = converse(&mut child, &out, lines);
     let code = ended(&mut child);
+    let missed = missed.map(|what| format!("{IN_VAIN}{what}]\n"));
+    let missed = missed.or_else(|| code.is_none().then(|| format!("{IN_VAIN}the end]\n"))).unwrap_or_default();
     followers.into_iter().for_each(|follower| follower.join().expect("no panic"));
-    let missed = missed.map(|what| format!("[waited in vain for {what}]\n")).unwrap_or_default();
     Outcome { code, out: without_repeated(&out.text()) + &missed, err: err.text() }
 }
 
