@@ -271,10 +271,18 @@ impl OptionValues {
     fn set_item(&mut self, item: &str) -> Result<()> {
         let (key, value) = match item.split_once('=') {
             Some((key, value)) => (key, value.to_owned()),
-            // A bare key switches on; with "no" before it, off.
-            None => match item.strip_prefix("no").filter(|rest| self.find(rest).is_ok()) {
-                Some(rest) if self.find(item).is_err() => (rest, "off".to_owned()),
-                _ => (item, "on".to_owned()),
+            // A bare key switches on; with "no" before it, off. QEMU leaves out each "no" of a bare key, that of "nocow" too.
+            None => match item.strip_prefix("no") {
+                Some(rest) if self.find(rest).is_ok() => (rest, "off".to_owned()),
+                Some(rest) => {
+                    let sentence = format!("Invalid parameter '{rest}'");
+                    let message = match self.find(item) {
+                        Ok(_) => format!("'{item}' needs a value: {item}=on"),
+                        Err(error) => error.message().to_owned(),
+                    };
+                    return Err(Error::invalid_argument(message).qemu(sentence));
+                }
+                None => (item, "on".to_owned()),
             },
         };
         self.set(key, value)

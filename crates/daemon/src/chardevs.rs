@@ -148,7 +148,8 @@ impl Devices {
     /// Makes another device of one that has no monitor. Where that fails, the old one stays.
     pub fn change(&self, id: &str, options: &ChardevOptions) -> Result<()> {
         let mut devices = self.0.borrow_mut();
-        let device = devices.get_mut(id).ok_or_else(|| not_found(id))?;
+        let missing = || refused(ErrorKind::NotFound, format!("Chardev '{id}' does not exist"));
+        let device = devices.get_mut(id).ok_or_else(missing)?;
         if device.monitor.is_some() {
             return Err(refused(ErrorKind::Busy, "Chardev user does not support chardev hotswap".to_owned()));
         }

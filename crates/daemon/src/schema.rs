@@ -60,10 +60,24 @@ fn add_drivers(schema: &mut Schema) {
     schema.define_object(BLOCKDEV_OPTIONS, base);
 }
 
+/// The numbers that QEMU stores without a sign.
+const UNSIGNED: &[(&str, Type)] = &[
+    ("cbw-timeout", Type::Uint32),
+    ("latency-ns", Type::Uint64),
+    ("log-sector-size", Type::Uint32),
+    ("log-super-update-interval", Type::Uint64),
+    ("min-cluster-size", Type::Uint64),
+    ("open-timeout", Type::Uint32),
+    ("reconnect-delay", Type::Uint32),
+];
+
 fn object_type(schema: &mut Schema, name: &str, keys: &[Key]) -> ObjectType {
     let member = |key: &Key| Member {
         name: key.name.to_owned(),
-        value: value_type(schema, &format!("{name}-{}", key.name), &key.value),
+        value: match UNSIGNED.iter().find(|(name, _)| *name == key.name) {
+            Some((_, value)) => value.clone(),
+            None => value_type(schema, &format!("{name}-{}", key.name), &key.value),
+        },
         optional: key.default != REQUIRED,
     };
     ObjectType { members: keys.iter().map(member).collect(), ..ObjectType::default() }

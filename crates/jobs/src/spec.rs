@@ -4,7 +4,7 @@
 use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
-use cowshed_image::options::BlockdevOptions;
+use cowshed_image::options::{BlockdevOptions, short_forms};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
 use cowshed_offline::snapshots::SnapshotName;
@@ -58,8 +58,11 @@ impl ImageSpec {
         self
     }
 
-    /// The request that opens the image, read-only and with its backing chain.
+    /// The request that opens the image, read-only and with its backing chain. It warns of options without a value.
     pub fn request(&self) -> Result<OpenRequest> {
+        if let (true, Some(warn)) = (self.image_opts, self.on_warning) {
+            short_forms(&self.name, true).iter().for_each(|text| warn(text));
+        }
         if self.image_opts && self.format.is_some() {
             return Err(Error::invalid_argument("a format can't be given besides image options"));
         }

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Most words of an enumeration that an error lists: a longer list is no help.
-const MOST_WORDS: usize = 12;
+const MOST_WORDS: usize = 16;
 
 /// The allowed distance of a value from its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,7 +239,11 @@ impl Schema {
             }),
             (Type::List(element), Value::Array(items)) => {
                 let items = items.into_iter().enumerate();
-                let check = |(index, item)| self.check_value(element, item, &format!("{path}[{index}]"), strictness);
+                let check = |(index, item)| {
+                    // QEMU writes the path as it was given.
+                    let path = if texts { format!("{path}.{index}") } else { format!("{path}[{index}]") };
+                    self.check_value(element, item, &path, strictness)
+                };
                 items.map(check).collect::<QmpResult<Vec<Value>>>().map(Value::Array)
             }
             (Type::Named(name), value) => self.check_named(name, value, path, strictness),
@@ -284,7 +288,7 @@ impl Schema {
 
     fn wrong_type(&self, of: &Type, path: &str) -> QmpError {
         if *of == Type::Uint64 {
-            return QmpError::generic(format!("Parameter '{}' expects uint64", own_name(path)));
+            return QmpError::generic(format!("Parameter '{path}' expects uint64"));
         }
         let expected = match (of, self.json_type(of)) {
             (Type::Int, _) => "integer",
@@ -415,7 +419,8 @@ fn join(path: &str, name: &str) -> String {
 /// The name by which QEMU calls a value in an enumeration or an alternate: without the path, and `null` in a list.
 fn own_name(path: &str) -> &str {
     let name = path.rsplit('.').next().unwrap_or(path);
-    if name.ends_with(']') { "null" } else { name }
+    let is_index = name.bytes().all(|byte| byte.is_ascii_digit());
+    if is_index || name.ends_with(']') { "null" } else { name }
 }
 
 fn kind_of(value: &Value) -> &'static str {

@@ -491,7 +491,10 @@ impl File {
         let guard = self.0.lock_blocks(0, u64::MAX, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.set_len(len, shared).await;
-        result.map_err(|errno| self.error(errno, "could not change the size", len))?;
+        result.map_err(|errno| match errno {
+            Errno::ENOTSUP => Error::unsupported("Image format driver does not support resize").file(self.name()),
+            _ => self.error(errno, "could not change the size", len),
+        })?;
         self.0.len.store(len, Ordering::Release);
         drop(guard);
         Ok(())

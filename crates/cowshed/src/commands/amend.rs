@@ -2,6 +2,7 @@
 //! `amend`: changes format options of an image that exists.
 
 use super::arguments::{NamingArgs, cache_mode, one_file};
+use super::new_image::local_path;
 use super::untrusted::Use;
 use super::{Verb, create_options, work};
 use crate::invocation::Persona;
@@ -87,6 +88,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let failed = |error: &Error| {
         let failure = failed(console.persona, file, error);
         match error.kind() {
+            // A folder is opened for writing, and refused there.
+            _ if local_path(file).is_dir() => {
+                let error = Error::invalid_argument("it is a folder").file(file);
+                Failure::open(console.persona, file, &error.qemu(format!("Could not open '{file}': Is a directory")))
+            }
             // Faults of the image itself come with its name.
             ErrorKind::InvalidArgument | ErrorKind::Unsupported => {
                 work::opened_first(console.persona, &args.naming, &[&options.image], failure)
@@ -134,7 +140,8 @@ fn failed(persona: Persona, file: &str, error: &Error) -> Failure {
         }
         ErrorKind::InvalidArgument | ErrorKind::Unsupported if persona == Persona::QemuImg => {
             let sentence = error.sentence();
-            let is_of_value = ["Value '", "Parameter '"].iter().any(|start| sentence.starts_with(start));
+            let is_of_value =
+                ["Value '", "Parameter '", "Invalid parameter '"].iter().any(|start| sentence.starts_with(start));
             let message = if is_of_value || error.field_name() == Some("size") { &sentence } else { error.message() };
             Failure::new(match message.strip_prefix("invalid ") {
                 Some(rest) => format!("Invalid {rest}"),

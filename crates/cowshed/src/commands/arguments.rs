@@ -121,6 +121,14 @@ impl NamingArgs {
     /// The image `name`, whatever it is.
     pub fn spec_of_any(&self, name: &str, format: Option<&String>) -> Result<ImageSpec, Failure> {
         self.check(format)?;
+        if let Some(id) = BlockdevOptions::from_image_opts(name)
+            .ok()
+            .filter(|_| self.image_opts)
+            .as_ref()
+            .and_then(|options| options.text("id"))
+        {
+            check_identifier(id)?;
+        }
         let Objects { secrets, tls, graph, .. } = self.objects()?;
         Ok(ImageSpec {
             name: name.to_owned(),

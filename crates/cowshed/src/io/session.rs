@@ -12,10 +12,10 @@ use cowshed_image::DRIVERS;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::ChildRole;
 use cowshed_image::open::{CACHE_MODES, Policy};
-use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
+use cowshed_image::options::{BlockdevOptions, short_forms};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open as open_image};
-use cowshed_types::{Error, ErrorKind, LINE_END, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -145,13 +145,7 @@ impl OpenSpec {
 
 /// The options of a list. QEMU warns of those without a value.
 pub(super) fn options_of(text: &str) -> Result<BlockdevOptions> {
-    for (key, _) in parse_list(text, BareKey::On)?.iter().filter(|(_, value)| value == "on") {
-        if text.split(',').any(|item| item == key) {
-            warning::print(&format!(
-                "short-form boolean option '{key}' deprecated{LINE_END}Please use {key}=on instead"
-            ));
-        }
-    }
+    short_forms(text, false).iter().for_each(|text| warning::print(text));
     BlockdevOptions::from_keyval(text)
 }
 

@@ -201,7 +201,11 @@ fn names_file(name: &str, file: &str) -> bool {
     let mut values = name.split(',').filter_map(|item| item.split_once("filename="));
     let is_protocol = |start: &str| ["file", "host_device", "host_cdrom"].contains(&start);
     let plain = name.split_once(':').filter(|(start, _)| is_protocol(start)).map(|(_, plain)| plain);
-    name == file || plain == Some(file) || values.any(|(_, value)| value == file)
+    let is_in_json = || ['"', '\''].iter().any(|quote| name.contains(&format!("{quote}{file}{quote}")));
+    name == file
+        || plain == Some(file)
+        || values.any(|(_, value)| value == file)
+        || (name.starts_with("json:") && is_in_json())
 }
 
 /// True when the error is about the NBD server in `name`, which has several forms.

@@ -17,7 +17,7 @@ const FIELDS: [&str; 2] = ["(snapshots_offset", "(snapshot_extra_data_size"];
 const LEFT_OUT: &str = " entries are left out, ";
 
 /// A warning of QEMU's that is shown under QEMU's names only.
-const SHORT_FORM: &str = "short-form boolean option ";
+const SHORT_FORM: &str = "short-form boolean option '";
 
 static PERSONA: OnceLock<Persona> = OnceLock::new();
 
@@ -97,6 +97,9 @@ fn worded(persona: Persona, text: &str) -> Option<String> {
 
 /// The warnings of QEMU's tools that scripts know, and those about content that isn't shown.
 fn as_qemu(persona: Persona, text: &str) -> Option<String> {
+    if let Some((place, _)) = text.split_once(SHORT_FORM).filter(|(place, _)| place.starts_with("--")) {
+        return Some(format!("{}: {place}warning: {}\n", persona.name(), &text[place.len()..]));
+    }
     if text.starts_with("Use of \"backing\"") || text.starts_with(SHORT_FORM) || text.contains(LEFT_OUT) {
         return Some(format!("{}: warning: {text}\n", persona.name()));
     }

@@ -346,7 +346,7 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
     let file = ["qemu-storage-daemon", "--blockdev", "file,node-name=f,filename=disk.qcow2"];
     let format = ["--blockdev", "qcow2,node-name=q,file=f"];
     let server = ["--nbd-server", "addr.type=unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=f"];
-    let mistakes: [(&[&str], &str); 17] = [
+    let mistakes: [(&[&str], &str); 18] = [
         (&[&file[..], &format, &server].concat(), "permissions 'resize' are both required by node 'q'"),
         (&["serve"], "Expecting an image file name"),
         (&["serve", "-k", "n.sock", "nothing.qcow2"], "nothing.qcow2"),
@@ -368,6 +368,7 @@ fn what_cannot_start_says_why_and_leaves_nothing() {
         ),
         (&["qemu-nbd", "-k", "n.sock", "-l", "none", "disk.qcow2"], "Can't find snapshot"),
         (&["qemu-storage-daemon", "--object", "tls-creds-psk,id=t"], "no pre-shared keys"),
+        (&["serve", "-k", "n.sock", "--object", "thing", "disk.qcow2"], "'thing': one of authz-list, authz-listfile, "),
         (&["qemu-storage-daemon", "--nbd-server", "unix,addr.path=n.sock", "--export", "nbd,id=e,node-name=z"], "'z'"),
         (&["qemu-storage-daemon", "--daemonize", "--blockdev", "qcow2,node-name=q,file=nothing"], "nothing"),
     ];

@@ -9,7 +9,7 @@ use cowshed_image::DRIVERS;
 use cowshed_image::OpenRequest;
 use cowshed_image::filters::throttle::Limits;
 use cowshed_image::open::{Cache, Policy};
-use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off};
+use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off, short_forms};
 use cowshed_image::stats::Accounting;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -26,6 +26,8 @@ pub struct Drive {
     /// Clients may write.
     pub writable: bool,
     options: BlockdevOptions,
+    /// QEMU's warnings of options without a value.
+    short_forms: Vec<String>,
     cache: Cache,
     snapshot: Option<SnapshotName>,
     /// Writes go to an overlay that is gone with the process.
@@ -70,7 +72,7 @@ impl Drive {
     /// An image by its options (`--image-opts`), as `id`.
     pub fn image_opts(id: &str, text: &str, writable: bool) -> Result<Drive> {
         let options = BlockdevOptions::from_image_opts(text).map_err(|error| error.file(text))?;
-        Ok(Drive::new(id, options, writable))
+        Ok(Drive { short_forms: short_forms(text, true), ..Drive::new(id, options, writable) })
     }
 
     fn new(id: &str, options: BlockdevOptions, writable: bool) -> Drive {
@@ -78,6 +80,7 @@ impl Drive {
         let controls = Controls::default();
         Drive {
             id: id.to_owned(),
+            short_forms: Vec::new(),
             writable,
             options,
             cache: Cache::default(),
@@ -242,6 +245,7 @@ impl Drive {
     }
 
     pub(crate) async fn add(mut self, daemon: &Rc<Daemon>) -> Result<()> {
+        self.short_forms.iter().for_each(|warning| crate::warnings::say(warning));
         let Some(offset) = self.offset.take() else { return self.add_whole(daemon).await };
         let name = std::mem::replace(&mut self.id, commands::free_name(daemon, "below"));
         let (below, read_only, snapshot) = (self.id.clone(), !self.writable, self.snapshot.take());

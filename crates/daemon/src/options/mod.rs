@@ -17,7 +17,7 @@ use crate::monitor::MonitorAddress;
 use crate::objects::OBJECTS_OF_MACHINES;
 use crate::state::Daemon;
 use cowshed_image::TlsCredentials;
-use cowshed_image::options::{BareKey, BlockdevOptions, parse_list};
+use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, short_forms};
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{QmpError, Strictness, parse_json};
 use cowshed_storage::{ListenOptions, SocketAddress, path_of_text, text_of_path};
@@ -25,6 +25,9 @@ use cowshed_types::{Error, IDENTIFIERS, LINE_END, Result, check_identifier};
 use drive::Controls;
 use serde_json::{Map, Value};
 use std::rc::Rc;
+
+/// The start of the option of a character device.
+const CHARDEV: &str = "--chardev ";
 
 /// One step of the start.
 #[derive(Clone, Debug)]
@@ -89,7 +92,7 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
         };
     }
     let first = text.split(',').next().unwrap_or_default();
-    let pairs = match first.contains('=') || first.is_empty() {
+    let pairs = match first.contains('=') || first.is_empty() || implied.is_empty() {
         true => parse_list(text, bare)?,
         false => parse_list(&format!("{implied}={text}"), bare)?,
     };
@@ -235,7 +238,10 @@ impl Step {
 
     /// `--nbd-server addr.type=…,…` or JSON.
     pub fn nbd_server(text: &str) -> Result<Step> {
-        Self::command("--nbd-server", text, "addr.type", "nbd-server-start", "NbdServerOptions")
+        // QEMU has no key without a name here.
+        let kind = text.split(',').next().unwrap_or_default();
+        let implied = if ["inet", "unix", "fd", "vsock"].contains(&kind) { "addr.type" } else { "" };
+        Self::command("--nbd-server", text, implied, "nbd-server-start", "NbdServerOptions")
     }
 
     /// `--export [type=]nbd,id=…,node-name=…` or JSON.
@@ -256,7 +262,7 @@ impl Step {
     /// `--chardev BACKEND,id=ID,…`: the device is there from now on, also for [`Step::monitor`].
     pub fn chardev(text: &str, chardevs: &mut Chardevs) -> Result<Step> {
         let (id, options) = chardevs.add(text)?;
-        Ok(Step { option: format!("--chardev {text}"), what: What::Chardev { id, options } })
+        Ok(Step { option: format!("{CHARDEV}{text}"), what: What::Chardev { id, options } })
     }
 
     /// Its names of files and folders are of the present folder, wherever the process goes before it uses them again.
@@ -283,7 +289,7 @@ impl Step {
     pub fn monitor(text: &str, chardevs: &Chardevs) -> Result<Step> {
         let option = format!("--monitor {text}");
         let refused = |message: String| Err(Error::invalid_argument(message).file(option.clone()));
-        let (map, _) = parse(text, "chardev", BareKey::On).map_err(|error| error.file(option.clone()))?;
+        let (map, _) = parse(text, "chardev", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
         if let Some(id) = map.get("id").and_then(Value::as_str) {
             check_identifier(id).map_err(|error| error.file(option.clone()))?;
         }
@@ -373,6 +379,10 @@ impl Step {
     }
 
     pub(crate) async fn run(self, daemon: &Rc<Daemon>) -> Result<()> {
+        if let Some(text) = self.option.strip_prefix(CHARDEV) {
+            let warnings = short_forms(text, true);
+            warnings.iter().for_each(|warning| crate::warnings::say(&format!("{}: {warning}", self.option)));
+        }
         let result = match self.what {
             What::Metrics(address) => {
                 daemon.note_metrics(metrics::listen(&address, daemon.control.clone())?);

@@ -296,7 +296,7 @@ fn ring_buffers_keep_what_was_written_last() {
         ("chardev-add", json!({"id": "s", "backend": ring(1000)}), "power of two"),
         ("chardev-add", json!({"id": "s", "backend": {"type": "pty", "data": {}}}), "a monitor is on a socket"),
         ("chardev-send-break", json!({"id": "zz"}), "'zz' not found"),
-        ("chardev-change", json!({"id": "zz", "backend": ring(8)}), "'zz' not found"),
+        ("chardev-change", json!({"id": "zz", "backend": ring(8)}), "'zz' does not exist"),
     ] {
         let refusal = client.refusal(command, arguments);
         assert!(refusal.contains(reason), "{refusal}");

@@ -2,7 +2,7 @@
 //! Builds nodes from options, leaves first.
 
 use super::line::DriverLine;
-use super::names::{driver_for, instead_of, protocol_options};
+use super::names::{driver_for, has_names, instead_of, options_for, protocol_options};
 use super::naming::given;
 use super::policy::{Files, Policy};
 use super::{BackingPolicy, Drivers, OpenRequest, Source, TlsCredentials};
@@ -97,24 +97,13 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
 
 /// The option tree for a file name and perhaps a format.
 pub(super) fn named(drivers: &Drivers, name: &str, format: Option<&str>, files: &dyn Files) -> Result<BlockdevOptions> {
-    let inner = match format {
+    let Some(format) = format else { return without_format(name, files) };
+    match BlockdevOptions::from_json_name(name) {
+        // The format counts, not a driver in the name.
+        Some(options) => Ok(options.map_err(|error| error.file(name))?.with("driver", format)),
         // A protocol as "format": the node itself, without a format above it.
-        Some(driver) if drivers.is_protocol(driver) && BlockdevOptions::from_json_name(name).is_none() => {
-            return Ok(protocol_options(name, files)?.with("driver", driver));
-        }
-        _ => without_format(name, files)?,
-    };
-    let Some(format) = format else { return Ok(inner) };
-    match inner.text("driver").map(str::to_owned) {
-        None => Ok(inner.with("driver", format)),
-        Some(driver) if driver == format => Ok(inner),
-        Some(driver) if drivers.is_protocol(&driver) => {
-            Ok(BlockdevOptions::new().with("driver", format).with("file", inner))
-        }
-        Some(driver) => {
-            let message = format!("the format is '{format}', but the name says driver '{driver}'");
-            Err(Error::invalid_argument(message).file(name))
-        }
+        None if drivers.is_protocol(format) || has_names(format, name) => options_for(format, name, files),
+        None => Ok(without_format(name, files)?.with("driver", format)),
     }
 }
 

@@ -34,7 +34,8 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
         Some("blkdebug") => {
             let Some((config, file)) = name["blkdebug:".len()..].split_once(':') else {
                 let message = "the name is 'blkdebug:CONFIG:FILE', with or without a file of rules as CONFIG";
-                return Err(Error::invalid_argument(message).file(name));
+                let error = Error::invalid_argument(message).file(name);
+                return Err(error.qemu("blkdebug requires both config file and image path"));
             };
             let node = BlockdevOptions::new().with("driver", "blkdebug").with("image", protocol_options(file, files)?);
             return Ok(if config.is_empty() { node } else { node.with("config", config) });
@@ -64,6 +65,37 @@ pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<Blockdev
         return Err(no_file_name(name));
     }
     Ok(file_options(driver_for(path, files), path))
+}
+
+/// True for a driver above others that reads names by itself.
+pub(super) fn has_names(driver: &str, name: &str) -> bool {
+    driver == "blkdebug" || (driver == "blkverify" && protocol(name) == Some(driver))
+}
+
+/// The options of a protocol node whose driver is given. The driver decides about the reading of the name.
+pub(super) fn options_for(driver: &str, name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    let wrong = |message: &str| Err(Error::invalid_argument(message).file(name));
+    let is_own = match driver {
+        "file" | "host_device" | "host_cdrom" => {
+            let path = name.strip_prefix(driver).and_then(|rest| rest.strip_prefix(':')).unwrap_or(name);
+            return if path.is_empty() { Err(no_file_name(name)) } else { Ok(file_options(driver, path)) };
+        }
+        "nbd" if NbdUri::is_one(name) => true,
+        "nbd" if name.contains("://") => return wrong("No valid URL specified"),
+        "nbd" => return wrong("File name string for NBD must start with 'nbd:'"),
+        "null-co" | "null-aio" if protocol(name) != Some(driver) => {
+            return wrong(&format!("The only allowed filename for this driver is '{driver}://'"));
+        }
+        "vvfat" if protocol(name) != Some("fat") => return wrong("File name string must start with 'fat:'"),
+        "vvfat" | "null-co" | "null-aio" => true,
+        "blkdebug" if protocol(name) != Some(driver) => {
+            return Ok(BlockdevOptions::new().with("driver", driver).with("image", protocol_options(name, files)?));
+        }
+        "blkdebug" | "blkverify" => true,
+        _ => false,
+    };
+    let options = protocol_options(name, files)?;
+    Ok(if is_own { options } else { options.with("driver", driver) })
 }
 
 /// The options of `fat:[12:|16:|32:][floppy:][rw:]FOLDER`, behind the protocol.

@@ -48,7 +48,8 @@ impl Opener {
         options::check_aio(&draft.options, draft.place.cache.direct)
             .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);
-        check_file_kind(driver, &options.filename, self.files.kind(&path), !draft.settings.read_only)
+        let writes = !draft.settings.read_only && !draft.place.auto_read_only;
+        check_file_kind(driver, &options.filename, self.files.kind(&path), writes)
             .map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,

@@ -2,12 +2,12 @@
 //! `key=value,key=value`, where `,,` stands for one comma in a value.
 
 use cowshed_types::keyval::next_item;
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, LINE_END, Result};
 
 /// The meaning of a key without `=`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BareKey {
-    /// `key=on` (`-o`, `--image-opts`).
+    /// `key=on`, and `nokey` is `key=off` (`-o`, `--image-opts`).
     On,
     /// An error (`--blockdev`).
     Refused,
@@ -26,7 +26,10 @@ pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
                 let error = Error::invalid_argument(format!("no key before '=' in '{text}'"));
                 return Err(error.qemu("Invalid parameter ''"));
             }
-            None if bare == BareKey::On && !item.is_empty() => pairs.push((item, "on".to_owned())),
+            None if bare == BareKey::On && !item.is_empty() => {
+                let (key, value) = switch(&item);
+                pairs.push((key.to_owned(), value.to_owned()));
+            }
             None => {
                 let error = Error::invalid_argument(format!("expected '=' after parameter '{item}' in '{text}'"));
                 return Err(error.qemu(format!("Expected '=' after parameter '{item}'")));
@@ -34,6 +37,32 @@ pub fn parse_list(text: &str, bare: BareKey) -> Result<Vec<(String, String)>> {
         }
     }
     Ok(pairs)
+}
+
+/// The key and the value of a word without `=`, as QEMU reads it: every key that begins with `no` is switched off.
+pub fn switch(word: &str) -> (&str, &'static str) {
+    match word.strip_prefix("no") {
+        // A switch of sockets that is called so.
+        Some("delay") | None => (word, "on"),
+        Some(key) => (key, "off"),
+    }
+}
+
+/// QEMU's warnings of the words without `=` in a list. The first word may have an implied key.
+pub fn short_forms(text: &str, is_first_implied: bool) -> Vec<String> {
+    let (mut warnings, mut rest, mut is_implied) = (Vec::new(), text, is_first_implied);
+    while !rest.is_empty() {
+        let (item, behind) = next_item(rest);
+        rest = behind;
+        if !item.contains('=') && !std::mem::take(&mut is_implied) {
+            let (key, value) = switch(&item);
+            warnings.push(format!(
+                "short-form boolean option '{item}' deprecated{LINE_END}Please use {key}={value} instead"
+            ));
+        }
+        is_implied = false;
+    }
+    warnings
 }
 
 #[cfg(test)]
@@ -56,6 +85,7 @@ mod tests {
     #[test]
     fn a_key_alone_is_on_or_an_error() {
         assert_eq!(pairs("lazy_refcounts"), [("lazy_refcounts".to_owned(), "on".to_owned())]);
+        assert_eq!(pairs("nolazy,nodelay"), [("lazy", "off"), ("nodelay", "on")].map(|(k, v)| (k.into(), v.into())));
         assert!(parse_list("a", BareKey::Refused).is_err());
         assert!(parse_list("=1", BareKey::On).is_err());
         assert!(parse_list("a=1,,,b=2", BareKey::Refused).unwrap()[0].1.ends_with(','));

@@ -11,7 +11,7 @@ mod tree;
 mod typed;
 
 pub(crate) use blkdebug::{BlkdebugOptions, read_config};
-pub use keyval::{BareKey, parse_list};
+pub use keyval::{BareKey, parse_list, short_forms, switch};
 pub(crate) use nbd::{nbd_client, nbd_of_uri, no_credentials};
 pub use schema::size_refused;
 pub use schema::{DriverKind, DriverSchema, Key, KeyType, REQUIRED, Schemas};

@@ -129,7 +129,8 @@ impl DriverSchema {
     pub(crate) fn check(&'static self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
         let lacks = |key: &&Key| key.default == REQUIRED && options.get(key.name).is_none();
         // QEMU opens the children before it looks at the rest.
-        if let Some(key) = self.keys.iter().filter(lacks).find(|key| matches!(key.value, KeyType::Child)) {
+        let is_first = |key: &&Key| matches!(key.value, KeyType::Child) || key.name == "filename";
+        if let Some(key) = self.keys.iter().filter(lacks).find(is_first) {
             return Err(missing(&format!("{path}{}", key.name), self.name));
         }
         self.check_given(options, path)?;
@@ -245,7 +246,7 @@ fn words_of_value(key: &Key, value: &Value) -> Option<String> {
         "aio" | "locking" | "detect-zeroes" => Some(format!("invalid parameter value: {text}")),
         "overlap-check" => Some(unknown_overlap_check(text)),
         "cache-clean-interval" if text.starts_with('-') => Some("Cache clean interval too big".to_owned()),
-        "latency-ns" if text.starts_with('-') => Some("latency-ns is invalid".to_owned()),
+        "latency-ns" if text.starts_with('-') || !value.is_string() => Some("latency-ns is invalid".to_owned()),
         _ => None,
     }
 }
@@ -301,8 +302,12 @@ fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<(
         }
     }
     match keys.iter().find(|key| key.default == REQUIRED && !map.contains_key(key.name)) {
-        Some(key) => Err(Error::invalid_argument(format!("option '{path}.{}' is missing", key.name))
-            .qemu(format!("Parameter '{}' is missing", key.name))),
+        Some(key) => {
+            Err(Error::invalid_argument(format!("option '{path}.{}' is missing", key.name)).qemu(match key.name {
+                "event" => "Missing event name for rule".to_owned(),
+                name => format!("Parameter '{name}' is missing"),
+            }))
+        }
         None => Ok(()),
     }
 }

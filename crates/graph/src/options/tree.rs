@@ -54,14 +54,16 @@ impl BlockdevOptions {
     /// From the value of `--image-opts`: as [`BlockdevOptions::from_keyval`], but a word without `=` in front is the name of a
     /// node, of which there is none.
     pub fn from_image_opts(text: &str) -> Result<Self> {
-        let (first, _) = next_item(text);
-        match text.is_empty() || first.contains('=') {
-            true => Self::from_keyval(text),
-            false => {
-                let message = format!("Cannot find device='{first}' nor node-name='{first}'");
-                Err(Error::invalid_argument(message))
-            }
+        let (first, rest) = next_item(text);
+        if text.is_empty() || first.contains('=') {
+            return Self::from_keyval(text);
         }
+        let error = Error::invalid_argument(format!("Cannot find device='{first}' nor node-name='{first}'"));
+        // The word is the node of the child `file`, which takes no options then.
+        Err(match rest.starts_with("file.") || rest.contains(",file.") {
+            false => error,
+            true => error.qemu("Cannot reference an existing block device with additional options or a new filename"),
+        })
     }
 
     /// The value of a key of this node.

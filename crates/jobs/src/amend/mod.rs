@@ -157,7 +157,7 @@ fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[St
         if ["nocow", "extent_size_hint"].iter().any(|option| error.message().contains(option)) {
             return error;
         }
-        let message = format!("{}{LINE_END}This option is only supported for image creation", error.message());
+        let message = format!("{}{LINE_END}This option is only supported for image creation", error.sentence());
         return Error::new(error.kind(), message);
     };
     // The first look has named the wrong one of several.

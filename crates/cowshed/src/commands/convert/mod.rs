@@ -350,7 +350,9 @@ fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
         if let Some((key, _)) =
             parse_list(list, BareKey::On)?.iter().find(|(key, _)| !known.iter().any(|option| option.name == key))
         {
-            return Err(Failure::new(format!("Invalid parameter '{key}'")));
+            let written = if list.split(',').any(|item| item == format!("no{key}")) { "no" } else { "" };
+            let error = Error::invalid_argument(format!("Invalid parameter '{written}{key}'"));
+            return Err(error.qemu(format!("Invalid parameter '{key}'")).into());
         }
     }
     let lacks = |name: &str| !known.iter().any(|option| option.name == name);
