@@ -17,6 +17,7 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use std::collections::VecDeque;
 use std::future::pending;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -200,6 +201,8 @@ impl Queue {
 pub(crate) struct Running<M: Memory = GuestMemory> {
     ring: Ring<M::Piece>,
     start: Start<M>,
+    /// Those of the start, for the requests of this thread.
+    ways: Rc<Ways<M::Piece>>,
     inflight: Option<Inflight<M::Piece>>,
     bytes: u64,
     /// Requests of an earlier life that have not begun.
@@ -246,7 +249,8 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         if !left.is_empty() {
             tracing::info!(export = &*start.ways.id, count = left.len(), "requests of an earlier life are carried out");
         }
-        Ok(Running { ring, start, inflight, bytes: 0, left, is_broken: false, work })
+        let ways = Rc::new(start.ways.clone());
+        Ok(Running { ring, start, ways, inflight, bytes: 0, left, is_broken: false, work })
     }
 
     /// Serves until the order to stop. False: the thread is to end.
@@ -377,7 +381,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
 
     fn begin(&mut self, disk: &Disk, memory: &M, head: u16) {
         let (result, chain) = self.ring.chain(memory, head);
-        let ways = &self.start.ways;
+        let ways = &self.ways;
         let limits = RequestLimits { disk_bytes: disk.size(), ..ways.limits };
         let request = match result {
             Ok(()) => Request::parse(&chain, &limits),
@@ -389,7 +393,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         match request {
             Ok(request) => {
                 self.bytes += requests::cost(&request, &chain);
-                let work = requests::run(disk.clone(), ways.clone(), chain, request);
+                let work = requests::run(disk.clone(), Rc::clone(ways), chain, request);
                 self.work.push(work.boxed_local());
             }
             Err(status) => {

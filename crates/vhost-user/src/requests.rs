@@ -8,6 +8,7 @@ use cowshed_storage::{IoBuf, SharedBufs};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
 use cowshed_vhost_user_proto::{DescriptorChain, Pieces, Shared};
+use std::rc::Rc;
 
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
@@ -43,7 +44,12 @@ fn lost() -> Error {
 }
 
 /// Carries a request out and writes its status.
-pub(crate) async fn run<P: Shared>(disk: Queue, ways: Ways<P>, chain: DescriptorChain<P>, request: Request) -> Ended {
+pub(crate) async fn run<P: Shared>(
+    disk: Queue,
+    ways: Rc<Ways<P>>,
+    chain: DescriptorChain<P>,
+    request: Request,
+) -> Ended {
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());

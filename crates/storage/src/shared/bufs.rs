@@ -9,15 +9,35 @@ static ZEROES: [u8; 4096] = [0; 4096];
 /// Pieces of shared memory, one behind the other.
 #[derive(Clone, Debug, Default)]
 pub struct SharedBufs {
-    pieces: Vec<SharedMemory>,
+    pieces: Pieces,
     len: usize,
+}
+
+/// One piece is the rule, and needs no list.
+#[derive(Clone, Debug)]
+enum Pieces {
+    One([SharedMemory; 1]),
+    Many(Vec<SharedMemory>),
+}
+
+impl Default for Pieces {
+    fn default() -> Self {
+        Pieces::Many(Vec::new())
+    }
 }
 
 impl SharedBufs {
     /// Adds a piece at the end.
     pub fn push(&mut self, piece: SharedMemory) {
         self.len += piece.len();
-        self.pieces.push(piece);
+        self.pieces = match std::mem::take(&mut self.pieces) {
+            Pieces::One([first]) => Pieces::Many(vec![first, piece]),
+            Pieces::Many(pieces) if pieces.is_empty() => Pieces::One([piece]),
+            Pieces::Many(mut pieces) => {
+                pieces.push(piece);
+                Pieces::Many(pieces)
+            }
+        };
     }
 
     /// Bytes of all pieces.
@@ -34,7 +54,10 @@ impl SharedBufs {
     /// The pieces in their order.
     #[inline]
     pub fn pieces(&self) -> &[SharedMemory] {
-        &self.pieces
+        match &self.pieces {
+            Pieces::One(piece) => piece,
+            Pieces::Many(pieces) => pieces,
+        }
     }
 
     /// Copies bytes out from the place `at` on, each once. Those behind the end stay as they are.
@@ -69,7 +92,7 @@ impl SharedBufs {
     /// Calls `visit` with each piece of a range, the place in it and the length there.
     fn each(&self, at: usize, len: usize, mut visit: impl FnMut(&SharedMemory, usize, usize)) {
         let (mut skip, mut left) = (at, len);
-        for piece in &self.pieces {
+        for piece in self.pieces() {
             let start = skip.min(piece.len());
             let take = left.min(piece.len() - start);
             if take > 0 {
