@@ -302,6 +302,11 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let free = daemon.graph.hold_name(&filter_name).map(drop);
     free.map_err(|error| failed(error.context("Could not create node")))?;
     let common = Common::of(&daemon, &arguments)?;
+    let has_nothing = match (layers.get(1), &base) {
+        (Some(next), Some(base)) => Arc::ptr_eq(next, base),
+        (next, _) => next.is_none(),
+    };
+    let ends_at_once = has_nothing && common.auto_finalize;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
@@ -310,7 +315,11 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let policy = on_error(&arguments, "on-error");
     let spec = common.spec("stream", stream.nodes(), (policy, policy)).lending(base);
     let job = daemon.jobs.add(spec, &daemon.events)?;
-    daemon.jobs.start(Rc::clone(&job), run_stream(job, stream));
+    daemon.jobs.start(Rc::clone(&job), run_stream(Rc::clone(&job), stream));
+    if ends_at_once {
+        // As in QEMU it ends before its answer.
+        job.await_end().await;
+    }
     nothing()
 }
 
