@@ -77,7 +77,9 @@ impl Graph {
 
     /// All that can be refused; the children that were left.
     async fn prepare_all(&self, plans: &[Plan], change: &mut Transaction) -> Result<Vec<Arc<Node>>> {
-        for plan in plans {
+        // A file that becomes writable by the same change comes before the image in it.
+        let is_file = |plan: &&Plan| plan.node.file().is_some() && !plan.read_only;
+        for plan in plans.iter().filter(is_file).chain(plans.iter().filter(|plan| !is_file(plan))) {
             self.prepare(plan, change).await?;
         }
         // Children come last among the possible refusals.

@@ -24,6 +24,9 @@ pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
             format!("Block format '{driver}' used by node '{}' does not support reopening files", node.name());
         return Err(Error::new(ErrorKind::ReadOnly, message));
     }
+    if node.children().iter().any(|child| child.role != ChildRole::Backing && child.node.stays_read_only()) {
+        return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+    }
     let mut storage = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
     storage.try_for_each(|child| check_becomes_writable(&child.node))
 }

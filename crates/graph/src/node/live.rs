@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
-use super::{Apply, ChildLink, DetectZeroes, Edge, LockSource, Node};
+use super::{Apply, ChildLink, ChildRole, DetectZeroes, Edge, LockSource, Node};
 use crate::options::BlockdevOptions;
 use cowshed_types::Result;
 use std::sync::PoisonError;
@@ -36,6 +36,13 @@ impl Node {
         self.is_read_only() && self.settings.is_below_snapshot()
     }
 
+    /// True where the options of this node, or of a node that stores it, say that it is read-only: nodes above can't make
+    /// it writable.
+    pub(crate) fn stays_read_only(&self) -> bool {
+        let mut storage = self.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+        self.is_read_only() && (self.settings.stays_read_only() || storage.any(|child| child.node.stays_read_only()))
+    }
+
     /// From now on it is read-only for no other reason, until it is reopened.
     pub(crate) fn put_below_snapshot(&self) {
         self.settings.set_below_snapshot(true);
@@ -50,6 +57,7 @@ impl Node {
         apply: Option<Apply>,
     ) {
         self.settings.set_below_snapshot(false);
+        self.settings.set_stays_read_only(options.flag("read-only") == Some(true));
         self.settings.set_discards(discard);
         self.settings.set_detect_zeroes(detect_zeroes);
         if let Some(apply) = apply {

@@ -148,6 +148,8 @@ pub enum DetectZeroes {
 pub struct NodeSettings {
     /// Nothing is written.
     pub read_only: bool,
+    /// An option says that nothing is written. A node above can't change that.
+    pub stays_read_only: bool,
     /// Each write is followed by a flush.
     pub writethrough: bool,
     /// Discards are passed on (`discard=unmap`), else ignored.

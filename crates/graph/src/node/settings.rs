@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 #[derive(Debug)]
 pub(crate) struct LiveSettings {
     read_only: AtomicBool,
+    /// An option says that it is read-only: only its own reopen changes that, no node above.
+    stays_read_only: AtomicBool,
     /// It took writes until a snapshot made it read-only. This stays while jobs have it take writes again.
     below_snapshot: AtomicBool,
     discard: AtomicBool,
@@ -24,6 +26,7 @@ impl LiveSettings {
     pub(crate) fn new(settings: NodeSettings) -> LiveSettings {
         let live = LiveSettings {
             read_only: AtomicBool::new(settings.read_only),
+            stays_read_only: AtomicBool::new(settings.stays_read_only),
             below_snapshot: AtomicBool::new(false),
             discard: AtomicBool::new(settings.discard),
             detect_zeroes: AtomicU8::new(0),
@@ -44,6 +47,14 @@ impl LiveSettings {
     pub(crate) fn set_read_only(&self, read_only: bool) {
         self.read_only.store(read_only, Ordering::Release);
         super::edge::note_graph_change();
+    }
+
+    pub(crate) fn stays_read_only(&self) -> bool {
+        self.stays_read_only.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_stays_read_only(&self, stays: bool) {
+        self.stays_read_only.store(stays, Ordering::Release);
     }
 
     pub(crate) fn is_below_snapshot(&self) -> bool {

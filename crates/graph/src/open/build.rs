@@ -11,7 +11,7 @@ use crate::node::{
     ChildRole, Children, Deadline, Driver, Edge, Link, LocalFuture, LockSource, MONITOR, Node, NodeParts, NodeSettings,
     detect_zeroes,
 };
-use crate::options::{self, BlockdevOptions};
+use crate::options::{self, BlockdevOptions, DriverKind};
 use crate::secret::Secret;
 use cowshed_layout::probe::probe_with_tail;
 use cowshed_offline::snapshots::SnapshotName;
@@ -402,6 +402,10 @@ impl Opener {
         let line = draft.options.text("driver").and_then(|name| self.drivers.find(name));
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
+            let has_metadata = line.is_some_and(|line| line.schema.kind == DriverKind::Format && !line.passes_on);
+            if has_metadata && role == ChildRole::File && node.stays_read_only() {
+                return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+            }
             draft.settings.read_only = true;
             Edge::of(&draft.name, false, false)
         } else {
@@ -470,6 +474,7 @@ fn take_over(options: &BlockdevOptions, place: &mut TreePlace) -> Result<NodeSet
     let writethrough = place.writethrough && place.role == Role::Root;
     Ok(NodeSettings {
         read_only: !place.writable,
+        stays_read_only: options.flag("read-only") == Some(true),
         writethrough,
         discard,
         detect_zeroes,
