@@ -3,15 +3,16 @@
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
 use super::holes::Holes;
-use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, push_run};
+use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, no_such_bitmap, push_run};
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
-use cowshed_graph::node::{ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
+use cowshed_graph::node::{BitmapStatus, ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_graph::options::{Key, KeyType, REQUIRED};
 use cowshed_offline::check::Repair;
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result, text_of_name};
 use std::collections::HashMap;
@@ -47,6 +48,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds. The count is at
     /// least one, and ends at the end of an allocated block.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    /// The same, of an image without pending entries: the count may reach over blocks that follow each other in the file too.
+    fn run(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>> {
+        self.place(file, at, len)
+    }
     /// True for an image that may have a backing file.
     fn takes_backing(&self) -> bool {
         true
@@ -149,6 +154,16 @@ pub(crate) trait BlockFormat: Send + Sync {
         _format: Option<&str>,
     ) -> impl Future<Output = Result<()>> {
         async { Err(Error::unsupported("the format has no way to name another backing file")) }
+    }
+    /// Whether images of the format keep dirty bitmaps.
+    const HAS_BITMAPS: bool = false;
+    /// The dirty bitmaps of the image, in its order.
+    fn bitmaps(&self, _file: &ImageFile) -> impl Future<Output = Result<Vec<BitmapStatus>>> {
+        async { Ok(Vec::new()) }
+    }
+    /// The bits of one of them.
+    fn bitmap_bits(&self, _file: &ImageFile, name: &str) -> impl Future<Output = Result<Arc<DirtyBits>>> {
+        async move { Err(no_such_bitmap(name)) }
     }
     /// Forgets the tables read so far.
     fn forget(&self) {}
@@ -403,6 +418,24 @@ impl ImageFile {
         Ok((same.max(1) * block_bytes - at % block_bytes).min(len))
     }
 
+    /// The number of blocks from the one at `host` on whose data follow each other in the file too. It is at most `most`, and
+    /// counts within one page of the table. `index`: the entry of the first block.
+    pub(crate) async fn blocks_in_a_row(
+        &self,
+        table: Table,
+        index: u64,
+        (host, block_bytes, most): (u64, u64, u64),
+        place: impl Fn([u8; 8]) -> Option<u64>,
+    ) -> Result<u64> {
+        let (page, skip) = self.page_of(&table, index * 8).await?;
+        let (entries, _) = page.get(skip..).unwrap_or_default().as_chunks::<8>();
+        // All of them are in the file.
+        let there = self.len().saturating_sub(host) / block_bytes;
+        let most = usize::try_from(most.min(there)).unwrap_or(usize::MAX);
+        let places = (host..).step_by(block_bytes as usize).zip(entries).take(most);
+        Ok((places.take_while(|(host, entry)| place(**entry) == Some(*host)).count() as u64).max(1))
+    }
+
     /// The page of a table that byte `position` of the table is in, and where there.
     async fn page_of(&self, table: &Table, position: u64) -> Result<(Arc<IoBuf>, usize)> {
         self.check_table(table)?;
@@ -578,6 +611,18 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
 
     fn renames_backing(&self) -> bool {
         F::RENAMES_BACKING
+    }
+
+    fn has_bitmaps(&self) -> bool {
+        F::HAS_BITMAPS
+    }
+
+    fn bitmaps(&self) -> LocalFuture<'_, Result<Vec<BitmapStatus>>> {
+        Box::pin(self.format.bitmaps(&self.file))
+    }
+
+    fn bitmap_bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>> {
+        Box::pin(self.format.bitmap_bits(&self.file, name))
     }
 
     fn rename_backing<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {

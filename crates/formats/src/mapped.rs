@@ -5,11 +5,12 @@
 
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
-    Backing, BackingName, Described, Description, Driver, Link, LocalFuture, MappedCheck, NamedBacking, Node,
-    Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Link, LocalFuture,
+    MappedCheck, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_offline::check::Repair;
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::IoBuf;
 use cowshed_types::memory::vec_for;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -79,6 +80,10 @@ pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
     }
 }
 
+pub(crate) fn no_such_bitmap(name: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{name}' not found"))
+}
+
 /// A format that knows the places of data.
 pub(crate) trait MappedFormat: Send + Sync {
     /// The driver's name.
@@ -117,6 +122,27 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn rename_backing<'a>(&'a self, _name: Option<&'a str>, _format: Option<&'a str>) -> Work<'a> {
         done(Err(Error::unsupported("the format has no way to name another backing file")))
     }
+    /// True for a format that keeps dirty bitmaps.
+    fn has_bitmaps(&self) -> bool {
+        false
+    }
+    /// The dirty bitmaps of the image, in its order.
+    fn bitmaps(&self) -> LocalFuture<'_, Result<Vec<BitmapStatus>>> {
+        Box::pin(ready(Ok(Vec::new())))
+    }
+    /// The bits of one of them.
+    fn bitmap_bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>> {
+        Box::pin(ready(Err(no_such_bitmap(name))))
+    }
+    /// True for an image that notes the content of its parent.
+    fn notes_parent(&self) -> bool {
+        false
+    }
+    /// Notes the present content of the parent as the one that the image belongs to, durably, where the image notes it.
+    /// Called of an image that is open for writing: a job that changed the parent left the image's own view as it was.
+    fn follow_parent<'a>(&'a self, _parent: &'a Node) -> Work<'a> {
+        done(Ok(()))
+    }
     /// Makes the part that writes, for an image whose files have become writable.
     fn start_writing(&self) -> Work<'_>;
 }
@@ -144,6 +170,10 @@ pub(crate) trait MappedWriter {
     /// Makes the disk longer; new bytes read as zeroes.
     fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Image format driver does not support resize")))
+    }
+    /// Marks the image durably as another one than it was, where the format has such a mark.
+    fn announce_change(&self) -> Work<'_> {
+        done(Ok(()))
     }
     /// Makes everything written so far durable.
     fn flush(&self) -> Work<'_>;
@@ -203,6 +233,18 @@ impl MappedDriver {
             Some(work) => Box::pin(async move { work.await.map_err(|error| self.named(error)) }),
             None => done(Err(self.refusal())),
         }
+    }
+
+    /// The work, and then the note about the parent.
+    fn followed<'a>(&'a self, work: Work<'a>) -> Work<'a> {
+        Box::pin(async move {
+            work.await?;
+            let parent = self.backing.load().clone();
+            match parent {
+                Some(parent) => self.format.follow_parent(&parent).await,
+                None => Ok(()),
+            }
+        })
     }
 
     /// The runs of the format, checked against its promise: a bug there must not become an endless loop here.
@@ -311,6 +353,10 @@ impl Driver for MappedDriver {
 
     fn described(&self) -> Option<&dyn Described> {
         Some(self)
+    }
+
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        self.format.has_bitmaps().then_some(self)
     }
 
     fn size(&self) -> u64 {
@@ -425,7 +471,18 @@ impl Driver for MappedDriver {
 
     fn flush(&self) -> Work<'_> {
         match self.format.writer() {
-            Some(writer) => self.written(Some(writer.flush())),
+            Some(writer) => self.written(Some(self.followed(writer.flush()))),
+            None => done(Ok(())),
+        }
+    }
+
+    fn notes_backing(&self) -> bool {
+        self.format.notes_parent()
+    }
+
+    fn announce_change(&self) -> Work<'_> {
+        match self.format.writer() {
+            Some(writer) => self.written(Some(writer.announce_change())),
             None => done(Ok(())),
         }
     }
@@ -441,7 +498,7 @@ impl Driver for MappedDriver {
 
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
         match self.format.writer() {
-            Some(writer) => self.written(Some(writer.complete())),
+            Some(writer) => self.written(Some(self.followed(writer.complete()))),
             None => flush,
         }
     }
@@ -506,6 +563,30 @@ impl Backing for MappedDriver {
 
     fn make_empty(&self) -> Work<'_> {
         done(Err(Error::unsupported("the format has no way to empty an image").file(self.filename.clone())))
+    }
+}
+
+/// They are only read.
+impl Bitmaps for MappedDriver {
+    fn may_have_bitmaps(&self) -> bool {
+        true
+    }
+
+    fn can_change(&self) -> bool {
+        false
+    }
+
+    fn list(&self) -> LocalFuture<'_, Result<Vec<BitmapStatus>>> {
+        Box::pin(async move { self.format.bitmaps().await.map_err(|error| self.named(error)) })
+    }
+
+    fn bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>> {
+        Box::pin(async move { self.format.bitmap_bits(name).await.map_err(|error| self.named(error)) })
+    }
+
+    fn change<'a>(&'a self, _changes: &'a [BitmapChange]) -> LocalFuture<'a, Result<()>> {
+        let message = "Can't store persistent bitmaps to images of this format";
+        Box::pin(ready(Err(self.named(Error::unsupported(message)))))
     }
 }
 

@@ -2,20 +2,22 @@
 //! Parallels' format: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::{Place, no_such_bitmap};
 use super::survey::Survey;
 use super::units::Units;
-use cowshed_graph::node::{Description, MappedCheck};
+use cowshed_graph::node::{BitmapStatus, Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::parallels::{
     ENTRY_BYTES, EXTENSION_AT, FormatExtension, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader,
 };
 use cowshed_offline::check::Repair;
+use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::lock::Mutex as Turn;
 use std::rc::Rc;
+use std::sync::Arc;
 
 const SCHEMA: DriverSchema =
     DriverSchema { name: "parallels", kind: DriverKind::Format, about: "Parallels' image format", keys: &[FILE_KEY] };
@@ -36,6 +38,8 @@ struct Marks {
     /// There is a format extension: dirty bitmaps.
     has_extension: bool,
 }
+
+mod bitmaps;
 
 /// So much of the extension's cluster is looked at.
 const MAX_EXTENSION_BYTES: u64 = 4 << 20;
@@ -105,6 +109,18 @@ impl Parallels {
 
 impl BlockFormat for Parallels {
     const NAME: &'static str = SCHEMA.name;
+    const HAS_BITMAPS: bool = true;
+
+    async fn bitmaps(&self, file: &ImageFile) -> Result<Vec<BitmapStatus>> {
+        self.list_bitmaps(file).await
+    }
+
+    async fn bitmap_bits(&self, file: &ImageFile, name: &str) -> Result<Arc<DirtyBits>> {
+        match self.sound_bitmap(file, name).await? {
+            Some(bitmap) => self.bits_of(file, &bitmap).await.map(Arc::new),
+            None => Err(no_such_bitmap(name)),
+        }
+    }
 
     fn size(&self) -> u64 {
         self.header.size

@@ -3,7 +3,7 @@
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::Place;
-use super::units::Units;
+use super::units::{Units, check_metadata};
 use cowshed_codec::Codec;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -130,6 +130,23 @@ impl BlockFormat for Qcow {
         }
     }
 
+    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let (place, first) = self.place(file, at, len).await?;
+        let cluster_bytes = self.header.cluster_bytes();
+        match (place, self.cluster(file, at).await?) {
+            (Place::Data { host, .. }, Some((_, l2, index))) if at.is_multiple_of(cluster_bytes) => {
+                let of = |entry| match self.header.cluster(u64::from_be_bytes(entry)) {
+                    QcowCluster::At(offset) => Some(offset),
+                    _ => None,
+                };
+                let range = (host, cluster_bytes, len.div_ceil(cluster_bytes));
+                let blocks = file.blocks_in_a_row(l2, index, range, of).await?;
+                Ok((place, (blocks * cluster_bytes).min(len)))
+            }
+            _ => Ok((place, first)),
+        }
+    }
+
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
         let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, block).await? else {
             return Err(Error::internal("a packed cluster went away").offset(block));
@@ -167,6 +184,15 @@ impl BlockFormat for Qcow {
         if let Some((at, len)) = self.header.backing_name {
             try_push(&mut parts, (at, at + u64::from(len)))?;
         }
+        for index in 0..self.header.size.div_ceil(span) {
+            let offset = u64::from_be_bytes(file.entry(self.l1, index).await?);
+            if offset != 0 {
+                let table = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+                file.check_table(&table)?;
+                try_push(&mut parts, (offset, offset + table.bytes))?;
+            }
+        }
+        check_metadata(&mut parts, "L1 table entry")?;
         let mut at = 0;
         while at < self.header.size {
             let rest = self.header.size - at;
@@ -174,10 +200,6 @@ impl BlockFormat for Qcow {
                 at += self.without_table(file, at, rest).await?;
                 continue;
             };
-            if at.is_multiple_of(span) {
-                file.check_table(&table)?;
-                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
-            }
             at += match cluster {
                 // Compressed clusters are no blocks of their own: nothing may lie on them either.
                 QcowCluster::Compressed { host, len } => {
@@ -187,7 +209,7 @@ impl BlockFormat for Qcow {
                     }
                     cluster_bytes
                 }
-                QcowCluster::At(_) => cluster_bytes,
+                QcowCluster::At(_) => self.run(file, at, rest).await?.1,
                 QcowCluster::Unallocated => file.same::<8>(table, index, (at, rest, cluster_bytes)).await?,
             };
         }

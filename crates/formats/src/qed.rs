@@ -4,7 +4,7 @@
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::Place;
 use super::survey::Survey;
-use super::units::Units;
+use super::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
@@ -241,6 +241,24 @@ impl BlockFormat for Qed {
         }
     }
 
+    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        let (place, first) = self.place(file, at, len).await?;
+        let cluster_bytes = self.header.cluster_bytes;
+        match (place, self.l2(file, at).await?) {
+            (Place::Data { host, .. }, Some(l2)) if at.is_multiple_of(cluster_bytes) => {
+                let of = |entry| match QedCluster::of(u64::from_le_bytes(entry)) {
+                    QedCluster::At(offset) => Some(offset),
+                    _ => None,
+                };
+                let index = at % self.header.l2_span_bytes() / cluster_bytes;
+                let range = (host, cluster_bytes, len.div_ceil(cluster_bytes));
+                let blocks = file.blocks_in_a_row(l2, index, range, of).await?;
+                Ok((place, (blocks * cluster_bytes).min(len)))
+            }
+            _ => Ok((place, first)),
+        }
+    }
+
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         let cluster_bytes = self.header.cluster_bytes;
         let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
@@ -322,6 +340,7 @@ impl BlockFormat for Qed {
                 try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
             }
         }
+        check_metadata(&mut parts, "L1 table entry")?;
         Ok(parts)
     }
 

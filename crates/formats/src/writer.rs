@@ -648,11 +648,11 @@ async fn look_through<F: BlockFormat>(
         state.fresh = u64::MAX;
     }
     if let Some(units) = units {
-        let starts = survey(format, image, units).await?;
-        let end = starts.last().map_or(units.first, |start| start + units.unit_bytes());
+        let ranges = survey(format, image, units).await?;
+        let end = ranges.last().map_or(units.first, |range| range.1);
         state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
         state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
-        state.free = gaps(&starts, units)?;
+        state.free = gaps(&ranges, units)?;
     }
     Ok(state)
 }

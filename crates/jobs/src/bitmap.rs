@@ -112,7 +112,7 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
     if let (BitmapAction::Add, Some(bytes)) = (action, options.granularity_bytes) {
         check_new_bitmap(&name, bytes)?;
     }
-    let Some(stored) = node.stored_bitmaps() else { return Err(no_bitmaps(node, &name, action)) };
+    let Some(stored) = node.changeable_bitmaps() else { return Err(no_bitmaps(node, &name, action)) };
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
         BitmapAction::Remove => BitmapChange::Remove(name),
@@ -161,7 +161,7 @@ fn bitmaps_of(node: &Node) -> Result<&dyn Bitmaps> {
 
 /// Fails when `target` can't hold persistent bitmaps.
 pub fn check_target(target: &Node) -> Result<()> {
-    match target.stored_bitmaps().is_some_and(Bitmaps::may_have_bitmaps) {
+    match target.changeable_bitmaps().is_some_and(Bitmaps::may_have_bitmaps) {
         true => Ok(()),
         false => Err(Error::unsupported(format!("Format driver '{}' does not support bitmaps", target.driver_name()))),
     }

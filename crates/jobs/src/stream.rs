@@ -57,7 +57,11 @@ impl StreamJob {
         let chain = Chain::between(node, request.base.as_ref())?;
         let stays = chain.layers().len() == 1 && request.backing_file.is_none();
         if node.backing_name().is_none() && !stays {
-            let message = format!("node '{}' ({}) can't have a backing file", node.name(), node.driver_name());
+            let message = format!(
+                "the header of node '{}' can't be changed to name another backing file ({})",
+                node.name(),
+                node.driver_name()
+            );
             return Err(Error::invalid_argument(message));
         }
         if let Some(base) = request.base.as_ref().filter(|_| !stays) {

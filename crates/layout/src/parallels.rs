@@ -130,8 +130,8 @@ pub const IN_USE_MARK: [u8; 4] = IN_USE.to_le_bytes();
 pub const EXTENSION_AT: u64 = 56;
 
 const EXTENSION_MAGIC: u64 = 0xab23_4cef_23dc_ea87;
-/// Magic number and checksum, in front of the features.
-const EXTENSION_HEADER_BYTES: usize = 24;
+/// Length in bytes of the magic number and the checksum, in front of the features.
+pub const EXTENSION_HEADER_BYTES: usize = 24;
 const FEATURE_HEADER_BYTES: usize = 24;
 const FEATURE_END: u64 = 0;
 const FEATURE_BITMAP: u64 = 0x2038_5fae_252c_b34a;
@@ -142,13 +142,52 @@ const FEATURE_TRANSIT: u64 = 2;
 /// Length in bytes of the header in front of a bitmap's table.
 const BITMAP_HEADER_BYTES: usize = 32;
 
-/// The part of the format extension that concerns a program that loads none of its features.
+/// The features of a format extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FormatExtension {
+    /// MD5 of the extension's cluster behind its first [`EXTENSION_HEADER_BYTES`] bytes.
+    pub checksum: [u8; 16],
     /// A feature must be loaded before the image is changed, or be taken along, or is unknown.
     pub forbids_writing: bool,
     /// The places of the clusters of its features in bytes; `None` where a feature is unknown.
     pub clusters: Option<Vec<u64>>,
+    /// The dirty bitmaps, in the order of the image.
+    pub bitmaps: Vec<ParallelsBitmap>,
+    /// No feature is cut short.
+    pub is_whole: bool,
+}
+
+/// A dirty bitmap of the format extension, as the image has it: unchecked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParallelsBitmap {
+    /// Size of the disk in sectors of 512 bytes.
+    pub sectors: u64,
+    /// A UUID, which names the bitmap.
+    pub id: [u8; 16],
+    /// Sectors that a bit stands for.
+    pub granularity_sectors: u32,
+    /// For each cluster of the bitmap's bytes the sector where it is; 0: no bit is set, 1: all bits are.
+    pub table: Vec<u64>,
+}
+
+impl ParallelsBitmap {
+    fn parse(data: &[u8]) -> Option<Self> {
+        let entries = le32_at(data, BITMAP_HEADER_BYTES - 4)? as usize;
+        let table = data.get(BITMAP_HEADER_BYTES..BITMAP_HEADER_BYTES.checked_add(entries.checked_mul(8)?)?)?;
+        Some(Self {
+            sectors: le64_at(data, 0)?,
+            id: array_at(data, 8)?,
+            granularity_sectors: le32_at(data, 24)?,
+            table: table.chunks_exact(8).filter_map(|entry| le64_at(entry, 0)).collect(),
+        })
+    }
+
+    /// The UUID as text: its bytes in order, in lower case.
+    pub fn name(&self) -> String {
+        let digits = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let groups = [&self.id[..4], &self.id[4..6], &self.id[6..8], &self.id[8..10], &self.id[10..]];
+        groups.map(digits).join("-")
+    }
 }
 
 impl FormatExtension {
@@ -157,13 +196,21 @@ impl FormatExtension {
         if le64_at(bytes, 0)? != EXTENSION_MAGIC {
             return None;
         }
-        let mut found = FormatExtension { forbids_writing: false, clusters: Some(Vec::new()) };
+        let mut found = FormatExtension {
+            checksum: array_at(bytes, 8).unwrap_or_default(),
+            forbids_writing: false,
+            clusters: Some(Vec::new()),
+            bitmaps: Vec::new(),
+            is_whole: true,
+        };
         let mut at = EXTENSION_HEADER_BYTES;
         loop {
             match found.feature(bytes, at) {
                 Some(Some(next)) => at = next,
                 Some(None) => return Some(found),
-                None => return Some(FormatExtension { forbids_writing: true, clusters: None }),
+                None => {
+                    return Some(FormatExtension { forbids_writing: true, clusters: None, is_whole: false, ..found });
+                }
             }
         }
     }
@@ -180,13 +227,12 @@ impl FormatExtension {
         let data = bytes.get(start..start.checked_add(len)?)?;
         self.forbids_writing |= flags & (FEATURE_NECESSARY | FEATURE_TRANSIT) != 0;
         if magic == FEATURE_BITMAP {
-            let entries = le32_at(data, BITMAP_HEADER_BYTES - 4)? as usize;
-            let table = data.get(BITMAP_HEADER_BYTES..BITMAP_HEADER_BYTES.checked_add(entries.checked_mul(8)?)?)?;
-            // 0: no bit of the cluster is set, 1: all are.
-            let sectors = table.chunks_exact(8).filter_map(|entry| le64_at(entry, 0)).filter(|sector| *sector > 1);
+            let bitmap = ParallelsBitmap::parse(data)?;
             if let Some(known) = &mut self.clusters {
+                let sectors = bitmap.table.iter().filter(|sector| **sector > 1);
                 known.extend(sectors.map(|sector| sector.saturating_mul(SECTOR_BYTES)));
             }
+            self.bitmaps.push(bitmap);
         } else {
             self.clusters = None;
         }
@@ -298,21 +344,33 @@ mod tests {
         let mut bitmap = vec![0; 28];
         bitmap.extend(3u32.to_le_bytes());
         bitmap.extend([0u64, 1, 9].iter().flat_map(|entry| entry.to_le_bytes()));
-        let parsed = |forbids_writing, clusters: Option<&[u64]>| {
-            Some(FormatExtension { forbids_writing, clusters: clusters.map(<[u64]>::to_vec) })
+        let parsed = |forbids_writing, clusters: Option<&[u64]>, is_whole| {
+            Some((forbids_writing, clusters.map(<[u64]>::to_vec), is_whole))
         };
-        assert_eq!(extension(&[]), parsed(false, Some(&[])));
-        assert_eq!(extension(&[feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, Some(&[9 * 512])));
+        let found = |extension: Option<FormatExtension>| {
+            extension.map(|extension| (extension.forbids_writing, extension.clusters, extension.is_whole))
+        };
+        let bitmaps = |features: &[Vec<u8>]| found(extension(features));
+        assert_eq!(bitmaps(&[]), parsed(false, Some(&[]), true));
+        assert_eq!(bitmaps(&[feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, Some(&[9 * 512]), true));
         for flags in [FEATURE_NECESSARY, FEATURE_TRANSIT] {
-            assert_eq!(extension(&[feature(FEATURE_BITMAP, flags, &bitmap)]), parsed(true, Some(&[9 * 512])));
+            assert_eq!(bitmaps(&[feature(FEATURE_BITMAP, flags, &bitmap)]), parsed(true, Some(&[9 * 512]), true));
         }
-        assert_eq!(extension(&[feature(5, 0, b"x"), feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, None));
-        assert_eq!(extension(&[feature(FEATURE_BITMAP, 0, &bitmap[..31])]), parsed(true, None));
+        assert_eq!(bitmaps(&[feature(5, 0, b"x"), feature(FEATURE_BITMAP, 0, &bitmap)]), parsed(false, None, true));
+        assert_eq!(bitmaps(&[feature(FEATURE_BITMAP, 0, &bitmap[..31])]), parsed(true, None, false));
         assert_eq!(FormatExtension::parse(&[0; 64]), None);
         let whole = [EXTENSION_MAGIC.to_le_bytes().to_vec(), vec![0; 16], feature(FEATURE_BITMAP, 0, &bitmap)].concat();
         for len in 8..=whole.len() {
-            assert_eq!(FormatExtension::parse(&whole[..len]), parsed(true, None), "{len} bytes");
+            assert_eq!(found(FormatExtension::parse(&whole[..len])), parsed(true, None, false), "{len} bytes");
         }
+        bitmap[..8].copy_from_slice(&7u64.to_le_bytes());
+        bitmap[8..24].copy_from_slice(&std::array::from_fn::<u8, 16, _>(|index| 0xa0 + index as u8));
+        bitmap[24] = 128;
+        let second = extension(&[feature(FEATURE_BITMAP, 0, &bitmap), feature(FEATURE_BITMAP, 0, &bitmap)]).unwrap();
+        assert_eq!(second.bitmaps.len(), 2);
+        let bitmap = &second.bitmaps[1];
+        assert_eq!((bitmap.sectors, bitmap.granularity_sectors, &bitmap.table[..]), (7, 128, &[0, 1, 9][..]));
+        assert_eq!(bitmap.name(), "a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf");
     }
 
     #[test]

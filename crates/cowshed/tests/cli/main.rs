@@ -37,6 +37,7 @@ mod ova_edges;
 mod package;
 mod packed_formats;
 mod pages;
+mod parallels_bitmaps;
 mod platforms;
 mod program;
 mod rebased_formats;

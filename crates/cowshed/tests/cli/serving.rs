@@ -44,7 +44,7 @@ impl Serving {
         line.trim_end().to_owned()
     }
 
-    fn signal(&self, signal: &str) {
+    pub fn signal(&self, signal: &str) {
         let status = Command::new("kill").args([format!("-{signal}"), self.0.id().to_string()]).status();
         assert!(status.expect("kill runs").success());
     }
@@ -62,7 +62,7 @@ impl Drop for Serving {
 }
 
 /// Waits for a socket to be there.
-fn await_socket(path: &Path) {
+pub fn await_socket(path: &Path) {
     await_that("the socket is there", || UnixStream::connect(path).is_ok());
 }
 
@@ -196,7 +196,7 @@ fn qemu_nbd_ends_with_its_last_client() {
 }
 
 /// The dirty ranges of a context, by qemu-img and by nbdinfo.
-fn dirty(oracle: &Oracle, bitmap: &str) -> Vec<(u64, u64)> {
+pub fn dirty(oracle: &Oracle, bitmap: &str) -> Vec<(u64, u64)> {
     let (name, socket) = (format!("qemu:dirty-bitmap:{bitmap}"), oracle.work().join("n.sock"));
     let options =
         format!("driver=nbd,server.type=unix,server.path={},export=x,x-dirty-bitmap={name}", socket.display());

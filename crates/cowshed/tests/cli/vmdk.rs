@@ -2,6 +2,7 @@
 //! VMDK images that the real qemu-img makes, and ones of VMware's kinds that it only reads, under both tools.
 
 use crate::oracle::{Oracle, words};
+use crate::written_edges::io;
 use std::fs;
 use std::path::Path;
 
@@ -282,4 +283,72 @@ fn a_disk_of_more_files_than_the_soft_limit_opens() {
         let output = command.current_dir(&folder).output().expect("prlimit must be installed (util-linux)");
         assert_eq!(output.status.code(), Some(code), "{limit}: {}", String::from_utf8_lossy(&output.stderr));
     }
+}
+
+/// A chain of three with data in each, and the content of the top.
+fn chain(oracle: &Oracle) {
+    oracle.make("create -q -f vmdk base.vmdk 4M");
+    oracle.io(&["write -P 1 0 1M"], "base.vmdk");
+    oracle.make("create -q -f vmdk -b base.vmdk -F vmdk mid.vmdk");
+    oracle.io(&["write -P 2 512k 1M"], "mid.vmdk");
+    oracle.make("create -q -f vmdk -b mid.vmdk -F vmdk top.vmdk");
+    oracle.io(&["write -P 3 1M 1M"], "top.vmdk");
+    oracle.make("convert -f vmdk -O raw top.vmdk top.raw");
+}
+
+/// A commit changes the parent, and the overlays above it read as before.
+#[test]
+fn overlays_follow_a_parent_that_a_commit_changes() {
+    for line in ["commit -q mid.vmdk", "commit -q top.vmdk", "commit -q -b base.vmdk top.vmdk"] {
+        let oracle = Oracle::new();
+        chain(&oracle);
+        oracle.make("convert -f vmdk -O raw mid.vmdk mid.raw");
+        ours(&oracle, line);
+        // The middle layer is another disk once the top has been committed past it.
+        for image in ["mid", "top"].iter().filter(|image| **image == "mid" || line != "commit -q mid.vmdk") {
+            ours(&oracle, &format!("info {image}.vmdk"));
+            oracle.make(&format!("info {image}.vmdk"));
+        }
+        if line == "commit -q mid.vmdk" {
+            ours(&oracle, "compare mid.vmdk mid.raw");
+            ours(&oracle, "compare base.vmdk mid.raw");
+            oracle.make("compare mid.vmdk mid.raw");
+        } else {
+            ours(&oracle, "compare top.vmdk top.raw");
+            oracle.make("compare top.vmdk top.raw");
+        }
+        ours(&oracle, if line.contains("-b") { "compare base.vmdk top.raw" } else { "check base.vmdk" });
+    }
+}
+
+/// Without space for the rest: the overlay has all that it had, and the next attempt succeeds.
+#[test]
+fn a_commit_to_a_vmdk_parent_that_fails_is_repeated() {
+    let oracle = Oracle::new();
+    chain(&oracle);
+    let len = fs::metadata(oracle.work().join("mid.vmdk")).unwrap().len();
+    let mut command = std::process::Command::new("prlimit");
+    command.arg(format!("--fsize={}", len + (256 << 10))).arg(env!("CARGO_BIN_EXE_cowshed"));
+    let failed = command.args(["commit", "-q", "top.vmdk"]).current_dir(oracle.work()).output().unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{}", String::from_utf8_lossy(&failed.stderr));
+    ours(&oracle, "compare top.vmdk top.raw");
+    oracle.make("compare top.vmdk top.raw");
+    ours(&oracle, "commit -q top.vmdk");
+    for image in ["top.vmdk", "mid.vmdk"] {
+        ours(&oracle, &format!("compare {image} top.raw"));
+        oracle.make(&format!("compare {image} top.raw"));
+    }
+}
+
+/// The id says that the content is another one.
+#[test]
+fn a_discard_of_nothing_leaves_the_content_id() {
+    let oracle = Oracle::new();
+    chain(&oracle);
+    let before = fs::read(oracle.work().join("base.vmdk")).unwrap();
+    io(&oracle, "vmdk", "base.vmdk", &["discard 2M 1M"]);
+    assert!(before == fs::read(oracle.work().join("base.vmdk")).unwrap());
+    ours(&oracle, "compare top.vmdk top.raw");
+    io(&oracle, "vmdk", "base.vmdk", &["discard 0 64k"]);
+    assert!(oracle.refused("map top.vmdk").contains("was changed since"));
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// Our qemu-io, which must succeed.
 #[track_caller]
-fn io(oracle: &Oracle, format: &str, image: &str, commands: &[&str]) {
+pub fn io(oracle: &Oracle, format: &str, image: &str, commands: &[&str]) {
     let said = run_io(oracle, format, image, commands);
     assert!(!said.contains("rror") && !said.contains("ailed") && !said.contains("Could not"), "{commands:?}: {said}");
 }
@@ -236,7 +236,7 @@ fn a_difference_of_vdi_names_its_parent_in_info() {
 }
 
 /// Behind the last cluster of `disk.hds`: a format extension with one bitmap, and the cluster of that bitmap.
-fn with_extension(oracle: &Oracle, feature_flags: u64) -> Vec<u8> {
+pub fn with_extension(oracle: &Oracle, feature_flags: u64) -> Vec<u8> {
     const CLUSTER_BYTES: usize = 64 << 10;
     oracle.make("create -q -f parallels -o cluster_size=64k disk.hds 1M");
     oracle.io(&["write -P 1 0 64k"], "disk.hds");

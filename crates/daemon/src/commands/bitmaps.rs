@@ -137,7 +137,7 @@ fn node_for_new(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Arc<Node>> 
     if arguments.number("granularity")?.is_some_and(|bytes| bytes < 512 || !bytes.is_power_of_two()) {
         return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
     }
-    if persistent && found.node().stored_bitmaps().is_none() {
+    if persistent && found.node().changeable_bitmaps().is_none() {
         let message = format!("Can't store persistent bitmaps to {name}: Operation not supported");
         return Err(QmpError::generic(message));
     }

@@ -9,12 +9,13 @@ mod write;
 
 use super::mapped::{MappedFormat, MappedWriter, Place, Run, push_run};
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::node::{LocalFuture, Node, Work};
+use cowshed_graph::node::{LocalFuture, Node, Work, done};
 use cowshed_graph::open::DriverLine;
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_layout::vmdk::{Access, Descriptor, SparseKind};
 use cowshed_types::{Error, ErrorKind, Result};
 use extent::{Extent, Storage};
+use open::cid_of;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -61,6 +62,8 @@ pub(crate) struct Vmdk {
     size: u64,
     /// The content id now.
     cid: AtomicU32,
+    /// The parent's, as the image notes it now.
+    parent_cid: AtomicU32,
     /// The file of the descriptor and, inside of an extent, its place: first sector and number of sectors.
     home: (Arc<Node>, Option<(u64, u64)>),
     /// Empty: opened for reading.
@@ -86,7 +89,8 @@ impl Vmdk {
             }
         }
         let cid = AtomicU32::new(descriptor.cid);
-        Ok(Vmdk { descriptor, pieces, files, size, cid, home, writer: OnceLock::new() })
+        let parent_cid = AtomicU32::new(descriptor.parent_cid);
+        Ok(Vmdk { descriptor, pieces, files, size, cid, parent_cid, home, writer: OnceLock::new() })
     }
 
     /// The piece that byte `offset` of the disk is in.
@@ -134,7 +138,7 @@ impl Vmdk {
             "type": "vmdk",
             "data": {
                 "cid": self.cid.load(Ordering::Relaxed),
-                "parent-cid": self.descriptor.parent_cid,
+                "parent-cid": self.parent_cid.load(Ordering::Relaxed),
                 "create-type": self.descriptor.create_type,
                 "extents": extents,
             }
@@ -197,6 +201,18 @@ impl MappedFormat for Vmdk {
 
     fn writer(&self) -> Option<&dyn MappedWriter> {
         self.writer.get().is_some().then_some(self)
+    }
+
+    fn notes_parent(&self) -> bool {
+        self.descriptor.has_parent()
+    }
+
+    fn follow_parent<'a>(&'a self, parent: &'a Node) -> Work<'a> {
+        let noted = self.parent_cid.load(Ordering::Relaxed);
+        match (self.writer.get(), cid_of(parent)) {
+            (Some(writer), Some(cid)) if self.notes_parent() && cid != noted => Box::pin(writer.follow(self, cid)),
+            _ => done(Ok(())),
+        }
     }
 
     fn start_writing(&self) -> Work<'_> {

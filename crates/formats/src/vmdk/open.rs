@@ -69,11 +69,9 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 /// A parent that was written to since is another disk than the one that the differences belong to.
 fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
-    let Some(description) = parent.description() else { return Ok(()) };
-    let cid = description.specific.pointer("/data/cid").and_then(Value::as_u64);
-    match cid {
-        Some(cid) if description.specific.get("type").and_then(Value::as_str) == Some(SCHEMA.name) => {
-            if cid == u64::from(descriptor.parent_cid) {
+    match cid_of(parent) {
+        Some(cid) => {
+            if cid == descriptor.parent_cid {
                 return Ok(());
             }
             let message = format!(
@@ -82,8 +80,16 @@ fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
             );
             Err(Error::invalid_image("parentCID", format!("{:08x}", descriptor.parent_cid), message))
         }
-        _ => Ok(()),
+        None => Ok(()),
     }
+}
+
+/// The content id of a VMDK disk now; `None` of another format.
+pub(super) fn cid_of(node: &Node) -> Option<u32> {
+    let description = node.description()?;
+    let is_vmdk = description.specific.get("type").and_then(Value::as_str) == Some(SCHEMA.name);
+    let cid = description.specific.pointer("/data/cid").and_then(Value::as_u64).filter(|_| is_vmdk)?;
+    u32::try_from(cid).ok()
 }
 
 /// One sparse file with the descriptor inside.

@@ -7,13 +7,13 @@ use super::extent::{Extent, Sparse, Storage};
 use super::stream::StreamWriter;
 use crate::blocks::{BlockFormat, ImageFile, Table};
 use crate::mapped::{MappedWriter, Place};
-use crate::units::Units;
+use crate::units::{Units, check_metadata};
 use crate::writer::Writer;
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::Description;
 use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::protocols::{discard_file, zero_file};
-use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid};
+use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid, with_parent_cid};
 use cowshed_storage::{File, FileIdentity, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -94,13 +94,7 @@ impl Grains<'_> {
                 _ => try_push(&mut parts, (start, end))?,
             }
         }
-        parts.sort_unstable();
-        for pair in parts.windows(2) {
-            if pair[1].0 < pair[0].1 {
-                let message = "two parts of the metadata lie on each other in the file: the image can't be written to";
-                return Err(Error::invalid_image("VMDK metadata", format!("{:#x}", pair[1].0), message));
-            }
-        }
+        check_metadata(&mut parts, "VMDK metadata")?;
         Ok(parts)
     }
 }
@@ -121,12 +115,17 @@ impl BlockFormat for Grains<'_> {
     }
 
     async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let (place, len) = self.sparse.map(self.files, at, len).await?;
         let grain_bytes = self.sparse.header.grain_bytes();
+        // Grains that follow each other in the file are looked up one by one.
+        let (place, len) = self.sparse.map(self.files, at, len.min(self.sparse.header.table_span_bytes())).await?;
         match place {
             Place::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
             _ => Ok((place, len)),
         }
+    }
+
+    async fn run(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+        self.sparse.map(self.files, at, len).await
     }
 
     fn units(&self) -> Option<Units> {
@@ -236,32 +235,51 @@ impl VmdkWriter {
         if *changed {
             return Ok(());
         }
-        let (file, place, space) = &self.descriptor;
-        let there = file.len().saturating_sub(*place);
-        let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
-        let (result, before) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
-        result?;
+        let before = self.read_descriptor().await?;
         let mut cid = [0; 4];
         cowshed_crypto::luks::fill_random(&mut cid)?;
         // All ones mean that there is no parent.
         let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
-        if let Some((mut text, cid)) = with_cid(&before, cid) {
-            if let Some(space) = space {
-                if text.len() as u64 > *space {
-                    return Err(Error::invalid_image(
-                        "descriptor",
-                        text.len(),
-                        "there is no room for a new content id",
-                    ));
-                }
-                // Zeroes that were zeroes stay: the space for them may be a hole, and the disk full.
-                let used = before.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-                text.resize(text.len().max(used), 0);
-            }
-            file.write_at(IoBuf::copy_from(&text), *place).await.0?;
+        if let Some((text, cid)) = with_cid(&before, cid) {
+            self.write_descriptor(&before, text).await?;
             vmdk.cid.store(cid, Ordering::Relaxed);
         }
         *changed = true;
+        Ok(())
+    }
+
+    async fn read_descriptor(&self) -> Result<IoBuf> {
+        let (file, place, space) = &self.descriptor;
+        let there = file.len().saturating_sub(*place);
+        let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
+        let (result, text) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
+        result.map(|()| text)
+    }
+
+    async fn write_descriptor(&self, before: &[u8], mut text: Vec<u8>) -> Result<()> {
+        let (file, place, space) = &self.descriptor;
+        if let Some(space) = space {
+            if text.len() as u64 > *space {
+                return Err(Error::invalid_image("descriptor", text.len(), "there is no room for a new content id"));
+            }
+            // Zeroes that were zeroes stay: the space for them may be a hole, and the disk full.
+            let used = before.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+            text.resize(text.len().max(used), 0);
+        }
+        file.write_at(IoBuf::copy_from(&text), *place).await.0
+    }
+
+    /// A commit has changed the parent, where this disk has data of its own or the same data.
+    pub(super) async fn follow(&self, vmdk: &Vmdk, cid: u32) -> Result<()> {
+        let _changed = self.changed.lock().await;
+        let before = self.read_descriptor().await?;
+        let Some(text) = with_parent_cid(&before, cid) else {
+            let message = "there is no room for the new content id of the parent";
+            return Err(Error::invalid_image("parentCID", format!("{cid:08x}"), message));
+        };
+        self.write_descriptor(&before, text).await?;
+        self.descriptor.0.sync().await?;
+        vmdk.parent_cid.store(cid, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -507,11 +525,26 @@ impl MappedWriter for Vmdk {
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         Box::pin(async move {
-            self.open_writer()?.change(self).await?;
-            for part in self.parts(offset, len) {
-                self.zero_piece(part, None, &Link::default()).await?;
+            self.open_writer()?;
+            for (index, at, len) in self.parts(offset, len) {
+                // Where there is nothing, nothing changes, and the disk stays the parent of its overlays.
+                let (place, there) = self.place(index, at, len).await?;
+                if place == Place::Unallocated && there >= len {
+                    continue;
+                }
+                self.open_writer()?.change(self).await?;
+                self.zero_piece((index, at, len), None, &Link::default()).await?;
             }
             Ok(())
+        })
+    }
+
+    /// The content id. A crash can't take it back when an overlay has noted it.
+    fn announce_change(&self) -> Work<'_> {
+        Box::pin(async move {
+            let writer = self.open_writer()?;
+            writer.change(self).await?;
+            writer.descriptor.0.sync().await
         })
     }
 

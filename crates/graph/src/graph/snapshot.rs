@@ -84,7 +84,8 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
         return refuse(ErrorKind::InvalidArgument, "Filters cannot be used as overlays".to_owned());
     }
     if overlay.backing_name().is_none() {
-        let message = format!("the overlay '{name}' ({}) can't have a backing file", overlay.driver_name());
+        let message =
+            format!("an image of the format '{}' can't get a backing file while it is open", overlay.driver_name());
         return refuse(ErrorKind::InvalidArgument, message);
     }
     if overlay.backing().is_some() {

@@ -265,7 +265,7 @@ impl Node {
     }
 
     async fn change_persistent(&self, change: &BitmapChange) -> Result<()> {
-        match self.stored_bitmaps() {
+        match self.changeable_bitmaps() {
             Some(stored) => stored.change(std::slice::from_ref(change)).await,
             None => {
                 let message = format!("Can't store persistent bitmaps to {}", self.name());
@@ -297,7 +297,7 @@ impl Node {
             target.clear();
             target.merge(bits)
         });
-        match (set, self.stored_bitmaps()) {
+        match (set, self.changeable_bitmaps()) {
             (Some(set), _) => set,
             (None, Some(stored)) => {
                 let merge = BitmapChange::Merge { target: name.to_owned(), source: Arc::clone(bits) };

@@ -130,6 +130,23 @@ impl Node {
         self.driver.bitmaps()
     }
 
+    /// The same, where the format has a way to store and change bitmaps.
+    pub fn changeable_bitmaps(&self) -> Option<&dyn Bitmaps> {
+        self.stored_bitmaps().filter(|stored| stored.can_change())
+    }
+
+    /// Marks the image durably as another one than it was, where the format has such a mark: before a job changes it
+    /// below overlays.
+    pub async fn announce_change(&self) -> Result<()> {
+        self.driver.announce_change().await
+    }
+
+    /// True for an image that notes the content of its backing file. [`Node::flush`] of a writable one notes the present
+    /// content.
+    pub fn notes_backing(&self) -> bool {
+        self.driver.notes_backing()
+    }
+
     /// The backing file's name in the image; `None` for drivers whose images can get none.
     pub fn backing_name(&self) -> Option<&dyn BackingName> {
         self.driver.backing().map(|backing| backing as &dyn BackingName)

@@ -166,6 +166,17 @@ pub trait Driver: Any + Send + Sync {
         done(Ok(()))
     }
 
+    /// Marks the image durably as another one than it was, where the format has such a mark. A job calls it before it
+    /// changes an image that has overlays; their [`Driver::flush`] takes notice.
+    fn announce_change(&self) -> Work<'_> {
+        done(Ok(()))
+    }
+
+    /// True for an image that notes the content of its backing file.
+    fn notes_backing(&self) -> bool {
+        false
+    }
+
     /// Changes the size to `size` bytes, which may be no whole number of sectors.
     fn resize(&self, _size: u64, _preallocation: Preallocation) -> Work<'_> {
         done(Err(self.refusal()))

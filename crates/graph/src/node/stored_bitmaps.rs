@@ -17,6 +17,11 @@ pub trait Bitmaps: Send + Sync {
     /// The bits of one.
     fn bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>>;
 
+    /// True where bitmaps can be added and changed; else they are only read.
+    fn can_change(&self) -> bool {
+        true
+    }
+
     /// Makes several changes: all or none.
     fn change<'a>(&'a self, changes: &'a [BitmapChange]) -> LocalFuture<'a, Result<()>>;
 }

@@ -16,7 +16,7 @@ use cowshed_image::open::{HeaderName, check_header_name};
 use cowshed_image::options::DriverKind;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{IoBuf, Permissions};
-use cowshed_types::Result;
+use cowshed_types::{Error, Result};
 use futures_util::future::join_all;
 use std::sync::Arc;
 
@@ -57,6 +57,14 @@ pub struct Merge {
 impl Merge {
     /// Starts it. The layers from `top` to `base` must have no users but each other.
     pub async fn start(graph: &Arc<Graph>, id: &str, request: MergeRequest) -> Result<Merge> {
+        let overlay = &request.overlay;
+        // Its header has to name another backing file at the end: nothing is copied before.
+        if overlay.backing_name().is_none() {
+            let (name, format) = (overlay.name(), overlay.driver_name());
+            let message =
+                format!("the header of node '{name}' can't be changed to name another backing file ({format})");
+            return Err(Error::unsupported(message));
+        }
         let chain = Chain::between(&request.top, Some(&request.base))?;
         check_name(&request.overlay, &request.base, request.backing_file.as_deref())?;
         let held = Chain::between(&request.overlay, Some(&request.base))?.leaving_out(&readers_of(&request));

@@ -43,7 +43,10 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let (base, depth) = find_base(top, options.base.as_deref())?;
     let graph = top.graph();
     graph.set_read_only(&base, false).await?;
-    let result = copy_down(top, &base, depth, job).await;
+    let result = match announce_change(top, &base).await {
+        Ok(()) => copy_down(top, &base, depth, job).await,
+        Err(error) => Err(error),
+    };
     let flushed = base.flush().await;
     let result = result.and(flushed);
     let locked = graph.set_read_only(&base, true).await;
@@ -60,6 +63,33 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
         // Where a format has no way to empty an image, it keeps its clusters: they read as the base does.
         None => Ok(()),
     }
+}
+
+/// Has the image above the base note that the base changes: a commit that fails, or that a power cut ends, leaves
+/// both as a chain.
+async fn announce_change(top: &Arc<Node>, base: &Arc<Node>) -> Result<()> {
+    let image = below_filters(base);
+    image.announce_change().await?;
+    let mut above = Arc::clone(top);
+    while let Some(next) = above.backing().filter(|next| !Arc::ptr_eq(next, base)) {
+        above = next;
+    }
+    note_change(&above).await
+}
+
+/// Has an image note the present content of its backing file, where it notes that.
+pub(crate) async fn note_change(image: &Arc<Node>) -> Result<()> {
+    if !image.notes_backing() {
+        return Ok(());
+    }
+    let graph = image.graph();
+    let was_read_only = image.is_read_only();
+    if was_read_only {
+        graph.set_read_only(image, false).await?;
+    }
+    let noted = image.flush().await;
+    let restored = if was_read_only { graph.set_read_only(image, true).await } else { Ok(()) };
+    noted.and(restored)
 }
 
 /// The image that requests reach through filters and `blkdebug`.

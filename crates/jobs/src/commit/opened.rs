@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The base of a chain in use, opened up for a job that writes the data of the layers above into it.
 
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, check_layers};
+use super::note_change;
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, below_filters, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::{Error, Result};
@@ -69,6 +70,10 @@ impl OpenedBase {
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
+        below_filters(&self.base).announce_change().await?;
+        if let Some(lowest) = self.chain.lowest() {
+            note_change(&below_filters(lowest)).await?;
+        }
         if self.base.size() >= size {
             return Ok(());
         }

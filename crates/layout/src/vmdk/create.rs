@@ -210,12 +210,21 @@ impl NewVmdk<'_> {
 /// The text of a descriptor with another content id, at any place in it, and the id; `None` where it has none. The text
 /// is no shorter than the old one. Bytes behind the text limit its length, and the id has fewer digits then.
 pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
+    with_id(bytes, b"CID", cid)
+}
+
+/// The same for the content id of the parent. `None` also where it has too few digits for this one.
+pub fn with_parent_cid(bytes: &[u8], cid: u32) -> Option<Vec<u8>> {
+    with_id(bytes, b"parentCID", cid).filter(|(_, noted)| *noted == cid).map(|(text, _)| text)
+}
+
+fn with_id(bytes: &[u8], key: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let (text, behind) = bytes.split_at_checked(end)?;
     let is_bounded = behind.iter().any(|byte| *byte != 0);
     let value_of = |line: &[u8]| -> Option<(usize, usize)> {
         let equals = line.iter().position(|byte| *byte == b'=')?;
-        let is_cid = line[..equals].trim_ascii().eq_ignore_ascii_case(b"CID");
+        let is_cid = line[..equals].trim_ascii().eq_ignore_ascii_case(key);
         is_cid.then(|| (equals + 1, equals + 1 + line[equals + 1..].trim_ascii_end().len()))
     };
     let lines = || text.split_inclusive(|byte| *byte == b'\n');
@@ -295,5 +304,8 @@ mod tests {
         assert_eq!(cid, 0xbeef);
         assert_eq!(changed, b"# x\nversion=1\nparentCID=ffffffff\nCID=0000beef\ncreateType=\"custom\"\n");
         assert_eq!(with_cid(b"parentCID=1\n", 1), None);
+        assert_eq!(with_parent_cid(b"CID=1\nparentCID=2\n", 0xbeef).unwrap(), b"CID=1\nparentCID=0000beef\n");
+        assert_eq!(with_parent_cid(b"parentCID=2\n\0x", 0xbeef), None);
+        assert_eq!(with_parent_cid(b"CID=1\n", 1), None);
     }
 }
