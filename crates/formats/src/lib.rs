@@ -10,6 +10,7 @@ mod holes;
 pub mod luks;
 mod mapped;
 mod parallels;
+mod parents;
 mod patches;
 mod qcow;
 pub mod qcow2;

@@ -3,8 +3,9 @@
 
 mod growth;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, Grown, ImageFile, Table, check_identity, finish, parent_of};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, Grown, ImageFile, Table, finish};
 use super::mapped::Place;
+use super::parents::{check_identity, parent_of};
 use super::survey::Survey;
 use super::units::Units;
 use super::writer::Usage;

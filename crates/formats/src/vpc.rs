@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::Place;
+use super::parents::{check_identity, parent_of};
 use super::sector_map::SectorMap;
 use super::units::Units;
 use cowshed_graph::node::{ChildRole, Description, Node};

@@ -2,6 +2,8 @@
 //! `serve`, and the command lines of qemu-nbd and qemu-storage-daemon, used by real clients.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::programs::tool;
+use cowshed_testkit::qemu::Qemu;
 use cowshed_testkit::waiting::await_that;
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -193,6 +195,54 @@ fn qemu_nbd_ends_with_its_last_client() {
     assert!(serving.wait().success());
     assert!(!socket.exists());
     oracle.qemu.io_commands(&oracle.work().join("disk.qcow2"), "qcow2", &["read -P 5 0 1M".into()]);
+}
+
+/// The image's holes after a client's discard, with the standard error of a server that refuses the image.
+fn after_a_discard(oracle: &Oracle, program: &mut Command, options: &[&str]) -> String {
+    oracle.make("create -q -f qcow2 disk.qcow2 1M");
+    oracle.io(&["write -q -P 1 0 1M"], "disk.qcow2");
+    let socket = oracle.work().join("s");
+    let _ = std::fs::remove_file(&socket);
+    program.args(["-t", "-e", "9", "-k"]).arg(&socket).args(options).current_dir(oracle.work());
+    let mut server = program.stderr(Stdio::piped()).spawn().expect("a server");
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    // A server that refuses the image has listened before.
+    await_that("the server takes the request or ends", || {
+        server.try_wait().expect("a child").is_some()
+            || oracle.qemu.io(["-f", "raw", "-d", "unmap", "-c", "discard 0 128k", &uri]).code == 0
+    });
+    if server.try_wait().expect("a child").is_some() {
+        let said = server.wait_with_output().expect("a child").stderr;
+        return String::from_utf8_lossy(&said).replace(env!("CARGO_BIN_EXE_cowshed"), "qemu-nbd");
+    }
+    tool("kill", &[&server.id().to_string()]);
+    server.wait().expect("a child");
+    format!("{:?}", oracle.qemu.map(&oracle.work().join("disk.qcow2"), "qcow2"))
+}
+
+#[test]
+fn qemu_nbd_takes_discards_and_writes_as_the_real_one() {
+    let oracle = Oracle::new();
+    let link = oracle.work().join("qemu-nbd");
+    std::os::unix::fs::symlink(COWSHED, &link).expect("a link");
+    let image = "driver=qcow2,file.filename=disk.qcow2";
+    let named = |option: &str| format!("{image},{option}");
+    let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"disk.qcow2"},"read-only":true}"#;
+    let (unmap, ignore, read_only) = (named("discard=unmap"), named("discard=ignore"), named("read-only=on"));
+    for options in [
+        &["-f", "qcow2", "disk.qcow2"][..],
+        &["-f", "qcow2", "--discard=unmap", "disk.qcow2"],
+        &["-f", "qcow2", "--discard=off", "disk.qcow2"],
+        &["--image-opts", &unmap],
+        &["--discard=ignore", "--image-opts", &unmap],
+        &["--discard=unmap", "--image-opts", &ignore],
+        &["--image-opts", &read_only],
+        &["-s", "--image-opts", &read_only],
+        &[json],
+    ] {
+        let theirs = after_a_discard(&oracle, &mut Command::new(Qemu::newest().program("qemu-nbd")), options);
+        assert_eq!(after_a_discard(&oracle, &mut Command::new(&link), options), theirs, "{options:?}");
+    }
 }
 
 /// The dirty ranges of a context, by qemu-img and by nbdinfo.

@@ -13,7 +13,7 @@ use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, parse_on_off,
 use cowshed_image::stats::Accounting;
 use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::{Map, json};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -66,13 +66,23 @@ impl Drive {
     /// The image `name`, as `id`.
     pub fn file(id: &str, name: &str, format: Option<&str>, writable: bool) -> Result<Drive> {
         let options = DRIVERS.options_of_name(name, format)?;
-        Ok(Drive::new(id, options, writable))
+        Drive::of_image(id, options, writable)
     }
 
     /// An image by its options (`--image-opts`), as `id`.
     pub fn image_opts(id: &str, text: &str, writable: bool) -> Result<Drive> {
         let options = BlockdevOptions::from_image_opts(text).map_err(|error| error.file(text))?;
-        Ok(Drive { short_forms: short_forms(text, true), ..Drive::new(id, options, writable) })
+        Ok(Drive { short_forms: short_forms(text, true), ..Drive::of_image(id, options, writable)? })
+    }
+
+    /// Options of an image that say that it is only read count more than the command line.
+    fn of_image(id: &str, options: BlockdevOptions, writable: bool) -> Result<Drive> {
+        let is_read_only =
+            options.flag("read-only") == Some(true) || options.text("read-only").and_then(parse_on_off) == Some(true);
+        if writable && is_read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+        }
+        Ok(Drive::new(id, options, writable))
     }
 
     fn new(id: &str, options: BlockdevOptions, writable: bool) -> Drive {
@@ -196,6 +206,13 @@ impl Drive {
             _ => self.options.insert(key, value),
         }
         Ok(())
+    }
+
+    /// The same where the options of the image say nothing of it.
+    pub fn set_default(&mut self, key: &str, value: &str) {
+        if self.options.get(key).is_none() {
+            self.options.insert(key, value);
+        }
     }
 
     /// Opens an internal snapshot in place of the disk as it is now; only for reading.

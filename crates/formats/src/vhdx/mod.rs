@@ -3,8 +3,9 @@
 
 mod journal;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, check_identity, finish, parent_of};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
 use super::mapped::Place;
+use super::parents::{check_identity, parent_of};
 use super::patches::Patches;
 use super::sector_map::SectorMap;
 use super::survey::Survey;

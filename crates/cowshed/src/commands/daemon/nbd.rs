@@ -387,18 +387,16 @@ impl NbdArgs {
         drive.export_alone();
         let first = |given: &[String]| given.first().cloned();
         let cache = if !self.nocache.is_empty() { Some("none".to_owned()) } else { first(&self.cache) };
-        // Discards are passed on by default, as in qemu-nbd.
-        let discard = first(&self.discard).or_else(|| Some("unmap".to_owned()));
-        let settings = [
-            ("cache", cache),
-            ("aio", first(&self.aio)),
-            ("discard", discard),
-            ("detect-zeroes", self.detect_zeroes.clone()),
-        ];
+        // Of the image's own options `discard` counts more than the command line, and `detect-zeroes` less.
+        let detect_zeroes = self.detect_zeroes.clone().unwrap_or_else(|| "off".to_owned());
+        let settings = [("cache", cache), ("aio", first(&self.aio)), ("detect-zeroes", Some(detect_zeroes))];
         for (key, value) in settings {
             if let Some(value) = value {
                 drive.set(key, &value)?;
             }
+        }
+        if let Some(mode) = first(&self.discard) {
+            drive.set_default("discard", &mode);
         }
         Ok(drive)
     }
