@@ -246,7 +246,7 @@ const BLKDEBUG_KEYS: &[Key] = &[
 ];
 
 const INJECT_ERROR: &[Key] = &[
-    key("event", KeyType::Choice(Event::NAMES), REQUIRED, "the rule counts from this event on; 'none': always"),
+    key("event", KeyType::Choice(Event::NAMES), "none", "the rule counts from this event on"),
     key("state", KeyType::Number(0, u32::MAX as u64), "any", "the event counts only in this state"),
     key("iotype", KeyType::Choice(IoType::NAMES), "read, write, write-zeroes, discard, flush", "the kind of I/O"),
     key("errno", KeyType::Number(0, 4095), "5", "the error number; 0 for none"),
