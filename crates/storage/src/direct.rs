@@ -17,7 +17,7 @@ use crate::file::Inner;
 use crate::medium::Medium;
 use crate::payload::{Bufs, Payload};
 use crate::sys::SysResult;
-use cowshed_types::slip;
+use cowshed_types::{Errno, slip};
 use std::sync::atomic::Ordering;
 
 /// Most bytes in one aligned buffer.
@@ -98,6 +98,9 @@ impl Inner {
         }
         let place = (offset - start) as usize;
         gather(bufs, from, &mut bounce[place..place + count]);
+        if bufs.is_lost() {
+            return Err(Errno(libc::EFAULT));
+        }
         let payload = Payload { bufs: Bufs::One(bounce), guard: Some(guard.share()) };
         let final_len = len.max(end);
         let (result, _) = self.write_blocks(payload, start, final_len).await;

@@ -49,6 +49,11 @@ impl Bufs {
         }
     }
 
+    /// True for shared memory that is lost: what was copied out of it may be none of the other process's bytes.
+    pub(crate) fn is_lost(&self) -> bool {
+        matches!(self, Bufs::Shared(bufs) if bufs.check().is_err())
+    }
+
     /// The start and the length of each piece of memory.
     pub(crate) fn raw(&self) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
         let (own, shared) = match self {

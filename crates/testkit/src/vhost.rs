@@ -176,6 +176,11 @@ impl FrontEnd {
         self.send_raw(&MessageHeader::message(request::SET_MEM_TABLE, false, &body), Some(&self.guest.file));
     }
 
+    /// Takes the guest's memory away; true when that was accepted.
+    pub fn take_memory_away(&self) -> bool {
+        self.tell(request::REM_MEM_REG, &[&[0; 8][..], &self.region().encode()].concat(), None)
+    }
+
     fn pair(ring: u32, value: u32) -> Vec<u8> {
         [ring.to_le_bytes(), value.to_le_bytes()].concat()
     }

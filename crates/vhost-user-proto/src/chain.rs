@@ -15,6 +15,16 @@ pub const WRITE: u16 = 2;
 /// The flag that the memory holds a table of descriptors.
 pub const INDIRECT: u16 = 4;
 
+/// A place in [`Pieces`]. A request with parts goes through a long list once.
+#[derive(Clone, Copy, Debug)]
+pub struct Cursor {
+    index: usize,
+    /// In that piece.
+    start: usize,
+    /// Of all pieces.
+    at: u64,
+}
+
 /// Pieces of memory, one behind the other.
 #[derive(Clone, Debug)]
 pub struct Pieces<P> {
@@ -44,10 +54,26 @@ impl<P: Shared> Pieces<P> {
         self.list.len()
     }
 
+    /// See [`Shared::is_lost`].
+    pub fn is_lost(&self) -> bool {
+        self.list.iter().any(P::is_lost)
+    }
+
+    /// The place `at` of all pieces, or the end.
+    pub fn cursor(&self, at: u64) -> Cursor {
+        let (mut index, mut left) = (0, at.min(self.len));
+        while let Some(piece) = self.list.get(index).filter(|piece| piece.len() as u64 <= left) {
+            left -= piece.len() as u64;
+            index += 1;
+        }
+        // In range of `usize`: less than the length of a piece, or 0.
+        Cursor { index, start: left as usize, at: at.min(self.len) }
+    }
+
     /// Copies bytes out, each once. False, and nothing of use in `into`: the range passes the end.
-    pub fn read(&self, at: u64, into: &mut [u8]) -> bool {
+    pub fn read(&self, cursor: &mut Cursor, into: &mut [u8]) -> bool {
         let mut rest = into;
-        self.each(at, rest.len(), |piece, at, len| {
+        self.each(cursor, rest.len(), |piece, at, len| {
             let (head, behind) = std::mem::take(&mut rest).split_at_mut(len);
             piece.read(at, head);
             rest = behind;
@@ -55,34 +81,36 @@ impl<P: Shared> Pieces<P> {
     }
 
     /// Copies bytes in. False, and nothing written: the range passes the end.
-    pub fn write(&self, at: u64, from: &[u8]) -> bool {
+    pub fn write(&self, cursor: &mut Cursor, from: &[u8]) -> bool {
         let mut rest = from;
-        self.each(at, from.len(), |piece, at, len| {
+        self.each(cursor, from.len(), |piece, at, len| {
             let (head, behind) = rest.split_at(len);
             piece.write(at, head);
             rest = behind;
         })
     }
 
-    /// Calls `visit` with each piece of a range, the place in it and the length there. False, and no call: the range passes the end.
-    pub fn each(&self, at: u64, len: usize, mut visit: impl FnMut(&P, usize, usize)) -> bool {
-        if at.checked_add(len as u64).is_none_or(|end| end > self.len) {
+    /// Calls `visit` with each piece of a range, the place in it and the length there. The cursor is behind the range then. False, and
+    /// no call: the range passes the end.
+    pub fn each(&self, cursor: &mut Cursor, len: usize, mut visit: impl FnMut(&P, usize, usize)) -> bool {
+        if cursor.at.checked_add(len as u64).is_none_or(|end| end > self.len) {
             return false;
         }
-        let (mut skip, mut left) = (at, len);
-        for piece in &self.list {
-            if left == 0 {
-                break;
+        let mut left = len;
+        while left > 0
+            && let Some(piece) = self.list.get(cursor.index)
+        {
+            let piece_len = piece.len();
+            let take = left.min(piece_len - cursor.start);
+            if take > 0 {
+                visit(piece, cursor.start, take);
             }
-            let piece_len = piece.len() as u64;
-            if skip >= piece_len {
-                skip -= piece_len;
-                continue;
+            left -= take;
+            cursor.at += take as u64;
+            cursor.start += take;
+            if cursor.start == piece_len {
+                (cursor.index, cursor.start) = (cursor.index + 1, 0);
             }
-            // In range of `usize`: less than the length of a piece.
-            let (start, take) = (skip as usize, left.min((piece_len - skip) as usize));
-            visit(piece, start, take);
-            (skip, left) = (0, left - take);
         }
         left == 0
     }

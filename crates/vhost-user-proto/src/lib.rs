@@ -22,7 +22,7 @@ pub mod ring;
 #[cfg(test)]
 mod tests;
 
-pub use chain::{DescriptorChain, Pieces};
+pub use chain::{Cursor, DescriptorChain, Pieces};
 pub use config::DeviceConfig;
 pub use inflight::Inflight;
 pub use malformed::Malformed;

@@ -31,6 +31,11 @@ pub trait Shared {
 
     /// The part of `len` bytes from `at` on.
     fn part(&self, at: usize, len: usize) -> Self;
+
+    /// True once memory of its region is gone. Bytes copied out before may then be none that the guest wrote.
+    fn is_lost(&self) -> bool {
+        false
+    }
 }
 
 /// The memory of a guest, by the guest's addresses.

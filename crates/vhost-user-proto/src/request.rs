@@ -95,7 +95,7 @@ fn answer_bytes<P: Shared>(chain: &DescriptorChain<P>) -> u64 {
 
 /// Writes the status to the last writable byte. False: the chain has no place for one.
 pub fn write_status<P: Shared>(chain: &DescriptorChain<P>, status: Status) -> bool {
-    !chain.writable.is_empty() && chain.writable.write(answer_bytes(chain), &[status as u8])
+    !chain.writable.is_empty() && chain.writable.write(&mut chain.writable.cursor(answer_bytes(chain)), &[status as u8])
 }
 
 impl Request {
@@ -103,7 +103,7 @@ impl Request {
     /// number of them.
     pub fn parse<P: Shared>(chain: &DescriptorChain<P>, limits: &RequestLimits) -> Result<Request, Status> {
         let mut header = [0; HEADER_BYTES];
-        if chain.writable.is_empty() || !chain.readable.read(0, &mut header) {
+        if chain.writable.is_empty() || !chain.readable.read(&mut chain.readable.cursor(0), &mut header) {
             return Err(Status::IoError);
         }
         let (kind, sector) = (u32_at(&header, 0), u64_at(&header, 8));
@@ -141,7 +141,7 @@ fn segments<P: Shared>(
     for number in 0..count {
         let mut bytes = [0; SEGMENT_BYTES];
         let at = HEADER_BYTES as u64 + number * SEGMENT_BYTES as u64;
-        if !chain.readable.read(at, &mut bytes) {
+        if !chain.readable.read(&mut chain.readable.cursor(at), &mut bytes) {
             return Err(Status::IoError);
         }
         let (sector, sectors, flags) = (u64_at(&bytes, 0), u32_at(&bytes, 8), u32_at(&bytes, 12));

@@ -2,11 +2,13 @@
 //! Rings and chains of drivers, sound and hostile ones.
 
 use crate::chain::{INDIRECT, MAX_DESCRIPTORS, NEXT, WRITE};
-use crate::memory::Block;
+use crate::memory::{Block, Memory};
 use crate::request::{Request, RequestLimits, Segment, Status, write_status};
 use crate::ring::RingPlace;
 use crate::{DescriptorChain, Malformed, Ring, Shared};
 use proptest::prelude::*;
+use std::cell::Cell;
+use std::rc::Rc;
 
 const SIZE: u16 = 16;
 const MEMORY_BYTES: usize = 1 << 16;
@@ -184,6 +186,65 @@ fn data_shares_descriptors_with_header_and_status() {
     assert_eq!(Request::parse(&chain, &LIMITS), Ok(Request::Read { offset: 512, len: 1024 }));
     assert!(write_status(&chain, Status::Unsupported));
     assert_eq!(memory.load(DATA as usize + 0x1400), 2);
+}
+
+/// Memory that counts how often it is looked at.
+#[derive(Clone)]
+struct Counted(Block, Rc<Cell<usize>>);
+
+impl Shared for Counted {
+    fn len(&self) -> usize {
+        self.1.set(self.1.get() + 1);
+        self.0.len()
+    }
+
+    fn read(&self, at: usize, into: &mut [u8]) {
+        self.0.read(at, into);
+    }
+
+    fn write(&self, at: usize, from: &[u8]) {
+        self.0.write(at, from);
+    }
+
+    fn load(&self, at: usize) -> u16 {
+        self.0.load(at)
+    }
+
+    fn store(&self, at: usize, value: u16) {
+        self.0.store(at, value);
+    }
+
+    fn part(&self, at: usize, len: usize) -> Counted {
+        Counted(self.0.part(at, len), Rc::clone(&self.1))
+    }
+}
+
+impl Memory for Counted {
+    type Piece = Counted;
+
+    fn piece(&self, address: u64, len: usize) -> Option<Counted> {
+        Some(Counted(self.0.piece(address, len)?, Rc::clone(&self.1)))
+    }
+
+    /// As where each byte is a region of its own.
+    fn pieces(&self, address: u64, len: usize, pieces: &mut Vec<Counted>) -> bool {
+        (0..len).all(|at| self.piece(address + at as u64, 1).map(|piece| pieces.push(piece)).is_some())
+    }
+}
+
+#[test]
+fn a_long_list_of_pieces_is_passed_once() {
+    const BYTES: usize = 40_000;
+    let memory = Block::zeroed(MEMORY_BYTES);
+    describe(&memory, 0, 0, (DATA, BYTES as u32, 0, 0));
+    let counted = Counted(memory, Rc::default());
+    let (result, chain) = DescriptorChain::walk(&counted, &counted, 0, false);
+    assert!(result.is_ok() && chain.readable.count() == BYTES);
+    counted.1.set(0);
+    let (mut cursor, mut part) = (chain.readable.cursor(16), [0; 100]);
+    while chain.readable.read(&mut cursor, &mut part) {}
+    let looks = counted.1.get();
+    assert!(looks < 3 * BYTES, "{looks} looks at {BYTES} pieces");
 }
 
 #[test]

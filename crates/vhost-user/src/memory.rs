@@ -37,6 +37,11 @@ impl Shared for MemoryPiece {
     fn part(&self, at: usize, len: usize) -> MemoryPiece {
         MemoryPiece(self.0.part(at, len))
     }
+
+    #[inline]
+    fn is_lost(&self) -> bool {
+        self.0.is_lost()
+    }
 }
 
 /// The memory of a guest at some time.

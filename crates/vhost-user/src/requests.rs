@@ -4,14 +4,20 @@
 use crate::queue::Ways;
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
-use cowshed_storage::{IoBuf, SharedBufs};
+use cowshed_storage::{IoBuf, SharedBufs, SharedMemory};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
-use cowshed_vhost_user_proto::{DescriptorChain, Pieces, Shared};
+use cowshed_vhost_user_proto::{Cursor, DescriptorChain, Pieces, Shared};
 use std::rc::Rc;
 
 /// Longer reads and writes go in pieces of so many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
+
+/// The kernel fills and takes at most so many pieces of memory at a time: those of one system call.
+const MAX_SHARED_PIECES: usize = 1024;
+
+/// Bytes of the kernel's description of a piece.
+const VECTOR_BYTES: usize = 16;
 
 /// Each request takes so many bytes besides its data, near enough.
 const REQUEST_BYTES: u64 = 1 << 10;
@@ -34,13 +40,30 @@ pub(crate) fn cost<P: Shared>(request: &Request, chain: &DescriptorChain<P>) -> 
         Request::Read { len, .. } | Request::Write { len, .. } => (*len).min(PIECE_BYTES),
         _ => 0,
     };
-    let pieces = (chain.readable.count() + chain.writable.count()) * size_of::<P>();
-    data + REQUEST_BYTES + pieces as u64
+    let count = chain.readable.count() + chain.writable.count();
+    // A list of the pieces for the kernel, which grows by doubling.
+    let of_transfer = match data {
+        0 => 0,
+        _ => count.min(MAX_SHARED_PIECES).next_power_of_two() * (size_of::<SharedMemory>() + VECTOR_BYTES),
+    };
+    data + REQUEST_BYTES + (count * size_of::<P>() + of_transfer) as u64
 }
 
 fn lost() -> Error {
     let message = "changes are lost that an earlier process had told of: it was killed before they were flushed";
     Error::new(ErrorKind::Io, message)
+}
+
+/// Fails when memory of a request is lost. Its header, its ranges and its data may be zeroes that the guest never wrote.
+fn check_memory<P: Shared>(chain: &DescriptorChain<P>) -> Result<()> {
+    match chain.readable.is_lost() || chain.writable.is_lost() {
+        false => Ok(()),
+        true => Err(memory_is_lost()),
+    }
+}
+
+fn memory_is_lost() -> Error {
+    Error::invalid_argument("memory of the request is lost: its file has become shorter")
 }
 
 /// Carries a request out and writes its status.
@@ -53,11 +76,14 @@ pub(crate) async fn run<P: Shared>(
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
-    let tells_loss = promises && ways.ledger.is_lost();
+    let there = check_memory(&chain);
+    // The guest sees no status in memory that is lost.
+    let tells_loss = there.is_ok() && promises && ways.ledger.is_lost();
     if tells_loss && slip!("loss_is_told_before_the_guest_sees_it") {
         ways.ledger.told_lost();
     }
     let (result, mut written) = match request {
+        _ if there.is_err() => (there, 0),
         _ if tells_loss => (Err(lost()), 0),
         Request::Read { offset, len } => read(&disk, &ways, &chain, offset, len).await,
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
@@ -76,7 +102,7 @@ pub(crate) async fn run<P: Shared>(
             name[..known].copy_from_slice(&id[..known]);
             // In range: at most ID_BYTES.
             let len = len as usize;
-            chain.writable.write(0, &name[..len]);
+            chain.writable.write(&mut chain.writable.cursor(0), &name[..len]);
             (Ok(()), len as u64)
         }
         Request::Discard(segments) => (discard(&disk, &ways, segments).await, 0),
@@ -85,7 +111,7 @@ pub(crate) async fn run<P: Shared>(
     if changes && !ways.is_durable() {
         ways.ledger.note_change(|| disk.attachment().node().holds_changes());
     }
-    let status = match result {
+    let status = match result.and_then(|()| check_memory(&chain)) {
         Ok(()) => Status::Ok,
         Err(error) => {
             written = 0;
@@ -104,17 +130,24 @@ pub(crate) fn end<P: Shared>(chain: &DescriptorChain<P>, status: Status, written
 }
 
 /// A range of the memory of a request, where the kernel may fill or take it. `None`: the data has a copy, because a page of the
-/// memory may be late. The disk's locks would wait for it, and other clients with them.
-fn shared<P: Shared>(ways: &Ways<P>, pieces: &Pieces<P>, at: u64, len: u64) -> Option<SharedBufs> {
+/// memory may be late. The disk's locks would wait for it, and other clients with them. Very many pieces have a copy, too. Otherwise
+/// `cursor` goes on.
+fn shared<P: Shared>(ways: &Ways<P>, pieces: &Pieces<P>, cursor: &mut Cursor, len: u64) -> Option<SharedBufs> {
     let memory_of = ways.memory_of?;
-    let (mut bufs, mut is_memory) = (SharedBufs::default(), true);
+    let (mut bufs, mut fits, mut behind) = (SharedBufs::default(), true, *cursor);
     // In range of `usize`: at most PIECE_BYTES.
-    let is_whole = pieces.each(at, len as usize, |piece, at, len| {
+    let is_whole = pieces.each(&mut behind, len as usize, |piece, at, len| {
         let memory = memory_of(piece);
-        is_memory &= memory.is_memory();
-        bufs.push(memory.part(at, len));
+        fits &= memory.is_memory() && bufs.pieces().len() < MAX_SHARED_PIECES;
+        if fits {
+            bufs.push(memory.part(at, len));
+        }
     });
-    (is_whole && is_memory).then_some(bufs)
+    if !is_whole || !fits {
+        return None;
+    }
+    *cursor = behind;
+    Some(bufs)
 }
 
 async fn read<P: Shared>(
@@ -124,10 +157,10 @@ async fn read<P: Shared>(
     offset: u64,
     len: u64,
 ) -> (Result<()>, u64) {
-    let mut done = 0;
+    let (mut done, mut cursor) = (0, chain.writable.cursor(0));
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
-        if let Some(bufs) = shared(ways, &chain.writable, done, piece) {
+        if let Some(bufs) = shared(ways, &chain.writable, &mut cursor, piece) {
             let (result, _) = disk.read_shared(offset + done, bufs).await;
             if result.is_err() {
                 return (result, done);
@@ -143,7 +176,7 @@ async fn read<P: Shared>(
         if result.is_err() {
             return (result, done);
         }
-        chain.writable.write(done, &buf);
+        chain.writable.write(&mut cursor, &buf);
         done += piece;
     }
     (Ok(()), done)
@@ -156,11 +189,11 @@ async fn write<P: Shared>(
     offset: u64,
     len: u64,
 ) -> Result<()> {
-    let mut done = 0;
+    let (mut done, mut cursor) = (0, chain.readable.cursor(HEADER_BYTES as u64));
     let is_durable = ways.is_durable();
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
-        if let Some(bufs) = shared(ways, &chain.readable, HEADER_BYTES as u64 + done, piece) {
+        if let Some(bufs) = shared(ways, &chain.readable, &mut cursor, piece) {
             let (result, _) = match is_durable {
                 true => disk.write_shared_durable(offset + done, bufs).await,
                 false => disk.write_shared(offset + done, bufs).await,
@@ -170,7 +203,13 @@ async fn write<P: Shared>(
             continue;
         }
         let mut buf = IoBuf::try_scratch(piece as usize)?;
-        chain.readable.read(HEADER_BYTES as u64 + done, &mut buf);
+        let (mut again, mut is_lost) = (cursor, false);
+        chain.readable.read(&mut cursor, &mut buf);
+        // Those of this part alone: the list may be long.
+        chain.readable.each(&mut again, piece as usize, |piece, _, _| is_lost |= piece.is_lost());
+        if is_lost {
+            return Err(memory_is_lost());
+        }
         let (result, _) = match is_durable {
             true => disk.write_durable(offset + done, buf).await,
             false => disk.write(offset + done, buf).await,

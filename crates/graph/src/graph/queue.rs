@@ -361,14 +361,15 @@ impl Queue {
         .await
     }
 
-    /// As [`Queue::read`], into memory that a guest shares; see [`Node::read_shared`].
+    /// As [`Queue::read`], into memory that a guest shares; see [`Node::read_shared`]. Carried out as [`Queue::write`] is: the kernel
+    /// fills the guest's memory to the end, and the place on the disk stays the range's own until then.
     pub async fn read_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
         let start_ns = self.0.start_ns();
-        let passage = self.0.attachment.gate().enter(&self.0.lane).await;
-        let read =
-            carry_out_with!(&*self.0, start_ns, IoKind::Read, offset, bufs, |node| node.read_shared(offset, bufs));
-        drop(passage);
-        read
+        let inside = self.enter().await;
+        rt::to_completion(async move {
+            carry_out_with!(&inside.0, start_ns, IoKind::Read, offset, bufs, |node| node.read_shared(offset, bufs))
+        })
+        .await
     }
 
     /// As [`Queue::write`], from memory that a guest shares and may change meanwhile: what it writes then is written, or what it wrote

@@ -28,6 +28,7 @@ impl Node {
             }
             mapped => (self.read_copied(mapped, offset, &bufs).await, bufs),
         };
+        let result = result.and_then(|()| bufs.check());
         self.count(IoKind::Read, offset, len, start_ns, &result);
         (result, bufs)
     }
@@ -61,7 +62,7 @@ impl Node {
     /// As [`Node::run_write`], from shared memory, which may change meanwhile.
     pub(crate) async fn run_write_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
         let (len, start_ns) = (bufs.len() as u64, self.clock_ns());
-        if let Err(error) = self.check_write(offset, len) {
+        if let Err(error) = self.check_write(offset, len).and_then(|()| bufs.check()) {
             self.count_invalid(IoKind::Write);
             return (Err(error), bufs);
         }
@@ -81,6 +82,7 @@ impl Node {
             }
             mapped => (self.write_copied(mapped, offset, &bufs).await, bufs),
         };
+        let result = result.and_then(|()| bufs.check());
         self.count(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() {
             self.counters.note_written(offset + len);

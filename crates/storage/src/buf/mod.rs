@@ -151,10 +151,12 @@ impl IoBuf {
         buf
     }
 
-    /// A copy of shared memory, each byte of which is read once. `ENOMEM` when there is no memory.
+    /// A copy of shared memory, each byte of which is read once. `ENOMEM` when there is no memory. An error also when the shared memory
+    /// is lost.
     pub fn try_copy_of(shared: &SharedBufs) -> Result<Self> {
         let mut buf = Self::try_scratch(shared.len())?;
         shared.read(0, &mut buf);
+        shared.check()?;
         Ok(buf)
     }
 

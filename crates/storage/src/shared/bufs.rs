@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Pieces of shared memory that one transfer fills or takes.
 
-use super::SharedMemory;
+use super::{PAGE_BYTES, SharedMemory};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 
 /// The bytes that [`SharedBufs::zero_from`] copies.
 static ZEROES: [u8; 4096] = [0; 4096];
@@ -60,6 +61,26 @@ impl SharedBufs {
         }
     }
 
+    /// Fails when memory of the pieces is lost; see [`SharedMemory::is_lost`]. Asked after bytes were copied out or in, it tells whether
+    /// those are the other process's.
+    #[inline]
+    pub fn check(&self) -> Result<()> {
+        match self.pieces().iter().any(SharedMemory::is_lost) {
+            false => Ok(()),
+            true => Err(lost()),
+        }
+    }
+
+    /// As [`SharedBufs::check`], with a look at each page.
+    pub(crate) fn check_pages(&self) -> Result<()> {
+        for piece in self.pieces() {
+            for at in (0..piece.len()).step_by(PAGE_BYTES as usize).chain(piece.len().checked_sub(1)) {
+                piece.read(at, &mut [0]);
+            }
+        }
+        self.check()
+    }
+
     /// Copies bytes out from the place `at` on, each once. Those behind the end stay as they are.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         let mut rest = into;
@@ -101,6 +122,13 @@ impl SharedBufs {
             (skip, left) = (skip - start, left - take);
         }
     }
+}
+
+/// No fault of a disk: the memory that the request names is not there.
+#[cold]
+fn lost() -> Error {
+    let message = "memory of the request is lost: its file has become shorter";
+    Error::new(ErrorKind::InvalidArgument, message).with_errno(Errno(libc::EFAULT))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mappings whose file another process has shortened: an access to a page that is gone raises SIGBUS. The handler here puts zero
-//! pages of this process in the place of the whole mapping, and the access goes on.
+//! pages of this process in the place of the mapping from there on, and the access goes on. Such a mapping is lost: what this process
+//! reads there is nothing that the other one wrote.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
@@ -13,12 +14,18 @@ struct Place {
     /// 0: free; 1: being filled or emptied.
     start: AtomicUsize,
     len: AtomicUsize,
+    page_bytes: AtomicUsize,
     is_lost: AtomicBool,
 }
 
-static PLACES: [Place; MAX_MAPPINGS] =
-    [const { Place { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_lost: AtomicBool::new(false) } };
-        MAX_MAPPINGS];
+static PLACES: [Place; MAX_MAPPINGS] = [const {
+    Place {
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+        page_bytes: AtomicUsize::new(1),
+        is_lost: AtomicBool::new(false),
+    }
+}; MAX_MAPPINGS];
 
 /// The handlers that were in force before, leaked: for faults that aren't ours.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
@@ -31,12 +38,13 @@ pub(super) struct Watch(Option<usize>);
 
 impl Watch {
     /// `None`: there are too many mappings.
-    pub(super) fn new(start: usize, len: usize) -> Option<Watch> {
+    pub(super) fn new(start: usize, len: usize, page_bytes: usize) -> Option<Watch> {
         INSTALL.call_once(install);
         let claim = |place: &Place| place.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         let number = PLACES.iter().position(claim)?;
         let place = &PLACES[number];
         place.len.store(len, Ordering::Relaxed);
+        place.page_bytes.store(page_bytes, Ordering::Relaxed);
         place.is_lost.store(false, Ordering::Relaxed);
         place.start.store(start, Ordering::Release);
         Some(Watch(Some(number)))
@@ -79,12 +87,18 @@ extern "C" fn handle(_signal: libc::c_int, info: *mut libc::siginfo_t, _context:
         if start <= 1 || !(start..start.saturating_add(len)).contains(&address) {
             continue;
         }
-        // SAFETY: the range is a mapping of `SharedMemory`, whose bytes are only reached by raw copies, and which stays mapped while
+        // Before the zeroes: a copy that has one of them is made before a look at this.
+        place.is_lost.store(true, Ordering::SeqCst);
+        // From the page on: the pages before it may be there, and requests that began use them. To the end: two parts at most, so no
+        // row of faults uses up the mappings that a process may have.
+        let skip =
+            (address - start) / place.page_bytes.load(Ordering::Relaxed) * place.page_bytes.load(Ordering::Relaxed);
+        // SAFETY: the range is in a mapping of `SharedMemory`, whose bytes are only reached by raw copies, and which stays mapped while
         // an access runs. So zero pages may take its place.
         let replaced = unsafe {
             libc::mmap(
-                std::ptr::without_provenance_mut(start),
-                len,
+                std::ptr::without_provenance_mut(start + skip),
+                len - skip,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
                 -1,
@@ -92,7 +106,6 @@ extern "C" fn handle(_signal: libc::c_int, info: *mut libc::siginfo_t, _context:
             )
         };
         if replaced != libc::MAP_FAILED {
-            place.is_lost.store(true, Ordering::Release);
             return;
         }
     }

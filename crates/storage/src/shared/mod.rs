@@ -103,7 +103,7 @@ impl SharedMemory {
         };
         let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
-        let watch = Watch::new(start.as_ptr().addr(), mapped);
+        let watch = Watch::new(start.as_ptr().addr(), mapped, page_bytes as usize);
         let is_memory =
             rustix::fs::fstatfs(&file).is_ok_and(|found| MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64)));
         let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default(), is_memory });
@@ -136,7 +136,8 @@ impl SharedMemory {
         self.len == 0
     }
 
-    /// True once the file behind it turned out to be shorter than it was. The memory is no longer shared then.
+    /// True once the file behind it turned out to be shorter than it was. The memory, or a part of it, is no longer shared then: bytes
+    /// that a copy took out of it may be zeroes that the other process never wrote.
     pub fn is_lost(&self) -> bool {
         self.mapping.watch.is_lost()
     }

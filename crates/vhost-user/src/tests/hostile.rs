@@ -211,6 +211,9 @@ fn each_request_costs_the_memory_of_its_lists() {
     assert!(result.is_ok() && chain.readable.count() == 100);
     let cost = crate::requests::cost(&crate::proto::request::Request::Flush, &chain);
     assert!(cost > 100 * size_of::<crate::memory::MemoryPiece>() as u64);
+    let write = crate::proto::request::Request::Write { offset: 0, len: 512 };
+    let lists = crate::requests::cost(&write, &chain) - 512 - cost;
+    assert!(lists >= 100 * (size_of::<cowshed_storage::SharedMemory>() + 16) as u64, "{lists}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Faults that other back ends had: lost kicks, threads that a busy ring keeps, memory and files that go in the midst of a request.
 
-use super::served::{DISK_BYTES, Served};
+use super::served::{DISK_BYTES, Served, qcow2_image};
 use crate::proto::message::request;
 use cowshed_storage::fault::{Event, Faults};
 use cowshed_storage::{SharedMemory, rt};
@@ -11,6 +11,14 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 const READ: u32 = 0;
+const WRITE: u32 = 1;
+const WRITE_ZEROES: u32 = 13;
+/// The file of the second region is cut to so many bytes.
+const CUT_BYTES: u64 = 1 << 20;
+/// Places in the second region: two that stay, and one that goes.
+const THERE: u64 = 0x1_0000;
+const SEGMENT: u64 = 0x2_0000;
+const GONE: u64 = 0x20_0000;
 const GET_ID: u32 = 8;
 const ID_BYTES: u32 = 20;
 const BLKDEBUG: &str = "driver=raw,node-name=d,file.driver=blkdebug,file.image.driver=file,file.image.filename=";
@@ -118,7 +126,7 @@ fn stopping_a_ring_waits_for_its_requests() {
 }
 
 #[test]
-fn memory_that_goes_during_a_request_lasts_until_its_end() {
+fn memory_that_goes_before_a_transfer_lasts_until_its_end() {
     let served = Served::new(|_| ());
     let mut driver = served.driver();
     // The request has begun, and waits for the disk.
@@ -131,8 +139,7 @@ fn memory_that_goes_during_a_request_lasts_until_its_end() {
     while driver.guest.memory.load(wish) == 0 {
         std::thread::yield_now();
     }
-    let region = [&[0; 8][..], &driver.region().encode()].concat();
-    assert!(driver.tell(request::REM_MEM_REG, &region, None), "the removal waits for nothing");
+    assert!(driver.take_memory_away(), "the removal waits for nothing");
     drop(drained);
     driver.wait_used(0);
     assert_eq!((driver.status(0), driver.bytes(FrontEnd::data(0), 4096)), (0, vec![0; 4096]));
@@ -145,32 +152,100 @@ fn memory_that_goes_during_a_request_lasts_until_its_end() {
     assert_eq!(served.driver().request(READ, 0, &[], 512).0, 0);
 }
 
-#[test]
-fn memory_that_is_cut_off_fails_its_requests_alone() {
-    let served = Served::new(|_| ());
-    let mut driver = served.driver();
-    let file: std::os::fd::OwnedFd = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&file, MEMORY_BYTES).unwrap();
-    let region = crate::proto::Region {
-        guest_address: GUEST + MEMORY_BYTES,
-        front_end_address: FRONT_END + MEMORY_BYTES,
-        ..driver.region()
-    };
-    assert!(driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file)));
-    let run = |driver: &mut FrontEnd, kind: u32| {
-        driver.prepare(0, 0, kind, 8, &[], 0);
+/// A second region behind the guest's memory, in a file that the test can shorten.
+struct More {
+    file: std::os::fd::OwnedFd,
+    memory: SharedMemory,
+}
+
+impl More {
+    fn of(driver: &FrontEnd, file: std::os::fd::OwnedFd) -> More {
+        rustix::fs::ftruncate(&file, MEMORY_BYTES).unwrap();
+        let region = crate::proto::Region {
+            guest_address: GUEST + MEMORY_BYTES,
+            front_end_address: FRONT_END + MEMORY_BYTES,
+            ..driver.region()
+        };
+        assert!(driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file)));
+        let memory = SharedMemory::map(&file, 0, MEMORY_BYTES).unwrap();
+        More { file, memory }
+    }
+
+    fn in_memory(driver: &FrontEnd) -> More {
+        Self::of(driver, rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap())
+    }
+
+    fn cut(&self) {
+        rustix::fs::ftruncate(&self.file, CUT_BYTES).unwrap();
+    }
+
+    /// One request whose data lies in the region: its status.
+    fn run(&self, driver: &mut FrontEnd, kind: u32, sector: u64, (at, len): (u64, u32)) -> u8 {
+        driver.prepare(0, 0, kind, sector, &[], 0);
         let flags = if kind == READ { 1 | 2 } else { 1 };
         driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0) - 0x100, 16, 1, 1));
-        driver.describe(FrontEnd::place(0), 1, (MEMORY_BYTES + 0x1_0000, 8192, flags, 2));
+        driver.describe(FrontEnd::place(0), 1, (MEMORY_BYTES + at, len, flags, 2));
         driver.offer(0, 0);
         driver.kick(0);
         driver.wait_used(0);
         driver.status(0)
-    };
-    assert_eq!((run(&mut driver, 1), run(&mut driver, READ)), (0, 0));
-    rustix::fs::ftruncate(&file, 4096).unwrap();
-    assert_eq!((run(&mut driver, 1), run(&mut driver, READ)), (1, 1));
+    }
+}
+
+#[test]
+fn memory_that_is_cut_off_fails_its_requests_alone() {
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    let more = More::in_memory(&driver);
+    let run = |driver: &mut FrontEnd, kind: u32| more.run(driver, kind, 8, (GONE, 8192));
+    assert_eq!((run(&mut driver, WRITE), run(&mut driver, READ)), (0, 0));
+    more.cut();
+    assert_eq!((run(&mut driver, WRITE), run(&mut driver, READ)), (1, 1));
     assert_eq!(driver.request(READ, 8, &[], 512), (0, vec![0; 512]), "the ring goes on");
+}
+
+/// The region of a lost page counts as lost. A request must not take what the daemon has put there for the guest's bytes.
+fn lost_memory_changes_nothing(what: &str, served: &Served, first: u32, file: Option<std::os::fd::OwnedFd>) {
+    let mut driver = served.driver();
+    let more = match file {
+        Some(file) => More::of(&driver, file),
+        None => More::in_memory(&driver),
+    };
+    let zeroes = [&0u64.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
+    for (at, value) in [(THERE, 5), (GONE, 6)] {
+        more.memory.write(at as usize, &[value; 4096]);
+    }
+    assert_eq!(more.run(&mut driver, WRITE, 0, (THERE, 4096)), 0, "{what}");
+    more.memory.write(THERE as usize, &[7; 4096]);
+    more.memory.write(SEGMENT as usize, &zeroes);
+    more.cut();
+    // The range has no data yet, so the bytes have a copy in the daemon.
+    assert_eq!(more.run(&mut driver, first, 8192, (GONE, 4096)), 1, "{what}: the page is gone");
+    let then = [WRITE, READ].map(|kind| more.run(&mut driver, kind, 0, (THERE, 4096)));
+    assert_eq!(then, [1, 1], "{what}: the region has lost a page");
+    assert_eq!(more.run(&mut driver, WRITE, 16384, (THERE, 4096)), 1, "{what}: a copy of the region");
+    assert_eq!(more.run(&mut driver, WRITE_ZEROES, 0, (SEGMENT, 16)), 1, "{what}: a range in the region");
+    assert!(served.disk(0, 4096) == [5; 4096], "{what}: the disk has changed");
+    assert!(served.disk(8192 * 512, 4096) == [0; 4096] && served.disk(16384 * 512, 4096) == [0; 4096], "{what}");
+    assert_eq!(driver.request(READ, 0, &[], 512), (0, vec![5; 512]), "{what}: the ring goes on");
+    let kinds = served.attachment.statistics().kinds;
+    assert!(kinds.iter().all(|kind| kind.failed == 0), "{what}: counted as a fault of the disk");
+}
+
+#[test]
+fn a_lost_page_fails_all_requests_of_its_region() {
+    let qcow2 = || Served::made("driver=qcow2,node-name=d,file.driver=file,file.filename=", qcow2_image, |_| ());
+    for first in [WRITE, READ] {
+        lost_memory_changes_nothing(&format!("qcow2, {first} first"), &qcow2(), first, None);
+        lost_memory_changes_nothing(&format!("raw, {first} first"), &Served::new(|_| ()), first, None);
+        lost_memory_changes_nothing(&format!("blkdebug, {first} first"), &Served::on(BLKDEBUG, |_| ()), first, None);
+        let direct = "driver=raw,node-name=d,cache.direct=on,file.driver=file,file.cache.direct=on,file.filename=";
+        lost_memory_changes_nothing(&format!("direct, {first} first"), &Served::on(direct, |_| ()), first, None);
+        let served = qcow2();
+        let path = served.folder.path().join("memory");
+        let file = std::fs::File::options().read(true).write(true).create_new(true).open(path).unwrap();
+        lost_memory_changes_nothing(&format!("copies, {first} first"), &served, first, Some(file.into()));
+    }
 }
 
 #[test]
@@ -265,4 +340,46 @@ fn data_of_odd_pieces_goes_both_ways() {
         }
         assert!(read == bytes);
     }
+}
+
+/// Each descriptor lies across the border of two regions: there are more pieces than one system call takes.
+#[test]
+fn more_pieces_than_one_system_call_takes_go_both_ways() {
+    const COUNT: u16 = 900;
+    const HALF: u64 = 256;
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    let more = More::in_memory(&driver);
+    let memory = driver.guest.memory.clone();
+    let (table, header, status) = (DATA + 0x1_0000, DATA, DATA + 0x100);
+    let len = usize::from(COUNT) * 2 * HALF as usize;
+    let mut run = |kind: u32, flags: u16| {
+        memory.write(header as usize, &[&kind.to_le_bytes()[..], &[0; 4], &8u64.to_le_bytes()].concat());
+        driver.describe(table as usize, 0, (header, 16, 1, 1));
+        for index in 1..=COUNT {
+            let piece = (MEMORY_BYTES - HALF, 2 * HALF as u32, 1 | flags, index + 1);
+            driver.describe(table as usize, index, piece);
+        }
+        driver.describe(table as usize, COUNT + 1, (status, 1, 2, 0));
+        driver.describe(FrontEnd::place(0), 0, (table, (u32::from(COUNT) + 2) * 16, 4, 0));
+        driver.offer(0, 0);
+        driver.kick(0);
+        driver.wait_used(0);
+        assert_eq!(driver.bytes(status, 1), [0]);
+    };
+    let bytes: Vec<u8> = (0..2 * HALF).map(|at| at as u8 ^ (at >> 8) as u8 | 1).collect();
+    let halves = |fill: &[u8]| {
+        memory.write((MEMORY_BYTES - HALF) as usize, &fill[..HALF as usize]);
+        more.memory.write(0, &fill[HALF as usize..]);
+    };
+    halves(&bytes);
+    run(WRITE, 0);
+    assert!(served.disk(8 * 512, len) == bytes.repeat(COUNT.into()));
+    halves(&[0xee; 2 * HALF as usize]);
+    run(READ, 2);
+    let mut read = vec![0; 2 * HALF as usize];
+    let (left, right) = read.split_at_mut(HALF as usize);
+    memory.read((MEMORY_BYTES - HALF) as usize, left);
+    more.memory.read(0, right);
+    assert!(read == bytes);
 }

@@ -5,6 +5,7 @@ use crate::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::{Node, OpenRequest};
 use cowshed_storage::{Listener, SocketAddress, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::temp_dir;
 use cowshed_testkit::vhost::FrontEnd;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,11 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 pub const DISK_BYTES: u64 = 16 << 20;
+
+/// Makes a qcow2 image of [`DISK_BYTES`] without data.
+pub fn qcow2_image(image: &Path) {
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "16M"]);
+}
 
 /// A disk that is served.
 pub struct Served {
