@@ -4,6 +4,7 @@
 use crate::ledger::Ledger;
 use crate::queue::{Line, Running, Start, Ways};
 use cowshed_image::graph::Queue;
+use cowshed_storage::SharedMemory;
 use cowshed_storage::signal::Mailbox;
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use cowshed_vhost_user_proto::request::RequestLimits;
@@ -13,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 /// Serves a ring as its thread does, until the future is dropped: that is a kill of the back end. `notes`: the ring's part of the
-/// region that survives it. `unflushed`: the note behind the parts.
+/// region that survives it. `unflushed`: the note behind the parts. `memory_of`: the shared memory of a piece.
 ///
 /// # Errors
 /// For a ring or notes that break the protocol.
@@ -23,6 +24,7 @@ pub async fn serve_ring<M>(
     place: RingPlace,
     notes: M::Piece,
     unflushed: M::Piece,
+    memory_of: fn(&M::Piece) -> &SharedMemory,
 ) -> Result<(), Malformed>
 where
     M: Memory<Piece: Clone + 'static>,
@@ -43,7 +45,7 @@ where
         writethrough: false,
         writeback: Arc::new(AtomicBool::new(true)),
         ledger: Arc::new(ledger),
-        memory_of: None,
+        memory_of: Some(memory_of),
     };
     let start = Start {
         place,

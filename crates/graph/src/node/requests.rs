@@ -4,7 +4,7 @@
 //! request already ([`super::io`]).
 
 use super::{Backing, Node, Preallocation, ZeroFlags};
-use cowshed_storage::{File, IoBuf, rt};
+use cowshed_storage::{File, IoBuf, SharedBufs, rt};
 use cowshed_types::Result;
 use std::future::Future;
 use std::ops::Deref;
@@ -63,6 +63,16 @@ macro_rules! requests {
             pub fn write(&$self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> + use<> {
                 let node = $hold;
                 rt::to_completion_of(Left(node.clone()), async move { node.run_write(offset, buf).await })
+            }
+
+            /// As the other writes, from memory that a guest shares and may change meanwhile.
+            pub fn write_shared(
+                &$self,
+                offset: u64,
+                bufs: SharedBufs,
+            ) -> impl Future<Output = (Result<()>, SharedBufs)> + use<> {
+                let node = $hold;
+                rt::to_completion_of(Left(node.clone()), async move { node.run_write_shared(offset, bufs).await })
             }
 
             /// Makes a range read as zeroes. `may_unmap` counts only where the node discards. Once polled, it is carried out even

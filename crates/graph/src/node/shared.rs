@@ -7,6 +7,8 @@ use super::{DetectZeroes, Node};
 use crate::stats::IoKind;
 use cowshed_storage::{IoBuf, SharedBufs};
 use cowshed_types::Result;
+#[cfg(mutants)]
+use cowshed_types::slip;
 
 impl Node {
     /// As [`Node::read`], into shared memory. After an error it may be filled in part.
@@ -18,6 +20,8 @@ impl Node {
         }
         let (result, bufs) = match self.map_read(offset, len) {
             Mapped::File { file, host, guard } => {
+                #[cfg(mutants)]
+                let guard = guard.filter(|_| !slip!("shared_reads_unpinned"));
                 let done = file.read_shared_at(bufs, host).await;
                 drop(guard);
                 done
@@ -76,6 +80,8 @@ impl Node {
         }
         let (result, bufs) = match self.driver.map(offset, len, Intent::Overwrite) {
             Mapped::File { file, host, guard } => {
+                #[cfg(mutants)]
+                let guard = guard.filter(|_| !slip!("shared_writes_unpinned"));
                 let done = file.write_shared_at(bufs, host).await;
                 drop(guard);
                 done

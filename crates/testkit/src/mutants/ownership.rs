@@ -45,6 +45,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "a_read_beside_a_discard_never_sees_the_next_owner"),
     },
     Mutant {
+        name: "shared_reads_unpinned",
+        about: "a read into guest memory gives its pin back before its I/O",
+        test: ("failure_shapes", "a_shared_read_beside_a_discard_never_sees_the_next_owner"),
+    },
+    Mutant {
         name: "places_outlive_changes",
         about: "places remembered of a chain are believed though a layer has become writable",
         test: ("chains", "writable_layer_forgets_its_cached_places"),
@@ -68,6 +73,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         name: "writes_in_place_unpinned",
         about: "a write in place gives its pin back before its I/O",
         test: ("failure_shapes", "write_beside_a_discard_never_lands_elsewhere"),
+    },
+    Mutant {
+        name: "shared_writes_unpinned",
+        about: "a write in place from guest memory gives its pin back before its I/O",
+        test: ("failure_shapes", "a_shared_write_beside_a_discard_never_lands_elsewhere"),
     },
     Mutant {
         name: "dropped_requests_let_go",

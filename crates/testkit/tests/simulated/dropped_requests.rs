@@ -8,7 +8,7 @@ use cowshed_image::graph::{AttachRequest, Attachment, Graph, Queue};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
 use cowshed_simulator::{Config, Effect, Event, Fault, OpKind, World};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{IoBuf, SharedBufs, SharedMemory, rt};
 use cowshed_testkit::audit::{audit, host_offset, l2_entry};
 use cowshed_testkit::crash::CrashPlan;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
@@ -112,6 +112,29 @@ fn a_drain_waits_for_a_dropped_write() {
         let (result, bytes) = guest.queue.read(SLOW * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
         result.expect("a read");
         assert!(bytes.iter().all(|byte| *byte == 9), "the drained write is not on the disk");
+        guest.close().await;
+    });
+}
+
+/// The kernel fills the guest's memory to the end. The place on the disk must not be another one's before.
+#[test]
+fn a_drain_waits_for_a_dropped_shared_read() {
+    let (prepared, _, host) = slow_machine();
+    let slow = Fault::new(Effect::Delay(Duration::from_secs(1))).kind(OpKind::Read).range(host..host + CLUSTER);
+    let world = prepared.world(&trial(1, vec![slow]));
+    world.run(async {
+        let guest = Guest::open(&prepared.top, "").await;
+        guest.queue.read(0, IoBuf::zeroed(512)).await.0.expect("a read");
+        let (memory, _) = SharedMemory::create("guest", CLUSTER).expect("memory");
+        let mut bufs = SharedBufs::default();
+        bufs.push(memory);
+        let mut read = Box::pin(guest.queue.read_shared(SLOW * CLUSTER, bufs));
+        assert!(poll!(&mut read).is_pending());
+        drop(read);
+        assert_eq!((world.fault_hits(), guest.attachment.statistics().in_flight), (1, 1));
+        let begun = rt::now();
+        drop(guest.attachment.drain().await);
+        assert!(rt::now() - begun > Duration::from_millis(900), "the drain has overtaken the read");
         guest.close().await;
     });
 }

@@ -4,7 +4,7 @@
 
 use cowshed_image::Preallocation;
 use cowshed_simulator::{Change, Config, Effect, Event, Fault, Features, OpKind, PageMap, Trace, World};
-use cowshed_storage::{IoBuf, rt};
+use cowshed_storage::{IoBuf, SharedBufs, SharedMemory, rt};
 use cowshed_testkit::audit::{audit, host_offset, l2_entry};
 use cowshed_testkit::crash::{CrashPlan, explore};
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
@@ -330,6 +330,31 @@ fn a_read_beside_a_discard_never_sees_the_next_owner() {
 fn write_beside_a_discard_never_lands_elsewhere() {
     no_request_gets_the_place_of_a_slow_one(OpKind::Write, async |disk| {
         disk.0.write(SLOW * 4096, IoBuf::copy_from(&[9; 4096])).await.0.expect("a write");
+    });
+}
+
+/// A cluster of memory that a guest shares.
+fn guest_memory() -> SharedBufs {
+    let mut bufs = SharedBufs::default();
+    bufs.push(SharedMemory::create("guest", 4096).expect("memory").0);
+    bufs
+}
+
+#[test]
+fn a_shared_read_beside_a_discard_never_sees_the_next_owner() {
+    let (prepared, bytes) = no_request_gets_the_place_of_a_slow_one(OpKind::Read, async |disk| {
+        let (result, bufs) = disk.0.read_shared(SLOW * 4096, guest_memory()).await;
+        result.expect("a read");
+        IoBuf::try_copy_of(&bufs).expect("memory")
+    });
+    let at = SLOW as usize * 4096;
+    assert!(bytes[..] == prepared.content[at..at + 4096], "the read saw the next owner's bytes");
+}
+
+#[test]
+fn a_shared_write_beside_a_discard_never_lands_elsewhere() {
+    no_request_gets_the_place_of_a_slow_one(OpKind::Write, async |disk| {
+        disk.0.write_shared(SLOW * 4096, guest_memory()).await.0.expect("a write");
     });
 }
 

@@ -6,7 +6,7 @@ use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::rng::Rng;
-use cowshed_storage::rt;
+use cowshed_storage::{SharedMemory, rt};
 use cowshed_testkit::images::{Chain, Format, Layer, Qcow2Spec};
 use cowshed_testkit::scenario::Prepared;
 use cowshed_vhost_user::proto::inflight::{NOTE_BYTES, part_bytes};
@@ -239,7 +239,7 @@ fn number(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// The parts of a machine that survive a back end, but for its files.
+/// The parts of a machine that survive a back end, but for its files: at some moment.
 #[derive(Clone)]
 struct Machine {
     bytes: Vec<u8>,
@@ -255,7 +255,9 @@ struct Moment {
 }
 
 struct Host {
-    machine: Mutex<Machine>,
+    guest: Mutex<Guest>,
+    /// The guest's memory. Requests move data between it and the disk, also without these pieces.
+    memory: SharedMemory,
     world: World,
     /// The moments before each step.
     moments: Mutex<Vec<Moment>>,
@@ -266,13 +268,20 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Host {
-    fn note_moment(&self, machine: &Machine) {
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; MEMORY_BYTES];
+        self.memory.read(0, &mut bytes);
+        bytes
+    }
+
+    fn note_moment(&self, guest: &Guest) {
         let mut moments = locked(&self.moments);
-        let position = self.world.position();
-        if moments.last().is_some_and(|last| last.position == position && last.machine.bytes == machine.bytes) {
+        let (position, bytes) = (self.world.position(), self.bytes());
+        if moments.last().is_some_and(|last| last.position == position && last.machine.bytes == bytes) {
             return;
         }
-        moments.push(Moment { machine: machine.clone(), files: self.world.snapshot(), position });
+        let machine = Machine { bytes, guest: guest.clone() };
+        moments.push(Moment { machine, files: self.world.snapshot(), position });
     }
 }
 
@@ -280,28 +289,25 @@ impl Host {
 #[derive(Clone)]
 struct Piece {
     host: Arc<Host>,
-    at: usize,
-    len: usize,
+    memory: SharedMemory,
 }
 
 impl Shared for Piece {
     fn len(&self) -> usize {
-        self.len
+        self.memory.len()
     }
 
     fn read(&self, at: usize, into: &mut [u8]) {
-        into.copy_from_slice(&locked(&self.host.machine).bytes[self.at + at..][..into.len()]);
+        self.memory.read(at, into);
     }
 
     fn write(&self, at: usize, from: &[u8]) {
-        assert!(at + from.len() <= self.len);
-        let mut machine = locked(&self.host.machine);
-        self.host.note_moment(&machine);
-        machine.bytes[self.at + at..][..from.len()].copy_from_slice(from);
+        self.host.note_moment(&locked(&self.host.guest));
+        self.memory.write(at, from);
     }
 
     fn load(&self, at: usize) -> u16 {
-        number(&locked(&self.host.machine).bytes, self.at + at)
+        self.memory.load(at)
     }
 
     fn store(&self, at: usize, value: u16) {
@@ -309,8 +315,7 @@ impl Shared for Piece {
     }
 
     fn part(&self, at: usize, len: usize) -> Piece {
-        assert!(at + len <= self.len);
-        Piece { host: Arc::clone(&self.host), at: self.at + at, len }
+        Piece { host: Arc::clone(&self.host), memory: self.memory.part(at, len) }
     }
 }
 
@@ -319,7 +324,7 @@ impl Memory for Piece {
 
     fn piece(&self, address: u64, len: usize) -> Option<Piece> {
         let at = usize::try_from(address).ok()?;
-        (at.checked_add(len)? <= self.len).then(|| self.part(at, len))
+        (at.checked_add(len)? <= self.memory.len()).then(|| self.part(at, len))
     }
 
     fn pieces(&self, address: u64, len: usize, pieces: &mut Vec<Piece>) -> bool {
@@ -352,8 +357,11 @@ impl Scene {
     /// Serves until the guest has ended; the moments of the run, and the guest.
     fn run(&self, top: &str, start: Moment) -> (Vec<Moment>, Guest) {
         let world = World::with_files(Config::new(self.seed), &start.files);
-        let host = Arc::new(Host { machine: Mutex::new(start.machine), world, moments: Mutex::default() });
-        let memory = Piece { host: Arc::clone(&host), at: 0, len: MEMORY_BYTES };
+        let (shared, _) = SharedMemory::create("guest", MEMORY_BYTES as u64).expect("memory");
+        shared.write(0, &start.machine.bytes);
+        let guest = Mutex::new(start.machine.guest);
+        let host = Arc::new(Host { guest, memory: shared.clone(), world, moments: Mutex::default() });
+        let memory = Piece { host: Arc::clone(&host), memory: shared };
         let place = RingPlace {
             size: RING,
             descriptors: DESCRIPTORS_AT as u64,
@@ -363,8 +371,9 @@ impl Scene {
             indirect: false,
         };
         let step = || {
-            let Machine { bytes, guest } = &mut *locked(&host.machine);
-            guest.step(bytes);
+            let (mut guest, mut bytes) = (locked(&host.guest), host.bytes());
+            guest.step(&mut bytes);
+            host.memory.write(0, &bytes);
             guest.is_done()
         };
         host.world.run(async {
@@ -373,7 +382,7 @@ impl Scene {
             let export = graph.attach(&node, AttachRequest::export("disk", true)).await.expect("an export");
             let disk = export.queue();
             let (notes, unflushed) = (memory.part(NOTES_AT, part_bytes(RING)), memory.part(UNFLUSHED_AT, NOTE_BYTES));
-            let server = serve_ring(&disk, memory.clone(), place, notes, unflushed);
+            let server = serve_ring(&disk, memory.clone(), place, notes, unflushed, |piece| &piece.memory);
             let driver = async {
                 while !step() {
                     rt::sleep(Duration::from_micros(30)).await;
@@ -387,7 +396,7 @@ impl Scene {
             export.detach().await.expect("no user");
             graph.close_all().await.expect("a good close");
         });
-        let guest = locked(&host.machine).guest.clone();
+        let guest = locked(&host.guest).clone();
         let moments = std::mem::take(&mut *locked(&host.moments));
         (moments, guest)
     }
