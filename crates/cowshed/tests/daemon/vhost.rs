@@ -6,6 +6,7 @@ use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
 use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::vhost::{FrontEnd, Guest};
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -391,16 +392,26 @@ fn a_flush_on_one_queue_covers_writes_of_the_other() {
     driver.share_memory();
     driver.start_ring(0, 0);
     driver.start_ring(1, 0);
+    // Writes to it go in place later.
+    const PLACE: u64 = 70 * SECTORS;
+    driver.prepare(0, 6, 1, PLACE, &[99; 8192], 0);
+    driver.offer(0, 6);
+    driver.kick(0);
+    assert_eq!((driver.wait_used(0).0, driver.status(6)), (6, 0));
     for round in 0..64u64 {
         driver.prepare(0, 0, 1, round * SECTORS, &[round as u8 + 1; 4096], 0);
+        driver.prepare(0, 6, 1, PLACE, &[round as u8 + 1; 4096], 0);
         // The discard of what was written two rounds before runs beside the write.
         let gone = [&(round.saturating_sub(2) * SECTORS).to_le_bytes()[..], &[128, 0, 0, 0, 0, 0, 0, 0]].concat();
         driver.prepare(1, 30, 11, 0, &gone, 0);
         driver.offer(0, 0);
+        driver.offer(0, 6);
         driver.offer(1, 30);
         driver.kick(0);
         driver.kick(1);
-        assert_eq!((driver.wait_used(0).0, driver.status(0)), (0, 0), "round {round}");
+        let mut written = [driver.wait_used(0).0, driver.wait_used(0).0];
+        written.sort_unstable();
+        assert_eq!((written, driver.status(0), driver.status(6)), ([0, 6], 0, 0), "round {round}");
         driver.prepare(1, 33, 4, 0, &[], 0);
         driver.offer(1, 33);
         driver.kick(1);
@@ -411,11 +422,49 @@ fn a_flush_on_one_queue_covers_writes_of_the_other() {
     daemon.child().kill().expect("it runs");
     daemon.wait();
     tool("qemu-img", &["check", "-q", "-r", "leaks", text(&folder.join("d.img"))]);
-    for (round, value) in [(62u64, 63), (63, 64), (10, 0)] {
+    for (round, value) in [(62u64, 63), (63, 64), (10, 0), (70, 64)] {
         let read = format!("read -P {value} {} 4k", round * SECTORS * 512);
         let said = run_to_code("qemu-io", &["-f", "qcow2", "-c", &read, text(&folder.join("d.img"))], &[0]);
         assert!(!said.contains("failed"), "{said}");
     }
+}
+
+/// The kernel reads into guest memory, and waits for a file system that is another process, which sleeps. The front end takes the
+/// memory away meanwhile.
+#[test]
+fn memory_taken_during_a_transfer_lasts_until_its_end() {
+    let (folder, base) = (temp_dir(), temp_dir());
+    let (folder, base) = (folder.path(), base.path());
+    std::fs::write(base.join("d.raw"), vec![5; DISK_BYTES as usize]).expect("an image");
+    std::fs::File::create(base.join("m")).expect("a mount point");
+    let mut command = Command::new(super::process::COWSHED);
+    command.arg0("qemu-storage-daemon").args(["--blockdev", "file,node-name=d,filename=d.raw"]);
+    command.args(["--export", "fuse,id=f,node-name=d,mountpoint=m,writable=on,allow-other=off"]);
+    let mut server = Serving::start_command(base, command);
+    let mounted = base.join("m");
+    await_that("the mount", || std::fs::metadata(&mounted).is_ok_and(|found| found.len() == DISK_BYTES));
+    let image = format!("file,node-name=d,locking=off,filename={}", text(&mounted));
+    let (daemon, monitor) = start(folder, &image, "");
+    drop(monitor);
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    let sleeper = rustix::process::Pid::from_child(server.child());
+    rustix::process::kill_process(sleeper, rustix::process::Signal::STOP).expect("it runs");
+    driver.prepare(0, 0, 0, 4096, &[], 8192);
+    driver.offer(0, 0);
+    driver.kick(0);
+    // Time for the request to reach the kernel. It can't end.
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(driver.take_memory_away(), "the removal waits for nothing");
+    assert_eq!((driver.used(0), driver.bytes(FrontEnd::data(0), 8192)), (0, vec![0; 8192]));
+    rustix::process::kill_process(sleeper, rustix::process::Signal::CONT).expect("it is there");
+    driver.wait_used(0);
+    assert_eq!((driver.status(0), driver.bytes(FrontEnd::data(0), 8192)), (0, vec![5; 8192]));
+    drop(driver);
+    daemon.stop();
+    server.stop();
 }
 
 #[test]
