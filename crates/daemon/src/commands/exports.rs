@@ -358,13 +358,15 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
     let mut used: Vec<BitmapUse> = Vec::new();
     for (node, name) in wanted {
         let worded = |error: cowshed_types::Error| QmpError::generic(error.message().to_owned());
+        // As in QEMU: with its node it is offered as it is at the moment.
+        let has_node = node.is_some();
         let node = match node {
             Some(node) if node.bitmaps().await.map_err(worded)?.iter().any(|bitmap| bitmap.name == name) => node,
             Some(_) => return Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
             None => top.find_bitmap(&name).await.map_err(worded)?,
         };
         let bitmap = node.check_bitmap(&name).await.map_err(worded)?;
-        if !writable && bitmap.recording {
+        if !writable && !has_node && bitmap.recording {
             return Err(QmpError::generic(format!("Enabled bitmap '{name}' incompatible with readonly export")));
         }
         if used.iter().any(|other| other.name() == name) {

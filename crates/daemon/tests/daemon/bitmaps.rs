@@ -174,6 +174,10 @@ fn bitmaps_that_cannot_be_are_refused_by_name() {
         let refusal = client.refusal("block-export-add", export(bitmaps, writable));
         assert!(refusal.contains(words), "{refusal}");
     }
+    // With its node an enabled one is offered, as a pull backup asks for it.
+    client.command("block-export-add", export(json!([on("a")]), false));
+    client.command("block-export-del", json!({"id": "e"}));
+    client.event("BLOCK_EXPORT_DELETED");
     // A refused command holds nothing.
     client.command("block-dirty-bitmap-remove", on("a"));
     daemon.stop().expect("stopped in order");
