@@ -231,20 +231,24 @@ fn a_neighbours_upload() {
 #[test]
 fn null_disks_in_images() {
     let bench = Bench::new();
-    for name in [
-        "null-co://",
-        "null-aio://",
-        r#"json:{"driver":"null-co","read-zeroes":false}"#,
-        r#"json:{"driver":"raw","file":{"driver":"null-aio"}}"#,
-        r#"json:{"file.driver":"null-co"}"#,
+    // The format in the header counts more than the driver in the name.
+    let wrong = r#"json:{"driver":"null-co","read-zeroes":false}"#;
+    bench.make(&format!("create -q -u -f qcow2 -F raw -b {wrong} evil 64k"));
+    bench.expect_refused("convert -O raw evil out", "driver 'raw' needs the option 'backing.file'");
+    for (name, format) in [
+        ("null-co://", "raw"),
+        ("null-aio://", "raw"),
+        (wrong, "null-co"),
+        (r#"json:{"driver":"raw","file":{"driver":"null-aio"}}"#, "raw"),
+        (r#"json:{"file.driver":"null-co"}"#, "raw"),
     ] {
-        bench.make(&format!("create -q -u -f qcow2 -F raw -b {name} evil 64k"));
+        bench.make(&format!("create -q -u -f qcow2 -F {format} -b {name} evil 64k"));
         for verb in ["convert -O raw evil out", "map evil", "compare evil secret", "info --backing-chain evil"] {
             bench.expect_refused(verb, "a disk that is nothing");
         }
         bench.expect_refused("convert -O raw --untrusted --allow backing,json evil out", "a disk that is nothing");
         bench.expect_ok("info evil");
-        bench.expect_refused(&format!("create -f qcow2 -F raw -b {name} new 64k"), "a disk that is nothing");
+        bench.expect_refused(&format!("create -f qcow2 -F {format} -b {name} new 64k"), "a disk that is nothing");
     }
     // A disk that the user names is opened, and reads as zeroes.
     bench.expect_ok("convert -O raw --image-opts driver=null-co,size=64k,read-zeroes=off out");
