@@ -147,7 +147,7 @@ fn every_command_finds_a_disk_by_the_same_names() {
                 let jobs = client.command("query-jobs", json!({}));
                 let found = jobs.as_array().expect("a list").iter().find(|found| found["id"] == job).cloned();
                 match found.as_ref().and_then(|job| job["status"].as_str()) {
-                    Some("ready") => drop(client.command("block-job-cancel", json!({"device": job}))),
+                    Some("ready") => drop(client.execute("block-job-cancel", json!({"device": job}))),
                     Some(_) => std::thread::yield_now(),
                     None => break,
                 }
