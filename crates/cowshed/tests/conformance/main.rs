@@ -26,7 +26,7 @@ use std::time::Instant;
 
 /// So many differences are explained.
 const FEW: usize = 5;
-/// So many of the slowest cases are named.
+/// The number of slowest cases that the report names.
 const SLOWEST: usize = 10;
 /// Differences that one message shows; the report file has all.
 const SHOWN: usize = 40;
