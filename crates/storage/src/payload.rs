@@ -18,6 +18,9 @@ pub(crate) enum Bufs {
     Shared(SharedBufs),
 }
 
+// A future of a transfer holds one and is moved as a whole: eight bytes more cost a tenth of a cached read.
+const _: () = assert!(size_of::<Bufs>() == 32, "the memory of a transfer takes more room");
+
 impl Bufs {
     /// All bytes together.
     pub(crate) fn len(&self) -> usize {
