@@ -41,13 +41,15 @@ pub(super) struct Request<'a> {
     pub values: &'a OptionValues,
     /// The content id of the backing file.
     parent: Option<u32>,
+    /// The names of the files beside the image; `None`: made of its own.
+    part_names: Option<&'a [String]>,
 }
 
 /// The files of a new image.
 pub(super) struct Fresh {
     pub image: FreshFile,
     /// Files beside it, by their names in its folder.
-    parts: Vec<(String, FreshFile)>,
+    pub parts: Vec<(String, FreshFile)>,
 }
 
 impl From<FreshFile> for Fresh {
@@ -77,16 +79,22 @@ type PartCheck<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 impl FreshFormat {
     /// The layout of a new image whose disk has at least `size` bytes.
-    async fn lay_out(&self, names: (&str, &str), size: u64, values: &OptionValues) -> Result<Fresh> {
+    pub(super) async fn lay_out(
+        &self,
+        names: (&str, &str),
+        size: u64,
+        values: &OptionValues,
+        part_names: Option<&[String]>,
+    ) -> Result<Fresh> {
         let (now, filename) = names;
         let parent = match (self.parent, values.get("backing_file")) {
             (Some(check), Some(name)) => {
                 check(values)?;
-                Some(content_id(now, name, self.name).await?)
+                Some(content_id(now, name).await?)
             }
             _ => None,
         };
-        (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent })
+        (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent, part_names })
     }
 
     /// Creates an image under a name. `check` refuses the names of files that must stay.
@@ -98,7 +106,7 @@ impl FreshFormat {
         (how, check): (&Manner, PartCheck<'_>),
     ) -> Result<Created> {
         // The layout first: an existing file keeps its contents if the image can't be laid out.
-        let fresh = self.lay_out(names, size, values).await?;
+        let fresh = self.lay_out(names, size, values, None).await?;
         let hints = layout_hints(values)?;
         let image = path_of(names.0)?;
         let mut created = Created::default();
@@ -133,26 +141,17 @@ impl FreshFormat {
             }
         }
     }
-
-    /// The layout of an image that is one file.
-    pub(super) async fn lay_out_alone(
-        &self,
-        names: (&str, &str),
-        size: u64,
-        values: &OptionValues,
-    ) -> Result<FreshFile> {
-        let fresh = self.lay_out(names, size, values).await?;
-        match fresh.parts.is_empty() {
-            true => Ok(fresh.image),
-            false => Err(Error::unsupported("an image of several files can't be created in an open file")),
-        }
-    }
 }
 
 /// The content id of the backing file of a new image.
-async fn content_id(filename: &str, backing: &str, format: &str) -> Result<u32> {
+async fn content_id(filename: &str, backing: &str) -> Result<u32> {
     let name = resolve_name(backing, Some(filename))?;
-    let node = open(OpenRequest::file(&name).format(Some(format)).without_content().force_share(true)).await?;
+    let node = open(OpenRequest::file(&name).without_content().force_share(true)).await?;
+    if node.driver_name() != "vmdk" {
+        let message = format!("Invalid backing file format: {}. Must be vmdk", node.driver_name());
+        node.close().await?;
+        return Err(Error::invalid_argument(message));
+    }
     let cid = node.description().and_then(|description| description.specific.pointer("/data/cid")?.as_u64());
     node.close().await?;
     cid.and_then(|cid| u32::try_from(cid).ok()).ok_or_else(|| Error::internal("a parent has no content id"))
@@ -322,8 +321,9 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
     let name = path.file_name().map(|name| text_of_path(Path::new(name))).unwrap_or_default();
     let parent = values.get("backing_file");
     // A text of lines, with names in quotation marks.
-    let texts = [Some(name.as_str()), parent, hardware, values.get("toolsversion")];
-    if texts.iter().flatten().any(|text| text.contains(['"', '\n', '\r', '\0'])) {
+    let parts = asked.part_names.into_iter().flatten().map(|name| Some(name.as_str()));
+    let texts = parts.chain([Some(name.as_str()), parent, hardware, values.get("toolsversion")]);
+    if texts.flatten().any(|text| text.contains(['"', '\n', '\r', '\0'])) {
         return Err(Error::invalid_argument("a VMDK descriptor can't hold a quotation mark or the end of a line"));
     }
     let cid: [u8; 4] = random()?;
@@ -338,6 +338,7 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
         cid: u32::from_le_bytes(cid) & 0x7fff_ffff,
         parent: asked.parent.zip(parent),
         name: &name,
+        part_names: asked.part_names,
     };
     let files = new.lay_out()?;
     Ok(Fresh { image: files.image, parts: files.parts })

@@ -17,6 +17,7 @@ use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
+use fresh::Fresh;
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::{Path, PathBuf};
@@ -55,6 +56,8 @@ pub struct CreateRequest {
     /// The name that the file gets once it is whole, where that is another one: images that name their own file use
     /// this one.
     pub final_name: Option<String>,
+    /// The files of the extents of a disk that is made in open files, as its descriptor is to name them.
+    pub extents: Vec<String>,
 }
 
 /// A checked request. [`CreatePlan::summary`] is the line that qemu-img prints before it writes. [`CreatePlan::run`]
@@ -71,6 +74,7 @@ pub struct CreatePlan {
     below: Vec<(FileIdentity, String)>,
     keeps_existing: bool,
     final_name: Option<String>,
+    extents: Vec<String>,
     /// A fault that shows only while the image is made.
     refused: Option<Error>,
 }
@@ -125,7 +129,20 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
     let refused = refused_late(request, &values);
     let (secrets, keeps_existing) = (request.secrets.clone(), request.keeps_existing);
     let final_name = request.final_name.clone();
-    Ok(CreatePlan { path, filename, format, size, values, secrets, below, keeps_existing, final_name, refused })
+    let extents = request.extents.clone();
+    Ok(CreatePlan {
+        path,
+        filename,
+        format,
+        size,
+        values,
+        secrets,
+        below,
+        keeps_existing,
+        final_name,
+        extents,
+        refused,
+    })
 }
 
 /// The rules for a backing file; without a size the new image takes its. Returns the files below it.
@@ -302,13 +319,13 @@ impl CreatePlan {
 
     /// As [`CreatePlan::run`], into a file that is open for writing and has no other users; its old content is gone.
     pub async fn run_on(&self, file: &File) -> Result<()> {
-        self.run_on_with(file, None).await
+        self.run_on_with(file, &[]).await
     }
 
-    /// As [`CreatePlan::run_on`], with the file that is to hold the clusters of the disk, open for writing. It keeps
-    /// its contents, and gets the length of the disk.
-    pub async fn run_on_with(&self, file: &File, data_file: Option<&File>) -> Result<()> {
-        self.write_to(file, data_file).await.map_err(|error| error.file(&self.filename))
+    /// As [`CreatePlan::run_on`], with the other files of the image, open for writing. The data file of a qcow2 image
+    /// keeps its contents, and gets the length of the disk. Those of [`CreateRequest::extents`] lose theirs.
+    pub async fn run_on_with(&self, file: &File, others: &[&File]) -> Result<()> {
+        self.write_to(file, others).await.map_err(|error| error.file(&self.filename))
     }
 
     /// The outcome of making `file` an image: one that could not become one is empty again.
@@ -346,7 +363,7 @@ impl CreatePlan {
         (&self.filename, self.final_name.as_deref().unwrap_or(&self.filename))
     }
 
-    async fn write_to(&self, file: &File, data_file: Option<&File>) -> Result<()> {
+    async fn write_to(&self, file: &File, others: &[&File]) -> Result<()> {
         self.check_apart(file.identity())?;
         file.check_single_use()?;
         if self.format == "luks" {
@@ -357,10 +374,10 @@ impl CreatePlan {
             return Self::settle(file, image).await;
         }
         if let Some(format) = fresh::find(&self.format) {
-            let image = format.lay_out_alone(self.names(), self.size, &self.values).await?;
-            clear(file).await?;
-            return Self::settle(file, fresh::write(file, &image).await).await;
+            let fresh = format.lay_out(self.names(), self.size, &self.values, Some(&self.extents)).await?;
+            return self.write_parts(file, others, &fresh).await;
         }
+        let data_file = others.first().copied();
         if self.format != "qcow2" || self.has_data_file() != data_file.is_some() {
             let message = "only qcow2 images, with their data file, and LUKS volumes are created in an open file";
             return Err(Error::unsupported(message));
@@ -377,6 +394,31 @@ impl CreatePlan {
         clear(file).await?;
         let image = write_fresh_qcow2(file, &options).await;
         Self::settle(file, image).await
+    }
+
+    /// Makes an image of one file or of several. Its own comes last, and names the others.
+    async fn write_parts(&self, file: &File, others: &[&File], fresh: &Fresh) -> Result<()> {
+        let files = || others.iter().copied().zip(&fresh.parts);
+        if others.len() != fresh.parts.len() {
+            return Err(Error::internal("an image with another number of files than it was laid out for"));
+        }
+        for (part, _) in files() {
+            self.check_apart(part.identity())?;
+            part.check_single_use()?;
+        }
+        for one in others.iter().copied().chain([file]) {
+            clear(one).await?;
+        }
+        for (part, (_, layout)) in files() {
+            Self::settle(part, fresh::write(part, layout).await).await?;
+        }
+        let image = Self::settle(file, fresh::write(file, &fresh.image).await).await;
+        if image.is_err() {
+            for (part, _) in files() {
+                clear(part).await?;
+            }
+        }
+        image
     }
 
     fn qcow2_options(&self) -> Result<Qcow2CreateOptions> {

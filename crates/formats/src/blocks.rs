@@ -144,6 +144,8 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn write_size(&self, _file: &File) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
+    /// Whether an image in use can get another backing node.
+    const LINKS_BACKING: bool = false;
     /// Whether the image's header can name another backing file, in an image that is there already.
     const RENAMES_BACKING: bool = false;
     /// Has the header name another backing file, or none, durably.
@@ -575,6 +577,10 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
 
     fn writer(&self) -> Option<&dyn MappedWriter> {
         self.writer.get().is_some().then_some(self)
+    }
+
+    fn takes_backing(&self) -> bool {
+        F::LINKS_BACKING
     }
 
     fn renames_backing(&self) -> bool {

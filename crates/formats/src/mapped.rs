@@ -5,8 +5,8 @@
 
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
-    Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Link, LocalFuture,
-    MappedCheck, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    Backing, BackingLink, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Link,
+    LocalFuture, MappedCheck, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
 };
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_offline::check::Repair;
@@ -113,6 +113,14 @@ pub(crate) trait MappedFormat: Send + Sync {
     /// The part that writes, of an image that was opened for that.
     fn writer(&self) -> Option<&dyn MappedWriter> {
         None
+    }
+    /// Whether an image in use can get another backing node.
+    fn takes_backing(&self) -> bool {
+        false
+    }
+    /// Refuses a backing node with other content than the image was made of, where the image notes that.
+    fn check_backing<'a>(&'a self, _backing: &'a Node) -> Work<'a> {
+        done(Ok(()))
     }
     /// Whether the header of an image can be changed to name another backing file.
     fn renames_backing(&self) -> bool {
@@ -522,6 +530,10 @@ impl Driver for MappedDriver {
         self.format.renames_backing().then_some(self)
     }
 
+    fn backing_link(&self) -> Option<&dyn BackingLink> {
+        self.format.takes_backing().then_some(self)
+    }
+
     fn tells_damage(&self) -> bool {
         true
     }
@@ -540,10 +552,6 @@ impl BackingName for MappedDriver {
         self.format.describe().backing_format.map(str::to_owned)
     }
 
-    fn is_left_out(&self) -> bool {
-        self.no_backing
-    }
-
     /// Zeroes over a backing file are always the image's own, however long that one is.
     fn plan_for(&self, _bytes: Option<u64>) {}
 
@@ -552,11 +560,21 @@ impl BackingName for MappedDriver {
     }
 }
 
-impl Backing for MappedDriver {
+impl BackingLink for MappedDriver {
+    fn is_left_out(&self) -> bool {
+        self.no_backing
+    }
+
+    fn check<'a>(&'a self, backing: &'a Node) -> Work<'a> {
+        Box::pin(async move { self.format.check_backing(backing).await.map_err(|error| self.named(error)) })
+    }
+
     fn link(&self, backing: Option<Arc<Node>>) {
         self.backing.set(backing);
     }
+}
 
+impl Backing for MappedDriver {
     fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
         self.written(Some(self.format.rename_backing(name, format)))
     }

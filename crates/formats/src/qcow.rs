@@ -167,6 +167,8 @@ impl BlockFormat for Qcow {
         .map_err(|error: Error| error.offset(host))
     }
 
+    const LINKS_BACKING: bool = true;
+
     const PACKS: bool = true;
 
     fn packed_entry(&self, host: u64, len: u64) -> Result<Vec<u8>> {

@@ -186,6 +186,8 @@ impl BlockFormat for Qed {
         file.sync().await
     }
 
+    const LINKS_BACKING: bool = true;
+
     const RENAMES_BACKING: bool = true;
 
     async fn rename_backing(&self, file: &File, name: Option<&str>, format: Option<&str>) -> Result<()> {

@@ -11,9 +11,10 @@ use cowshed_image::Node;
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{File, PermissionSet, Permissions};
+use cowshed_storage::{File, PermissionSet, Permissions, path_of_text, text_of_path};
 use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -57,7 +58,11 @@ object BlockdevCreateOptionsQed: file: BlockdevRef, size: uint64, backing-file?:
 object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: BlockdevCreateOptionsFile
   , luks: BlockdevCreateOptionsLUKS, qcow2: BlockdevCreateOptionsQcow2, vdi: BlockdevCreateOptionsVdi
   , parallels: BlockdevCreateOptionsParallels, qcow: BlockdevCreateOptionsQcow, qed: BlockdevCreateOptionsQed
-  , vhdx: BlockdevCreateOptionsVhdx, vpc: BlockdevCreateOptionsVpc
+  , vhdx: BlockdevCreateOptionsVhdx, vmdk: BlockdevCreateOptionsVmdk, vpc: BlockdevCreateOptionsVpc
+enum BlockdevVmdkSubformat: monolithicSparse monolithicFlat twoGbMaxExtentSparse twoGbMaxExtentFlat streamOptimized
+enum BlockdevVmdkAdapterType: ide buslogic lsilogic legacyESX
+object BlockdevCreateOptionsVmdk: file: BlockdevRef, size: int, extents?: [BlockdevRef], subformat?: BlockdevVmdkSubformat
+  , backing-file?: str, adapter-type?: BlockdevVmdkAdapterType, hwversion?: str, toolsversion?: str, zeroed-grain?: bool
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
     commands: &[command!("blockdev-create", blockdev_create)],
@@ -87,13 +92,17 @@ const OPTIONS: &[(&str, &str)] = &[
     ("table-size", "table_size"),
     ("block-size", "block_size"),
     ("block-state-zero", "block_state_zero"),
+    ("adapter-type", "adapter_type"),
+    ("hwversion", "hwversion"),
+    ("toolsversion", "toolsversion"),
+    ("zeroed-grain", "zeroed_grain"),
 ];
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
     if !matches!(
         options.text("driver"),
-        "file" | "luks" | "parallels" | "qcow" | "qcow2" | "qed" | "vdi" | "vhdx" | "vpc"
+        "file" | "luks" | "parallels" | "qcow" | "qcow2" | "qed" | "vdi" | "vhdx" | "vmdk" | "vpc"
     ) {
         // A raw image is the file that driver 'file' creates; an export is its server's.
         return Err(QmpError::generic("Driver does not support blockdev-create"));
@@ -126,7 +135,11 @@ async fn create(daemon: &Rc<Daemon>, options: &Arguments) -> Result<()> {
     let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options)? };
     match options.get("file") {
         None => prepare(&request).await?.run().await.map(drop),
-        Some(file) => create_in(daemon, (file, options.get("data-file")), request).await,
+        Some(file) => {
+            let extents = options.get("extents").and_then(Value::as_array).into_iter().flatten();
+            let others: Vec<&Value> = options.get("data-file").into_iter().chain(extents).collect();
+            create_in(daemon, (file, &others), request).await
+        }
     }
 }
 
@@ -160,8 +173,13 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
     }
     // These headers have at most a mark of a raw backing file, so another format is as good as none.
-    let unsaid = ["qcow", "qed"].contains(&options.text("driver")) && options.maybe_text("backing-file").is_some();
-    let backing_format = options.maybe_text("backing-fmt").or(unsaid.then_some("qcow2"));
+    let unsaid = match options.text("driver") {
+        "qcow" | "qed" => Some("qcow2"),
+        "vmdk" => Some("vmdk"),
+        _ => None,
+    };
+    let unsaid = unsaid.filter(|_| options.maybe_text("backing-file").is_some());
+    let backing_format = options.maybe_text("backing-fmt").or(unsaid);
     Ok(CreateRequest {
         filename: options.text("filename").to_owned(),
         format: if is_file { "raw" } else { options.text("driver") }.to_owned(),
@@ -227,31 +245,49 @@ impl Place {
     }
 }
 
-/// Creates an image in the file of a node, and in that of its data file.
-async fn create_in(
-    daemon: &Rc<Daemon>,
-    (file, data_file): (&Value, Option<&Value>),
-    request: CreateRequest,
-) -> Result<()> {
-    let image = Place::take(daemon, file).await?;
-    let data = match data_file {
-        None => None,
-        Some(reference) => match Place::take(daemon, reference).await {
-            Ok(data) => Some(data),
-            Err(error) => return image.give_back(daemon).await.and(Err(error)),
-        },
-    };
-    let result = fill(&image, data.as_ref(), request).await;
-    let closed = match data {
-        Some(data) => data.give_back(daemon).await,
-        None => Ok(()),
-    };
-    result.and(closed).and(image.give_back(daemon).await)
+/// Creates an image in the file of a node, and in those of its data file or its extents.
+async fn create_in(daemon: &Rc<Daemon>, (file, others): (&Value, &[&Value]), request: CreateRequest) -> Result<()> {
+    let mut places = Vec::with_capacity(others.len() + 1);
+    let mut result = Ok(());
+    for reference in std::iter::once(&file).chain(others) {
+        match Place::take(daemon, reference).await {
+            Ok(place) => places.push(place),
+            Err(error) => {
+                result = Err(error);
+                break;
+            }
+        }
+    }
+    if let (Ok(()), Some((image, others))) = (&result, places.split_first()) {
+        result = fill(image, others, request).await;
+    }
+    for place in places.into_iter().rev() {
+        result = result.and(place.give_back(daemon).await);
+    }
+    result
 }
 
-async fn fill(image: &Place, data: Option<&Place>, mut request: CreateRequest) -> Result<()> {
+async fn fill(image: &Place, others: &[Place], mut request: CreateRequest) -> Result<()> {
     request.filename = image.node.filename();
-    request.options.extend(data.map(|data| assignment("data_file", &data.node.filename().into())));
+    match request.format.as_str() {
+        "vmdk" => request.extents = others.iter().map(|extent| name_beside(&extent.node, &request.filename)).collect(),
+        _ => {
+            let data_file = others.first().map(|data| assignment("data_file", &data.node.filename().into()));
+            request.options.extend(data_file);
+        }
+    }
     let plan = prepare(&request).await?;
-    plan.run_on_with(image.file()?, data.map(Place::file).transpose()?).await
+    let files: Vec<&File> = others.iter().map(Place::file).collect::<Result<_>>()?;
+    plan.run_on_with(image.file()?, &files).await
+}
+
+/// The name of a node's file for an image: without its folder where that is the image's.
+fn name_beside(node: &Node, image: &str) -> String {
+    let (path, image) = (path_of_text(&node.filename()), path_of_text(image));
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    let folder = |path: &Path| real(path).and_then(|path| path.parent().map(Path::to_path_buf));
+    match (folder(&path), path.file_name()) {
+        (Some(one), Some(name)) if Some(&one) == folder(&image).as_ref() => text_of_path(Path::new(name)),
+        _ => real(&path).map_or_else(|| node.filename(), |path| text_of_path(&path)),
+    }
 }

@@ -68,9 +68,13 @@ impl Prepared {
     /// Another action of the same transaction may have changed the disk below since its overlay was created: the header names it
     /// as it is now.
     async fn name_again(&self) -> cowshed_types::Result<()> {
-        let (Some(file), Some(backing)) = (&self.created, self.overlay.backing_name()) else { return Ok(()) };
+        let Some(file) = &self.created else { return Ok(()) };
         let below = self.node.header_name(Some(&file.plain_name()))?;
-        if backing.name().is_some_and(|name| name == below.file) {
+        let named = match self.overlay.backing_name() {
+            Some(backing) => backing.name(),
+            None => self.overlay.description().and_then(|known| known.backing_name),
+        };
+        if named.is_some_and(|name| name == below.file) {
             return Ok(());
         }
         self.overlay.change_backing_file(Some(&below.file), Some(below.format)).await

@@ -18,6 +18,7 @@ mod exported_files;
 mod exports;
 mod failed_jobs;
 mod fleecing;
+mod format_overlays;
 mod grouped;
 mod header_names;
 mod ids;

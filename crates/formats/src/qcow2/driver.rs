@@ -7,9 +7,9 @@ use crate::DriverOf;
 use cowshed_codec::Codec;
 use cowshed_graph::encryption::LuksArea;
 use cowshed_graph::node::{
-    Apply, Backing, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent, LiveOptions,
-    LocalFuture, Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots, StatusExtent,
-    Transfer, VmState, Work, ZeroFlags, whole_sectors,
+    Apply, Backing, BackingLink, BackingName, BitmapChange, BitmapStatus, Bitmaps, Compressing, Driver, Intent,
+    LiveOptions, LocalFuture, Mapped, Metadata, NamedBacking, Node, OnCorruption, Place, Preallocation, Snapshots,
+    StatusExtent, Transfer, VmState, Work, ZeroFlags, whole_sectors,
 };
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_layout::qcow2::{Header, Snapshot};
@@ -136,6 +136,10 @@ impl Driver for Qcow2Driver {
     }
 
     fn backing(&self) -> Option<&dyn Backing> {
+        Some(self)
+    }
+
+    fn backing_link(&self) -> Option<&dyn BackingLink> {
         Some(self)
     }
 
@@ -276,10 +280,6 @@ impl BackingName for Qcow2Driver {
         self.header().backing_format().map(|format| format.into_owned())
     }
 
-    fn is_left_out(&self) -> bool {
-        self.lacks_backing()
-    }
-
     fn plan_for(&self, bytes: Option<u64>) {
         match bytes {
             Some(bytes) => self.plan_for_backing_bytes(bytes),
@@ -288,11 +288,17 @@ impl BackingName for Qcow2Driver {
     }
 }
 
-impl Backing for Qcow2Driver {
+impl BackingLink for Qcow2Driver {
+    fn is_left_out(&self) -> bool {
+        self.lacks_backing()
+    }
+
     fn link(&self, backing: Option<Arc<Node>>) {
         self.set_backing(backing);
     }
+}
 
+impl Backing for Qcow2Driver {
     fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a> {
         Box::pin(self.change_backing_file(name, format))
     }

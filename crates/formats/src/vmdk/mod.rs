@@ -15,7 +15,7 @@ use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_layout::vmdk::{Access, Descriptor, SparseKind};
 use cowshed_types::{Error, ErrorKind, Result};
 use extent::{Extent, Storage};
-use open::cid_of;
+use open::{check_parent, cid_of};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -102,6 +102,19 @@ impl Vmdk {
         let index = self.pieces.partition_point(|piece| piece.start <= offset);
         let index = index.checked_sub(1).filter(|index| *index < self.pieces.len());
         index.ok_or_else(|| Error::internal("a request behind the end of the disk").offset(offset))
+    }
+
+    /// True while all of the disk is in its parent.
+    async fn is_empty(&self) -> Result<bool> {
+        let mut at = 0;
+        while at < self.size {
+            let runs = self.map(at, self.size - at, 2).await?;
+            if runs.iter().any(|run| run.place != Place::Unallocated) {
+                return Ok(false);
+            }
+            at = runs.last().map_or(self.size, |run| run.start + run.len);
+        }
+        Ok(true)
     }
 
     /// Refuses a disk whose changes VMware tracks: a write that the record lacks is missing in the next incremental backup.
@@ -201,6 +214,22 @@ impl MappedFormat for Vmdk {
 
     fn writer(&self) -> Option<&dyn MappedWriter> {
         self.writer.get().is_some().then_some(self)
+    }
+
+    /// A stream that is not whole yet has no places, and a stream has no parent.
+    fn takes_backing(&self) -> bool {
+        self.descriptor.create_type != "streamOptimized"
+    }
+
+    /// A disk without grains is not yet the difference to anything: it notes whatever content its parent has.
+    fn check_backing<'a>(&'a self, backing: &'a Node) -> Work<'a> {
+        Box::pin(async move {
+            let checked = check_parent(self.parent_cid.load(Ordering::Relaxed), backing);
+            if checked.is_err() && self.notes_parent() && self.is_empty().await? {
+                return Ok(());
+            }
+            checked
+        })
     }
 
     fn notes_parent(&self) -> bool {

@@ -34,6 +34,9 @@ const SPLIT_TYPES: &[&str] = &[
 /// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
+/// The parent's content id of a disk without a parent.
+const NO_PARENT: u32 = u32::MAX;
+
 /// Opens a VMDK image.
 pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = opener.unshared_file_child(draft).await?;
@@ -58,7 +61,7 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let backing = BackingReference { name: parent, format: Some(SCHEMA.name.to_owned()) };
     let (backing, no_backing) = opener.backing_child(draft, &filename, &backing).await?;
     if let Some(backing) = &backing {
-        check_parent(&vmdk.descriptor, backing).map_err(named)?;
+        check_parent(vmdk.descriptor.parent_cid, backing).map_err(named)?;
     }
     let unpacked = opener.policy().max_decompressed_bytes;
     let backing = draft.children.link(ChildRole::Backing).unwrap_or_default();
@@ -68,17 +71,22 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 /// A parent that was written to since is another disk than the one that the differences belong to.
-fn check_parent(descriptor: &Descriptor, parent: &Node) -> Result<()> {
+pub(super) fn check_parent(noted: u32, parent: &Node) -> Result<()> {
     match cid_of(parent) {
         Some(cid) => {
-            if cid == descriptor.parent_cid {
+            if cid == noted {
                 return Ok(());
+            }
+            if noted == NO_PARENT {
+                let message =
+                    format!("the disk is no difference to a parent, and can't stand on '{}'", parent.filename());
+                return Err(Error::invalid_image("parentCID", format!("{noted:08x}"), message));
             }
             let message = format!(
                 "the parent '{}' was changed since this disk was made of it: its content id is {cid:08x}",
                 parent.filename()
             );
-            Err(Error::invalid_image("parentCID", format!("{:08x}", descriptor.parent_cid), message))
+            Err(Error::invalid_image("parentCID", format!("{noted:08x}"), message))
         }
         None => Ok(()),
     }

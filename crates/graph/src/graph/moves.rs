@@ -30,7 +30,7 @@ impl User {
     fn point_to(&self, node: &Arc<Node>, change: &mut Transaction) {
         match self {
             User::Attachment(attachment) => change.point(attachment, node),
-            User::Parent(parent, child) if child.role == ChildRole::Backing && parent.driver().backing().is_some() => {
+            User::Parent(parent, child) if child.role == ChildRole::Backing && parent.takes_backing() => {
                 change.link_backing(parent, Some(node));
             }
             User::Parent(_, child) => change.link(&child.link, node),
@@ -133,6 +133,7 @@ impl Graph {
     pub async fn set_backing(self: &Arc<Self>, node: &Arc<Node>, backing: Option<&Arc<Node>>) -> Result<()> {
         let _one_change = self.changing(backing.into_iter().chain([node])).await;
         let _drained = self.drain(&[node]).await;
+        node.check_backing(backing).await?;
         let mut change = Transaction::default();
         let unused = self.set_backing_drained(node, backing, &mut change);
         match change.end(self, unused).await? {
@@ -149,7 +150,7 @@ impl Graph {
         change: &mut Transaction,
     ) -> Result<Option<Arc<Node>>> {
         let name = node.name();
-        let Some(link) = node.driver().backing() else {
+        let Some(link) = node.driver().backing_link() else {
             let message = format!("node '{name}' ({}) can't have a backing file", node.driver_name());
             return Err(Error::invalid_argument(message));
         };

@@ -90,6 +90,7 @@ impl Graph {
                 (Backing::Keep, Some(file)) => left.push(self.set_filter_child(&plan.node, file, change)?),
                 (backing, _) => {
                     let wanted = if let Backing::Node(node) = backing { Some(node) } else { None };
+                    plan.node.check_backing(wanted).await?;
                     left.extend(plan.node.backing());
                     self.set_backing_drained(&plan.node, wanted, change)?;
                 }
@@ -154,7 +155,7 @@ impl Graph {
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
-        if node.backing_name().is_none() {
+        if !node.takes_backing() {
             return Ok(Backing::Keep);
         }
         match options.get("backing") {
@@ -270,7 +271,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
         COMMON.contains(&key)
             || key == "x-check-cache-dropped"
             || (key == "drop-cache" && new.get(key).is_some())
-            || (node.backing_name().is_some() && key == "backing")
+            || (node.takes_backing() && key == "backing")
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
             || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())
     };

@@ -66,7 +66,10 @@ impl Graph {
         if !was_read_only {
             node.put_below_snapshot();
         }
-        self.set_backing_drained(overlay, Some(node), change).map(drop)
+        overlay.check_backing(Some(node)).await?;
+        self.set_backing_drained(overlay, Some(node), change)?;
+        // It reads the same after a crash.
+        if overlay.notes_backing() && !overlay.is_read_only() { overlay.flush().await } else { Ok(()) }
     }
 }
 
@@ -83,10 +86,8 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     if overlay.is_filter() {
         return refuse(ErrorKind::InvalidArgument, "Filters cannot be used as overlays".to_owned());
     }
-    if overlay.backing_name().is_none() {
-        let message =
-            format!("an image of the format '{}' can't get a backing file while it is open", overlay.driver_name());
-        return refuse(ErrorKind::InvalidArgument, message);
+    if !overlay.takes_backing() {
+        return refuse(ErrorKind::InvalidArgument, "The overlay does not support backing images".to_owned());
     }
     if overlay.backing().is_some() {
         return refuse(ErrorKind::InvalidArgument, "The overlay already has a backing image".to_owned());

@@ -195,7 +195,7 @@ impl Undo {
 }
 
 fn set_backing(image: &Arc<Node>, backing: Option<Arc<Node>>) {
-    match image.driver().backing() {
+    match image.driver().backing_link() {
         Some(link) => link.link(backing),
         None => tracing::error!("{}", Error::internal(format!("node '{}' has no backing file", image.name()))),
     }

@@ -20,9 +20,6 @@ pub trait BackingName: Send + Sync {
     /// The format of the backing file, by the image.
     fn format(&self) -> Option<String>;
 
-    /// True when the image names a backing file that was left out at open.
-    fn is_left_out(&self) -> bool;
-
     /// Plans from now on as if the backing file had `bytes` bytes, for an image that is about to get a longer one.
     /// Ranges that read as zeroes behind the end of the present one become zeroes of the image's own when they are
     /// zeroed or discarded. `None`: for the backing file as it is; it may have grown. No request runs.
@@ -43,11 +40,22 @@ pub struct HeaderName {
     pub format: &'static str,
 }
 
+/// The backing node of an image in use, whatever its header names.
+pub trait BackingLink: Send + Sync {
+    /// True when the image names a backing file that was left out at open.
+    fn is_left_out(&self) -> bool;
+
+    /// Refuses a backing node with other content than the image was made of, where the image notes that.
+    fn check<'a>(&'a self, _backing: &'a Node) -> Work<'a> {
+        done(Ok(()))
+    }
+
+    /// Another backing node, or none. The image's own name for it isn't changed.
+    fn link(&self, backing: Option<Arc<Node>>);
+}
+
 /// The operations of the graph and the node on a backing file.
 pub trait Backing: BackingName {
-    /// Another backing file, or none. The image's own name for it isn't changed.
-    fn link(&self, backing: Option<Arc<Node>>);
-
     /// Changes the name that the image holds, and the format with it.
     fn rename<'a>(&'a self, name: Option<&'a str>, format: Option<&'a str>) -> Work<'a>;
 
@@ -147,7 +155,12 @@ impl Node {
         self.driver.notes_backing()
     }
 
-    /// The backing file's name in the image; `None` for drivers whose images can get none.
+    /// True when the image can get another backing node while it is in use.
+    pub fn takes_backing(&self) -> bool {
+        self.driver.backing_link().is_some()
+    }
+
+    /// The backing file's name in the image; `None` for drivers whose images can get no other one.
     pub fn backing_name(&self) -> Option<&dyn BackingName> {
         self.driver.backing().map(|backing| backing as &dyn BackingName)
     }

@@ -3,8 +3,8 @@
 //! that out. A driver carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation, Snapshots,
-    StatusExtent, VmState, ZeroFlags,
+    Backing, BackingLink, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation,
+    Snapshots, StatusExtent, VmState, ZeroFlags,
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
@@ -268,6 +268,11 @@ pub trait Driver: Any + Send + Sync {
 
     /// See [`Backing`].
     fn backing(&self) -> Option<&dyn Backing> {
+        None
+    }
+
+    /// See [`BackingLink`].
+    fn backing_link(&self) -> Option<&dyn BackingLink> {
         None
     }
 

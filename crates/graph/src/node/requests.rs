@@ -194,6 +194,14 @@ impl Node {
         })
     }
 
+    /// Refuses a backing node with other content than the image was made of, where the image notes that.
+    pub(crate) async fn check_backing(&self, backing: Option<&Arc<Node>>) -> Result<()> {
+        match (self.driver.backing_link(), backing) {
+            (Some(link), Some(backing)) => link.check(backing).await,
+            _ => Ok(()),
+        }
+    }
+
     fn as_backed(&self) -> Result<&dyn Backing> {
         self.driver.backing().ok_or_else(|| self.lacks("backing file"))
     }

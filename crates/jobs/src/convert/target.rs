@@ -172,6 +172,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         tls: options.target.tls.clone(),
         keeps_existing: options.keeps_existing,
         final_name: options.final_name.clone(),
+        extents: Vec::new(),
     };
     let plan = cowshed_create::prepare_sized(&request, size(options, sources)?).await?;
     if options.bitmaps && !plan.takes_bitmaps() {

@@ -62,6 +62,8 @@ pub struct NewVmdk<'a> {
     pub parent: Option<(u32, &'a str)>,
     /// The name of the image's file, without a folder.
     pub name: &'a str,
+    /// The names of the files beside it; `None`: made of its own.
+    pub part_names: Option<&'a [String]>,
 }
 
 /// The files of a new disk.
@@ -89,13 +91,14 @@ impl NewVmdk<'_> {
                 return Err(Error::invalid_argument("the descriptor would be too long for the image"));
             }
             image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, Piece::Bytes(text.into_bytes())));
+            self.check_parts(0)?;
             return Ok(VmdkFiles { parts: Vec::new(), image });
         }
         let (mut parts, mut lines) = (Vec::new(), String::new());
         let mut left = sectors;
         while left > 0 {
             let len = if self.kind.is_split { left.min(PART_SECTORS) } else { left };
-            let name = self.part_name(parts.len() + 1);
+            let name = self.part_name(parts.len())?;
             let (file, word, offset) = match self.kind.is_flat {
                 // As a raw file, whose first block shows the alignment of direct I/O.
                 true => {
@@ -109,6 +112,7 @@ impl NewVmdk<'_> {
             parts.push((name, file));
             left -= len;
         }
+        self.check_parts(parts.len())?;
         let text = self.descriptor(&lines).into_bytes();
         // The first line is the mark; it goes with its sector.
         let rest = text.get(SECTOR_BYTES as usize..).unwrap_or_default().to_vec();
@@ -120,16 +124,29 @@ impl NewVmdk<'_> {
         Ok(VmdkFiles { parts, image })
     }
 
-    fn part_name(&self, number: usize) -> String {
+    /// Refuses names of files that the disk doesn't need.
+    fn check_parts(&self, needed: usize) -> Result<()> {
+        match self.part_names.is_some_and(|names| names.len() > needed) {
+            true => Err(Error::invalid_argument("List of extents contains unused extents")),
+            false => Ok(()),
+        }
+    }
+
+    fn part_name(&self, index: usize) -> Result<String> {
+        if let Some(names) = self.part_names {
+            let missing = || Error::invalid_argument(format!("Extent [{index}] not specified"));
+            return names.get(index).cloned().ok_or_else(missing);
+        }
+        let number = index + 1;
         let (stem, ending) = match self.name.rfind('.') {
             Some(dot) => self.name.split_at(dot),
             None => (self.name, ""),
         };
-        match (self.kind.is_flat, self.kind.is_split) {
+        Ok(match (self.kind.is_flat, self.kind.is_split) {
             (true, false) => format!("{stem}-flat{ending}"),
             (true, true) => format!("{stem}-f{number:03}{ending}"),
             _ => format!("{stem}-s{number:03}{ending}"),
-        }
+        })
     }
 
     fn descriptor(&self, extents: &str) -> String {
@@ -265,6 +282,7 @@ mod tests {
             cid: 0x1234,
             parent: None,
             name: "disk.vmdk",
+            part_names: None,
         }
     }
 

@@ -126,6 +126,7 @@ fn new_vmdk(size: u64, kind: &str) -> NewVmdk<'static> {
         cid: 0x1234,
         parent: None,
         name: IMAGE,
+        part_names: None,
     }
 }
 
