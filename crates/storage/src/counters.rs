@@ -120,6 +120,8 @@ impl FileStats {
 pub struct EndedOp {
     /// The kind of operation.
     pub op: FileOp,
+    /// Its first byte; 0 for barriers.
+    pub offset: u64,
     /// First byte behind it; 0 for barriers.
     pub end: u64,
     /// It was carried out.
@@ -150,7 +152,8 @@ pub(crate) struct FileCounters {
     highest_written_byte: AtomicU64,
     /// There is an observer.
     is_observed: AtomicBool,
-    observer: RwLock<Option<Arc<dyn FileObserver>>>,
+    /// Each with the key of its owner.
+    observers: RwLock<Vec<(u64, Arc<dyn FileObserver>)>>,
 }
 
 impl FileCounters {
@@ -176,7 +179,16 @@ impl FileCounters {
         let end_ns = crate::rt::now_ns();
         self.count_until(op, offset, len, start_ns, end_ns, done);
         let latency_ns = end_ns.saturating_sub(start_ns);
-        self.tell(&EndedOp { op, end: offset.saturating_add(len), done, latency_ns, end_ns });
+        self.tell(&EndedOp { op, offset, end: offset.saturating_add(len), done, latency_ns, end_ns });
+    }
+
+    /// Shows observers a write that failed and isn't counted: a part of it may have been carried out.
+    #[cold]
+    pub(crate) fn tell_tried(&self, offset: u64, len: u64, start_ns: u64) {
+        let end_ns = crate::rt::now_ns();
+        let latency_ns = end_ns.saturating_sub(start_ns);
+        let end = offset.saturating_add(len);
+        self.tell(&EndedOp { op: FileOp::Write, offset, end, done: false, latency_ns, end_ns });
     }
 
     #[inline]
@@ -198,16 +210,18 @@ impl FileCounters {
     }
 
     fn tell(&self, ended: &EndedOp) {
-        let observer = self.observer.read().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(observer) = observer {
-            observer.ended(ended);
-        }
+        // Told without the lock: an observer may leave.
+        let observers = self.observers.read().unwrap_or_else(PoisonError::into_inner).clone();
+        observers.iter().for_each(|(_, observer)| observer.ended(ended));
     }
 
-    /// Has each operation shown to `observer` from now on, instead of to the one before; `None`: to none.
-    pub(crate) fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
-        self.is_observed.store(observer.is_some(), Ordering::Relaxed);
-        *self.observer.write().unwrap_or_else(PoisonError::into_inner) = observer;
+    /// Has each operation shown to `observer` from now on, instead of to the one before that had this key; `None`: to
+    /// none.
+    pub(crate) fn observe(&self, key: u64, observer: Option<Arc<dyn FileObserver>>) {
+        let mut observers = self.observers.write().unwrap_or_else(PoisonError::into_inner);
+        observers.retain(|(other, _)| *other != key);
+        observers.extend(observer.map(|observer| (key, observer)));
+        self.is_observed.store(!observers.is_empty(), Ordering::SeqCst);
     }
 
     pub(crate) fn snapshot(&self) -> FileStats {

@@ -41,6 +41,7 @@ pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) is_writable: AtomicBool,
     pub(crate) no_flush: AtomicBool,
+    pub(crate) keeps_space: AtomicBool,
     pub(crate) alignment: LiveAlignment,
     pub(crate) len: AtomicU64,
     pub(crate) medium: Medium,
@@ -82,6 +83,7 @@ impl File {
             name: text_of_path(path),
             is_writable: AtomicBool::new(is_writable),
             no_flush: AtomicBool::new(options.cache.no_flush),
+            keeps_space: AtomicBool::new(false),
             alignment: LiveAlignment::new(host.alignment()),
             len: AtomicU64::new(len),
             medium: Medium::Host(host),
@@ -120,6 +122,7 @@ impl File {
             name,
             is_writable: AtomicBool::new(is_writable),
             no_flush: AtomicBool::new(false),
+            keeps_space: AtomicBool::new(false),
             alignment: LiveAlignment::new(medium.alignment()),
             len: AtomicU64::new(len),
             medium,
@@ -156,6 +159,7 @@ impl File {
             name: self.0.name.clone(),
             is_writable: AtomicBool::new(self.is_writable()),
             no_flush: AtomicBool::new(self.cache_mode().no_flush),
+            keeps_space: AtomicBool::new(false),
             alignment: LiveAlignment::new(alignment),
             len: AtomicU64::new(self.len()),
             medium,
@@ -198,9 +202,10 @@ impl File {
         self.0.counters.snapshot()
     }
 
-    /// Has each operation of the file shown to `observer` from now on, in place of the one before; `None`: to none.
-    pub fn observe(&self, observer: Option<Arc<dyn FileObserver>>) {
-        self.0.counters.observe(observer);
+    /// Has each operation of the file shown to `observer` from now on, in place of the one before with this key; `None`:
+    /// to none.
+    pub fn observe(&self, key: u64, observer: Option<Arc<dyn FileObserver>>) {
+        self.0.counters.observe(key, observer);
     }
 
     /// The name for messages.
@@ -527,9 +532,12 @@ impl File {
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;
-        if let Ok(copied) = result {
-            source.0.counters.count(FileOp::Read, source_offset, copied, start_ns, true);
-            self.0.counters.count(FileOp::Write, offset, copied, start_ns, true);
+        match result {
+            Ok(copied) => {
+                source.0.counters.count(FileOp::Read, source_offset, copied, start_ns, true);
+                self.0.counters.count(FileOp::Write, offset, copied, start_ns, true);
+            }
+            Err(_) => self.0.counters.tell_tried(offset, len, start_ns),
         }
         let copied = result.map_err(|errno| self.error(errno, "could not copy", offset))?;
         self.0.note_end(offset + copied);
@@ -555,6 +563,9 @@ impl File {
         let guard = self.0.lock_blocks(offset, offset + len, Access::Exclusive).await;
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.share_from(&source.0.medium, source_offset, offset, len, shared).await;
+        if result.is_err() {
+            self.0.counters.tell_tried(offset, len, start_ns);
+        }
         result.map_err(|errno| self.error(errno, "could not share blocks", offset))?;
         self.0.counters.count(FileOp::Write, offset, len, start_ns, true);
         self.0.note_end(offset + len);

@@ -7,6 +7,7 @@ mod authorization;
 mod backups;
 mod beside_qemu;
 mod bitmaps;
+mod bitmaps_below;
 mod commits;
 mod created_formats;
 mod damage;

@@ -182,7 +182,8 @@ impl Qcow2Driver {
             if slip!("hole_punched_after_reuse") {
                 self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;
             }
-            if self.punch.load(Ordering::Relaxed) || self.shrinks.load(Ordering::Relaxed) {
+            let punches = self.punch.load(Ordering::Relaxed) && !self.file.keeps_space();
+            if punches || self.shrinks.load(Ordering::Relaxed) {
                 for (host, len) in &reclaim.holes {
                     // Only space is lost where a hole can't be punched.
                     if let Err(error) = self.file.punch_hole(host.0, *len).await

@@ -230,7 +230,7 @@ impl Qcow2Driver {
                     let Some(extent) = extents.first() else { return Ok(0) };
                     let Mapping::Data { host, file, .. } = extent.mapping else { return Ok(0) };
                     let file = self.stored_in(file);
-                    let result = match may_unmap {
+                    let result = match may_unmap && !file.keeps_space() {
                         true => file.punch_hole(host.0, extent.len).await,
                         false => file.zero_range(host.0, extent.len).await,
                     };

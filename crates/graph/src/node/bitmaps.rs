@@ -91,7 +91,7 @@ impl Node {
                 });
             }
         }
-        let transient = self.tracking.named().transient.clone();
+        let transient = self.named_bitmaps().transient.clone();
         all.extend(transient.into_iter().map(|bitmap| NodeBitmap {
             busy: self.is_bitmap_busy(&bitmap.name),
             granularity_bytes: bitmap.bits.granularity_bytes(),
@@ -114,7 +114,7 @@ impl Node {
     }
 
     fn transient(&self, name: &str) -> Option<Transient> {
-        self.tracking.named().transient.iter().find(|bitmap| bitmap.name == name).cloned()
+        self.named_bitmaps().transient.iter().find(|bitmap| bitmap.name == name).cloned()
     }
 
     fn no_such_bitmap(&self, name: &str) -> Error {
@@ -235,7 +235,7 @@ impl Node {
                 let enabled = matches!(change, BitmapChange::Enable(_));
                 match self.edit(name, |bitmap| bitmap.enabled = enabled) {
                     Some(()) => {
-                        self.tracking.activate();
+                        self.start_tracking();
                         Ok(())
                     }
                     None => self.change_persistent(change).await,
@@ -260,7 +260,7 @@ impl Node {
 
     /// Edits a bitmap in memory; `None` where there is none.
     fn edit<T>(&self, name: &str, edit: impl FnOnce(&mut Transient) -> T) -> Option<T> {
-        let mut named = self.tracking.named();
+        let mut named = self.named_bitmaps();
         named.transient.iter_mut().find(|bitmap| bitmap.name == name).map(edit)
     }
 
@@ -280,7 +280,7 @@ impl Node {
         let granularity_bits = check_new_bitmap(name, granularity).map_err(|error| error.file(self.filename()))?;
         let bits = Arc::new(DirtyBits::new(self.size(), granularity_bits, PIECE_BITS));
         self.tracking.named().transient.push(Transient { name: name.to_owned(), enabled, bits });
-        self.tracking.activate();
+        self.start_tracking();
         Ok(())
     }
 

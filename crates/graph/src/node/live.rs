@@ -59,11 +59,19 @@ impl Node {
         self.settings.set_below_snapshot(false);
         self.settings.set_stays_read_only(options.flag("read-only") == Some(true));
         self.settings.set_discards(discard);
+        self.tell_file_of_discards();
         self.settings.set_detect_zeroes(detect_zeroes);
         if let Some(apply) = apply {
             apply(self);
         }
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
+    }
+
+    /// Formats and raw images give back space of the file without asking the node.
+    pub(super) fn tell_file_of_discards(&self) {
+        if let Some(file) = self.driver.protocol_file() {
+            file.set_keeps_space(!self.discards());
+        }
     }
 
     /// Notes the new value of an option.

@@ -271,7 +271,7 @@ impl Node {
         }));
         static OPENED: AtomicU64 = AtomicU64::new(0);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new_cyclic(|this| Node {
+        let node = Arc::new_cyclic(|this| Node {
             number,
             this: this.clone(),
             left_behind: AtomicUsize::new(0),
@@ -296,7 +296,9 @@ impl Node {
             lends_backing: AtomicBool::new(false),
             readers: OnceLock::new(),
             ends: futures_util::lock::Mutex::new(()),
-        }))
+        });
+        node.tell_file_of_discards();
+        Ok(node)
     }
 
     /// Its driver.

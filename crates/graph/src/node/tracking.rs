@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Trackers: dirty maps that follow the writes to a node.
+//! Trackers: dirty maps that follow the writes to a node. Formats and raw images go to a node's file directly, so a node with a
+//! file also marks what its file shows.
 
 use super::Node;
+use super::driver::whole_sectors;
 use crate::dirty::DirtyMap;
 use cowshed_qcow2::DirtyBits;
 use cowshed_types::Result;
@@ -75,14 +77,14 @@ impl Tracking {
         self.named.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// There may be an observer from now on.
-    pub(super) fn activate(&self) {
+    /// There may be an observer from now on: see [`Node::start_tracking`].
+    fn activate(&self) {
         self.active.store(true, Ordering::Release);
     }
 
     /// The disk has another size: new bytes are clean.
     pub(super) fn resized(&self, disk_bytes: u64) {
-        for bitmap in &mut self.named().transient {
+        for bitmap in self.named().transient.iter_mut().filter(|bitmap| bitmap.bits.disk_bytes() != disk_bytes) {
             Arc::make_mut(&mut bitmap.bits).resize(disk_bytes);
         }
     }
@@ -94,7 +96,37 @@ impl Node {
     pub fn track_dirty(&self, granularity_bytes: u64) -> Result<Arc<DirtyMap>> {
         let map = Arc::new(DirtyMap::new(granularity_bytes)?);
         self.tracking.maps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&map));
-        self.tracking.activate();
+        self.start_tracking();
         Ok(map)
+    }
+
+    /// There may be an observer of writes from now on.
+    pub(super) fn start_tracking(&self) {
+        self.tracking.activate();
+        self.renew_observer();
+    }
+
+    /// The bitmaps in memory with the size that the disk has: a format makes its file longer without the node.
+    pub(super) fn named_bitmaps(&self) -> MutexGuard<'_, Named> {
+        if self.driver.whole_file().is_some() {
+            self.tracking.resized(whole_sectors(self.size()));
+        }
+        self.tracking.named()
+    }
+
+    /// The node's file was changed from `offset` to `end`, by this node or past it.
+    #[cold]
+    pub(super) fn note_changed(&self, offset: u64, end: u64) {
+        if !self.is_tracked() {
+            return;
+        }
+        drop(self.named_bitmaps());
+        let end = end.min(self.size());
+        if offset < end {
+            self.tracking.written(offset, end - offset);
+        }
+        if !self.is_tracked() {
+            self.renew_observer();
+        }
     }
 }

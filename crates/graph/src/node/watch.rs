@@ -38,6 +38,13 @@ struct OfFile(Weak<Node>);
 impl FileObserver for OfFile {
     fn ended(&self, ended: &EndedOp) {
         let Some(node) = self.0.upgrade() else { return };
+        // A part of a failed operation may have been carried out.
+        if matches!(ended.op, FileOp::Write | FileOp::Zero | FileOp::Discard) {
+            node.note_changed(ended.offset, ended.end);
+        }
+        if !node.is_watched() {
+            return;
+        }
         let kind = match ended.op {
             FileOp::Read => IoKind::Read,
             FileOp::Write => IoKind::Write,
@@ -95,10 +102,15 @@ impl Node {
     fn renew_watch(&self, observed: &Observed) {
         let active = !observed.is_empty() || self.write_threshold() != 0;
         self.watch.active.store(active, Ordering::SeqCst);
-        if let Some(file) = self.driver.protocol_file() {
+        if let Some(file) = self.driver.whole_file() {
             let observer = || Arc::new(OfFile(self.this.clone())) as Arc<dyn FileObserver>;
-            file.observe(active.then(observer));
+            file.observe(self.number, (active || self.is_tracked()).then(observer));
         }
+    }
+
+    /// Has the file of the node, if it has one, show its operations or not, as its watches and dirty maps need.
+    pub(super) fn renew_observer(&self) {
+        self.renew_watch(&self.watch.observed());
     }
 
     /// True when [`Node::note_watched`] needs each request.
@@ -111,7 +123,7 @@ impl Node {
     #[cold]
     pub(super) fn note_watched(&self, kind: IoKind, end: u64, start_ns: u64, end_ns: u64, outcome: RequestOutcome) {
         // The file itself shows each of its operations.
-        if self.driver.protocol_file().is_none() {
+        if self.driver.whole_file().is_none() {
             self.note_ended(kind, end, end_ns.saturating_sub(start_ns), end_ns, outcome);
         }
     }

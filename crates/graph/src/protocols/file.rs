@@ -9,9 +9,9 @@ use std::sync::Arc;
 /// Zeroes are written in pieces of this size where the file system has no better way.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
-/// Makes a range of a file read as zeroes: by giving it back where allowed, by `fallocate`, or by writing.
+/// Makes a range of a file read as zeroes: by giving it back where the request and the file's node allow that, by `fallocate`, or by writing.
 pub async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-    if flags.may_unmap {
+    if flags.may_unmap && !file.keeps_space() {
         // A hole doesn't make the file longer. The range behind its end (an odd tail) is written: setting the length
         // could cut off the bytes of a write in flight.
         let inside = file.len().saturating_sub(offset).min(len);
@@ -46,10 +46,10 @@ async fn write_zero_bytes(file: &File, offset: u64, len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Gives a range back; a file system that can't is no error, a discard is a hint.
+/// Gives a range back, where the file's node passes discards on. A file system that can't is no error: a discard is a hint.
 pub async fn discard_file(file: &File, offset: u64, len: u64) -> Result<()> {
     let inside = file.len().saturating_sub(offset).min(len);
-    if inside == 0 {
+    if inside == 0 || file.keeps_space() {
         return Ok(());
     }
     match file.discard(offset, inside).await {

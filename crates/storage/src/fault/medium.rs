@@ -3,6 +3,7 @@
 
 use super::rules::{FaultAction, Faults, IoType};
 use crate::blocklock::BlockGuard;
+use crate::counters::{FileCounters, FileOp};
 use crate::medium::{Medium, Space};
 use crate::payload::{Bufs, Payload};
 use crate::sys::SysResult;
@@ -62,6 +63,11 @@ impl FaultyFile {
         self.base.medium()
     }
 
+    /// The counters of the file behind the faults: its operations are those that reach it.
+    fn counters(&self) -> &FileCounters {
+        &self.base.inner().counters
+    }
+
     /// Waits as the rules demand, and returns the action.
     async fn decide(&self, io: IoType, range: Option<Range<u64>>) -> FaultAction {
         if let Some(held) = self.faults.hold_before(io) {
@@ -113,7 +119,9 @@ impl FaultyFile {
             Ok(Turn::Torn { .. } | Turn::Lose) => unreachable!("only writes are torn or lost"),
         };
         let (cut, rest) = cut(payload, skip, limit);
+        let (len, start_ns) = ((cut.len() - skip) as u64, self.counters().start_ns());
         let (result, cut) = self.medium().read(cut, skip, offset).await;
+        self.counters().count(FileOp::Read, offset, len, start_ns, result.is_ok());
         let mut payload = rejoin(cut, rest);
         if let (true, Ok(count)) = (corrupt, result) {
             self.corrupt(&mut payload.bufs, skip, count);
@@ -161,7 +169,9 @@ impl FaultyFile {
 
     async fn write_part(&self, payload: Payload, skip: usize, offset: u64, limit: u64) -> (SysResult<usize>, Payload) {
         let (cut, rest) = cut(payload, skip, limit);
+        let (len, start_ns) = ((cut.len() - skip) as u64, self.counters().start_ns());
         let (result, cut) = self.medium().write(cut, skip, offset).await;
+        self.counters().count(FileOp::Write, offset, len, start_ns, result.is_ok());
         if let Ok(count) = result {
             self.base.note_end(offset + count as u64);
         }
@@ -169,10 +179,13 @@ impl FaultyFile {
     }
 
     pub(crate) async fn sync(&self) -> SysResult<()> {
-        match self.check(IoType::Flush, None).await? {
-            true => Ok(()),
-            false => self.medium().sync().await,
+        if self.check(IoType::Flush, None).await? {
+            return Ok(());
         }
+        let start_ns = self.counters().start_ns();
+        let result = self.medium().sync().await;
+        self.counters().count(FileOp::Sync, 0, 0, start_ns, result.is_ok());
+        result
     }
 
     pub(crate) async fn fallocate(
@@ -187,7 +200,14 @@ impl FaultyFile {
         if self.check(io, Some(offset..end)).await? {
             return Ok(());
         }
-        self.medium().fallocate(space, offset, len, guard).await?;
+        let start_ns = self.counters().start_ns();
+        let result = self.medium().fallocate(space, offset, len, guard).await;
+        match space {
+            Space::Punch => self.counters().count(FileOp::Discard, offset, len, start_ns, result.is_ok()),
+            Space::Zero => self.counters().count(FileOp::Zero, offset, len, start_ns, result.is_ok()),
+            Space::Allocate => {}
+        }
+        result?;
         if space != Space::Punch {
             self.base.note_end(end);
         }

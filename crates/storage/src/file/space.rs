@@ -6,8 +6,21 @@ use crate::IoBuf;
 use crate::counters::FileOp;
 use crate::medium::{Medium, Space};
 use cowshed_types::Result;
+use std::sync::atomic::Ordering;
 
 impl File {
+    /// True where a user of the file wants discards ignored: callers that could give space back don't. Space that an operation
+    /// on the file itself gives back isn't meant.
+    pub fn keeps_space(&self) -> bool {
+        let base = matches!(&self.0.medium, Medium::Faulty(faulty) if faulty.base().keeps_space());
+        base || self.0.keeps_space.load(Ordering::Relaxed)
+    }
+
+    /// Says whether discards are to be ignored from now on.
+    pub fn set_keeps_space(&self, keeps: bool) {
+        self.0.keeps_space.store(keeps, Ordering::Release);
+    }
+
     /// Gives the space of a range back: a hint. On a local file it reads as zeroes then. Behind a protocol, and where a
     /// device has longer sectors, its bytes are unknown. `Unsupported` where it can't be done.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {

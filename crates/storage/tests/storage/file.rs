@@ -499,15 +499,18 @@ impl FileObserver for Notes {
 fn an_observer_sees_each_operation_with_its_time() {
     each_mode(async |file, _| {
         let notes = std::sync::Arc::new(Notes::default());
-        file.observe(Some(notes.clone()));
+        let others = std::sync::Arc::new(Notes::default());
+        file.observe(1, Some(notes.clone()));
+        file.observe(2, Some(others.clone()));
         write(&file, &pattern(1, 8192), 4096).await;
         read(&file, 4096, 0).await;
         file.sync().await.unwrap();
-        file.observe(None);
+        file.observe(1, None);
         read(&file, 4096, 0).await;
-        let seen: Vec<(FileOp, u64, bool)> =
-            notes.0.lock().unwrap().iter().map(|op| (op.op, op.end, op.done)).collect();
-        assert_eq!(seen, [(FileOp::Write, 12288, true), (FileOp::Read, 4096, true), (FileOp::Sync, 0, true)]);
+        let seen: Vec<_> = notes.0.lock().unwrap().iter().map(|op| (op.op, op.offset, op.end, op.done)).collect();
+        let expected = [(FileOp::Write, 4096, 12288, true), (FileOp::Read, 0, 4096, true), (FileOp::Sync, 0, 0, true)];
+        assert_eq!(seen, expected);
+        assert_eq!(others.0.lock().unwrap().len(), 4);
         let stats = file.statistics();
         assert_eq!((stats.of(FileOp::Read).operations, stats.of(FileOp::Write).bytes), (2, 8192));
         assert!(stats.last_end_ns > 0 && stats.of(FileOp::Sync).total_ns > 0, "{stats:?}");
