@@ -30,6 +30,7 @@ const SCHEMA: DriverSchema = DriverSchema {
 /// The line of the table. Its header is read before it has users.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
     .asking_first(FirstUse::WhereUsersLock(Permissions::READ.sharing_all()))
+    .following_file()
     .telling(Telling::Keys(&["key-secret"]));
 
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {

@@ -8,11 +8,12 @@ use super::Graph;
 use super::owned::no_such_node;
 use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
-use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes};
+use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes, nodes_below};
 use crate::options::{self, BlockdevOptions};
 use cowshed_storage::{CacheMode, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::{Map, Value};
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
@@ -77,9 +78,7 @@ impl Graph {
 
     /// All that can be refused; the children that were left.
     async fn prepare_all(&self, plans: &[Plan], change: &mut Transaction) -> Result<Vec<Arc<Node>>> {
-        // A file that becomes writable by the same change comes before the image in it.
-        let is_file = |plan: &&Plan| plan.node.file().is_some() && !plan.read_only;
-        for plan in plans.iter().filter(is_file).chain(plans.iter().filter(|plan| !is_file(plan))) {
+        for plan in in_order(plans) {
             self.prepare(plan, change).await?;
         }
         // Children come last among the possible refusals.
@@ -207,6 +206,23 @@ impl Graph {
             _ => Ok(()),
         }
     }
+}
+
+/// The plans in the order in which they can be carried out. A node that becomes writable comes before the nodes above it, and
+/// one that becomes read-only behind them.
+fn in_order(plans: &[Plan]) -> Vec<&Plan> {
+    let mut ordered: Vec<&Plan> = plans.iter().collect();
+    let above = |plan: &Plan| plans.iter().filter(|other| is_below(&plan.node, &other.node)).count();
+    ordered.sort_by_cached_key(|plan| match plan.read_only {
+        false => (false, Reverse(above(plan))),
+        true => (true, Reverse(plans.len() - above(plan))),
+    });
+    ordered
+}
+
+/// True where `node` stores a part of `above`, or is itself stored in a node that does.
+fn is_below(node: &Arc<Node>, above: &Arc<Node>) -> bool {
+    nodes_below(above).iter().any(|below| Arc::ptr_eq(below, node))
 }
 
 /// The use of the page cache by the options.

@@ -402,7 +402,7 @@ impl Opener {
         let line = draft.options.text("driver").and_then(|name| self.drivers.find(name));
         // A child that fell back to reading makes its parent read-only too.
         let edge = if node.is_read_only() && edge.permissions.used.contains(PermissionSet::WRITE) {
-            let has_metadata = line.is_some_and(|line| line.schema.kind == DriverKind::Format && !line.passes_on);
+            let has_metadata = line.is_some_and(|line| line.schema.kind == DriverKind::Format && !line.follows_file);
             if has_metadata && role == ChildRole::File && node.stays_read_only() {
                 return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
             }

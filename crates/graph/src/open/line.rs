@@ -45,6 +45,8 @@ pub struct DriverLine {
     pub(super) telling: Telling,
     /// It keeps nothing of its own in its children, so they are no metadata.
     pub(super) passes_on: bool,
+    /// It becomes read-only with its file.
+    pub(super) follows_file: bool,
 }
 
 impl DriverLine {
@@ -59,6 +61,7 @@ impl DriverLine {
             first: if is_filter { FirstUse::Nothing } else { FirstUse::Opening },
             telling: Telling::Keys(&[]),
             passes_on: is_filter,
+            follows_file: is_filter,
         }
     }
 
@@ -79,7 +82,12 @@ impl DriverLine {
 
     /// Keeps nothing of its own in its children.
     pub const fn passing_on(self) -> DriverLine {
-        DriverLine { passes_on: true, ..self }
+        DriverLine { passes_on: true, follows_file: true, ..self }
+    }
+
+    /// Becomes read-only with its file: it writes no metadata by itself.
+    pub const fn following_file(self) -> DriverLine {
+        DriverLine { follows_file: true, ..self }
     }
 
     /// The rights that a node needs at its file before it has users, where they depend on its users. `by_users`: the
