@@ -89,7 +89,7 @@ pub struct Backup {
     filter: Arc<Node>,
     user: Arc<Attachment>,
     bitmap: Option<Recorded>,
-    /// The ranges to copy, in whole parts, once they are chosen.
+    /// The ranges that the target is to have from this job, once they are chosen.
     selected: OnceLock<Vec<Range<u64>>>,
 }
 
@@ -202,13 +202,17 @@ impl Backup {
                 rt::sleep(LOOK).await;
             }
         }
+        let mut selected: Vec<Range<u64>> = std::iter::once(0..size).collect();
         if self.request.sync == Sync::Top {
-            self.skip_below(saver, job).await?;
+            selected = self.skip_below(saver, job).await?;
         }
         if let Some(bitmap) = self.bitmap.as_ref().filter(|bitmap| bitmap.selects) {
             skip_clean(saver, &bitmap.before).await;
+            selected = saver.pending_ranges();
+            // Writers may have had some of them saved by now.
+            selected.extend(bitmap.before.dirty_ranges());
         }
-        let _ = self.selected.set(saver.pending_ranges());
+        let _ = self.selected.set(selected);
         let total = saver.pending_bytes();
         job.set_progress(0, total);
         while let Some((at, len)) = saver.next_pending(0) {
@@ -226,10 +230,11 @@ impl Backup {
         saver.broken().map_or(Ok(()), Err)
     }
 
-    /// Leaves out the parts that the top layer doesn't hold. A part that is only partly held is copied whole.
-    async fn skip_below(&self, saver: &CopyBeforeWrite, job: &JobHandle) -> Result<()> {
+    /// Leaves out the parts that the top layer doesn't hold, and returns the ranges of the others. A part that is only partly
+    /// held is copied whole.
+    async fn skip_below(&self, saver: &CopyBeforeWrite, job: &JobHandle) -> Result<Vec<Range<u64>>> {
         let (size, part) = (self.request.source.size(), saver.part_bytes());
-        let mut at = 0;
+        let (mut at, mut selected) = (0, Vec::<Range<u64>>::new());
         while at < size {
             job.pause_point().await?;
             let end = (at + part).min(size);
@@ -240,12 +245,14 @@ impl Backup {
                 held = runs.iter().any(|run| run.present);
                 look = runs.last().map_or(end, |run| run.start + run.len);
             }
-            if !held {
-                saver.skip(at, end - at).await;
+            match selected.last_mut() {
+                _ if !held => saver.skip(at, end - at).await,
+                Some(last) if last.end == at => last.end = end,
+                _ => selected.push(at..end),
             }
             at = end;
         }
-        Ok(())
+        Ok(selected)
     }
 
     /// Makes the target durable. A target may never answer: a cancelled `job` doesn't wait for it.

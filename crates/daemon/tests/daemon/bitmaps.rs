@@ -292,6 +292,40 @@ fn a_cancelled_whole_backup_marks_all_it_lacks() {
     assert!(content("copy") == content("t"), "the copy lacks a part");
 }
 
+/// A target that can't be made durable counts for nothing, also the parts that writers had saved before the job chose its own.
+#[test]
+fn a_part_saved_before_the_choice_stays_dirty() {
+    const LARGE: u64 = 32 << 30;
+    let (daemon, qemu) = (Running::start(Vec::new()), Qemu::system());
+    let mut client = daemon.client();
+    let (path, copy) = (daemon.path("t"), daemon.path("copy"));
+    qemu.create(&path, "qcow2", "", LARGE);
+    qemu.create(&copy, "raw", "", LARGE);
+    client.command("blockdev-add", node(&path, "t"));
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    export(&mut client, true, json!([]));
+    write(&daemon, &["write 0 64k", &format!("write {} 64k", LARGE - 65536)]);
+    client.command("block-dirty-bitmap-add", json!({"node": "t", "name": "b", "granularity": 512}));
+    let fails = json!([{"event": "none", "iotype": "flush"}]);
+    let file = json!({"driver": "blkdebug", "inject-error": fails, "image": {"driver": "file", "filename": copy}});
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "copy", "file": file}));
+    let arguments = json!({"job-id": "k", "device": "t", "target": "copy", "sync": "top", "bitmap": "b",
+                           "bitmap-mode": "always", "speed": 1});
+    client.command("blockdev-backup", arguments);
+    write(&daemon, &[&format!("write {} 512", LARGE - 512)]);
+    let chosen = |client: &mut Client| {
+        let jobs = client.command("query-block-jobs", json!({}));
+        (1..=131_072).contains(&jobs[0]["len"].as_u64().expect("a length"))
+    };
+    cowshed_testkit::waiting::await_that("the choice", || chosen(&mut client));
+    client.command("block-job-cancel", json!({"device": "k"}));
+    client.event("BLOCK_JOB_CANCELLED");
+    assert_eq!(bitmap(&mut client, "b")["count"], 131_072);
+    // The flush of the target fails here, too.
+    daemon.stop().expect_err("a failed flush");
+}
+
 /// An image that no virtual machine uses: its bitmaps are read without changing it.
 #[test]
 fn bitmaps_of_a_read_only_image_are_served() {
