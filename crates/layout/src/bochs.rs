@@ -29,14 +29,16 @@ pub struct BochsHeader {
     pub size: u64,
 }
 
+/// QEMU's words for another file.
+const NOT_BOCHS: &str = "Image not in Bochs format";
+
 impl BochsHeader {
     /// Reads the header.
     ///
     /// # Errors
     /// For other kinds of images of Bochs, and for numbers that contradict each other.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let short =
-            || Error::invalid_image("magic", "another", "this is no image of Bochs").qemu("Image not in Bochs format");
+        let short = || Error::invalid_image("magic", "another", "this is no image of Bochs").qemu(NOT_BOCHS);
         let text = |at: usize, expected: &str| {
             let field = bytes.get(at..at + expected.len() + 1);
             field.is_some_and(|field| field.strip_prefix(expected.as_bytes()) == Some(b"\0"))
@@ -45,7 +47,8 @@ impl BochsHeader {
             return Err(short());
         }
         if !text(32, "Redolog") || !text(48, "Growing") {
-            return Err(Error::unsupported("images of Bochs are read of the type 'Redolog', 'Growing' alone"));
+            let message = "images of Bochs are read of the type 'Redolog', 'Growing' alone";
+            return Err(Error::unsupported(message).qemu(NOT_BOCHS));
         }
         let word = |at| le32_at(bytes, at).ok_or_else(short);
         let size_at = match word(64)? {
@@ -54,7 +57,8 @@ impl BochsHeader {
             other => {
                 return Err(Error::unsupported("a version of this format that isn't known")
                     .field("version")
-                    .value(other));
+                    .value(other)
+                    .qemu(NOT_BOCHS));
             }
         };
         let (header, entries, bitmap, extent) = (word(68)?, word(72)?, word(76)?, word(80)?);
@@ -64,10 +68,17 @@ impl BochsHeader {
             return wrong("header size", header.into(), "the header has an impossible length");
         }
         if entries > MOST_ENTRIES {
-            return wrong("catalog", entries.into(), "the catalog is too large");
+            return wrong("catalog", entries.into(), "the catalog is too large")
+                .map_err(|error| error.qemu("Catalog size is too large"));
         }
         if !(512..=MOST_EXTENT_BYTES).contains(&extent) || !extent.is_power_of_two() {
-            return wrong("extent", extent.into(), "the length of extents is out of range");
+            let sentence = match extent {
+                0..512 => "Extent size must be at least 512".to_owned(),
+                _ if !extent.is_power_of_two() => format!("Extent size {extent} is not a power of two"),
+                _ => format!("Extent size {extent} is too large"),
+            };
+            return wrong("extent", extent.into(), "the length of extents is out of range")
+                .map_err(|error| error.qemu(sentence));
         }
         let extent_bytes = u64::from(extent);
         let bits = extent_bytes / SECTOR_BYTES;
@@ -75,7 +86,8 @@ impl BochsHeader {
             return wrong("bitmap", bitmap.into(), "the bitmap doesn't fit the extents");
         }
         if i64::try_from(size).is_err() || size > u64::from(entries) * extent_bytes {
-            return wrong("disk", size, "the disk is longer than the catalog");
+            return wrong("disk", size, "the disk is longer than the catalog")
+                .map_err(|error| error.qemu("Catalog size is too small for this disk size"));
         }
         Ok(BochsHeader {
             catalog_offset: header.into(),

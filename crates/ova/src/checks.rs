@@ -29,6 +29,9 @@ pub struct Finding {
     pub text: String,
 }
 
+/// The parts of which a machine has a number.
+const COUNTED: [(&str, &str); 2] = [(resource::PROCESSOR, "processors"), (resource::MEMORY, "bytes of memory")];
+
 /// Bytes of a disk's file that are looked at: the header and the descriptor of a VMDK disk.
 const HEAD_BYTES: u64 = 64 << 10;
 
@@ -38,6 +41,7 @@ const HEAD_BYTES: u64 = 64 << 10;
 /// Where files can't be read.
 pub fn findings(package: &Package, importer: Importer, digests: bool) -> Result<Vec<Finding>> {
     let mut list = List::default();
+    list.namespace(package);
     list.order(package);
     list.files(package);
     if digests {
@@ -51,6 +55,7 @@ pub fn findings(package: &Package, importer: Importer, digests: bool) -> Result<
         list.error("the descriptor has no VirtualSystem");
     }
     list.instances(package);
+    list.compression(package)?;
     list.disks(package, importer)?;
     list.0.sort_by_key(|finding| std::cmp::Reverse(finding.weight));
     Ok(list.0)
@@ -66,6 +71,26 @@ impl List {
 
     fn warning(&mut self, text: impl Into<String>) {
         self.0.push(Finding { weight: Weight::Warning, text: text.into() });
+    }
+
+    fn namespace(&mut self, package: &Package) {
+        let namespace = &package.envelope.namespace;
+        match package.envelope.is_of_ovf() {
+            true => {}
+            false if namespace.is_empty() => self.error("the Envelope has no namespace: importers take it for another"),
+            false => self.error(format!("the Envelope has a namespace that isn't OVF's: '{}'", printable(namespace))),
+        }
+    }
+
+    /// Files that are to be stored with gzip, and aren't.
+    fn compression(&mut self, package: &Package) -> Result<()> {
+        for reference in package.envelope.files.iter().filter(|reference| reference.is_gzip) {
+            if package.is_plain(reference)? {
+                let name = printable(&reference.href);
+                self.error(format!("'{name}' isn't stored with gzip, as the descriptor says (ovf:compression)"));
+            }
+        }
+        Ok(())
     }
 
     /// DSP0243: the descriptor is the first file of the archive, the manifest the second or the last.
@@ -169,6 +194,12 @@ impl List {
         }
         if importer.has_vmware() && kind == resource::SOUND && !item.is_optional {
             self.error("VMware rejects the sound card (ResourceType 35) that isn't marked as optional");
+        }
+        if let Some((_, what)) = COUNTED.iter().find(|(counted, _)| *counted == kind)
+            && item.quantity().is_none_or(|number| number == 0)
+        {
+            let quantity = printable(item.field("VirtualQuantity"));
+            self.error(format!("'{quantity}' is no number of {what} (VirtualQuantity)"));
         }
         let memory = if kind == resource::MEMORY { item.quantity() } else { None };
         if let Some(bytes) = memory.filter(|bytes| importer.has_vmware() && !bytes.is_multiple_of(MEMORY_UNIT_BYTES)) {

@@ -112,9 +112,23 @@ pub struct Envelope {
     pub machines: Vec<Machine>,
     /// Their parts.
     pub items: Vec<Item>,
+    /// The namespace of the envelope; empty where it has none.
+    pub namespace: String,
 }
 
+/// The namespaces that importers know: OVF 1 and 2, and VMware's OVF 0.9.
+const NAMESPACES: [&str; 3] = [
+    "http://schemas.dmtf.org/ovf/envelope/1",
+    "http://schemas.dmtf.org/ovf/envelope/2",
+    "http://www.vmware.com/schema/ovf/1/envelope",
+];
+
 impl Envelope {
+    /// True where the envelope has a namespace of OVF.
+    pub fn is_of_ovf(&self) -> bool {
+        NAMESPACES.contains(&self.namespace.as_str())
+    }
+
     /// Reads a descriptor.
     ///
     /// # Errors
@@ -123,8 +137,13 @@ impl Envelope {
         let text = std::str::from_utf8(bytes).map_err(|_| wrong("it is no UTF-8"))?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         // ovftool pads with spaces or NULs behind the end.
-        let mut reader = Reader::from_str(text.trim_end_matches(['\0', ' ', '\r', '\n']));
+        let text = text.trim_end_matches(['\0', ' ', '\r', '\n']);
+        if let Some((at, character)) = text.char_indices().find(|(_, character)| !is_of_xml(*character)) {
+            return Err(no_character(character, Some(at)));
+        }
+        let mut reader = Reader::from_str(text);
         reader.config_mut().check_end_names = true;
+        reader.config_mut().check_comments = true;
         let mut walk = Walk::default();
         loop {
             match reader.read_event().map_err(|error| wrong(&printable(&error.to_string())))? {
@@ -142,7 +161,11 @@ impl Envelope {
                         Ok(None) => predefined(&name.into_inner()),
                         Err(_) => None,
                     };
-                    walk.text.push(character.ok_or_else(|| wrong("an entity that XML doesn't have"))?);
+                    let character = character.ok_or_else(|| wrong("an entity that XML doesn't have"))?;
+                    if !is_of_xml(character) {
+                        return Err(no_character(character, None));
+                    }
+                    walk.text.push(character);
                 }
                 Event::DocType(_) => return Err(wrong("it has a document type")),
                 Event::Decl(_) | Event::PI(_) | Event::Comment(_) => {}
@@ -230,6 +253,16 @@ pub fn unit_bytes(unit: &str) -> Option<u64> {
     }
 }
 
+/// True for a character that a text of XML 1.0 may have.
+fn is_of_xml(character: char) -> bool {
+    matches!(character, '\t' | '\n' | '\r' | '\u{20}'..='\u{fffd}' | '\u{10000}'..)
+}
+
+fn no_character(character: char, at: Option<usize>) -> Error {
+    let place = at.map_or_else(String::new, |at| format!(" (at byte {at})"));
+    wrong(&format!("a character that XML doesn't have, U+{:04X}{place}", u32::from(character)))
+}
+
 /// The text of a URI whose bytes may be written as `%20`; none where they aren't.
 fn decoded(text: &str) -> Option<String> {
     let mut parts = text.split('%');
@@ -273,6 +306,7 @@ impl Walk {
                 return Err(wrong("its root is no Envelope"));
             }
             self.is_envelope = true;
+            self.envelope.namespace = namespace(start)?;
         }
         match (parent, name.as_str()) {
             ("References", "File") => {
@@ -364,6 +398,23 @@ fn local(name: &str) -> String {
     name.rsplit_once(':').map_or(name, |(_, local)| local).to_owned()
 }
 
+/// The namespace of an element that declares its own; empty where it doesn't.
+fn namespace(start: &BytesStart<'_>) -> Result<String> {
+    let name = start.name();
+    let wanted = match name.0.rsplit_once(':') {
+        Some((prefix, _)) => format!("xmlns:{prefix}"),
+        None => "xmlns".to_owned(),
+    };
+    for attribute in start.attributes() {
+        let attribute = attribute.map_err(|error| wrong(&printable(&error.to_string())))?;
+        if attribute.key.0 == wanted {
+            let value = attribute.normalized_value(XmlVersion::Explicit1_0);
+            return value.map(|value| value.into_owned()).map_err(|error| wrong(&printable(&error.to_string())));
+        }
+    }
+    Ok(String::new())
+}
+
 /// The attributes of an element by their names without prefix.
 fn attributes(start: &BytesStart<'_>) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
@@ -375,6 +426,9 @@ fn attributes(start: &BytesStart<'_>) -> Result<BTreeMap<String, String>> {
         }
         let value = attribute.normalized_value(XmlVersion::Explicit1_0);
         let value = value.map_err(|error| wrong(&printable(&error.to_string())))?;
+        if let Some(character) = value.chars().find(|character| !is_of_xml(*character)) {
+            return Err(no_character(character, None));
+        }
         if found.insert(local(name), value.into_owned()).is_some() {
             return Err(wrong(&format!("two attributes '{}'", printable(&local(name)))));
         }
@@ -517,7 +571,7 @@ mod tests {
     #[test]
     fn hostile_descriptors_are_refused() {
         let with = |from: &str, to: &str| SMALL.replacen(from, to, 1);
-        for href in ["../x", "/etc/passwd", "http://host/x", "a/b", "", "..", "a&#27;[31m"] {
+        for href in ["../x", "/etc/passwd", "http://host/x", "a/b", "", "..", "a&#x7f;[31m"] {
             refused(&with("a&amp;b.vmdk", href), "no name of a file");
         }
         refused(&with("<ovf:Envelope", "<!DOCTYPE x [<!ENTITY a \"b\">]><ovf:Envelope"), "document type");
@@ -538,6 +592,29 @@ mod tests {
         refused(&SMALL[..SMALL.len() - 20], "damaged");
         refused(&format!("{SMALL}<Envelope/>"), "no Envelope");
         assert!(Envelope::parse(&[0xff, 0xfe]).is_err());
+    }
+
+    #[test]
+    fn text_that_is_no_xml_is_refused() {
+        let with = |from: &str, to: &str| SMALL.replacen(from, to, 1);
+        refused(&with("a comment", "a -- comment"), "damaged");
+        refused(&with("A &lt;", "A \u{1}"), "XML doesn't have, U+0001 (at byte ");
+        refused(&with("<Info>x", "<Info>\0"), "U+0000");
+        refused(&with("&#65;", "&#1;"), "U+0001");
+        refused(&with("&#65;", "&#xfffe;"), "U+FFFE");
+        refused(&with("file1", "&#x1b;"), "U+001B");
+    }
+
+    #[test]
+    fn the_namespace_is_the_one_of_the_root() {
+        let parsed = |text: &str| Envelope::parse(text.as_bytes()).unwrap();
+        assert!(parsed(SMALL).is_of_ovf());
+        assert!(parsed("<Envelope xmlns='http://www.vmware.com/schema/ovf/1/envelope'/>").is_of_ovf());
+        for text in
+            ["<Envelope/>", "<Envelope xmlns='x'/>", "<o:Envelope xmlns='http://schemas.dmtf.org/ovf/envelope/1'/>"]
+        {
+            assert!(!parsed(text).is_of_ovf(), "{text}");
+        }
     }
 
     #[test]

@@ -244,6 +244,21 @@ impl Package {
         self.members.get(*self.by_name.get(name)?)
     }
 
+    /// True for a file that is there and isn't stored with gzip.
+    ///
+    /// # Errors
+    /// Where it can't be read.
+    pub fn is_plain(&self, reference: &FileReference) -> Result<bool> {
+        let Some(piece) = self.pieces(reference).ok().and_then(|pieces| pieces.into_iter().next()) else {
+            return Ok(false);
+        };
+        let Some(member) = self.member(&piece.name) else { return Ok(false) };
+        let mut head = Vec::new();
+        let read = self.reader(member)?.take(2).read_to_end(&mut head);
+        read.map_err(|error| Error::io(&error, format!("could not read '{}'", printable(&piece.name))))?;
+        Ok(head != [0x1f, 0x8b])
+    }
+
     /// Reads a file of the package.
     ///
     /// # Errors

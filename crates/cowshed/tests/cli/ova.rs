@@ -349,6 +349,24 @@ fn what_importers_reject_is_found() {
         ("ovf:href=\"m-disk1.vmdk\"", "ovf:href=\"m-disk2.vmdk\"", "error", "lacks 'm-disk2.vmdk'"),
         ("ovf:size=\"", "ovf:size=\"9", "error", "and the descriptor says 9"),
         (" ovf:size=", " other=", "warning", "the length of 'm-disk1.vmdk' isn't said"),
+        ("xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\"", "xmlns=\"http://x\"", "error", "isn't OVF's: 'http://x'"),
+        (" xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\"", "", "error", "the Envelope has no namespace"),
+        ("</Name>", "\u{1}</Name>", "error", "XML doesn't have, U+0001 (at byte "),
+        ("</Name>", "&#27;</Name>", "error", "XML doesn't have, U+001B"),
+        (end, &format!("<!-- a -- b -->{end}"), "error", "the OVF descriptor is damaged"),
+        (
+            ">1</rasd:VirtualQuantity",
+            ">18446744073709551616</rasd:VirtualQuantity",
+            "error",
+            "'18446744073709551616' is no number of",
+        ),
+        (">1</rasd:VirtualQuantity", ">0</rasd:VirtualQuantity", "error", "'0' is no number of processors"),
+        (
+            " ovf:href=",
+            " ovf:compression=\"gzip\" ovf:href=",
+            "error",
+            "isn't stored with gzip, as the descriptor says",
+        ),
     ];
     for (from, to, weight, words) in table {
         changed(&oracle, |ovf| ovf.replace(from, to));

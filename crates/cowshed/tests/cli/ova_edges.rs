@@ -223,6 +223,12 @@ fn files_that_are_no_archive_are_told_by_what_they_are() {
         refused(&oracle, &verb.replace("FILE", "zero.ova"), &["the file is empty"]);
     }
     changed(&oracle, |ovf| ovf.replace(" ovf:size=", " ovf:compression=\"gzip\" ovf:size="));
+    refused(&oracle, "convert -O raw changed.ova x", &["isn't stored with gzip"]);
+    changed(&oracle, |ovf| ovf.replace(" ovf:size=", " ovf:compression=\"gzip\" other="));
+    tool(&oracle, "gzip", "changed/m-disk1.vmdk");
+    let disk = oracle.work().join("changed/m-disk1.vmdk");
+    fs::rename(disk.with_extension("vmdk.gz"), disk).unwrap();
+    tool(&oracle, "tar", "--format=ustar -C changed -cf changed.ova m.ovf m-disk1.vmdk");
     refused(&oracle, "convert -O raw changed.ova x", &["is stored with gzip", "gunzip"]);
     // A folder, from a process that may open no other file.
     ok(&oracle, "ova unpack m.ova m");
@@ -251,4 +257,24 @@ fn errors_of_writing_name_the_target_and_leave_nothing() {
         assert!(said.contains(named) && said.contains("File too large") && !said.contains(".part"), "{line}: {said}");
         assert_eq!(names(&oracle.work()), before, "{line}");
     }
+}
+
+#[test]
+fn odd_lengths_and_wrong_compression_are_named() {
+    let oracle = disks();
+    raw_package(&oracle, &[("a.raw", "a.raw", &[7; 1000])]);
+    ok(&oracle, "convert -q -O raw m.ova out.raw");
+    assert_eq!(fs::read(oracle.work().join("out.raw")).unwrap()[..1000], [7; 1000]);
+    refused(&oracle, "convert --untrusted -O raw m.ova x", &["no whole number of sectors (1000 bytes)", "unpack it"]);
+    let path = oracle.work().join("m/m.ovf");
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace("ovf:id=", "ovf:compression=\"gzip\" ovf:id=")).unwrap();
+    pack(&oracle, &["a.raw"]);
+    for line in ["convert -O raw m.ova x", "convert --untrusted -O raw m.ova x"] {
+        refused(&oracle, line, &["'a.raw' isn't stored with gzip", "ovf:compression"]);
+    }
+    fs::write(&path, text.replace("ovf:id=", "ovf:compression=\"identity\" ovf:id=")).unwrap();
+    pack(&oracle, &["a.raw"]);
+    ok(&oracle, "convert -q --force -O raw m.ova out.raw");
+    assert!(!oracle.work().join("x").exists());
 }

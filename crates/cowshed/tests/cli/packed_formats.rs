@@ -442,12 +442,12 @@ fn images_of_bochs_are_read_as_qemu_reads_them() {
         assert!(fs::read(oracle.work().join("theirs")).unwrap() == disk, "QEMU reads another disk");
         reads_as(&oracle, "b.img", "bochs", &disk);
         for (at, word, text) in [
-            (64, 0x3_0000u32, "isn't known"),
-            (72, 1, "longer than the catalog"),
-            (72, u32::MAX, "too large"),
+            (64, 0x3_0000u32, "Image not in Bochs format"),
+            (72, 1, "Catalog size is too small for this disk size"),
+            (72, u32::MAX, "Catalog size is too large"),
             (76, 1, "bitmap"),
-            (80, 0, "extents"),
-            (80, 3000, "extents"),
+            (80, 0, "Extent size must be at least 512"),
+            (80, 3000, "Extent size 3000 is not a power of two"),
             (512, 77, "not in the file"),
         ] {
             let mut bad = file.clone();

@@ -142,3 +142,63 @@ fn a_signal_takes_the_new_file_away() {
         assert_eq!(lengths(folder.path(), &["a"]), [None], "{}", said(&output));
     }
 }
+
+/// Each format and each of its kinds: one line, no file of the target, and QEMU's words.
+#[test]
+fn a_conversion_without_space_leaves_no_file() {
+    let qemu = Qemu::newest();
+    let kinds = [
+        "raw",
+        "qcow2",
+        "qcow2 -c",
+        "luks --object secret,id=s,data=x -o key-secret=s,iter-time=10",
+        "vmdk",
+        "vmdk -o subformat=monolithicFlat",
+        "vmdk -o subformat=twoGbMaxExtentSparse",
+        "vmdk -o subformat=twoGbMaxExtentFlat",
+        "vmdk -o subformat=streamOptimized",
+        "vdi",
+        "vdi -o static=on",
+        "vpc",
+        "vpc -o subformat=fixed",
+        "vhdx",
+        "vhdx -o subformat=fixed",
+        "qed",
+        "qcow",
+        "qcow -c",
+        "parallels",
+    ];
+    // Nothing that compression makes shorter.
+    let noise: Vec<u8> = (0..3u64 << 20)
+        .scan(1u64, |state, _| {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            Some((*state >> 56) as u8)
+        })
+        .collect();
+    for kind in kinds {
+        let line = format!("convert -f raw source n.img -O {kind}");
+        let [theirs, ours] = [qemu.img_path(), Path::new("")].map(|program| {
+            let folder = temp_dir();
+            std::fs::write(folder.path().join("source"), &noise).expect("a file");
+            let output = match program == Path::new("") {
+                true => run_ours(&line, folder.path()),
+                false => run_small(program, &line, folder.path()),
+            };
+            let entries = std::fs::read_dir(folder.path()).expect("a folder");
+            let mut names: Vec<_> = entries.map(|entry| entry.expect("a file").file_name()).collect();
+            names.sort();
+            (output, names)
+        });
+        let (ours, left) = ours;
+        assert_eq!(ours.status.code(), Some(1), "{kind}: {}", said(&ours));
+        assert_eq!(left, ["source"], "{kind}: {}", said(&ours));
+        assert_eq!(
+            (said(&ours).lines().count(), said(&ours).contains("File too large")),
+            (1, true),
+            "{kind}: {}",
+            said(&ours)
+        );
+        // QEMU leaves half a file of each.
+        assert_eq!(theirs.0.status.code(), Some(1), "{kind}: {}", said(&theirs.0));
+    }
+}

@@ -139,6 +139,59 @@ fn damaged_headers_and_tables_are_named() {
     assert!(oracle.refused("info bad.vmdk").contains("gdOffset"));
 }
 
+/// QEMU looks at the places of grains alone, and finds nothing here.
+#[test]
+fn grains_and_tables_on_each_other_are_found() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 40M");
+    oracle.io(&["write -P 1 64k 64k", "write -P 2 256k 64k", "write -P 3 35M 64k"], "source.raw");
+    oracle.make("convert -O vmdk source.raw good.vmdk");
+    let good = fs::read(oracle.work().join("good.vmdk")).unwrap();
+    let word = |at: usize| u32::from_le_bytes(good[at..at + 4].try_into().unwrap());
+    let (directory, copies) = (word(56) as usize * 512, word(48) as usize * 512);
+    let table = word(directory) as usize * 512;
+    let copy = word(copies) as usize * 512;
+    let check = |changes: &[(usize, u32)]| {
+        let mut image = good.clone();
+        for (at, value) in changes {
+            image[*at..at + 4].copy_from_slice(&value.to_le_bytes());
+        }
+        fs::write(oracle.work().join("bad.vmdk"), image).unwrap();
+        let said = oracle.ours(&oracle.work(), &words("check bad.vmdk"));
+        (said.code, said.out + &said.err)
+    };
+    assert_eq!(check(&[]).0, Some(0));
+    let first = word(table + 4);
+    for (changes, wanted) in [
+        (&[(table + 16, first)][..], "grain 4 lies on grain 1"),
+        (&[(table + 16, first + 1)], "grain 4 lies on grain 1"),
+        (&[(table + 16, 1)], "lies on the descriptor"),
+        (&[(table + 16, word(56))], "lies on a grain directory"),
+        (&[(table + 16, word(directory))], "lies on grain table 0"),
+        (&[(directory + 4, word(directory))], "grain table 1 lies on grain table 0"),
+        (&[(56, 1 << 30)], "the grain directory is not in the file, and its copy is used"),
+        (&[(directory, 0x70_0000)], "grain table 0 is not in the file, and its copy is used"),
+    ] {
+        let (code, text) = check(changes);
+        assert!(code == Some(2) && text.contains("ERROR: ") && text.contains(wanted), "{changes:?}: {code:?} {text}");
+    }
+    // A power cut leaves copies behind the first tables.
+    for (changes, wanted) in [
+        (&[(copy + 4, 0), (copy + 16, 0)][..], "the copy of grain table 0 has 2 other entries"),
+        (&[(copies, 0x70_0000)], "the copy of grain table 0 is not in the file"),
+        (&[(48, 1 << 30)], "the copy of the grain directory is not in the file"),
+    ] {
+        let (code, text) = check(changes);
+        assert!(code == Some(0) && text.contains("WARNING: ") && text.contains(wanted), "{changes:?}: {code:?} {text}");
+    }
+    // Two extents in one file.
+    let lines = "RW 8 FLAT \"flat\" 0\nRW 8 FLAT \"flat\" 4";
+    fs::write(oracle.work().join("flat"), [1; 8192]).unwrap();
+    fs::write(oracle.work().join("two.vmdk"), descriptor("twoGbMaxExtentFlat", lines)).unwrap();
+    let said = oracle.ours(&oracle.work(), &words("check two.vmdk"));
+    assert!(said.code == Some(2) && format!("{said:?}").contains("extent 1 lies on extent 0"), "{said:?}");
+}
+
 #[test]
 fn damaged_streams_are_named() {
     let oracle = Oracle::new();

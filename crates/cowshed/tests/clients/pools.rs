@@ -19,6 +19,9 @@ fn description(libvirt: &Libvirt, volume: &str) -> Vec<String> {
 }
 
 /// The story of a pool; returns libvirt's descriptions of its volumes.
+/// Formats of other programs.
+const OTHERS: [&str; 5] = ["vmdk", "vdi", "vpc", "qed", "qcow"];
+
 fn use_pool(libvirt: &Libvirt) -> Vec<String> {
     let pool = format!(
         "<pool type='dir'><name>p</name><target><path>{}</path></target></pool>",
@@ -30,6 +33,9 @@ fn use_pool(libvirt: &Libvirt) -> Vec<String> {
     libvirt.virsh(&["vol-create-as", "p", "base.qcow2", "16M", "--format", "qcow2"]);
     libvirt.virsh(&["vol-create-as", "p", "full.qcow2", "4M", "--allocation", "4M", "--format", "qcow2"]);
     libvirt.virsh(&["vol-create-as", "p", "plain.raw", "8M", "--format", "raw"]);
+    for format in OTHERS {
+        libvirt.virsh(&["vol-create-as", "p", &format!("disk.{format}"), "8M", "--format", format]);
+    }
     let backing = ["--backing-vol", "base.qcow2", "--backing-vol-format", "qcow2"];
     libvirt.virsh(&[&["vol-create-as", "p", "child.qcow2", "16M", "--format", "qcow2"], &backing[..]].concat());
 
@@ -66,7 +72,8 @@ fn use_pool(libvirt: &Libvirt) -> Vec<String> {
     libvirt.virsh(&["vol-resize", "--pool", "p", "locked.raw", "10M"]);
     libvirt.virsh(&["vol-delete", "--pool", "p", "full.qcow2"]);
     libvirt.virsh(&["pool-refresh", "p"]);
-    let volumes = [
+    let others = OTHERS.map(|format| format!("disk.{format}"));
+    let mut volumes = vec![
         "base.qcow2",
         "child.qcow2",
         "plain.raw",
@@ -76,6 +83,7 @@ fn use_pool(libvirt: &Libvirt) -> Vec<String> {
         "locked.raw",
         "locked.qcow2",
     ];
+    volumes.extend(others.iter().map(String::as_str));
     let listed = libvirt.virsh(&["vol-list", "p"]);
     assert_eq!(listed.lines().filter(|line| !line.trim().is_empty()).count(), volumes.len(), "{listed}");
     volumes.iter().flat_map(|volume| description(libvirt, volume)).collect()
@@ -99,6 +107,12 @@ fn pools_of_libvirt_are_the_same_with_our_tools() {
         let (left, right) = (ours.path("pool").join(volume), theirs.path("pool").join(volume));
         assert!(content(&left, &qemu) == content(&right, &qemu), "{volume}");
         qemu.expect_clean(&left);
+    }
+    for format in OTHERS {
+        let disk = ours.path("pool").join(format!("disk.{format}"));
+        qemu.img(["info", "-f", format, text(&disk)]).expect_ok();
+        let bytes = content(&disk, &qemu);
+        assert!(bytes.len() >= 8 << 20 && bytes.iter().all(|byte| *byte == 0), "{format}");
     }
     for volume in ["plain.raw", "copy.raw"] {
         let read = |libvirt: &Libvirt| fs::read(libvirt.path("pool").join(volume)).expect("a volume");

@@ -9,7 +9,7 @@ use cowshed_layout::vmdk::{
 };
 use cowshed_storage::{IoBuf, rt};
 use cowshed_types::memory::try_collect;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,6 +48,8 @@ pub(super) struct Sparse {
     pub directory: Vec<u32>,
     /// The same from the redundant directory, for tables that the first one doesn't lead to.
     pub redundant: Vec<u32>,
+    /// The first directory is not in the file.
+    pub uses_copy: bool,
     pub tables: Tables,
     /// Where tables were never written.
     pub holes: Holes,
@@ -122,36 +124,6 @@ impl Extent {
             Storage::Sparse(sparse) => sparse.unpack(files, block, self.len).await,
             _ => Err(Error::internal("only sparse extents have packed grains").offset(block)),
         }
-    }
-
-    /// Finds grains that can't be at their places in the tables. `start`: first byte of the extent on the disk.
-    pub(super) async fn check(
-        &self,
-        files: &[Arc<Node>],
-        start: u64,
-        max: usize,
-        findings: &mut Vec<String>,
-    ) -> Result<()> {
-        let Storage::Sparse(sparse) = &self.storage else { return Ok(()) };
-        let mut at = 0;
-        while at < self.len && findings.len() < max {
-            match sparse.map(files, at, self.len - at).await {
-                Ok((_, len)) => at += len,
-                Err(error) if error.kind() != ErrorKind::InvalidImage => return Err(error),
-                Err(error) => {
-                    let sector = (start + at) / SECTOR_BYTES;
-                    findings.push(format!("ERROR: cluster offset for sector {sector} is wrong: {error}"));
-                    // A table that is lost is one finding.
-                    let span = sparse.header.table_span_bytes();
-                    at = if sparse.table(files, at / span).await.is_err() {
-                        at.saturating_add(span - at % span)
-                    } else {
-                        at.saturating_add(sparse.header.grain_bytes() - at % sparse.header.grain_bytes())
-                    };
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Length of its grain directory in bytes.
@@ -278,7 +250,7 @@ impl Sparse {
     }
 
     /// A grain table; `None` where the directory has none.
-    async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<Arc<Vec<u32>>>> {
+    pub(super) async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<Arc<Vec<u32>>>> {
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         let Some(&sector) = self.directory.get(slot) else {
             return Err(Error::internal("the grain directory is too short").value(index));

@@ -2,6 +2,7 @@
 //! VMDK: docs/formats/vmdk.md. A disk is a row of extents; `extent.rs` knows one of them, `open.rs` finds
 //! them, `write.rs` writes to them, this file is their row.
 
+mod check;
 mod extent;
 mod open;
 mod stream;
@@ -261,15 +262,6 @@ impl MappedFormat for Vmdk {
     }
 
     fn check(&self, max: usize) -> LocalFuture<'_, Result<Option<MappedCheck>>> {
-        Box::pin(async move {
-            let mut findings = Vec::new();
-            for piece in &self.pieces {
-                piece.extent.check(&self.files, piece.start, max, &mut findings).await?;
-            }
-            // qemu-img counts nothing here, and fails where something is wrong.
-            let mut check = MappedCheck { findings, ..MappedCheck::default() };
-            check.counters.check_errors = check.findings.len() as u64;
-            Ok(Some(check))
-        })
+        Box::pin(async move { self.find_damage(max).await.map(Some) })
     }
 }

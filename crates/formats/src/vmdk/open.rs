@@ -228,6 +228,7 @@ async fn open_sparse(
         None => Ok(Vec::new()),
     };
     let redundant = read_directory(redundant).await?;
+    let uses_copy = primary.is_none() && !redundant.is_empty();
     let directory = match primary {
         Some(_) => read_directory(primary).await?,
         None if !redundant.is_empty() => redundant.clone(),
@@ -244,6 +245,7 @@ async fn open_sparse(
         kind,
         directory,
         redundant,
+        uses_copy,
         tables: Tables::default(),
         holes: Holes::default(),
     })

@@ -43,6 +43,12 @@ pub fn choose(
     let disk = find(package, wanted)?;
     if disk.is_gzip {
         let name = printable(&disk.name);
+        for reference in package.envelope.files.iter().filter(|reference| reference.href == disk.name) {
+            if package.is_plain(reference)? {
+                let message = format!("disk '{name}' isn't stored with gzip, as its package says (ovf:compression)");
+                return Err(Error::new(ErrorKind::InvalidImage, message));
+            }
+        }
         let message =
             format!("disk '{name}' is stored with gzip: unpack the package, and decompress that file (gunzip)");
         return Err(Error::unsupported(message));
@@ -75,8 +81,12 @@ pub fn choose(
             (json!({ "driver": disk.format, "file": file }), None)
         }
         None if is_untrusted => {
+            let what = match disk.pieces.as_slice() {
+                [piece] => format!("a disk of no whole number of sectors ({} bytes)", piece.len),
+                _ => "a disk in pieces".to_owned(),
+            };
             let message =
-                "a disk in pieces is put together in another file first, which --untrusted doesn't make: unpack it";
+                format!("{what} is put together in another file first, which --untrusted doesn't make: unpack it");
             return Err(Error::unsupported(message));
         }
         None => {
