@@ -355,6 +355,9 @@ impl Recorded {
     /// No request runs.
     async fn start(source: &Arc<Node>, bitmap: &BackupBitmap) -> Result<Recorded> {
         let held = source.use_bitmap(&bitmap.name).await?;
+        if bitmap.mode != BitmapMode::Never {
+            source.check_bitmap_changes(&bitmap.name)?;
+        }
         let before = source.bitmap_bits(&bitmap.name).await?;
         let since = source.track_dirty(before.granularity_bytes())?;
         Ok(Recorded { held, mode: bitmap.mode, selects: bitmap.selects, before, since })

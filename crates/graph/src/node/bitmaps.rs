@@ -172,6 +172,16 @@ impl Node {
         Ok(bitmap)
     }
 
+    /// Refuses a bitmap that can't change: the image is only read, or its format has a way to read bitmaps alone.
+    pub fn check_bitmap_changes(&self, name: &str) -> Result<()> {
+        let may_change = self.bitmaps_may_change() && self.changeable_bitmaps().is_some();
+        if may_change || self.transient(name).is_some() {
+            return Ok(());
+        }
+        let message = format!("Bitmap '{name}' is readonly and cannot be modified");
+        Err(Error::new(ErrorKind::ReadOnly, message).file(self.filename()))
+    }
+
     /// Uses a bitmap until the result is dropped.
     pub async fn use_bitmap(self: &Arc<Self>, name: &str) -> Result<BitmapUse> {
         self.check_bitmap(name).await?;

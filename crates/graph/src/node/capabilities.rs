@@ -133,9 +133,10 @@ pub trait LiveOptions: Send + Sync {
 pub type Apply = Box<dyn FnOnce(&Node)>;
 
 impl Node {
-    /// The dirty bitmaps that the image keeps.
+    /// The dirty bitmaps that the image keeps. A writable image has none of a format that only reads them: the first write
+    /// makes them wrong.
     pub fn stored_bitmaps(&self) -> Option<&dyn Bitmaps> {
-        self.driver.bitmaps()
+        self.driver.bitmaps().filter(|stored| stored.can_change() || self.is_read_only())
     }
 
     /// The same, where the format has a way to store and change bitmaps.
