@@ -186,13 +186,18 @@ impl BlockFormat for Qcow {
         if let Some((at, len)) = self.header.backing_name {
             try_push(&mut parts, (at, at + u64::from(len)))?;
         }
-        for index in 0..self.header.size.div_ceil(span) {
+        let mut at = 0;
+        while at < self.header.size {
+            let (index, rest) = (at / span, self.header.size - at);
             let offset = u64::from_be_bytes(file.entry(self.l1, index).await?);
-            if offset != 0 {
-                let table = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
-                file.check_table(&table)?;
-                try_push(&mut parts, (offset, offset + table.bytes))?;
+            if offset == 0 {
+                at += file.same::<8>(self.l1, index, (at, rest, span)).await?;
+                continue;
             }
+            let table = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+            file.check_table(&table)?;
+            try_push(&mut parts, (offset, offset + table.bytes))?;
+            at += rest.min(span);
         }
         check_metadata(&mut parts, "L1 table entry")?;
         let mut at = 0;

@@ -110,6 +110,9 @@ impl QcowHeader {
         if l1_offset < HEADER_BYTES as u64 || l1_offset.checked_add(header.l1_bytes()).is_none() {
             return Err(wrong("l1_table_offset", 40, l1_offset, "the L1 table is at an impossible offset"));
         }
+        if header.l1_bytes() / ENTRY_BYTES > MAX_L1_ENTRIES {
+            return Err(wrong("size", 24, size, "the L1 table is too large").qemu("Image too large"));
+        }
         Ok(header)
     }
 
@@ -189,10 +192,10 @@ impl NewQcow<'_> {
         header.extend_from_slice(&self.size.to_be_bytes());
         header.extend_from_slice(&[cluster_bits, l2_bits, 0, 0, 0, 0, 0, 0]);
         header.extend_from_slice(&l1_offset.to_be_bytes());
-        let parsed = QcowHeader::parse(&header)?;
-        if parsed.l1_bytes() / ENTRY_BYTES > MAX_L1_ENTRIES {
+        if self.size.div_ceil(1 << (cluster_bits + l2_bits)) > MAX_L1_ENTRIES {
             return Err(Error::invalid_argument("Image too large").field("size").value(self.size));
         }
+        let parsed = QcowHeader::parse(&header)?;
         let mut pieces = Vec::new();
         if !name.is_empty() {
             pieces.push((HEADER_BYTES as u64, Piece::Bytes(name.to_vec())));
@@ -246,6 +249,7 @@ mod tests {
             (7, &[2], "version"),
             (8, &[0, 0, 0, 0, 0, 0, 0, 60, 0, 0, 4, 0], "backing_file_size"),
             (24, &[0xff; 8], "(size"),
+            (24, &[0, 8, 0, 0, 0, 0, 0, 0], "L1 table is too large"),
             (32, &[8], "cluster_bits"),
             (32, &[17], "cluster_bits"),
             (33, &[5], "l2_bits"),
