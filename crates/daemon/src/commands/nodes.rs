@@ -15,6 +15,8 @@ use cowshed_storage::rt::within;
 use cowshed_storage::{CacheMode, File, path_of_text, rt};
 use cowshed_types::ErrorKind;
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -402,8 +404,8 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     });
     // Bitmaps that can't be read now are left out.
     let asked = Arc::clone(node);
-    let bitmaps = rt::spawn(async move { super::bitmaps::list(&asked).await });
-    let bitmaps = within(ANSWER_LIMIT, bitmaps).await.unwrap_or_default();
+    let bitmaps = async move { super::bitmaps::list(&asked).await };
+    let bitmaps = in_time(node, Question::Bitmaps, bitmaps).await.unwrap_or_default();
     if !bitmaps.is_empty() {
         info["dirty-bitmaps"] = Value::Array(bitmaps);
     }
@@ -451,10 +453,63 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
 /// The time that the disk of a node may take to answer a question about it.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
+/// A question about a node that may take long.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Question {
+    Image,
+    Bitmaps,
+}
+
+/// The pause between looks for the end of a question.
+const LOOK: Duration = Duration::from_millis(5);
+
+thread_local! {
+    /// The questions whose answers are looked for now, with the numbers of the nodes.
+    static ASKED: RefCell<HashSet<(u64, Question)>> = RefCell::default();
+}
+
+/// A question that has its turn. No other one of its kind to that node begins before this is dropped.
+struct Asking(u64, Question);
+
+impl Asking {
+    async fn begin(node: u64, question: Question) -> Asking {
+        while !ASKED.with_borrow_mut(|asked| asked.insert((node, question))) {
+            rt::sleep(LOOK).await;
+        }
+        Asking(node, question)
+    }
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        let Asking(node, question) = *self;
+        ASKED.with_borrow_mut(|asked| asked.remove(&(node, question)));
+    }
+}
+
+/// The answer to a question about a node; `None` where it takes too long. It is looked for until it is found all the same.
+/// The same question waits for that, so a slow node works on one at a time.
+async fn in_time<T: 'static>(
+    node: &Arc<Node>,
+    question: Question,
+    answer: impl Future<Output = T> + 'static,
+) -> Option<T> {
+    let in_turn = async {
+        let asking = Asking::begin(node.number(), question).await;
+        let found = rt::spawn(async move {
+            let found = answer.await;
+            drop(asking);
+            found
+        });
+        found.await
+    };
+    within(ANSWER_LIMIT, in_turn).await
+}
+
 /// As [`image_of`]; for a disk that doesn't answer, the facts known without it.
 async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
     let asked = Arc::clone(node);
-    match within(ANSWER_LIMIT, rt::spawn(async move { image_of(&asked).await })).await {
+    match in_time(node, Question::Image, async move { image_of(&asked).await }).await {
         Some(image) => image,
         None => Ok(json!({"filename": node.reference(), "format": node.driver_name(), "virtual-size": node.size(),
                           "dirty-flag": false})),
