@@ -6,7 +6,8 @@
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
     Backing, BackingLink, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Link,
-    LocalFuture, MappedCheck, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    LocalFuture, MappedCheck, Marks, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
+    below_filters, done,
 };
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_offline::check::Repair;
@@ -142,17 +143,23 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn bitmap_bits<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<Arc<DirtyBits>>> {
         Box::pin(ready(Err(no_such_bitmap(name))))
     }
-    /// True for an image that notes the content of its parent.
-    fn notes_parent(&self) -> bool {
-        false
-    }
-    /// Notes the present content of the parent as the one that the image belongs to, durably, where the image notes it.
-    /// Called of an image that is open for writing: a job that changed the parent left the image's own view as it was.
-    fn follow_parent<'a>(&'a self, _parent: &'a Node) -> Work<'a> {
-        done(Ok(()))
+    /// See [`MarkedFormat`].
+    fn marked(&self) -> Option<&dyn MarkedFormat> {
+        None
     }
     /// Makes the part that writes, for an image whose files have become writable.
     fn start_writing(&self) -> Work<'_>;
+}
+
+/// A format whose images have a mark of their content: [`Marks`] says what each does.
+pub(crate) trait MarkedFormat: Send + Sync {
+    fn mark(&self) -> u32;
+    fn notes_parent(&self) -> bool;
+    fn room_bits(&self) -> LocalFuture<'_, Result<u32>>;
+    fn follow_parent(&self, mark: u32) -> Work<'_>;
+    fn announce_change(&self, bits: u32) -> Work<'_>;
+    fn take_back_change(&self) -> Work<'_>;
+    fn end_change(&self) -> LocalFuture<'_, ()>;
 }
 
 /// A format that is written to. Ranges are inside of the disk.
@@ -178,10 +185,6 @@ pub(crate) trait MappedWriter {
     /// Makes the disk longer; new bytes read as zeroes.
     fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Image format driver does not support resize")))
-    }
-    /// Marks the image durably as another one than it was, where the format has such a mark.
-    fn announce_change(&self) -> Work<'_> {
-        done(Ok(()))
     }
     /// Makes everything written so far durable.
     fn flush(&self) -> Work<'_>;
@@ -241,18 +244,6 @@ impl MappedDriver {
             Some(work) => Box::pin(async move { work.await.map_err(|error| self.named(error)) }),
             None => done(Err(self.refusal())),
         }
-    }
-
-    /// The work, and then the note about the parent.
-    fn followed<'a>(&'a self, work: Work<'a>) -> Work<'a> {
-        Box::pin(async move {
-            work.await?;
-            let parent = self.backing.load().clone();
-            match parent {
-                Some(parent) => self.format.follow_parent(&parent).await,
-                None => Ok(()),
-            }
-        })
     }
 
     /// The runs of the format, checked against its promise: a bug there must not become an endless loop here.
@@ -479,20 +470,13 @@ impl Driver for MappedDriver {
 
     fn flush(&self) -> Work<'_> {
         match self.format.writer() {
-            Some(writer) => self.written(Some(self.followed(writer.flush()))),
+            Some(writer) => self.written(Some(writer.flush())),
             None => done(Ok(())),
         }
     }
 
-    fn notes_backing(&self) -> bool {
-        self.format.notes_parent()
-    }
-
-    fn announce_change(&self) -> Work<'_> {
-        match self.format.writer() {
-            Some(writer) => self.written(Some(writer.announce_change())),
-            None => done(Ok(())),
-        }
+    fn marks(&self) -> Option<&dyn Marks> {
+        self.format.marked().is_some().then_some(self)
     }
 
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
@@ -506,7 +490,7 @@ impl Driver for MappedDriver {
 
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {
         match self.format.writer() {
-            Some(writer) => self.written(Some(self.followed(writer.complete()))),
+            Some(writer) => self.written(Some(writer.complete())),
             None => flush,
         }
     }
@@ -540,6 +524,46 @@ impl Driver for MappedDriver {
 
     fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {
         self.written(Some(self.format.start_writing()))
+    }
+}
+
+impl Marks for MappedDriver {
+    fn mark(&self) -> u32 {
+        self.format.marked().map_or(0, MarkedFormat::mark)
+    }
+
+    fn notes_backing(&self) -> bool {
+        self.format.marked().is_some_and(MarkedFormat::notes_parent)
+    }
+
+    fn room_bits(&self) -> LocalFuture<'_, Result<u32>> {
+        Box::pin(async move {
+            match self.format.marked() {
+                Some(marked) => marked.room_bits().await.map_err(|error| self.named(error)),
+                None => Ok(0),
+            }
+        })
+    }
+
+    fn note_backing(&self) -> Work<'_> {
+        let parent = self.backing.load().clone();
+        let mark = parent.and_then(|parent| below_filters(&parent).marks().map(Marks::mark));
+        match (self.format.marked(), mark) {
+            (Some(marked), Some(mark)) => self.written(Some(marked.follow_parent(mark))),
+            _ => done(Ok(())),
+        }
+    }
+
+    fn announce_change(&self, bits: u32) -> Work<'_> {
+        self.written(self.format.marked().map(|marked| marked.announce_change(bits)))
+    }
+
+    fn take_back_change(&self) -> Work<'_> {
+        self.written(self.format.marked().map(MarkedFormat::take_back_change))
+    }
+
+    fn end_change(&self) -> LocalFuture<'_, ()> {
+        self.format.marked().map_or_else(|| Box::pin(ready(())) as LocalFuture<'_, ()>, MarkedFormat::end_change)
     }
 }
 

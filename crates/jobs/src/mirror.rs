@@ -624,7 +624,7 @@ impl Mirror {
             result => result,
         };
         let closed = match &self.opened {
-            Some(opened) if pivot && result.is_ok() => opened.release(),
+            Some(opened) if pivot && result.is_ok() => opened.release().await,
             Some(opened) => opened.close().await,
             None => Ok(()),
         };

@@ -159,3 +159,25 @@ fn a_named_file_ignores_discards_until_told_otherwise() {
         daemon.stop().expect("stopped in order");
     }
 }
+
+#[test]
+fn thresholds_and_counts_below_a_format_see_its_writes() {
+    let (daemon, qemu) = (Running::start(Vec::new()), Qemu::newest());
+    let mut client = daemon.client();
+    let image = daemon.path("a");
+    qemu.create(&image, "qcow2", "", SIZE);
+    client.command("blockdev-add", json!({"driver": "file", "node-name": "f", "filename": image}));
+    let faulty = json!({"driver": "blkdebug", "image": "f"});
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "r", "file": faulty}));
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "n", "file": "r"}));
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "n", "writable": true}));
+    client.command("block-set-write-threshold", json!({"node-name": "r", "write-threshold": 4096}));
+    qemu.io(["-f", "raw", "-c", "write 1M 64k", "-c", "flush", &uri(&daemon, "n")]).expect_ok();
+    assert_eq!(client.event("BLOCK_WRITE_THRESHOLD")["node-name"], "r");
+    let stats = client.command("query-blockstats", json!({"query-nodes": true}));
+    let file = stats.as_array().expect("nodes").iter().find(|node| node["node-name"] == "f").expect("the file");
+    assert!(file["stats"]["wr_bytes"].as_u64() >= Some(65536), "{file}");
+    daemon.stop().expect("stopped in order");
+}

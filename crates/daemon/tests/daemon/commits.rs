@@ -292,3 +292,83 @@ fn a_commit_that_is_ready_can_end_without_taking_over() {
     let folder = expect_content(daemon, "t", &model);
     assert!(Qemu::system().content(&folder.path().join("b"), "qcow2") == committed, "the base lacks something");
 }
+
+/// A daemon with the VMDK chain `b` ← `m` ← `t`, the file of `m` behind rules, and the export `e` of `t`.
+fn vmdk_chain(rules: Value) -> (Running, Client) {
+    let (daemon, qemu) = (Running::start(Vec::new()), Qemu::newest());
+    let mut client = daemon.client();
+    let mut below: Option<&str> = None;
+    for (number, name) in ["b", "m", "t"].into_iter().enumerate() {
+        let path = daemon.path(name);
+        let options = below
+            .map_or(String::new(), |below| format!("backing_file={},backing_fmt=vmdk", daemon.path(below).display()));
+        qemu.create(&path, "vmdk", &options, SIZE);
+        qemu.io_commands(&path, "vmdk", &[format!("write -P {} {number}M 2M", number + 1)]).expect_ok();
+        let mut file = json!({"driver": "file", "filename": path});
+        if name == "m" {
+            file = json!({"driver": "blkdebug", "inject-error": rules, "image": file});
+        }
+        let backing = below.map_or(Value::Null, Value::from);
+        let options =
+            json!({"driver": "vmdk", "node-name": name, "file": file, "backing": backing, "read-only": name != "t"});
+        client.command("blockdev-add", options);
+        below = Some(name);
+    }
+    let address = json!({"type": "unix", "data": {"path": daemon.path("n.sock")}});
+    client.command("nbd-server-start", json!({"addr": address}));
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "t", "writable": true}));
+    (daemon, client)
+}
+
+/// The content id of a parent is changed before its overlay notes it.
+#[test]
+fn a_parent_that_its_overlay_cannot_note_keeps_its_id() {
+    let (daemon, mut client) = vmdk_chain(json!([{"event": "none", "iotype": "write"}]));
+    let images = || ["b", "m"].map(|name| std::fs::read(daemon.path(name)).expect("an image"));
+    let before = images();
+    let commit = json!({"job-id": "k", "device": "t", "top-node": "m"});
+    let refused = client.execute("block-commit", commit);
+    if refused.is_ok() {
+        let completed = client.event("BLOCK_JOB_COMPLETED");
+        assert!(completed["error"].is_string(), "{completed}");
+    }
+    assert!(images() == before, "an image was changed");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    let top = folder.path().join("t");
+    Qemu::newest()
+        .io_commands(&top, "vmdk", &["read -P 1 0 1M".into(), "read -P 2 1M 1M".into(), "read -P 3 2M 2M".into()])
+        .expect_ok();
+}
+
+/// The overlay stays beside the base, which is the disk from then on: it must not show its data over later ones.
+#[test]
+fn an_overlay_left_behind_by_a_commit_is_refused() {
+    for later_writes in [true, false] {
+        let (daemon, mut client) = vmdk_chain(json!([]));
+        client.command("block-commit", json!({"job-id": "k", "device": "t", "base-node": "m"}));
+        client.event("BLOCK_JOB_READY");
+        client.command("job-complete", json!({"id": "k"}));
+        client.event("BLOCK_JOB_COMPLETED");
+        if later_writes {
+            Qemu::newest().io(["-f", "raw", "-c", "write -P 9 2M 1M", "-c", "flush", &uri(&daemon, "t")]).expect_ok();
+        }
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        let qemu = Qemu::newest();
+        let pattern = if later_writes { 9 } else { 3 };
+        let reads = [format!("read -P {pattern} 2M 1M"), "read -P 3 3M 1M".into(), "read -P 1 0 1M".into()];
+        qemu.io_commands(&folder.path().join("m"), "vmdk", &reads).expect_ok();
+        let top = folder.path().join("t");
+        let opened = Running::start(Vec::new()).client().execute(
+            "blockdev-add",
+            json!({"driver": "vmdk", "node-name": "t", "read-only": true, "file": {"driver": "file", "filename": top}}),
+        );
+        match later_writes {
+            true => {
+                assert!(opened.expect_err("a stale overlay")["desc"].as_str().unwrap().contains("was changed since"))
+            }
+            false => drop(opened.expect("the same content")),
+        }
+    }
+}

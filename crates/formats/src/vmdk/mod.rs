@@ -8,15 +8,15 @@ mod open;
 mod stream;
 mod write;
 
-use super::mapped::{MappedFormat, MappedWriter, Place, Run, push_run};
+use super::mapped::{MappedFormat, MappedWriter, MarkedFormat, Place, Run, push_run};
 use cowshed_graph::node::{Description, MappedCheck};
-use cowshed_graph::node::{LocalFuture, Node, Work, done};
+use cowshed_graph::node::{LocalFuture, Node, Work};
 use cowshed_graph::open::DriverLine;
 use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, REQUIRED};
 use cowshed_layout::vmdk::{Access, Descriptor, SparseKind};
 use cowshed_types::{Error, ErrorKind, Result};
 use extent::{Extent, Storage};
-use open::{check_parent, cid_of};
+use open::check_parent;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -160,6 +160,46 @@ impl Vmdk {
     }
 }
 
+/// The mark is the content id.
+impl MarkedFormat for Vmdk {
+    fn mark(&self) -> u32 {
+        self.cid.load(Ordering::Relaxed)
+    }
+
+    fn notes_parent(&self) -> bool {
+        self.descriptor.has_parent()
+    }
+
+    fn room_bits(&self) -> LocalFuture<'_, Result<u32>> {
+        Box::pin(async move { self.open_writer()?.room_bits().await })
+    }
+
+    fn follow_parent(&self, cid: u32) -> Work<'_> {
+        Box::pin(async move {
+            match self.parent_cid.load(Ordering::Relaxed) == cid {
+                true => Ok(()),
+                false => self.open_writer()?.follow(self, cid).await,
+            }
+        })
+    }
+
+    fn announce_change(&self, bits: u32) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.announce(self, bits).await })
+    }
+
+    fn take_back_change(&self) -> Work<'_> {
+        Box::pin(async move { self.open_writer()?.take_back(self).await })
+    }
+
+    fn end_change(&self) -> LocalFuture<'_, ()> {
+        Box::pin(async move {
+            if let Some(writer) = self.writer.get() {
+                writer.end_change().await;
+            }
+        })
+    }
+}
+
 impl MappedFormat for Vmdk {
     fn name(&self) -> &'static str {
         SCHEMA.name
@@ -233,16 +273,8 @@ impl MappedFormat for Vmdk {
         })
     }
 
-    fn notes_parent(&self) -> bool {
-        self.descriptor.has_parent()
-    }
-
-    fn follow_parent<'a>(&'a self, parent: &'a Node) -> Work<'a> {
-        let noted = self.parent_cid.load(Ordering::Relaxed);
-        match (self.writer.get(), cid_of(parent)) {
-            (Some(writer), Some(cid)) if self.notes_parent() && cid != noted => Box::pin(writer.follow(self, cid)),
-            _ => done(Ok(())),
-        }
+    fn marked(&self) -> Option<&dyn MarkedFormat> {
+        Some(self)
     }
 
     fn start_writing(&self) -> Work<'_> {

@@ -5,7 +5,7 @@ use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
 use super::{SCHEMA, Vmdk};
 use crate::holes::Holes;
 use crate::mapped::{MappedDriver, MappedFormat};
-use cowshed_graph::node::{ChildRole, Node};
+use cowshed_graph::node::{ChildRole, Marks, Node};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
@@ -13,7 +13,6 @@ use cowshed_layout::vmdk::{
 };
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, ErrorKind, Result};
-use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -94,10 +93,7 @@ pub(super) fn check_parent(noted: u32, parent: &Node) -> Result<()> {
 
 /// The content id of a VMDK disk now; `None` of another format.
 pub(super) fn cid_of(node: &Node) -> Option<u32> {
-    let description = node.description()?;
-    let is_vmdk = description.specific.get("type").and_then(Value::as_str) == Some(SCHEMA.name);
-    let cid = description.specific.pointer("/data/cid").and_then(Value::as_u64).filter(|_| is_vmdk)?;
-    u32::try_from(cid).ok()
+    node.marks().filter(|_| node.driver_name() == SCHEMA.name).map(Marks::mark)
 }
 
 /// One sparse file with the descriptor inside.

@@ -13,7 +13,9 @@ use cowshed_graph::buffers::join;
 use cowshed_graph::node::Description;
 use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::protocols::{discard_file, zero_file};
-use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes, with_cid, with_parent_cid};
+use cowshed_layout::vmdk::{
+    Grain, HEADER_BYTES, SECTOR_BYTES, parent_cid_bits, sectors_to_bytes, with_cid, with_parent_cid,
+};
 use cowshed_storage::{File, FileIdentity, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -27,8 +29,16 @@ pub(super) struct VmdkWriter {
     extents: Vec<ExtentWriter>,
     /// The descriptor: its file, its place and the space for it in bytes; `None`: as long as it is.
     descriptor: (File, u64, Option<u64>),
-    /// True once the content id is another one.
-    changed: Turn<bool>,
+    changed: Turn<Change>,
+}
+
+/// The content id, as far as this opening has changed it.
+#[derive(Default)]
+struct Change {
+    /// It is another one.
+    is_marked: bool,
+    /// The one before, of a change that is only announced.
+    announced: Option<u32>,
 }
 
 enum ExtentWriter {
@@ -210,7 +220,7 @@ impl VmdkWriter {
         let (file, place) = &vmdk.home;
         let space = place.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
         let place = place.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
-        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::new(false) })
+        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::default() })
     }
 
     /// Looks at the extents again, of a disk that was read-only for a while.
@@ -222,30 +232,70 @@ impl VmdkWriter {
                 parts.1.begin_again(&grains, &parts.0).await?;
             }
         }
-        *self.changed.lock().await = false;
+        self.end_change().await;
         Ok(())
     }
 
     /// The first change gives the disk another content id.
     async fn change(&self, vmdk: &Vmdk) -> Result<()> {
+        self.mark(vmdk, u32::BITS).await.map(drop)
+    }
+
+    /// The content id before, if this call has changed it. The new one has `bits` bits at most.
+    async fn mark(&self, vmdk: &Vmdk, bits: u32) -> Result<Option<u32>> {
         if self.extents.iter().all(|extent| matches!(extent, ExtentWriter::Finished)) {
-            return Ok(());
+            return Ok(None);
         }
         let mut changed = self.changed.lock().await;
-        if *changed {
-            return Ok(());
+        if changed.is_marked {
+            return Ok(None);
         }
         let before = self.read_descriptor().await?;
-        let mut cid = [0; 4];
-        cowshed_crypto::luks::fill_random(&mut cid)?;
-        // All ones mean that there is no parent.
-        let cid = u32::from_le_bytes(cid) & 0x7fff_ffff;
-        if let Some((text, cid)) = with_cid(&before, cid) {
+        let mut random = [0; 4];
+        cowshed_crypto::luks::fill_random(&mut random)?;
+        let former = vmdk.cid.load(Ordering::Relaxed);
+        // All ones mean that there is no parent. A short id must not be the same one by chance.
+        let cid = u32::from_le_bytes(random) & 0x7fff_ffff & u32::MAX.unbounded_shr(u32::BITS - bits);
+        let new = with_cid(&before, cid).map(|(_, new)| if new == former { new ^ 1 } else { new });
+        if let Some((text, cid)) = new.and_then(|cid| with_cid(&before, cid)) {
             self.write_descriptor(&before, text).await?;
             vmdk.cid.store(cid, Ordering::Relaxed);
         }
-        *changed = true;
-        Ok(())
+        *changed = Change { is_marked: true, announced: None };
+        Ok(Some(former))
+    }
+
+    /// Gives the disk another content id, durably: a crash can't take it back when an overlay has noted it.
+    pub(super) async fn announce(&self, vmdk: &Vmdk, bits: u32) -> Result<()> {
+        if let Some(former) = self.mark(vmdk, bits).await? {
+            self.changed.lock().await.announced = Some(former);
+        }
+        self.descriptor.0.sync().await
+    }
+
+    /// Gives the disk the content id that it had before [`Self::announce`].
+    pub(super) async fn take_back(&self, vmdk: &Vmdk) -> Result<()> {
+        let mut changed = self.changed.lock().await;
+        let Some(former) = changed.announced else { return Ok(()) };
+        let before = self.read_descriptor().await?;
+        if let Some((text, cid)) = with_cid(&before, former).filter(|(_, cid)| *cid == former) {
+            self.write_descriptor(&before, text).await?;
+            vmdk.cid.store(cid, Ordering::Relaxed);
+            *changed = Change::default();
+        }
+        self.descriptor.0.sync().await
+    }
+
+    /// The next change gets another content id.
+    pub(super) async fn end_change(&self) {
+        *self.changed.lock().await = Change::default();
+    }
+
+    /// The bits of a parent's content id for which there is room.
+    pub(super) async fn room_bits(&self) -> Result<u32> {
+        let before = self.read_descriptor().await?;
+        let bits = parent_cid_bits(&before).filter(|bits| *bits > 0);
+        bits.ok_or_else(|| Error::invalid_image("parentCID", "missing", "the descriptor notes no parent"))
     }
 
     async fn read_descriptor(&self) -> Result<IoBuf> {
@@ -277,10 +327,16 @@ impl VmdkWriter {
             let message = "there is no room for the new content id of the parent";
             return Err(Error::invalid_image("parentCID", format!("{cid:08x}"), message));
         };
-        self.write_descriptor(&before, text).await?;
-        self.descriptor.0.sync().await?;
-        vmdk.parent_cid.store(cid, Ordering::Relaxed);
-        Ok(())
+        let noted = match self.write_descriptor(&before, text).await {
+            Ok(()) => self.descriptor.0.sync().await,
+            Err(error) => Err(error),
+        };
+        match noted {
+            Ok(()) => vmdk.parent_cid.store(cid, Ordering::Relaxed),
+            // The parent gets its former id back.
+            Err(_) => drop(self.write_descriptor(&before, before.to_vec()).await),
+        }
+        noted
     }
 }
 
@@ -317,7 +373,7 @@ fn node_of(files: &[Arc<Node>], index: usize) -> Result<&Arc<Node>> {
 }
 
 impl Vmdk {
-    fn open_writer(&self) -> Result<&VmdkWriter> {
+    pub(super) fn open_writer(&self) -> Result<&VmdkWriter> {
         self.writer.get().ok_or_else(|| Error::new(ErrorKind::ReadOnly, "the image is read-only"))
     }
 
@@ -462,7 +518,7 @@ impl Vmdk {
             // The others are made durable though one fails.
             result = result.and(done);
         }
-        if *writer.changed.lock().await {
+        if writer.changed.lock().await.is_marked {
             result = result.and(writer.descriptor.0.sync().await);
         }
         result
@@ -528,23 +584,19 @@ impl MappedWriter for Vmdk {
             self.open_writer()?;
             for (index, at, len) in self.parts(offset, len) {
                 // Where there is nothing, nothing changes, and the disk stays the parent of its overlays.
-                let (place, there) = self.place(index, at, len).await?;
-                if place == Place::Unallocated && there >= len {
-                    continue;
+                let (mut from, end) = (at, at + len);
+                while from < end {
+                    match self.place(index, from, end - from).await? {
+                        (Place::Unallocated, there) => from += there.max(1),
+                        _ => break,
+                    }
                 }
-                self.open_writer()?.change(self).await?;
-                self.zero_piece((index, at, len), None, &Link::default()).await?;
+                if from < end {
+                    self.open_writer()?.change(self).await?;
+                    self.zero_piece((index, from, end - from), None, &Link::default()).await?;
+                }
             }
             Ok(())
-        })
-    }
-
-    /// The content id. A crash can't take it back when an overlay has noted it.
-    fn announce_change(&self) -> Work<'_> {
-        Box::pin(async move {
-            let writer = self.open_writer()?;
-            writer.change(self).await?;
-            writer.descriptor.0.sync().await
         })
     }
 

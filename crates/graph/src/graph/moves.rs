@@ -135,7 +135,10 @@ impl Graph {
         let _drained = self.drain(&[node]).await;
         node.check_backing(backing).await?;
         let mut change = Transaction::default();
-        let unused = self.set_backing_drained(node, backing, &mut change);
+        let unused = match self.set_backing_drained(node, backing, &mut change) {
+            Ok(unused) => node.note_backing().await.map(|()| unused),
+            Err(error) => Err(error),
+        };
         match change.end(self, unused).await? {
             Some(unused) => unused.close().await,
             None => Ok(()),

@@ -92,6 +92,7 @@ impl Graph {
                     plan.node.check_backing(wanted).await?;
                     left.extend(plan.node.backing());
                     self.set_backing_drained(&plan.node, wanted, change)?;
+                    plan.node.note_backing().await?;
                 }
             }
         }

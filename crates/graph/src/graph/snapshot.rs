@@ -69,7 +69,7 @@ impl Graph {
         overlay.check_backing(Some(node)).await?;
         self.set_backing_drained(overlay, Some(node), change)?;
         // It reads the same after a crash.
-        if overlay.notes_backing() && !overlay.is_read_only() { overlay.flush().await } else { Ok(()) }
+        overlay.note_backing().await
     }
 }
 

@@ -115,6 +115,32 @@ pub trait VmState: Send + Sync {
     fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_>;
 }
 
+/// A mark of the content in an image's header. Overlays note it, and so a parent that was changed is told from the one that
+/// they were made of.
+pub trait Marks: Send + Sync {
+    /// The image's mark now.
+    fn mark(&self) -> u32;
+
+    /// True for an image that notes the mark of its backing file.
+    fn notes_backing(&self) -> bool;
+
+    /// The bits of a mark of the backing file that the image can note.
+    fn room_bits(&self) -> LocalFuture<'_, Result<u32>>;
+
+    /// Notes the present mark of the backing file, durably. The image is open for writing. A job that changed the backing file
+    /// left the image's own view as it was.
+    fn note_backing(&self) -> Work<'_>;
+
+    /// Gives the image another mark of at most `bits` bits, durably, if this opening has not done so yet.
+    fn announce_change(&self, bits: u32) -> Work<'_>;
+
+    /// Gives the image the mark back that it had before [`Marks::announce_change`]. Nothing was changed.
+    fn take_back_change(&self) -> Work<'_>;
+
+    /// The change is complete, as others see it: the next one gets a mark of its own.
+    fn end_change(&self) -> LocalFuture<'_, ()>;
+}
+
 /// Options that change while the node is in use, when no request runs.
 pub trait LiveOptions: Send + Sync {
     /// The keys of these options.
@@ -144,16 +170,22 @@ impl Node {
         self.stored_bitmaps().filter(|stored| stored.can_change())
     }
 
-    /// Marks the image durably as another one than it was, where the format has such a mark: before a job changes it
-    /// below overlays.
-    pub async fn announce_change(&self) -> Result<()> {
-        self.driver.announce_change().await
+    /// The mark of the image's content, where the format has one.
+    pub fn marks(&self) -> Option<&dyn Marks> {
+        self.driver.marks()
     }
 
-    /// True for an image that notes the content of its backing file. [`Node::flush`] of a writable one notes the present
-    /// content.
+    /// True for an image that notes the content of its backing file: [`Node::note_backing`].
     pub fn notes_backing(&self) -> bool {
-        self.driver.notes_backing()
+        self.driver.marks().is_some_and(Marks::notes_backing)
+    }
+
+    /// Has an image note the present content of its backing file, durably, where it notes that and is open for writing.
+    pub async fn note_backing(&self) -> Result<()> {
+        match self.driver.marks().filter(|marks| marks.notes_backing()) {
+            Some(marks) if !self.is_read_only() => marks.note_backing().await,
+            _ => Ok(()),
+        }
     }
 
     /// True when the image can get another backing node while it is in use.

@@ -3,7 +3,7 @@
 //! that out. A driver carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, BackingLink, Below, Bitmaps, Compressing, Described, LiveOptions, Metadata, Node, Preallocation,
+    Backing, BackingLink, Below, Bitmaps, Compressing, Described, LiveOptions, Marks, Metadata, Node, Preallocation,
     Snapshots, StatusExtent, VmState, ZeroFlags,
 };
 use crate::encryption::LuksArea;
@@ -166,15 +166,9 @@ pub trait Driver: Any + Send + Sync {
         done(Ok(()))
     }
 
-    /// Marks the image durably as another one than it was, where the format has such a mark. A job calls it before it
-    /// changes an image that has overlays; their [`Driver::flush`] takes notice.
-    fn announce_change(&self) -> Work<'_> {
-        done(Ok(()))
-    }
-
-    /// True for an image that notes the content of its backing file.
-    fn notes_backing(&self) -> bool {
-        false
+    /// See [`Marks`].
+    fn marks(&self) -> Option<&dyn Marks> {
+        None
     }
 
     /// Changes the size to `size` bytes, which may be no whole number of sectors.

@@ -7,7 +7,7 @@ pub(crate) mod opened;
 use crate::runs::{Runs, copy_runs};
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_image::graph::below_filters;
-use cowshed_image::node::ChildRole;
+use cowshed_image::node::{ChildRole, Marks};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::path_of_text;
@@ -43,7 +43,7 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let (base, depth) = find_base(top, options.base.as_deref())?;
     let graph = top.graph();
     graph.set_read_only(&base, false).await?;
-    let result = match announce_change(top, &base).await {
+    let result = match announce_change(&base, &layer_above(top, &base)).await {
         Ok(()) => copy_down(top, &base, depth, job).await,
         Err(error) => Err(error),
     };
@@ -65,31 +65,46 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     }
 }
 
-/// Has the image above the base note that the base changes: a commit that fails, or that a power cut ends, leaves
-/// both as a chain.
-async fn announce_change(top: &Arc<Node>, base: &Arc<Node>) -> Result<()> {
-    let image = below_filters(base);
-    image.announce_change().await?;
+/// Has `above`, the image above the base, note that the base changes: a commit that fails, or that a power cut ends, leaves
+/// both as a chain. The base is open for writing. After an error both are as they were.
+pub(crate) async fn announce_change(base: &Arc<Node>, above: &Arc<Node>) -> Result<()> {
+    let (base, above) = (below_filters(base), below_filters(above));
+    let Some(marks) = base.marks() else { return Ok(()) };
+    let Some(notes) = above.marks().filter(|notes| notes.notes_backing()) else {
+        return marks.announce_change(u32::BITS).await;
+    };
+    let graph = above.graph();
+    let was_read_only = above.is_read_only();
+    // A refusal of the layer above comes first.
+    if was_read_only {
+        graph.set_read_only(&above, false).await?;
+    }
+    let noted = announce_to(notes, marks).await;
+    let restored = if was_read_only { graph.set_read_only(&above, true).await } else { Ok(()) };
+    noted.and(restored)
+}
+
+async fn announce_to(above: &dyn Marks, base: &dyn Marks) -> Result<()> {
+    let bits = above.room_bits().await?;
+    let noted = match base.announce_change(bits).await {
+        Ok(()) => above.note_backing().await,
+        Err(error) => Err(error),
+    };
+    if noted.is_err()
+        && let Err(error) = base.take_back_change().await
+    {
+        tracing::error!("could not take back the mark of a change: {error}");
+    }
+    noted
+}
+
+/// The layer directly above `base`.
+fn layer_above(top: &Arc<Node>, base: &Arc<Node>) -> Arc<Node> {
     let mut above = Arc::clone(top);
     while let Some(next) = above.backing().filter(|next| !Arc::ptr_eq(next, base)) {
         above = next;
     }
-    note_change(&above).await
-}
-
-/// Has an image note the present content of its backing file, where it notes that.
-pub(crate) async fn note_change(image: &Arc<Node>) -> Result<()> {
-    if !image.notes_backing() {
-        return Ok(());
-    }
-    let graph = image.graph();
-    let was_read_only = image.is_read_only();
-    if was_read_only {
-        graph.set_read_only(image, false).await?;
-    }
-    let noted = image.flush().await;
-    let restored = if was_read_only { graph.set_read_only(image, true).await } else { Ok(()) };
-    noted.and(restored)
+    above
 }
 
 /// The image that requests reach through filters and `blkdebug`.

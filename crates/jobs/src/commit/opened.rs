@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The base of a chain in use, opened up for a job that writes the data of the layers above into it.
 
-use super::note_change;
+use super::announce_change;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, below_filters, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
@@ -70,9 +70,8 @@ impl OpenedBase {
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
-        below_filters(&self.base).announce_change().await?;
         if let Some(lowest) = self.chain.lowest() {
-            note_change(&below_filters(lowest)).await?;
+            announce_change(&self.base, lowest).await?;
         }
         if self.base.size() >= size {
             return Ok(());
@@ -103,6 +102,7 @@ impl OpenedBase {
     /// Flushes, and gives the base its former state.
     pub async fn close(&self) -> Result<()> {
         let detached = self.writer.detach().await;
+        self.end_change().await;
         // Gone when the base has been given to others meanwhile.
         let unshared = match self.chain.lowest() {
             Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
@@ -112,9 +112,17 @@ impl OpenedBase {
         detached.and(unshared).and(restored)
     }
 
+    /// Overlays that are left behind are told from later ones: they noted the content that the job gave the base.
+    async fn end_change(&self) {
+        if let Some(marks) = below_filters(&self.base).marks() {
+            marks.end_change().await;
+        }
+    }
+
     /// Ends while the base stays writable: it is others' by now, and the writer is detached. They are still its
     /// overlays, and their users decide about writes to it again.
-    pub fn release(&self) -> Result<()> {
+    pub async fn release(&self) -> Result<()> {
+        self.end_change().await;
         match self.chain.lowest() {
             Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
             _ => Ok(()),

@@ -224,38 +224,66 @@ impl NewVmdk<'_> {
     }
 }
 
+/// Digits of a content id.
+const ID_DIGITS: usize = 8;
+
 /// The text of a descriptor with another content id, at any place in it, and the id; `None` where it has none. The text
-/// is no shorter than the old one. Bytes behind the text limit its length, and the id has fewer digits then.
+/// is no shorter than the old one. The change is within one sector, so that no power cut leaves a part of it. Where a longer
+/// id would move text behind that sector, or bytes behind the text limit its length, the id has fewer digits.
 pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     with_id(bytes, b"CID", cid)
 }
 
-/// The same for the content id of the parent. `None` also where it has too few digits for this one.
+/// The same for the content id of the parent. `None` also where it has too few digits for this one:
+/// [`parent_cid_bits`].
 pub fn with_parent_cid(bytes: &[u8], cid: u32) -> Option<Vec<u8>> {
     with_id(bytes, b"parentCID", cid).filter(|(_, noted)| *noted == cid).map(|(text, _)| text)
+}
+
+/// The bits of a parent's content id that [`with_parent_cid`] takes; `None` where the descriptor has none.
+pub fn parent_cid_bits(bytes: &[u8]) -> Option<u32> {
+    let (_, widest) = with_id(bytes, b"parentCID", u32::MAX)?;
+    Some(u32::BITS - widest.leading_zeros())
+}
+
+/// The place of a line's value, where the line has this key.
+fn value_of(line: &[u8], key: &[u8]) -> Option<(usize, usize)> {
+    let equals = line.iter().position(|byte| *byte == b'=')?;
+    let is_key = line[..equals].trim_ascii().eq_ignore_ascii_case(key);
+    is_key.then(|| (equals + 1, equals + 1 + line[equals + 1..].trim_ascii_end().len()))
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split_inclusive(|byte| *byte == b'\n')
 }
 
 fn with_id(bytes: &[u8], key: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let (text, behind) = bytes.split_at_checked(end)?;
-    let is_bounded = behind.iter().any(|byte| *byte != 0);
-    let value_of = |line: &[u8]| -> Option<(usize, usize)> {
-        let equals = line.iter().position(|byte| *byte == b'=')?;
-        let is_cid = line[..equals].trim_ascii().eq_ignore_ascii_case(key);
-        is_cid.then(|| (equals + 1, equals + 1 + line[equals + 1..].trim_ascii_end().len()))
-    };
-    let lines = || text.split_inclusive(|byte| *byte == b'\n');
-    let shortest = lines().filter_map(value_of).map(|(from, to)| to - from).min()?;
-    let cid = match is_bounded && shortest < 8 {
-        true => cid & ((1 << (4 * shortest)) - 1),
-        false => cid,
-    };
-    let mut changed = Vec::with_capacity(text.len() + 8);
-    for line in lines() {
-        match value_of(line) {
+    let digits = lines(text).filter_map(|line| value_of(line, key)).map(|(from, to)| to - from).min()?;
+    let wide = rewritten(text, key, cid, ID_DIGITS);
+    if wide.len() == text.len() {
+        return Some((wide, cid));
+    }
+    if let Some(same_length) = with_shorter_comment(&wide, key, wide.len() - text.len())
+        && is_one_sector(text, &same_length)
+    {
+        return Some((same_length, cid));
+    }
+    if behind.iter().all(|byte| *byte == 0) && is_one_sector(text, &wide) {
+        return Some((wide, cid));
+    }
+    let cid = cid & ((1 << (4 * digits)) - 1);
+    Some((rewritten(text, key, cid, 0), cid))
+}
+
+/// The text with another id, in the width of the old one or in `least` digits.
+fn rewritten(text: &[u8], key: &[u8], cid: u32, least: usize) -> Vec<u8> {
+    let mut changed = Vec::with_capacity(text.len() + ID_DIGITS);
+    for line in lines(text) {
+        match value_of(line, key) {
             Some((from, to)) => {
-                // In the width of the old one, so the bytes behind keep their places.
-                let digits = if is_bounded { to - from } else { (to - from).max(8) };
+                let digits = (to - from).max(least);
                 changed.extend_from_slice(&line[..from]);
                 changed.extend_from_slice(format!("{cid:0digits$x}").as_bytes());
                 changed.extend_from_slice(&line[to..]);
@@ -263,7 +291,31 @@ fn with_id(bytes: &[u8], key: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
             None => changed.extend_from_slice(line),
         }
     }
-    Some((changed, cid))
+    changed
+}
+
+/// The text with a comment behind the ids that is `less` bytes shorter: all behind it keeps its place.
+fn with_shorter_comment(text: &[u8], key: &[u8], less: usize) -> Option<Vec<u8>> {
+    let (mut at, mut comment, mut is_behind) = (0, None, false);
+    for line in lines(text) {
+        if value_of(line, key).is_some() {
+            (is_behind, comment) = (true, None);
+        } else if is_behind && comment.is_none() && line.starts_with(b"#") && line.trim_ascii_end().len() > less {
+            comment = Some(at + line.trim_ascii_end().len());
+        }
+        at += line.len();
+    }
+    let end = comment?;
+    Some([&text[..end - less], &text[end..]].concat())
+}
+
+/// True where the texts differ within one sector of the file. They begin with a sector.
+fn is_one_sector(old: &[u8], new: &[u8]) -> bool {
+    let byte = |text: &[u8], at: usize| text.get(at).copied().unwrap_or(0);
+    let mut changed = (0..old.len().max(new.len())).filter(|at| byte(old, *at) != byte(new, *at));
+    let first = changed.next();
+    let last = changed.last().or(first);
+    first.map(|at| at as u64 / SECTOR_BYTES) == last.map(|at| at as u64 / SECTOR_BYTES)
 }
 
 #[cfg(test)]
@@ -325,5 +377,28 @@ mod tests {
         assert_eq!(with_parent_cid(b"CID=1\nparentCID=2\n", 0xbeef).unwrap(), b"CID=1\nparentCID=0000beef\n");
         assert_eq!(with_parent_cid(b"parentCID=2\n\0x", 0xbeef), None);
         assert_eq!(with_parent_cid(b"CID=1\n", 1), None);
+    }
+
+    /// A power cut may leave one of two sectors, so nothing moves from one to the other.
+    #[test]
+    fn a_longer_content_id_moves_nothing_behind_its_sector() {
+        let start = "# Disk DescriptorFile\nversion=1\nCID=a1\nparentCID=b2\n";
+        let extents = format!("RW 1 FLAT \"{}\" 0\n", "x".repeat(600));
+        let text = format!("{start}# Extent description\n{extents}");
+        let (changed, cid) = with_cid(text.as_bytes(), 0xdead_beef).unwrap();
+        assert_eq!((cid, changed.len()), (0xdead_beef, text.len()));
+        let expected =
+            format!("# Disk DescriptorFile\nversion=1\nCID=deadbeef\nparentCID=b2\n# Extent descr\n{extents}");
+        assert_eq!(String::from_utf8(changed).unwrap(), expected);
+        assert_eq!(parent_cid_bits(text.as_bytes()), Some(32));
+        // Without a comment in the same sector the id keeps its width.
+        let hint = "h".repeat(600);
+        for text in [format!("{start}{extents}"), format!("{start}parentFileNameHint=\"{hint}\"\n# Extents of it\n")] {
+            let (changed, cid) = with_cid(text.as_bytes(), 0xdead_beef).unwrap();
+            assert_eq!((cid, changed.len()), (0xef, text.len()));
+            assert_eq!(parent_cid_bits(text.as_bytes()), Some(8));
+            assert_eq!(with_parent_cid(text.as_bytes(), 0x1ef), None);
+            assert_eq!(with_parent_cid(text.as_bytes(), 0xef).unwrap().len(), text.len());
+        }
     }
 }
