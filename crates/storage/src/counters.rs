@@ -134,7 +134,7 @@ pub struct EndedOp {
 
 /// Sees each operation of a file, on the operation's thread: must be quick.
 pub trait FileObserver: Send + Sync {
-    /// An operation has ended.
+    /// An operation has ended. The file has the length that it gave it.
     fn ended(&self, ended: &EndedOp);
 }
 

@@ -463,6 +463,9 @@ impl File {
         // The lock is kept until the new length is noted: see `direct`.
         let shared = guard.as_ref().map(BlockGuard::share);
         let result = self.0.medium.fallocate(space, offset, len, shared).await;
+        if grows && result.is_ok() {
+            self.0.note_end(offset + len);
+        }
         match space {
             Space::Punch => self.0.counters.count(FileOp::Discard, offset, len, start_ns, result.is_ok()),
             Space::Zero => self.0.counters.count(FileOp::Zero, offset, len, start_ns, result.is_ok()),
@@ -470,9 +473,6 @@ impl File {
             Space::Allocate => {}
         }
         result.map_err(|errno| self.error(errno, doing, offset))?;
-        if grows {
-            self.0.note_end(offset + len);
-        }
         drop(guard);
         Ok(())
     }
@@ -534,13 +534,13 @@ impl File {
         let result = self.0.medium.copy_from(&source.0.medium, source_offset, offset, len, shared).await;
         match result {
             Ok(copied) => {
+                self.0.note_end(offset + copied);
                 source.0.counters.count(FileOp::Read, source_offset, copied, start_ns, true);
                 self.0.counters.count(FileOp::Write, offset, copied, start_ns, true);
             }
             Err(_) => self.0.counters.tell_tried(offset, len, start_ns),
         }
         let copied = result.map_err(|errno| self.error(errno, "could not copy", offset))?;
-        self.0.note_end(offset + copied);
         drop(guard);
         Ok(copied)
     }
@@ -567,8 +567,8 @@ impl File {
             self.0.counters.tell_tried(offset, len, start_ns);
         }
         result.map_err(|errno| self.error(errno, "could not share blocks", offset))?;
-        self.0.counters.count(FileOp::Write, offset, len, start_ns, true);
         self.0.note_end(offset + len);
+        self.0.counters.count(FileOp::Write, offset, len, start_ns, true);
         drop(guard);
         Ok(())
     }

@@ -171,10 +171,10 @@ impl FaultyFile {
         let (cut, rest) = cut(payload, skip, limit);
         let (len, start_ns) = ((cut.len() - skip) as u64, self.counters().start_ns());
         let (result, cut) = self.medium().write(cut, skip, offset).await;
-        self.counters().count(FileOp::Write, offset, len, start_ns, result.is_ok());
         if let Ok(count) = result {
             self.base.note_end(offset + count as u64);
         }
+        self.counters().count(FileOp::Write, offset, len, start_ns, result.is_ok());
         (result, rejoin(cut, rest))
     }
 
@@ -202,16 +202,15 @@ impl FaultyFile {
         }
         let start_ns = self.counters().start_ns();
         let result = self.medium().fallocate(space, offset, len, guard).await;
+        if space != Space::Punch && result.is_ok() {
+            self.base.note_end(end);
+        }
         match space {
             Space::Punch => self.counters().count(FileOp::Discard, offset, len, start_ns, result.is_ok()),
             Space::Zero => self.counters().count(FileOp::Zero, offset, len, start_ns, result.is_ok()),
             Space::Allocate => {}
         }
-        result?;
-        if space != Space::Punch {
-            self.base.note_end(end);
-        }
-        Ok(())
+        result
     }
 
     pub(crate) async fn set_len(&self, len: u64, guard: Option<BlockGuard>) -> SysResult<()> {
