@@ -83,7 +83,10 @@ fn copied_by_a_bitmap(format: &str, create: &str, disk: &Value, bitmap_of: &str)
         let completed = client.event("BLOCK_JOB_COMPLETED");
         assert!(completed.get("error").is_none(), "{disk}: {completed}");
         assert!(completed["len"].as_u64() < Some(SIZE / 2), "{disk}: only dirty parts are copied: {completed}");
-        assert!(std::fs::read(&file).unwrap() == std::fs::read(&copy).unwrap(), "{disk}: the copy lacks a write");
+        // The copy ends with a whole sector.
+        let (mut data, copied) = (std::fs::read(&file).unwrap(), std::fs::read(&copy).unwrap());
+        data.resize(data.len().next_multiple_of(512), 0);
+        assert!(data == copied, "{disk}: the copy lacks a write");
     } else {
         assert!(count(&mut client, bitmap_of) >= 3 * 65536, "{disk}");
     }
