@@ -340,6 +340,24 @@ fn a_commit_to_a_vmdk_parent_that_fails_is_repeated() {
     }
 }
 
+/// The note in the layer above the base comes before the base is changed.
+#[test]
+fn a_commit_that_a_layer_cannot_note_changes_nothing() {
+    let oracle = Oracle::new();
+    chain(&oracle);
+    let mid = oracle.work().join("mid.vmdk");
+    let mut bytes = fs::read(&mid).unwrap();
+    let line = b"# Extent description\nRW ";
+    let at = bytes.windows(line.len()).position(|part| part == line).expect("the line of its extent");
+    bytes[at..at + line.len()].copy_from_slice(b"# Extent descrip\nRDONLY ");
+    fs::write(&mid, bytes).unwrap();
+    let files = || ["base.vmdk", "mid.vmdk", "top.vmdk"].map(|name| fs::read(oracle.work().join(name)).unwrap());
+    let before = files();
+    assert!(oracle.refused("commit -q -b base.vmdk top.vmdk").contains("forbids to write"));
+    assert!(before == files());
+    ours(&oracle, "compare top.vmdk top.raw");
+}
+
 /// The id says that the content is another one.
 #[test]
 fn a_discard_of_nothing_leaves_the_content_id() {
@@ -349,6 +367,11 @@ fn a_discard_of_nothing_leaves_the_content_id() {
     io(&oracle, "vmdk", "base.vmdk", &["discard 2M 1M"]);
     assert!(before == fs::read(oracle.work().join("base.vmdk")).unwrap());
     ours(&oracle, "compare top.vmdk top.raw");
+    // Also over more than one table.
+    oracle.make("create -q -f vmdk large.vmdk 256M");
+    let large = fs::read(oracle.work().join("large.vmdk")).unwrap();
+    io(&oracle, "vmdk", "large.vmdk", &["discard 0 40M", "discard 128M 128M"]);
+    assert!(large == fs::read(oracle.work().join("large.vmdk")).unwrap());
     io(&oracle, "vmdk", "base.vmdk", &["discard 0 64k"]);
     assert!(oracle.refused("map top.vmdk").contains("was changed since"));
 }
