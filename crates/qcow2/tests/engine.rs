@@ -583,6 +583,20 @@ fn images_share_a_budget_and_what_is_idle_goes_first() {
     assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
 }
 
+/// A daemon opens and closes an overlay every night.
+#[test]
+fn closed_images_leave_nothing_in_their_budget() {
+    let budget = Budget::new(u64::MAX);
+    for _ in 0..10 {
+        let mut disk = Disk::new(SMALL);
+        disk.flush();
+        disk.budget = Arc::clone(&budget);
+        disk.reopen();
+        assert_eq!(budget.members(), 1);
+    }
+    assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
+}
+
 #[test]
 fn cleaning_drops_what_was_not_used_since_the_last_time() {
     let mut disk = Disk::new(SMALL);

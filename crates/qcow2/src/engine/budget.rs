@@ -59,7 +59,7 @@ impl Budget {
 
     /// Number of images that share it.
     pub fn members(&self) -> usize {
-        self.list().iter().filter(|member| member.strong_count() > 0).count()
+        self.list().len()
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Weak<Engine>>> {
@@ -188,5 +188,7 @@ impl Drop for Engine {
         if let Ok(state) = self.state_mut() {
             budget.change(state.accounted_bytes, 0);
         }
+        // A weak reference keeps the memory of the whole engine.
+        budget.list().retain(|member| member.strong_count() > 0);
     }
 }
