@@ -106,10 +106,11 @@ fn target_named(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
 }
 
 async fn blockdev_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let source = names::root(&daemon, arguments.text("device"))?.image();
+    let named = names::root(&daemon, arguments.text("device"))?;
+    let (source, disk) = (named.image(), named.disk(&daemon));
     let target = target_named(&daemon, arguments.text("target"))?;
     names::check_no_overlay(&daemon, &target)?;
-    prepare_mirror(&daemon, &arguments, &source, &target, false).await?.start(&daemon, None)
+    prepare_mirror(&daemon, &arguments, (&source, &disk), &target, false).await?.start(&daemon, None)
 }
 
 /// The parts that a mirror copies at first. It has no use for bitmaps, as in QEMU.
@@ -122,18 +123,26 @@ pub(super) fn mirror_sync(arguments: &Arguments) -> QmpResult<Sync> {
     }
 }
 
-/// Readies a mirror. `closes_target`: an unused target is closed at its end.
+/// The unit in which a job copies by default, in bytes: a cluster of the target, from 4 KiB to 64 KiB.
+fn granularity_for(target: &Node) -> u64 {
+    const LARGEST: u64 = 64 << 10;
+    target.cluster_bytes().map_or(LARGEST, |cluster| cluster.clamp(4 << 10, LARGEST))
+}
+
+/// Readies a mirror of the image `source`. `disk`: the node in front of it, which users see and the target replaces.
+/// `closes_target`: an unused target is closed at its end.
 pub(super) async fn prepare_mirror(
     daemon: &Rc<Daemon>,
     arguments: &Arguments,
-    source: &Arc<Node>,
+    (source, disk): (&Arc<Node>, &Arc<Node>),
     target: &Arc<Node>,
     closes_target: bool,
 ) -> QmpResult<MirrorPrepared> {
     daemon.jobs.check_free(source)?;
     daemon.jobs.check_disk_free(target)?;
     let common = Common::of(daemon, arguments)?;
-    let mut options = MirrorOptions { sync: mirror_sync(arguments)?, ..MirrorOptions::default() };
+    let granularity_bytes = granularity_for(target);
+    let mut options = MirrorOptions { sync: mirror_sync(arguments)?, granularity_bytes, ..MirrorOptions::default() };
     if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
         if !(512..=64 << 20).contains(&granularity) {
             return Err(QmpError::generic("Parameter 'granularity' expects a value in range [512B, 64MB]"));
@@ -152,7 +161,7 @@ pub(super) async fn prepare_mirror(
         options.granularity_bytes = options.granularity_bytes.max(cluster);
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
-    options.replaces = replaced(daemon, arguments, source)?;
+    options.replaces = replaced(daemon, arguments, source)?.or_else(|| Some(Arc::clone(disk)));
     if arguments.maybe_text("copy-mode") == Some("write-blocking") {
         options.write_blocking = Some(filter_name(daemon, arguments));
     }
@@ -163,7 +172,11 @@ pub(super) async fn prepare_mirror(
     };
     let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await.map_err(failed)?;
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
-    let spec = common.spec("mirror", mirror.nodes(), policies);
+    let mut nodes = mirror.nodes();
+    if !nodes.iter().any(|node| Arc::ptr_eq(node, disk)) {
+        nodes.push(Arc::clone(disk));
+    }
+    let spec = common.spec("mirror", nodes, policies);
     Ok(MirrorPrepared { mirror, spec, filter })
 }
 
@@ -257,7 +270,12 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         if arguments.maybe_text("backing-file").is_some() {
             return Err(QmpError::generic("'backing-file' specified, but 'top' is the active layer"));
         }
-        let options = MirrorOptions { buffer_bytes: u64::MAX, ..MirrorOptions::default() };
+        let options = MirrorOptions {
+            buffer_bytes: u64::MAX,
+            granularity_bytes: granularity_for(&base),
+            replaces: Some(named.disk(&daemon)),
+            ..MirrorOptions::default()
+        };
         let filter = named_filter(&daemon, &arguments, "mirror_top", &top)?;
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));

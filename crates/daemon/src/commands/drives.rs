@@ -207,11 +207,12 @@ async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 }
 
 async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let source = names::root(&daemon, arguments.text("device"))?.image();
+    let named = names::root(&daemon, arguments.text("device"))?;
+    let (source, disk) = (named.image(), named.disk(&daemon));
     daemon.jobs.check_free(&source)?;
     mirror_sync(&arguments)?;
     let target = Target::open(&daemon, &source, &arguments).await?;
-    match prepare_mirror(&daemon, &with_node(arguments, &target), &source, &target.node, true).await {
+    match prepare_mirror(&daemon, &with_node(arguments, &target), (&source, &disk), &target.node, true).await {
         Ok(prepared) => prepared.start(&daemon, Some(target.with_job(&daemon))),
         Err(error) => {
             target.discard(&daemon).await;

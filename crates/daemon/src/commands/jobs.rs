@@ -131,7 +131,11 @@ async fn block_job_finalize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResu
 /// A copy that is ready ends as a copy, unless `force` leaves it as it is.
 async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("device"))?;
-    match arguments.flag("force", false) {
+    let is_forced = arguments.flag("force", false);
+    if !is_forced && matches!(job.status(), Status::Paused | Status::Standby) {
+        return Err(QmpError::generic(format!("The block job for device '{}' is currently paused", job.id)));
+    }
+    match is_forced {
         false if job.end(Wish::Stop).is_ok() => {}
         _ => job.cancel().await?,
     }

@@ -30,6 +30,19 @@ impl Named {
         }
     }
 
+    /// The node whose place others take: the one that was named, filters of the user included. Filters that a command or
+    /// a backup has put above it stay where they are.
+    pub fn disk(&self, daemon: &Daemon) -> Arc<Node> {
+        let mut node = self.node();
+        while daemon.inserted_filters.contains(&node) || (node.is_filter() && daemon.jobs.works_on(&node)) {
+            match node.child(ChildRole::File) {
+                Some(child) => node = child,
+                None => break,
+            }
+        }
+        node
+    }
+
     /// The node that stores the data: the one below the filters.
     pub fn image(&self) -> Arc<Node> {
         below_filters(&self.node())

@@ -13,6 +13,7 @@ use cowshed_create::CreateRequest;
 use cowshed_image::DRIVERS;
 use cowshed_image::Node;
 use cowshed_image::graph::SnapshotTaken;
+use cowshed_image::node::ChildRole;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -341,9 +342,8 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
     let name = arguments.text("node");
     // An export is no node, but the words are those for both.
     let not_found = |_| QmpError::generic(format!("Cannot find device='{name}' nor node-name='{name}'"));
-    let node = names::lookup(daemon, None, Some(name)).map_err(not_found)?.image();
-    daemon.jobs.check_free(&node)?;
-    names::check_no_overlay(daemon, &node)?;
+    let node = names::lookup(daemon, None, Some(name)).map_err(not_found)?.node();
+    check_taken_over(daemon, &node)?;
     let overlay = names::device(daemon, arguments.text("overlay"))?.node();
     if Arc::ptr_eq(&node, &overlay) {
         let name = node.name();
@@ -357,12 +357,12 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
 
 async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
     let (device, name) = (arguments.maybe_text("device"), arguments.maybe_text("node-name"));
-    let node = names::lookup(daemon, device, name)?.image();
+    let named = names::lookup(daemon, device, name)?;
+    let node = if matches!(named, names::Named::Export(_)) { named.disk(daemon) } else { named.node() };
     if name.is_some() && arguments.maybe_text("snapshot-node-name").is_none() {
         return Err(QmpError::generic("New overlay node-name missing"));
     }
-    daemon.jobs.check_free(&node)?;
-    names::check_no_overlay(daemon, &node)?;
+    check_taken_over(daemon, &node)?;
     let (file, format) = (arguments.text("snapshot-file"), arguments.maybe_text("format").unwrap_or("qcow2"));
     let overlay_name = match arguments.maybe_text("snapshot-node-name") {
         Some(name) if daemon.graph.find(name).is_some() => {
@@ -390,6 +390,20 @@ async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<P
             Err(failed(error))
         }
     }
+}
+
+/// Refuses a node above which no overlay may be put now. Backups read below their filters, whatever stands there.
+fn check_taken_over(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
+    let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
+    let mut parts = std::iter::successors(Some(Arc::clone(node)), below);
+    if node.is_filter() && daemon.jobs.works_on(node) {
+        daemon.jobs.check_free(node)?;
+    }
+    parts.try_for_each(|part| match part.is_filter() {
+        true => Ok(()),
+        false => daemon.jobs.check_free_but_for_backups(&part),
+    })?;
+    names::check_no_overlay(daemon, node)
 }
 
 /// Creates an overlay over the node.

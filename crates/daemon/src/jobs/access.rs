@@ -38,6 +38,11 @@ impl Jobs {
         self.list.borrow().iter().filter(|job| job.works_on(node)).cloned().collect()
     }
 
+    /// True while a job works on the node.
+    pub fn works_on(&self, node: &Arc<Node>) -> bool {
+        !self.working_on(node).is_empty()
+    }
+
     /// True while backups read the node and no other job works on it.
     pub fn back_up(&self, node: &Arc<Node>) -> bool {
         let users = self.working_on(node);

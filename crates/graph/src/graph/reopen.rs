@@ -141,7 +141,9 @@ impl Graph {
         let live = node.driver().live_options();
         let apply = live.map(|live| live.check(&node, &options, discard)).transpose()?;
         // As in QEMU all other errors come first.
-        if node.backing().is_some() && options.get(ChildRole::Backing.as_str()).is_none() {
+        let has_backing =
+            node.backing().is_some() || node.backing_name().is_some_and(|backing| backing.name().is_some());
+        if has_backing && options.get(ChildRole::Backing.as_str()).is_none() {
             return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
         }
         let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
@@ -161,7 +163,6 @@ impl Graph {
         match options.get("backing") {
             None => Ok(Backing::Keep),
             Some(Value::Null) => Ok(Backing::None),
-            Some(Value::String(name)) if name.is_empty() => Ok(Backing::None),
             Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_child(name))?)),
             // By its options, as it was when the node was added.
             Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),

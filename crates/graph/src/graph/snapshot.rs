@@ -76,12 +76,9 @@ impl Graph {
 fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     let refuse = |kind: ErrorKind, message: String| Err(Error::new(kind, message));
     let name = overlay.name();
-    if reaches(node, overlay) {
-        return refuse(ErrorKind::InvalidArgument, format!("the overlay '{name}' is in use below '{}'", node.name()));
-    }
-    let users = overlay.user_names();
-    if !users.is_empty() {
-        return refuse(ErrorKind::Busy, "The overlay is already in use".to_owned());
+    let in_use = || refuse(ErrorKind::Busy, "The overlay is already in use".to_owned());
+    if overlay.has_reader() {
+        return in_use();
     }
     if overlay.is_filter() {
         return refuse(ErrorKind::InvalidArgument, "Filters cannot be used as overlays".to_owned());
@@ -91,6 +88,12 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     }
     if overlay.backing().is_some() {
         return refuse(ErrorKind::InvalidArgument, "The overlay already has a backing image".to_owned());
+    }
+    if !overlay.user_names().is_empty() {
+        return in_use();
+    }
+    if reaches(node, overlay) {
+        return refuse(ErrorKind::InvalidArgument, format!("the overlay '{name}' is in use below '{}'", node.name()));
     }
     if overlay.is_read_only() && node.has_writer() {
         return refuse(ErrorKind::ReadOnly, "Block node is read-only".to_owned());

@@ -70,6 +70,11 @@ impl Node {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))
     }
 
+    /// True when a user needs the content of the node.
+    pub(crate) fn has_reader(&self) -> bool {
+        self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::CONSISTENT_READ))
+    }
+
     /// Gives `edge` its permissions on this node, or returns the error with the other user in the way.
     pub(crate) fn attach(&self, edge: Edge) -> Result<()> {
         self.check_stays()?;
