@@ -3,9 +3,9 @@
 //!
 //! A copy-before-write filter above the disk saves the parts that clients overwrite; the job copies the rest.
 
-use crate::JobHandle;
 use crate::faults::{Failure, Judge, settle};
 use crate::mirror::Sync;
+use crate::{JobHandle, Progress};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart, nodes_below};
@@ -181,8 +181,12 @@ impl Backup {
     /// not wait for a target that hangs: [`Backup::end`] does.
     pub async fn copy(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         match select(pin!(self.copy_parts(job, judge)), pin!(job.cancelled())).await {
-            Either::Left((copied, _)) => copied,
+            Either::Left((copied, _)) => {
+                job.end_measure();
+                copied
+            }
             Either::Right(_) => {
+                job.end_measure();
                 // While the piece still holds drains: its operations on the disk have begun, or do not begin.
                 self.saver()?.abandon();
                 job.pause_point().await
@@ -195,7 +199,7 @@ impl Backup {
         let queue = self.user.queue();
         let size = self.request.source.size();
         if self.request.sync == Sync::None {
-            job.set_progress(0, size);
+            self.measure(job, size);
             loop {
                 job.pause_point().await?;
                 saver.broken().map_or(Ok(()), Err)?;
@@ -214,7 +218,7 @@ impl Backup {
         }
         let _ = self.selected.set(selected);
         let total = saver.pending_bytes();
-        job.set_progress(0, total);
+        self.measure(job, total);
         while let Some((at, len)) = saver.next_pending(0) {
             job.throttle(len).await?;
             // A drain waits for this piece, and the next one for the drain.
@@ -228,6 +232,16 @@ impl Backup {
             job.set_progress(total.saturating_sub(saver.pending_bytes()), total);
         }
         saver.broken().map_or(Ok(()), Err)
+    }
+
+    /// The progress: of `total` bytes those that the target no longer lacks, also by writes of the disk's users.
+    fn measure(&self, job: &JobHandle, total: u64) {
+        job.set_progress(0, total);
+        let filter = Arc::downgrade(&self.filter);
+        job.measure_by(move |_| {
+            let pending = filter.upgrade()?.copy_before_write()?.pending_bytes();
+            Some(Progress { offset: total.saturating_sub(pending), len: total })
+        });
     }
 
     /// Leaves out the parts that the top layer doesn't hold, and returns the ranges of the others. A part that is only partly

@@ -8,7 +8,7 @@ use futures_util::future::{Either, select};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,7 @@ impl Progress {
 }
 
 type Watcher = Box<dyn Fn(Progress) + Send + Sync>;
+type Measure = Box<dyn Fn(Progress) -> Option<Progress> + Send + Sync>;
 
 #[derive(Default)]
 struct Shared {
@@ -39,6 +40,7 @@ struct Shared {
     sleepers: Mutex<Vec<Waker>>,
     rate: Mutex<Option<RateLimit>>,
     watcher: Option<Watcher>,
+    measure: Mutex<Option<Measure>>,
 }
 
 /// The handle of a job; clones are the same job. Any thread may watch, pause, cancel or slow it.
@@ -61,7 +63,29 @@ impl JobHandle {
 
     /// The progress of the job.
     pub fn progress(&self) -> Progress {
-        Progress { offset: self.0.offset.load(Ordering::Relaxed), len: self.0.len.load(Ordering::Relaxed) }
+        let known = Progress { offset: self.0.offset.load(Ordering::Relaxed), len: self.0.len.load(Ordering::Relaxed) };
+        let measured = self.measure().as_ref().and_then(|measure| measure(known));
+        if let Some(Progress { offset, len }) = measured {
+            self.0.offset.store(offset, Ordering::Relaxed);
+            self.0.len.store(len, Ordering::Relaxed);
+        }
+        measured.unwrap_or(known)
+    }
+
+    fn measure(&self) -> MutexGuard<'_, Option<Measure>> {
+        self.0.measure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on each look at the progress asks `measure` too, which gets the progress known so far: work that others do for the
+    /// job counts. `None` leaves the progress as it is.
+    pub fn measure_by(&self, measure: impl Fn(Progress) -> Option<Progress> + Send + Sync + 'static) {
+        *self.measure() = Some(Box::new(measure));
+    }
+
+    /// Looks once more, for the last time.
+    pub fn end_measure(&self) {
+        self.progress();
+        *self.measure() = None;
     }
 
     /// Asks the job to stop: it fails with [`ErrorKind::Cancelled`] at its next pause point.

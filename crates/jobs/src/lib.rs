@@ -15,6 +15,7 @@ pub mod convert;
 pub mod create;
 pub mod dd;
 pub mod faults;
+mod held_writes;
 mod in_flight;
 pub mod info;
 pub mod inspect;

@@ -8,6 +8,7 @@
 use crate::JobHandle;
 use crate::commit::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::faults::{Failure, Judge, settle};
+use crate::held_writes::follow_writes;
 use crate::zeroes::{is_zero, reads_as_zeroes};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
@@ -358,17 +359,13 @@ impl Mirror {
 
     /// The nodes that it works on: others must leave them as they are.
     pub fn nodes(&self) -> Vec<Arc<Node>> {
-        match &self.opened {
+        let replaced = self.replaces.clone().filter(|node| !Arc::ptr_eq(node, &self.source));
+        let filter = if let Writer::Filter(filter) = self.writer() { Some(filter) } else { None };
+        let nodes = match &self.opened {
             Some(opened) => opened.chain().nodes(),
-            None => {
-                let filter = match self.writer() {
-                    Writer::Job(_) => None,
-                    Writer::Filter(filter) => Some(filter),
-                };
-                let replaced = self.replaces.clone().filter(|node| !Arc::ptr_eq(node, &self.source));
-                [&self.source, &self.target].map(Arc::clone).into_iter().chain(filter).chain(replaced).collect()
-            }
-        }
+            None => [&self.source, &self.target].map(Arc::clone).into(),
+        };
+        nodes.into_iter().chain(filter).chain(replaced).collect()
     }
 
     /// The parts that the target lacks, where writes to the source go to it at once; else `None`.
@@ -446,9 +443,11 @@ impl Mirror {
     /// Copies until there was a moment without anything to copy. Progress counts copied bytes.
     pub async fn catch_up(&self, job: &JobHandle, judge: &dyn Judge) -> Result<()> {
         self.check_size()?;
+        if let Writer::Filter(filter) = self.writer() {
+            follow_writes(job, &filter);
+        }
         let source = self.reader.queue();
-        let mut target: Option<Queue> = None;
-        let mut from = 0;
+        let (mut target, mut from): (Option<Queue>, u64) = (None, 0);
         loop {
             job.pause_point().await?;
             self.check_place()?;
@@ -604,6 +603,7 @@ impl Mirror {
                 }
             },
         };
+        job.end_measure();
         let released = match (&self.opened, self.writer(), &result) {
             // The target is flushed, and may hang from now on: the source's users wait.
             (None, Writer::Job(writer), Ok(())) => writer.hand_over().await,

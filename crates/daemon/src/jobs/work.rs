@@ -38,7 +38,10 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
         Box::pin(async move {
             let finished = match complete {
                 true => mirror.finish(pivot, &job.handle).await,
-                false => mirror.end().await,
+                false => {
+                    job.handle.end_measure();
+                    mirror.end().await
+                }
             };
             job.set_mirror(None);
             finished

@@ -8,6 +8,7 @@ use crate::node::{Below, Link, LocalFuture, Node, Preallocation, Transfer, Work,
 use crate::node::{Claim, Ranges};
 use cowshed_storage::{IoBuf, Permissions};
 use cowshed_types::{Error, Result, slip};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// The filter. The mirror's map has the parts of the target that differ from the source. A write that reached both
@@ -20,6 +21,8 @@ pub struct WriteBlocking {
     dirty: OnceLock<Arc<DirtyMap>>,
     ranges: Arc<Ranges>,
     copies: Arc<Copies>,
+    /// Bytes of requests that have reached the target, and are not counted yet.
+    written: Arc<AtomicU64>,
 }
 
 /// A range that no other task writes or copies, until it is dropped.
@@ -29,13 +32,19 @@ pub struct Claimed(#[allow(dead_code)] Claim);
 struct Touched {
     dirty: Arc<DirtyMap>,
     clean: std::ops::Range<u64>,
+    /// The length of the request in bytes, and where it counts.
+    len: u64,
+    written: Arc<AtomicU64>,
     _claim: Claim,
 }
 
 impl Touched {
     fn settle(self, on_target: &Result<()>) {
         match on_target {
-            Ok(()) => self.dirty.clear(self.clean.start, self.clean.end - self.clean.start),
+            Ok(()) => {
+                self.written.fetch_add(self.len, Ordering::Relaxed);
+                self.dirty.clear(self.clean.start, self.clean.end - self.clean.start);
+            }
             // The source has marked it.
             Err(error) => tracing::warn!(%error, "a write did not reach the target of a mirror"),
         }
@@ -44,7 +53,13 @@ impl Touched {
 
 impl WriteBlocking {
     pub(crate) fn new(below: Below, target: Arc<Link>) -> WriteBlocking {
-        WriteBlocking { below, target, dirty: OnceLock::new(), ranges: Arc::default(), copies: Arc::default() }
+        let (ranges, copies, written) = <(Arc<Ranges>, Arc<Copies>, Arc<AtomicU64>)>::default();
+        WriteBlocking { below, target, dirty: OnceLock::new(), ranges, copies, written }
+    }
+
+    /// The bytes of requests that have reached the target since the last call.
+    pub fn take_written(&self) -> u64 {
+        self.written.swap(0, Ordering::Relaxed)
     }
 
     /// From now on writes go to the target too. `dirty` has every part that the target lacks, and is marked by all writes to the
@@ -86,7 +101,8 @@ impl WriteBlocking {
             clean.end -= part;
         }
         clean.end = clean.end.max(clean.start);
-        Some(Touched { dirty: Arc::clone(dirty), clean, _claim: claim })
+        let (dirty, written) = (Arc::clone(dirty), Arc::clone(&self.written));
+        Some(Touched { dirty, clean, len, written, _claim: claim })
     }
 
     fn target(&self) -> Result<Arc<Node>> {
