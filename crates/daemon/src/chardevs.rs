@@ -244,7 +244,10 @@ impl Devices {
             filename: match &device.backend {
                 Backend::Place(bound) => match bound.address() {
                     MonitorAddress::Stdio => "stdio".to_owned(),
-                    address => format!("disconnected:{address},server=on"),
+                    address => match device.monitor.as_ref().and_then(Listening::client) {
+                        Some(end) => format!("{address},server=on{end}"),
+                        None => format!("disconnected:{address},server=on"),
+                    },
                 },
                 Backend::Outgoing(outgoing) => outgoing.name(),
                 Backend::Null => "null".to_owned(),

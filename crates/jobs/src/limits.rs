@@ -100,7 +100,7 @@ impl BlockLimits {
                 let in_sectors = ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vhdx"].contains(&driver);
                 let zeroes = cluster.filter(|_| ["qed", "vmdk"].contains(&driver));
                 BlockLimits {
-                    write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment),
+                    write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment.filter(|_| !node.is_filter())),
                     request_alignment: if in_sectors { SECTOR_BYTES } else { below.request_alignment },
                     max_write_zeroes: zeroes.filter(|_| driver == "qed").map(|bytes| MOST_ZEROES / bytes * bytes),
                     ..below

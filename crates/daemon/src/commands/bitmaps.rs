@@ -324,7 +324,7 @@ impl BitmapChanged {
 
 /// The `dirty-bitmaps` of a node; nothing for one that can't be read.
 pub(super) async fn list(node: &Node) -> Vec<Value> {
-    let bitmaps = node.bitmaps().await.unwrap_or_else(|error| {
+    let bitmaps = node.bitmaps_newest_first().await.unwrap_or_else(|error| {
         tracing::warn!(%error, node = node.name(), "could not read the bitmaps");
         Vec::new()
     });

@@ -75,6 +75,10 @@ async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResul
         }
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
+    let whole = Map::from_iter(options.iter().map(|(key, value)| (key.clone(), value.clone())));
+    if let Some(path) = missing_of_server(&Value::Object(whole), "") {
+        return Err(QmpError::generic(format!("Parameter '{path}' is missing")));
+    }
     daemon.untrusted.take_option(&mut options);
     let driver = options.text("driver").unwrap_or_default().to_owned();
     let added = add_active(daemon, options).await;
@@ -83,10 +87,41 @@ async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResul
         // An option of the command line has no schema with the list of drivers.
         return Err(match failure.description == format!("Unknown driver '{driver}'") {
             true => QmpError { description: format!("Parameter 'driver' does not accept value '{driver}'"), ..failure },
-            false => failure,
+            false => missing_event(failure),
         });
     }
     Ok(())
+}
+
+/// The option of an `nbd` node's server that the schema of QMP requires and that is missing, at any depth. `path`: the
+/// place of the options.
+fn missing_of_server(options: &Value, path: &str) -> Option<String> {
+    let options = options.as_object()?;
+    let is_older = || ["host", "path", "filename"].iter().any(|key| options.contains_key(*key));
+    if options.get("driver").is_some_and(|driver| driver == "nbd") && !is_older() {
+        let Some(server) = options.get("server") else { return Some(format!("{path}server")) };
+        let needed: &[&str] = match server.get("type").and_then(Value::as_str) {
+            Some("unix") => &["path"],
+            Some("inet") => &["host", "port"],
+            _ => &[],
+        };
+        let missing = needed.iter().find(|key| server.get(**key).is_none());
+        return missing.map(|key| format!("{path}server.{key}"));
+    }
+    options.iter().find_map(|(key, child)| missing_of_server(child, &format!("{path}{key}.")))
+}
+
+/// The words of the schema for a rule of `blkdebug` without its event.
+fn missing_event(failure: QmpError) -> QmpError {
+    if failure.description != "Missing event name for rule" {
+        return failure;
+    }
+    let path = failure.whole.as_deref().and_then(|whole| whole.split_once("option '")?.1.split_once('\''));
+    let Some((path, _)) = path else { return failure };
+    let key = |key: &str| if key.parse::<usize>().is_ok() { format!("[{key}]") } else { format!(".{key}") };
+    let path: String = path.split('.').map(key).collect();
+    let description = format!("Parameter '{}' is missing", path.trim_start_matches('.'));
+    QmpError { description, ..failure }
 }
 
 fn is_taken(daemon: &Daemon, name: &str) -> bool {
@@ -117,8 +152,24 @@ fn check_child(daemon: &Daemon, key: &str, child: &Value, files: &mut Vec<String
     }
 }
 
+/// Takes `active=off` out of the options of a child: the nodes below an inactive one are closed with it.
+fn forget_inactive(mut child: Value) -> Value {
+    for (_, option) in child.as_object_mut().into_iter().flat_map(Map::iter_mut) {
+        *option = forget_inactive(option.take());
+    }
+    if let Some(options) = child.as_object_mut()
+        && options.get("active").is_some_and(|active| [json!(false), json!("off")].contains(active))
+    {
+        options.shift_remove("active");
+    }
+    child
+}
+
 async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResult<()> {
-    if options.remove("active").is_some_and(|active| [json!(false), json!("off")].contains(&active)) {
+    let is_off = |active: &Value| [json!(false), json!("off")].contains(active);
+    if options.remove("active").as_ref().is_some_and(is_off) {
+        let forgotten = options.iter().map(|(key, child)| (key.clone(), forget_inactive(child.clone())));
+        let options = BlockdevOptions::from_map(forgotten.collect()).map_err(failed)?;
         return activity::add_inactive(daemon, options).await;
     }
     let opened = activity::activate_named(daemon, &options).await?;
@@ -172,6 +223,10 @@ async fn close_last(daemon: &Daemon, arguments: &Arguments, node: &Arc<Node>) ->
 /// Refuses to delete a node that is in use, in QEMU's order of reasons.
 fn check_deletable(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     let name = node.name();
+    // In QEMU a mirror or a commit stands between a filter of the user and what uses it.
+    if node.is_filter() && node.copy_before_write().is_none() && node.write_blocking().is_none() {
+        daemon.jobs.check_free(node)?;
+    }
     let uses = |attachment: &Arc<Attachment>| {
         (attachment.is_export() || attachment.is_writable()) && Arc::ptr_eq(&attachment.node(), node)
     };
@@ -326,7 +381,16 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     let flat = arguments.flag("flat", false);
     let mut list = Vec::new();
     for node in newest_first(&daemon) {
-        list.push(describe(&node, flat).await?);
+        let mut described = describe(&node, flat).await?;
+        // As in QEMU these are the limits of a disk, which `query-block` has.
+        described.shift_remove("group");
+        for name in Limits::qmp_names() {
+            match described.get_mut(&name) {
+                Some(value) if !name.contains("_max") && name != "iops_size" => *value = json!(0),
+                _ => drop(described.shift_remove(&name)),
+            }
+        }
+        list.push(described);
     }
     for job in daemon.jobs.list() {
         let entry = |list: &[Map<String, Value>], name: &str| list.iter().position(|entry| entry["node-name"] == name);
@@ -381,12 +445,17 @@ fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
     found
 }
 
+/// The next node of a chain: the one below a filter, or the backing file.
+fn next_below(node: &Arc<Node>) -> Option<Arc<Node>> {
+    if node.is_filter() { node.child(ChildRole::File) } else { node.backing() }
+}
+
 /// A `BlockDeviceInfo`. `flat`: without the images below.
 pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
     let image = image_in_time(node).await?;
     let depth = match flat {
         true => 0,
-        false => std::iter::successors(node.backing(), |node| node.backing()).count(),
+        false => std::iter::successors(next_below(node), next_below).count(),
     };
     let mut children = node.children();
     // As in QEMU the child linked last comes first.
@@ -429,11 +498,11 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     info["write_threshold"] = json!(node.write_threshold().cast_signed());
     info["image"] = image;
     if !flat {
-        let mut below = node.backing();
+        let mut below = next_below(node);
         let mut images = Vec::new();
         while let Some(node) = below {
             images.push(image_in_time(&node).await?);
-            below = node.backing();
+            below = next_below(&node);
         }
         // Each image holds the one below it.
         let nested = images.into_iter().rev().reduce(|inner, mut outer| {

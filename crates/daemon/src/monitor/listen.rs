@@ -96,8 +96,19 @@ pub struct Bound {
 pub struct Listening {
     listener: Option<Arc<Listener>>,
     stopped: Arc<AtomicBool>,
+    present: Arc<Present>,
     /// For a monitor that connects by itself.
     _calling: Option<Calling>,
+}
+
+/// The clients that are connected, each with its number and what `query-chardev` says about its end.
+#[derive(Default)]
+struct Present(Mutex<Vec<(u64, String)>>);
+
+impl Present {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u64, String)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Bound {
@@ -128,17 +139,17 @@ impl Bound {
 
     /// Starts a monitor: serves its clients on threads of their own.
     pub fn start(&self, context: MonitorContext) -> Result<Listening> {
-        let stopped = Arc::new(AtomicBool::new(false));
+        let (stopped, present) = (Arc::new(AtomicBool::new(false)), Arc::default());
         match self.listener.clone() {
             None => start("monitor-stdio", move || {
                 serve(&context, (io::stdin(), InputEnd::Stays), io::stdout(), (|| false, || ()), || ())
             })?,
             Some(listener) => {
-                let stopped = Arc::clone(&stopped);
-                start("monitor", move || accept(&listener, &context, &stopped))?;
+                let (stopped, present) = (Arc::clone(&stopped), Arc::clone(&present));
+                start("monitor", move || accept(&listener, &context, &stopped, &present))?;
             }
         }
-        Ok(Listening { listener: self.listener.clone(), stopped, _calling: None })
+        Ok(Listening { listener: self.listener.clone(), stopped, present, _calling: None })
     }
 
     /// Listens once more, after the monitor that was here has ended: a direction that was shut down stays so.
@@ -153,12 +164,17 @@ impl Bound {
 impl Listening {
     /// A monitor that no client can reach.
     pub(crate) fn nowhere() -> Listening {
-        Listening { listener: None, stopped: Arc::default(), _calling: None }
+        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), _calling: None }
     }
 
     /// A monitor that connects by itself.
     pub(crate) fn calling(calling: Calling) -> Listening {
-        Listening { listener: None, stopped: Arc::default(), _calling: Some(calling) }
+        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), _calling: Some(calling) }
+    }
+
+    /// The end of the client that came last, as `query-chardev` shows it behind the address. `None` without a client.
+    pub fn client(&self) -> Option<String> {
+        self.present.lock().last().map(|(_, end)| end.clone())
     }
 }
 
@@ -202,19 +218,21 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
 }
 
 /// Takes clients until the monitor is stopped.
-fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
+fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool, present: &Arc<Present>) {
     let clients = Arc::new(AtomicUsize::new(0));
     let (newcomers, mut number) = (Arc::new(Newcomers::default()), 0);
     loop {
         let connection = match listener {
-            Listener::Unix(listener) => listener.accept().map(|(stream, _)| Connection::unix(stream)),
-            Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| Connection::tcp(stream)),
+            Listener::Unix(listener) => listener.accept().map(|(stream, _)| (Connection::unix(stream), String::new())),
+            Listener::Tcp(listener) => {
+                listener.accept().and_then(|(stream, peer)| Ok((Connection::tcp(stream)?, format!(" <-> {peer}"))))
+            }
         };
         if stopped.load(Ordering::SeqCst) {
             return;
         }
-        let connection = match connection {
-            Ok(connection) => connection,
+        let (connection, end) = match connection {
+            Ok(connected) => connected,
             Err(error) => {
                 tracing::warn!(%error, "could not accept a monitor's client");
                 // Out of descriptors, most likely: not in a busy loop.
@@ -237,8 +255,11 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
         newcomers.add(number, line);
         let (context, counted, waiting) = (context.clone(), Arc::clone(&clients), Arc::clone(&newcomers));
         counted.fetch_add(1, Ordering::SeqCst);
+        present.lock().push((number, end));
+        let here = Arc::clone(present);
         let started = start("monitor-in", move || {
             connection.serve(&context, || waiting.remove(number));
+            here.lock().retain(|(known, _)| *known != number);
             waiting.remove(number);
             if counted.fetch_sub(1, Ordering::SeqCst) == 1 {
                 // A daemon that has stopped needs no word.
@@ -247,6 +268,7 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool) {
         });
         if let Err(error) = started {
             clients.fetch_sub(1, Ordering::SeqCst);
+            present.lock().retain(|(known, _)| *known != number);
             newcomers.remove(number);
             tracing::warn!(%error, "a monitor's client is turned away");
         }

@@ -104,6 +104,16 @@ impl Node {
         Ok(all)
     }
 
+    /// As [`Node::bitmaps`], the newest first, whatever their kind.
+    pub async fn bitmaps_newest_first(&self) -> Result<Vec<NodeBitmap>> {
+        let mut all = self.bitmaps().await?;
+        let added = self.tracking.named().added.clone();
+        // Those that were stored at the opening are in the order of the image.
+        all.sort_by_key(|bitmap| added.iter().position(|name| *name == bitmap.name).map_or(0, |at| at + 1));
+        all.reverse();
+        Ok(all)
+    }
+
     /// True where the bitmaps that the image stores may be changed.
     pub fn bitmaps_may_change(&self) -> bool {
         !self.is_read_only() || self.is_below_snapshot()
@@ -228,6 +238,20 @@ impl Node {
             }
             BitmapChange::Merge { target, .. } => drop(self.check_bitmap(target).await?),
         }
+        let changed = self.carry_out_bitmap_change(change, persistent).await;
+        if changed.is_ok()
+            && let BitmapChange::Add { name, .. } | BitmapChange::Remove(name) = change
+        {
+            let added = &mut self.tracking.named().added;
+            added.retain(|known| known != name);
+            if matches!(change, BitmapChange::Add { .. }) {
+                added.push(name.clone());
+            }
+        }
+        changed
+    }
+
+    async fn carry_out_bitmap_change(&self, change: &BitmapChange, persistent: bool) -> Result<()> {
         match change {
             BitmapChange::Add { name, granularity_bytes, enabled } if !persistent => {
                 self.add_transient(name, *granularity_bytes, *enabled)

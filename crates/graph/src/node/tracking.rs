@@ -25,6 +25,8 @@ pub(super) struct Named {
     pub transient: Vec<Transient>,
     /// Names of bitmaps that an export or a job uses, once for each use.
     pub busy: Vec<String>,
+    /// Names of the bitmaps of any kind that were added since the node is open, in the order of their coming.
+    pub added: Vec<String>,
 }
 
 /// A bitmap that goes with the node.

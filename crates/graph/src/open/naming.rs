@@ -186,7 +186,11 @@ impl Node {
                 ChildRole::File if is_plain && named.is_protocol() && !self.is_passing() => {
                     (plain, is_path) = (named.plain.clone(), named.is_path);
                 }
-                ChildRole::File => {}
+                // As in QEMU these have the name of their disk.
+                ChildRole::File if driver == "copy-before-write" || self.driver().shows_past() => {
+                    (plain, is_path) = (Some(named.text()), named.is_path);
+                }
+                ChildRole::File | ChildRole::Target => {}
                 _ => plain = None,
             }
             own.push((child.role.name(), named.options));
@@ -285,6 +289,8 @@ impl Node {
         let Some((name, format)) = self.driver().named_backing() else { return Ok(None) };
         let name = name.filter(|name| !name.is_empty());
         let backing = match self.backing() {
+            // As in QEMU the name that is shown has the filters; in a header they would need their objects.
+            Some(backing) if purpose == Purpose::Shown => backing.named(purpose, false)?,
             Some(backing) => crate::node::below_filters(&backing).named(purpose, false)?,
             None => return Ok(name.map(|_| Value::Null)),
         };
