@@ -234,7 +234,7 @@ impl Schema {
             (Type::Bool, Value::String(text)) if texts => flag(&text).map(Value::Bool).ok_or_else(|| {
                 with_more(format!("Parameter '{path}' expects 'on' or 'off'"), format_args!(", not '{text}'"))
             }),
-            (Type::Int | Type::Uint64, Value::String(text)) if texts => size(&text).map(Value::from).ok_or_else(|| {
+            (Type::Int | Type::Uint64, Value::String(text)) if texts => number_of(&text, of).ok_or_else(|| {
                 with_more(format!("Parameter '{path}' expects integer"), format_args!(", not '{text}'"))
             }),
             (Type::List(element), Value::Array(items)) => {
@@ -448,15 +448,26 @@ fn with_more(message: String, more: fmt::Arguments<'_>) -> QmpError {
     QmpError::generic(message).with_whole(whole)
 }
 
-/// A whole number, perhaps with one of the binary suffixes.
-fn size(text: &str) -> Option<i64> {
-    let (digits, shift) = match text.char_indices().last()? {
-        (at, 'b' | 'B') if at > 0 => (&text[..at], 0),
-        (at, 'k' | 'K') => (&text[..at], 10),
-        (at, 'm' | 'M') => (&text[..at], 20),
-        (at, 'g' | 'G') => (&text[..at], 30),
-        (at, 't' | 'T') => (&text[..at], 40),
-        _ => (text, 0),
+/// A whole number as C reads it: blanks in front, a sign, hexadecimal behind `0x` and octal behind `0`.
+fn number_of(text: &str, of: &Type) -> Option<Value> {
+    let text = text.trim_start_matches([' ', '\t', '\n', '\x0b', '\x0c', '\r']);
+    let (is_negative, text) = match text.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, text.strip_prefix('+').unwrap_or(text)),
     };
-    digits.parse::<i64>().ok()?.checked_mul(1 << shift)
+    let (digits, radix) = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => (digits, 16),
+        None if text.len() > 1 && text.starts_with('0') => (text, 8),
+        None => (text, 10),
+    };
+    if !digits.starts_with(|digit: char| digit.is_digit(radix)) {
+        return None;
+    }
+    let size = u64::from_str_radix(digits, radix).ok()?;
+    match (of, is_negative) {
+        (Type::Uint64, true) => Some(size.wrapping_neg().into()),
+        (Type::Uint64, false) => Some(size.into()),
+        (_, true) => 0_i64.checked_sub_unsigned(size).map(Value::from),
+        (_, false) => i64::try_from(size).ok().map(Value::from),
+    }
 }

@@ -359,7 +359,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
         "--blockdev",
         "qcow2,node-name=disk,file.driver=file,file.filename=disk.qcow2",
         "--blockdev",
-        "null-co,node-name=none,size=1M",
+        "null-co,node-name=none,size=1048576",
         "--nbd-server",
         &address,
         "--export",

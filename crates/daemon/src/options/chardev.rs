@@ -3,7 +3,7 @@
 
 use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
-use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size};
+use cowshed_image::options::{BareKey, parse_list, parse_on_off, parse_size, size_refused};
 use cowshed_types::{Error, Result, check_identifier};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,6 +17,57 @@ const FIXED: &[(&str, bool)] = &[("telnet", false), ("mux", false)];
 
 /// Options without effect.
 const IGNORED: &[&str] = &["nodelay", "delay", "signal", "ipv4", "ipv6"];
+
+/// The options of all backends in QEMU, with their types.
+pub(super) const OPTIONS: &[(&str, &str)] = &[
+    ("abstract", "bool (on/off)"),
+    ("append", "bool (on/off)"),
+    ("backend", "str"),
+    ("chardev", "str"),
+    ("chardevs.0", "str"),
+    ("chardevs.1", "str"),
+    ("chardevs.2", "str"),
+    ("chardevs.3", "str"),
+    ("clipboard", "bool (on/off)"),
+    ("cols", "num"),
+    ("debug", "num"),
+    ("delay", "bool (on/off)"),
+    ("encoding", "str"),
+    ("fd", "str"),
+    ("height", "num"),
+    ("host", "str"),
+    ("input-path", "str"),
+    ("ipv4", "bool (on/off)"),
+    ("ipv6", "bool (on/off)"),
+    ("localaddr", "str"),
+    ("localport", "str"),
+    ("logappend", "bool (on/off)"),
+    ("logfile", "str"),
+    ("logtimestamp", "bool (on/off)"),
+    ("mouse", "bool (on/off)"),
+    ("mux", "bool (on/off)"),
+    ("name", "str"),
+    ("nodelay", "bool (on/off)"),
+    ("path", "str"),
+    ("port", "str"),
+    ("reconnect-ms", "num"),
+    ("rows", "num"),
+    ("server", "bool (on/off)"),
+    ("signal", "bool (on/off)"),
+    ("size", "size"),
+    ("telnet", "bool (on/off)"),
+    ("tight", "bool (on/off)"),
+    ("tls-authz", "str"),
+    ("tls-creds", "str"),
+    ("tn3270", "bool (on/off)"),
+    ("to", "num"),
+    ("wait", "bool (on/off)"),
+    ("websocket", "bool (on/off)"),
+    ("width", "num"),
+];
+
+/// Options that say how a socket is to be, and are refused where they ask for more than there is.
+const OF_SOCKETS: &[&str] = &["abstract", "tight", "tls-authz", "tls-creds", "tn3270", "to", "websocket"];
 
 /// Backends that QEMU's daemon has besides.
 const OTHERS: &[&str] = &["file", "hub", "mux", "parallel", "pipe", "pty", "serial", "udp"];
@@ -45,7 +96,9 @@ impl Chardevs {
         let Some(backend) = pairs.remove("backend") else {
             return refused(format!("chardev: \"{id}\" missing backend"));
         };
+        pairs.iter().try_for_each(|(key, value)| check_type(key, value))?;
         check_fixed(&mut pairs)?;
+        let is_socket = backend == "socket";
         let log = log(&mut pairs)?;
         let backend = match backend.as_str() {
             "stdio" => BackendOptions::Place(MonitorAddress::Stdio),
@@ -64,8 +117,11 @@ impl Chardevs {
                 });
             }
         };
-        if let Some(unknown) = pairs.keys().next() {
-            return refused(format!("Invalid parameter '{unknown}'"));
+        let asks = |(option, value): &(&String, &String)| {
+            OF_SOCKETS.contains(&option.as_str()) && parse_on_off(value) != Some(false)
+        };
+        if let Some((option, _)) = pairs.iter().find(asks).filter(|_| is_socket) {
+            return refused(format!("Invalid parameter '{option}'"));
         }
         let options = ChardevOptions { backend, log };
         if options.is_stdio() && self.0.values().any(ChardevOptions::is_stdio) {
@@ -76,6 +132,32 @@ impl Chardevs {
         }
         self.0.insert(id.clone(), options.clone());
         Ok((id, options))
+    }
+}
+
+/// Refuses an option that no backend has, or a value of another type. Those of other backends do nothing, as in QEMU.
+fn check_type(key: &str, value: &str) -> Result<()> {
+    let Some((_, kind)) = OPTIONS.iter().find(|(name, _)| *name == key) else {
+        return Err(Error::invalid_argument(format!("Invalid parameter '{key}'")));
+    };
+    match *kind {
+        "num" if parse_number(value).is_none() => {
+            Err(Error::invalid_argument(format!("Parameter '{key}' expects a number")))
+        }
+        "size" if parse_size(value).is_err() => Err(Error::invalid_argument(size_refused(key, value))),
+        "bool (on/off)" if parse_on_off(value).is_none() => {
+            Err(Error::invalid_argument(format!("Parameter '{key}' expects 'on' or 'off'")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A number as C reads it.
+fn parse_number(text: &str) -> Option<u64> {
+    let text = text.trim_start();
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
     }
 }
 
@@ -226,7 +308,6 @@ mod tests {
             ("socket,id=a,port=99999,server=on", "'port' expects a number"),
             ("pty,id=a", "'pty'"),
             ("stdio,id=a,foo=1", "Invalid parameter 'foo'"),
-            ("null,id=a,size=1k", "Invalid parameter 'size'"),
             ("ringbuf,id=a,size=1000", "power of two"),
             ("null,id=a,logfile=x,logappend=maybe", "Parameter 'logappend' expects 'on' or 'off'"),
         ] {

@@ -1,35 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `--object help`, `--object TYPE,help`, `--chardev help` and `--chardev BACKEND,help`, in QEMU's form.
 
+use super::chardev::OPTIONS;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_qmp::Type;
 use cowshed_types::Result;
 
-/// The backends of `--chardev` with their options.
-const CHARDEVS: &[(&str, &[(&str, &str)])] = &[
-    ("null", &[ID, LOG[0], LOG[1], LOG[2]]),
-    ("ringbuf", &[ID, LOG[0], LOG[1], LOG[2], ("size", "size")]),
-    (
-        "socket",
-        &[
-            ("fd", "str"),
-            ("host", "str"),
-            ID,
-            LOG[0],
-            LOG[1],
-            LOG[2],
-            ("path", "str"),
-            ("port", "num"),
-            ("reconnect-ms", "num"),
-            ("server", "bool (on/off)"),
-            ("wait", "bool (on/off)"),
-        ],
-    ),
-    ("stdio", &[ID, LOG[0], LOG[1], LOG[2], ("signal", "bool (on/off)")]),
-];
-
-const ID: (&str, &str) = ("id", "str");
-const LOG: [(&str, &str); 3] = [("logappend", "bool (on/off)"), ("logfile", "str"), ("logtimestamp", "bool (on/off)")];
+/// The backends of `--chardev`.
+const CHARDEVS: &[&str] = &["null", "ringbuf", "socket", "stdio"];
 
 /// The first word of options that ask for help; `None` when they don't.
 fn asked(text: &str) -> Option<String> {
@@ -68,14 +46,14 @@ pub fn object_help(text: &str) -> Result<Option<String>> {
     Ok(Some(listed(&format!("{kind} options:"), lines)))
 }
 
-/// As [`object_help`], of `--chardev`: the backends, or the options of one.
-pub fn chardev_help(text: &str) -> Option<String> {
+/// As [`object_help`], of `--chardev`: the backends, or the options of all of them. That one is a failure, as in QEMU.
+pub fn chardev_help(text: &str) -> Option<(String, u8)> {
     let backend = asked(text)?;
-    Some(match CHARDEVS.iter().find(|(name, _)| *name == backend) {
-        Some((_, options)) => {
-            listed("chardev options:", options.iter().map(|(name, value)| format!("{name}=<{value}>")))
+    Some(match backend.as_str() {
+        "help" | "?" => {
+            (listed("Available chardev backend types: ", CHARDEVS.iter().map(|name| (*name).to_owned())), 0)
         }
-        None => listed("Available chardev backend types: ", CHARDEVS.iter().map(|(name, _)| (*name).to_owned())),
+        _ => (listed("chardev options:", OPTIONS.iter().map(|(name, value)| format!("{name}=<{value}>"))), 1),
     })
 }
 
@@ -107,11 +85,16 @@ mod tests {
     }
 
     #[test]
-    fn each_backend_of_character_devices_has_its_options() {
+    fn character_devices_have_one_list_of_options() {
         let all = "Available chardev backend types: \n  null\n  ringbuf\n  socket\n  stdio";
-        assert_eq!(chardev_help("help").as_deref(), Some(all));
-        assert_eq!(chardev_help("pty,help").as_deref(), Some(all));
-        assert!(chardev_help("socket,help").unwrap().contains("\n  path=<str>\n"));
+        for text in ["help", "?", "help,id=a", "backend=help"] {
+            assert_eq!(chardev_help(text), Some((all.to_owned(), 0)), "{text}");
+        }
+        for text in ["socket,help", "pty,help", "null,id=a,help", "id=a,help"] {
+            let (options, code) = chardev_help(text).unwrap();
+            assert!(options.contains("\n  path=<str>\n") && options.contains("\n  width=<num>"), "{options}");
+            assert_eq!(code, 1, "{text}");
+        }
         assert_eq!(chardev_help("socket,id=help,path=a,server=on"), None);
     }
 }

@@ -97,7 +97,7 @@ fn serve(folder: tempfile::TempDir, credentials: &str, authorization: &str) -> R
     let steps = vec![
         Step::object(credentials).expect("right"),
         Step::object(authorization).expect("right"),
-        Step::blockdev("null-co,node-name=d,size=1M,read-zeroes=on").expect("right"),
+        Step::blockdev("null-co,node-name=d,size=1048576,read-zeroes=on").expect("right"),
         Step::nbd_server(&server).expect("right"),
         Step::export("nbd,id=e,node-name=d,name=").expect("right"),
     ];

@@ -191,7 +191,7 @@ fn caches_say_what_they_hold_and_may_hold() {
     let folder = super::running::temp_folder();
     Qemu::system().create(&folder.path().join("a.qcow2"), "qcow2", "", 64 << 20);
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let sizes = "l2-cache-size=1M,refcount-cache-size=512k";
+    let sizes = "l2-cache-size=1048576,refcount-cache-size=524288";
     let node = format!("qcow2,node-name=q,{sizes},file.driver=file,file.filename={}", path("a.qcow2"));
     let steps = vec![
         Step::metrics("--metrics", "127.0.0.1:0"),

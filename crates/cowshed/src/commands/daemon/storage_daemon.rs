@@ -52,19 +52,19 @@ fn arguments(command: clap::Command) -> clap::Command {
     ])
 }
 
-/// Prints the help that `--object` and `--chardev` ask for with `help`; true when one did.
-fn show_help(matches: &ArgMatches, console: &mut Console) -> Result<bool, Failure> {
+/// Prints the help that `--object` and `--chardev` ask for with `help`; the exit code when one did.
+fn show_help(matches: &ArgMatches, console: &mut Console) -> Result<Option<u8>, Failure> {
     let values = |name: &str| matches.get_many::<String>(name).into_iter().flatten();
-    if let Some(help) = values("chardev").find_map(|text| cowshed_daemon::chardev_help(text)) {
+    if let Some((help, code)) = values("chardev").find_map(|text| cowshed_daemon::chardev_help(text)) {
         console.line(help);
-        return Ok(true);
+        return Ok(Some(code));
     }
-    super::show_object_help(values("object"), console)
+    Ok(super::show_object_help(values("object"), console)?.then_some(0))
 }
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
-    if show_help(matches, console)? {
-        return Ok(0);
+    if let Some(code) = show_help(matches, console)? {
+        return Ok(code);
     }
     let bounds = BoundArgs::from_arg_matches(matches)?;
     let running = Running {
