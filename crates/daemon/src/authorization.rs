@@ -31,7 +31,8 @@ pub(crate) struct Rules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rule {
     pattern: String,
-    is_glob: bool,
+    /// Whether it is a glob; `None` where that isn't said, which is an exact name.
+    is_glob: Option<bool>,
     allows: bool,
 }
 
@@ -77,6 +78,26 @@ impl Authorization {
         }
     }
 
+    /// With another value of a property. `None`: it stays as it was made.
+    pub fn with(&self, property: &str, value: &Value) -> QmpResult<Option<Authorization>> {
+        let expected =
+            |kind: &str| QmpError::generic(format!("Invalid parameter type for '{property}', expected: {kind}"));
+        Ok(match (self, property) {
+            (Authorization::Simple { .. }, "identity") => {
+                let identity = value.as_str().ok_or_else(|| expected("string"))?.to_owned();
+                Some(Authorization::Simple { identity })
+            }
+            (Authorization::List(rules), "policy") => {
+                value.as_str().ok_or_else(|| expected("string"))?;
+                Some(Authorization::List(Rules { allows: parse_policy(value)?, ..rules.clone() }))
+            }
+            (Authorization::List(rules), "rules") => {
+                Some(Authorization::List(Rules { rules: Rule::list(value)?, ..rules.clone() }))
+            }
+            _ => None,
+        })
+    }
+
     /// Its type.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -91,13 +112,7 @@ impl Rules {
     /// From `policy` (`deny` by default) and `rules`: each with `match`, `policy`, and `format` where it isn't `exact`.
     pub fn from_json(given: &serde_json::Map<String, Value>) -> QmpResult<Rules> {
         let allows = parse_policy(given.get("policy").unwrap_or(&json!("deny")))?;
-        let wrong = || QmpError::generic("Invalid parameter type for 'rules', expected: array");
-        let rules = match given.get("rules") {
-            None => Vec::new(),
-            Some(rules) => {
-                rules.as_array().ok_or_else(wrong)?.iter().map(Rule::from_json).collect::<QmpResult<Vec<Rule>>>()?
-            }
-        };
+        let rules = given.get("rules").map_or_else(|| Ok(Vec::new()), Rule::list)?;
         let unknown = given.keys().find(|key| !["policy", "rules", "qom-type", "id"].contains(&key.as_str()));
         match unknown {
             Some(key) => Err(QmpError::generic(format!("Parameter '{key}' is unexpected"))),
@@ -111,31 +126,51 @@ impl Rules {
 }
 
 impl Rule {
-    fn from_json(given: &Value) -> QmpResult<Rule> {
-        let text = |key: &str| given.get(key).and_then(Value::as_str);
-        let missing = |key: &str| QmpError::generic(format!("Parameter 'rules[].{key}' is missing"));
-        let unknown = given.as_object().into_iter().flatten().map(|(key, _)| key);
-        if let Some(key) = unknown.into_iter().find(|key| !["match", "policy", "format"].contains(&key.as_str())) {
-            return Err(QmpError::generic(format!("Parameter 'rules[].{key}' is unexpected")));
-        }
-        Ok(Rule {
-            pattern: text("match").ok_or_else(|| missing("match"))?.to_owned(),
-            allows: parse_policy(given.get("policy").ok_or_else(|| missing("policy"))?)?,
-            is_glob: match given.get("format").unwrap_or(&json!("exact")).as_str() {
-                Some("exact") => false,
-                Some("glob") => true,
+    fn list(given: &Value) -> QmpResult<Vec<Rule>> {
+        let wrong = || QmpError::generic("Invalid parameter type for 'rules', expected: array");
+        let rules = given.as_array().ok_or_else(wrong)?;
+        rules.iter().enumerate().map(|(number, rule)| Rule::from_json(number, rule)).collect()
+    }
+
+    fn from_json(number: usize, given: &Value) -> QmpResult<Rule> {
+        let expected = |of: &str, kind: &str| {
+            QmpError::generic(format!("Invalid parameter type for 'rules[{number}]{of}', expected: {kind}"))
+        };
+        let given = given.as_object().ok_or_else(|| expected("", "object"))?;
+        let text = |key: &str| match given.get(key) {
+            Some(value) => value.as_str().map(Some).ok_or_else(|| expected(&format!(".{key}"), "string")),
+            None => Ok(None),
+        };
+        let needed = |key: &str| {
+            let missing = || QmpError::generic(format!("Parameter 'rules[{number}].{key}' is missing"));
+            text(key)?.ok_or_else(missing)
+        };
+        let rule = Rule {
+            pattern: needed("match")?.to_owned(),
+            allows: parse_policy(&needed("policy")?.into())?,
+            is_glob: match text("format")? {
+                None => None,
+                Some("exact") => Some(false),
+                Some("glob") => Some(true),
                 other => return Err(not_accepted("format", other)),
             },
-        })
+        };
+        match given.keys().find(|key| !["match", "policy", "format"].contains(&key.as_str())) {
+            Some(key) => Err(QmpError::generic(format!("Parameter 'rules[{number}].{key}' is unexpected"))),
+            None => Ok(rule),
+        }
     }
 
     fn to_json(&self) -> Value {
-        let format = if self.is_glob { "glob" } else { "exact" };
-        json!({"match": self.pattern, "policy": policy(self.allows), "format": format})
+        let mut shown = json!({"match": self.pattern, "policy": policy(self.allows)});
+        if let Some(is_glob) = self.is_glob {
+            shown["format"] = json!(if is_glob { "glob" } else { "exact" });
+        }
+        shown
     }
 
     fn fits(&self, identity: &str) -> bool {
-        match self.is_glob {
+        match self.is_glob == Some(true) {
             true => glob_fits(&self.pattern, identity),
             false => self.pattern == identity,
         }
@@ -277,10 +312,10 @@ mod tests {
         for (wrong, reason) in [
             (r#"{"policy": "maybe"}"#, "'policy' does not accept value 'maybe'"),
             (r#"{"rules": {}}"#, "'rules', expected: array"),
-            (r#"{"rules": [{"match": "x"}]}"#, "'rules[].policy' is missing"),
-            (r#"{"rules": [{"policy": "deny"}]}"#, "'rules[].match' is missing"),
+            (r#"{"rules": [{"match": "x"}]}"#, "'rules[0].policy' is missing"),
+            (r#"{"rules": [{"policy": "deny"}]}"#, "'rules[0].match' is missing"),
             (r#"{"rules": [{"match": "x", "policy": "deny", "format": "re"}]}"#, "'format' does not accept value 're'"),
-            (r#"{"rules": [{"match": "x", "policy": "deny", "fromat": "glob"}]}"#, "'rules[].fromat' is unexpected"),
+            (r#"{"rules": [{"match": "x", "policy": "deny", "fromat": "glob"}]}"#, "'rules[0].fromat' is unexpected"),
             (r#"{"polcy": "allow"}"#, "'polcy' is unexpected"),
         ] {
             assert!(rules(wrong).unwrap_err().description.contains(reason), "{wrong}");

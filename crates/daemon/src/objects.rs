@@ -407,7 +407,16 @@ impl Objects {
     }
 
     /// Changes a property of one of them. A wrong value changes nothing.
-    pub fn set(&self, object: &Object, property: &str, value: &Value) -> QmpResult<()> {
+    pub fn set(&self, id: &str, object: &Object, property: &str, value: &Value) -> QmpResult<()> {
+        if let Object::Authorization(authorization) = object
+            && let Some(changed) = authorization.with(property, value)?
+        {
+            // Clients that are in stay, as in QEMU.
+            let changed = Arc::new(changed);
+            self.authorizations.set(id, Some(Arc::clone(&changed)));
+            self.all.borrow_mut().insert(id.to_owned(), Object::Authorization(changed));
+            return Ok(());
+        }
         object.set(property, value)?;
         self.update_poll_limit();
         Ok(())

@@ -324,11 +324,11 @@ fn no_property(object: &Object, name: &str) -> QmpError {
 }
 
 async fn qom_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let (_, object) = daemon.objects.at_path(arguments.text("path"))?;
+    let (id, object) = daemon.objects.at_path(arguments.text("path"))?;
     let name = arguments.text("property");
     if object.get(name).is_none() {
         return Err(no_property(&object, name));
     }
-    daemon.objects.set(&object, name, arguments.get("value").unwrap_or(&Value::Null))?;
+    daemon.objects.set(&id, &object, name, arguments.get("value").unwrap_or(&Value::Null))?;
     nothing()
 }
