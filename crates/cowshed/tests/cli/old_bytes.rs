@@ -146,7 +146,7 @@ fn failed_reads_show_no_old_bytes() {
     oracle.io(&["write -P 7 0 4M"], "disk.qcow2");
     // The last MiB can't be read: the readable part is there, the rest is zeroes.
     let bad = "driver=qcow2,file.driver=blkdebug,file.image.filename=disk.qcow2,file.inject-error.0.event=none,\
-               file.inject-error.0.iotype=read,file.inject-error.0.errno=5,file.inject-error.0.sector=6144";
+               file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.errno=5,file.inject-error.0.sector=6144";
     let line = format!("convert --salvage -O raw --image-opts {bad} out");
     let output = cowshed(&folder, &line);
     let bytes = std::fs::read(folder.join("out")).unwrap_or_else(|error| panic!("{error}: {output:?}"));

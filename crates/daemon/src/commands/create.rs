@@ -119,6 +119,8 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
+    // As in QEMU these are refused before their file is looked at, and the job ends before its answer.
+    let ends_at_once = matches!(options.text("driver"), "parallels" | "qed" | "vhdx") && request_of(&options).is_err();
     let (jobs, handle) = (Rc::clone(&daemon.jobs), job.handle.clone());
     let work = async move {
         handle.set_progress(0, 1);
@@ -127,7 +129,10 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         created
     };
     let finish = Finish::new(|_| Box::pin(async { Ok(()) }));
-    jobs.start(job, async move { (work.await, finish) });
+    jobs.start(Rc::clone(&job), async move { (work.await, finish) });
+    if ends_at_once {
+        job.await_end().await;
+    }
     nothing()
 }
 
@@ -170,8 +175,13 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
     }
     if !is_file && !is_vdi && size.is_some_and(|size| !size.is_multiple_of(512)) {
-        return Err(Error::invalid_argument("Image size must be a multiple of 512 bytes"));
+        return Err(Error::invalid_argument(match options.text("driver") {
+            "vpc" => "The requested image size cannot be represented in CHS geometry",
+            "qed" => "QED image size must be a non-zero multiple of cluster size and less than 70368744177664 bytes",
+            _ => "Image size must be a multiple of 512 bytes",
+        }));
     }
+    check_units(options)?;
     // These headers have at most a mark of a raw backing file, so another format is as good as none.
     let unsaid = match options.text("driver") {
         "qcow" | "qed" => Some("qcow2"),
@@ -190,6 +200,29 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         backing_unchecked: true,
         ..CreateRequest::default()
     })
+}
+
+/// Refuses sizes of logs, blocks and clusters that no image has, in QEMU's words. `-o` of `create` rounds some of them.
+fn check_units(options: &Arguments) -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let number = |key: &str| options.number(key).map_err(|error| Error::invalid_argument(error.description));
+    let refuse = |message: &str| Err(Error::invalid_argument(message));
+    match options.text("driver") {
+        "vhdx" => match (number("log-size")?, number("block-size")?) {
+            (Some(log), _) if log >= 4096 * MIB => refuse("Log size must be smaller than 4 GB"),
+            (Some(log), _) if !log.is_multiple_of(MIB) => refuse("Log size must be a multiple of 1 MB"),
+            (_, Some(block)) if block == 0 || !block.is_multiple_of(MIB) || i64::try_from(block).is_err() => {
+                refuse("Block size must be a multiple of 1 MB")
+            }
+            (_, Some(block)) if !block.is_power_of_two() => refuse("Block size must be a power of two"),
+            (_, Some(block)) if block > 256 * MIB => refuse("Block size must not exceed 268435456"),
+            _ => Ok(()),
+        },
+        "parallels" if number("cluster-size")?.is_some_and(|cluster| !cluster.is_multiple_of(512)) => {
+            refuse("Cluster size must be a multiple of 512 bytes")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// As `-o` takes it.

@@ -69,7 +69,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
-    if is_read_only {
+    if is_read_only && !matches!(change, Ok(None)) {
         daemon.jobs.dismiss(&job);
         return Err(QmpError::generic("Block node is read-only"));
     }

@@ -12,7 +12,7 @@ pub(crate) struct SnapshotAccess {
 }
 
 impl SnapshotAccess {
-    /// `file` leads to a copy-before-write filter.
+    /// `file` leads to a copy-before-write filter. Above any other node nothing can be read.
     pub(crate) fn new(file: Arc<Link>) -> SnapshotAccess {
         SnapshotAccess { file }
     }
@@ -67,5 +67,5 @@ impl Driver for SnapshotAccess {
 }
 
 fn no_filter() -> Error {
-    Error::internal("snapshot-access on something else than copy-before-write")
+    Error::unsupported("the node below keeps no past of its disk")
 }

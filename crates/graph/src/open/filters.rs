@@ -203,6 +203,7 @@ async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 /// Faults below the nodes above this one: its file is the child's with the rules in front.
 async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
+    BlkdebugOptions::check_events(&draft.options, &draft.place.path)?;
     let options = BlkdebugOptions::new(&draft.options);
     // Sharing with writers is defined for plain files only.
     draft.place.share_writes = false;
@@ -275,10 +276,6 @@ async fn snapshot_access(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     draft.place.share_writes = true;
     let spec = spec(draft, "file");
     let child = opener.child(draft, ChildRole::File, spec, draft.place.storage("file", false)).await?;
-    if child.copy_before_write().is_none() {
-        let message = format!("'{}file' must be a node of the driver 'copy-before-write'", draft.place.path);
-        return Err(Error::invalid_argument(message).value(child.driver_name()));
-    }
     let link = draft.children.link(ChildRole::File).unwrap_or_default();
     Ok((Box::new(SnapshotAccess::new(link)), child.filename()))
 }

@@ -19,7 +19,23 @@ pub(crate) struct BlkdebugOptions {
     pub max_transfer: Option<u64>,
 }
 
+/// Keys that only our rules have.
+const OWN: &[&str] = &["action", "bytes", "delay-ms", "probability-percent", "skip", "times"];
+
 impl BlkdebugOptions {
+    /// Refuses a rule without an event, as QEMU does, unless it has a key of ours. `path`: the place of the node.
+    pub(crate) fn check_events(options: &BlockdevOptions, path: &str) -> Result<()> {
+        let is_ours = |rule: &Value| OWN.iter().any(|key| rule.get(key).is_some());
+        let lacks = |rule: &Value| rule.get("event").is_none() && !is_ours(rule);
+        match list(options, "inject-error").iter().position(lacks) {
+            Some(number) => {
+                let error = Error::invalid_argument(format!("option '{path}inject-error.{number}.event' is missing"));
+                Err(error.qemu("Missing event name for rule"))
+            }
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn new(options: &BlockdevOptions) -> BlkdebugOptions {
         let faults = Faults::new(options.number("seed").unwrap_or(0));
         for rule in list(options, "set-state") {

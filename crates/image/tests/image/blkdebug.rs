@@ -280,7 +280,7 @@ fn rules_come_from_a_file() {
                  [inject-error]\nevent = \"read_aio\"\nstate = \"2\"\nerrno = \"28\"\nonce = \"on\"\n";
     std::fs::write(&config, rules).unwrap();
     let node =
-        bench.open(&format!("file.config={config},file.inject-error.0.iotype=flush,file.inject-error.0.errno=5"));
+        bench.open(&format!("file.config={config},file.inject-error.0.event=none,file.inject-error.0.iotype=flush,file.inject-error.0.errno=5"));
     assert_eq!(read(&node, 0).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(read(&node, 0).unwrap()[0], 1);
     assert!(rt::block_on(node.flush()).is_err() || rt::block_on(node.close()).is_err(), "the rule of the options");
