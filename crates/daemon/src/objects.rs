@@ -548,15 +548,15 @@ mod tests {
         objects.add("more", iothread(json!({"poll-max-ns": 9000}))).unwrap();
         assert_eq!(limit_ns(), 9000);
         let more = objects.find("more").unwrap();
-        objects.set(&more, "poll-max-ns", &json!(0)).unwrap();
+        objects.set("more", &more, "poll-max-ns", &json!(0)).unwrap();
         assert_eq!(limit_ns(), 7000);
-        objects.set(&more, "poll-max-ns", &json!(-1)).unwrap_err();
+        objects.set("more", &more, "poll-max-ns", &json!(-1)).unwrap_err();
         objects.remove("some");
         assert_eq!(limit_ns(), 0, "never");
         objects.remove("more");
         assert_eq!(limit_ns(), default_ns);
         let plain = objects.find("plain").unwrap();
-        objects.set(&plain, "poll-max-ns", &json!(32768)).unwrap();
+        objects.set("plain", &plain, "poll-max-ns", &json!(32768)).unwrap();
         assert_eq!(limit_ns(), 32768, "said, though it is QEMU's default");
     }
 

@@ -101,7 +101,7 @@ fn a_file_that_is_used_by_then_stays() {
         client.command("blockdev-add", node);
         client.command("block-job-set-speed", json!({"device": "k", "speed": 0}));
         client.event("BLOCK_JOB_ERROR");
-        client.command("block-job-cancel", json!({"device": "k"}));
+        client.command("block-job-cancel", json!({"device": "k", "force": true}));
         client.event("BLOCK_JOB_CANCELLED");
         assert_eq!(files(daemon.folder.path()), ["copy"], "active: {is_active}");
         daemon.stop().expect("stopped in order");
