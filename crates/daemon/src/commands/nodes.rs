@@ -382,13 +382,8 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     let mut list = Vec::new();
     for node in newest_first(&daemon) {
         let mut described = describe(&node, flat).await?;
-        // As in QEMU these are the limits of a disk, which `query-block` has.
-        described.shift_remove("group");
-        for name in Limits::qmp_names() {
-            match described.get_mut(&name) {
-                Some(value) if !name.contains("_max") && name != "iops_size" => *value = json!(0),
-                _ => drop(described.shift_remove(&name)),
-            }
+        if !daemon.inserted_filters.contains(&node) {
+            hide_limits(&mut described);
         }
         list.push(described);
     }
@@ -408,6 +403,17 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     let mut list: Vec<Value> = list.into_iter().map(Value::Object).collect();
     list.extend(daemon.inactive.described());
     Ok(Value::Array(list))
+}
+
+/// As in QEMU a node of the user shows no limits: those of a disk are in `query-block`.
+fn hide_limits(described: &mut Map<String, Value>) {
+    described.shift_remove("group");
+    for name in Limits::qmp_names() {
+        match described.get_mut(&name) {
+            Some(value) if !name.contains("_max") && name != "iops_size" => *value = json!(0),
+            _ => drop(described.shift_remove(&name)),
+        }
+    }
 }
 
 /// All nodes, the newest first, as in QEMU: there a backing file that an image names is opened behind the image.

@@ -203,7 +203,7 @@ fn a_filter_stands_between_an_image_and_its_file() {
     let nodes = client.command("query-named-block-nodes", json!({}));
     let of = |name: &str| nodes.as_array().expect("a list").iter().find(|node| node["node-name"] == name).cloned();
     assert_eq!(of("q").expect("the image")["children"][0], json!({"child": "file", "node-name": "t"}));
-    assert_eq!(of("t").expect("the filter")["group"], "g");
+    assert_eq!(of("t").expect("the filter")["drv"], "throttle");
     // The image's requests to its file went through the filter.
     let stats = client.command("query-blockstats", json!({"query-nodes": true}));
     let stats = stats.as_array().expect("a list").iter().find(|node| node["node-name"] == "t").expect("the filter");

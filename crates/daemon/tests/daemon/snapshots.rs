@@ -79,7 +79,7 @@ fn an_overlay_that_was_added_takes_over() {
     client.command("blockdev-add", overlay);
     client.command("blockdev-snapshot", json!({"node": "q", "overlay": "over"}));
     qemu.io(["-f", "raw", "-c", "write -P 2 64k 64k", &uri(&daemon, "q")]).expect_ok();
-    assert!(client.refusal("blockdev-snapshot", json!({"node": "over", "overlay": "q"})).contains("q"));
+    assert!(client.refusal("blockdev-snapshot", json!({"node": "over", "overlay": "q"})).contains("already in use"));
     assert!(client.refusal("blockdev-snapshot", json!({"node": "over", "overlay": "none"})).contains("Cannot find"));
     let (_folder, stopped) = daemon.keep_after_stop();
     stopped.expect("stopped in order");
