@@ -126,8 +126,7 @@ struct ConvertArgs {
     /// Effort of -c: for zlib 1 (fast) to 9 (small), to 12 with a wide window; for zstd 1 to 22, or negative [default: 2 for zlib, else 1]
     #[arg(long, value_name = "LEVEL", allow_hyphen_values = true)]
     compression_level: Option<i32>,
-    /// Window of zlib: 4k (any reader can take it) or 32k (faster and smaller; for readers that inflate a cluster at
-    /// once, as QEMU does, not for those that stream with a 4 KiB window) [default: 4k]
+    /// Window of zlib: 4k, for any reader, or 32k, faster and smaller, for readers that inflate whole clusters as QEMU does [default: 4k]
     #[arg(long, value_name = "SIZE")]
     compression_window: Option<String>,
     /// Open the sources even while another process writes to them: what is read may be torn

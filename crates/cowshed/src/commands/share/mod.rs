@@ -85,7 +85,7 @@ struct ShareArgs {
     format: Option<String>,
     #[command(flatten)]
     naming: NamingArgs,
-    /// What a client gets
+    /// Form of the download
     #[arg(long = "as", value_enum, default_value_t, value_name = "raw|qcow2|zstd")]
     shape: Shape,
     /// Stop after the first complete download
