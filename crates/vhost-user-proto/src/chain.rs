@@ -200,6 +200,9 @@ impl<P: Shared> DescriptorChain<P> {
             let current = inner.as_ref().unwrap_or(table);
             let descriptor = Descriptor::read(current, index)
                 .ok_or(Malformed::new("a descriptor lies outside of its table, number", index))?;
+            if current.is_lost() {
+                return Err(Malformed::new("memory of a table of descriptors is lost, number", index));
+            }
             if descriptor.has(INDIRECT) {
                 if !indirect {
                     return Err(Malformed::new("an indirect table that was not agreed on, flags", descriptor.flags));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Memory that a guest, or another process, changes meanwhile.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 /// A contiguous piece of such memory. Its bytes are only ever copied: no reference to them exists.
@@ -55,6 +55,7 @@ pub trait Memory {
 #[derive(Clone, Debug)]
 pub struct Block {
     bytes: Rc<RefCell<Vec<u8>>>,
+    is_lost: Rc<Cell<bool>>,
     start: usize,
     len: usize,
 }
@@ -63,12 +64,17 @@ impl Block {
     /// Memory that holds `bytes`.
     pub fn new(bytes: Vec<u8>) -> Block {
         let len = bytes.len();
-        Block { bytes: Rc::new(RefCell::new(bytes)), start: 0, len }
+        Block { bytes: Rc::new(RefCell::new(bytes)), is_lost: Rc::default(), start: 0, len }
     }
 
     /// `len` zero bytes.
     pub fn zeroed(len: usize) -> Block {
         Self::new(vec![0; len])
+    }
+
+    /// Makes the memory one that is lost; see [`Shared::is_lost`].
+    pub fn lose(&self) {
+        self.is_lost.set(true);
     }
 }
 
@@ -101,7 +107,11 @@ impl Shared for Block {
 
     fn part(&self, at: usize, len: usize) -> Block {
         assert!(at + len <= self.len, "a part past the end of a piece");
-        Block { bytes: Rc::clone(&self.bytes), start: self.start + at, len }
+        Block { bytes: Rc::clone(&self.bytes), is_lost: Rc::clone(&self.is_lost), start: self.start + at, len }
+    }
+
+    fn is_lost(&self) -> bool {
+        self.is_lost.get()
     }
 }
 

@@ -145,6 +145,10 @@ impl<P: Shared> Ring<P> {
         }
         let place = usize::from(self.next_available & (self.size - 1));
         let head = self.available.load(ENTRIES_AT + 2 * place);
+        // Asked behind both loads: numbers of lost memory are zeroes, and the chain at 0 may be a request that has ended.
+        if self.available.is_lost() || self.descriptors.is_lost() || self.used.is_lost() {
+            return Err(Malformed::new("memory of a ring is lost; its index", index));
+        }
         self.begin(head)?;
         self.next_available = self.next_available.wrapping_add(1);
         Ok(Some(head))

@@ -76,6 +76,60 @@ fn descriptor_chains_return_in_order_of_completion() {
     assert_eq!(entries, [9, 0, 0, 0, 1, 2, 0, 0, 3, 0, 0, 0, 1, 0, 0, 0]);
 }
 
+/// A memory of which some addresses are in another region.
+struct Parted<'a> {
+    memory: &'a Block,
+    other: &'a Block,
+    in_other: std::ops::Range<u64>,
+}
+
+impl Memory for Parted<'_> {
+    type Piece = Block;
+
+    fn piece(&self, address: u64, len: usize) -> Option<Block> {
+        let region = if self.in_other.contains(&address) { self.other } else { self.memory };
+        region.piece(address, len)
+    }
+
+    fn pieces(&self, address: u64, len: usize, pieces: &mut Vec<Block>) -> bool {
+        self.piece(address, len).map(|piece| pieces.push(piece)).is_some()
+    }
+}
+
+/// Lost memory reads as zeroes, and the chain at 0 is a request that has ended.
+#[test]
+fn a_ring_in_lost_memory_is_not_followed() {
+    for in_other in [0..AVAILABLE, AVAILABLE..USED, USED..DATA] {
+        let (memory, other) = (Block::zeroed(MEMORY_BYTES), Block::zeroed(MEMORY_BYTES));
+        let parted = Parted { memory: &memory, other: &other, in_other };
+        let mut ring = Ring::new(&parted, &place(false), 65535).unwrap();
+        let available = if parted.in_other.contains(&AVAILABLE) { &other } else { &memory };
+        available.store(AVAILABLE as usize + 2, 0);
+        other.lose();
+        let error = ring.take().unwrap_err();
+        assert_eq!(error.what, "memory of a ring is lost; its index", "{:?}", parted.in_other);
+        assert_eq!(ring.in_flight(), 0);
+    }
+}
+
+#[test]
+fn a_chain_of_a_lost_table_is_not_followed() {
+    const TABLE: u64 = 0x3000;
+    for in_other in [0..AVAILABLE, TABLE..DATA] {
+        let (memory, other) = (Block::zeroed(MEMORY_BYTES), Block::zeroed(MEMORY_BYTES));
+        let parted = Parted { memory: &memory, other: &other, in_other };
+        for memory in [&memory, &other] {
+            describe(memory, 0, 0, (TABLE, 16, INDIRECT, 0));
+            describe(memory, TABLE, 0, (DATA, 16, 0, 0));
+        }
+        let ring = Ring::new(&parted, &place(false), 0).unwrap();
+        assert_eq!(ring.chain(&parted, 0).0, Ok(()));
+        other.lose();
+        let error = ring.chain(&parted, 0).0.unwrap_err();
+        assert_eq!(error.what, "memory of a table of descriptors is lost, number", "{:?}", parted.in_other);
+    }
+}
+
 #[test]
 fn a_ring_goes_round_past_its_last_index() {
     let memory = Block::zeroed(MEMORY_BYTES);
