@@ -159,7 +159,7 @@ fn qcow() {
         (8, &[0, 0, 0, 0, 0, 0, 0, 60, 0, 0, 4, 0], "backing_file_size"),
         (8, &[0, 0, 1, 0, 0, 0, 0, 60, 0, 0, 0, 9], "backing_file_offset"),
         (24, &[0xff; 8], "(size"),
-        (24, &[0, 0xff], "l1_table_offset"),
+        (24, &[0, 0xff], "Image too large"),
         (32, &[8], "cluster_bits"),
         (33, &[14], "l2_bits"),
         (39, &[1], "crypt_method"),

@@ -54,8 +54,9 @@ fn convert_takes_the_bitmap_of_a_parallels_image_along() {
     }
     // A writable image offers none, as with QEMU: the first write makes them wrong.
     let line = format!("qemu-nbd -x x -B {name} -k n.sock disk.hds");
-    let said = oracle.ours(&oracle.work(), &words(&line));
-    assert!(said.code == Some(1) && said.err.contains(name), "{}", said.err);
+    let said = Command::new(COWSHED).current_dir(oracle.work()).args(words(&line)).output().expect("a program");
+    let complaint = String::from_utf8_lossy(&said.stderr);
+    assert!(said.status.code() == Some(1) && complaint.contains(name), "{complaint}");
     // The target has a way to store none, and the source to change its own.
     for line in [
         "convert --bitmaps -f parallels -O parallels disk.hds out.hds",

@@ -83,7 +83,10 @@ fn prepare(client: &mut Client, folder: &Path) {
             let mut bytes = std::fs::read(&parent).expect("an image");
             let at = bytes.windows(5).position(|text| text == b"\nCID=").expect("a content id") + 5;
             let end = at + bytes[at..].iter().position(|byte| *byte == b'\n').expect("a line");
-            bytes[at..end].fill(b'7');
+            bytes.splice(at..end, *b"77777777");
+            // One id in sixteen has fewer digits. Zeroes follow the text to a fixed place.
+            let behind = at + bytes[at..].iter().position(|byte| *byte == 0).expect("room for a text");
+            bytes.drain(behind..behind + 8 - (end - at));
             std::fs::write(&parent, bytes).expect("an image");
         }
     }

@@ -400,7 +400,7 @@ fn a_reopen_of_several_nodes_changes_all_or_none() {
     reopen(&graph, &[changed(&a, "read-only=on"), changed(&b, "read-only=off,backing=a")]).unwrap();
     assert_eq!(b.backing().unwrap().name(), "a");
     assert!(rt::block_on(graph.delete("a")).is_err());
-    reopen(&graph, &[changed(&b, "read-only=on,backing=")]).unwrap();
+    reopen(&graph, &[changed(&b, "read-only=on").with("backing", ())]).unwrap();
     rt::block_on(graph.delete("a")).unwrap();
     rt::block_on(graph.close_all()).unwrap();
 }

@@ -69,14 +69,6 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "images are made in plain files only",
     },
     Difference {
-        names: &["add-snapshot-access"],
-        kinds: &[
-            "root", "file", "base", "over", "filter", "below", "served", "shown", "source", "target", "fixed", "old",
-            "new",
-        ],
-        why: "only copy-before-write keeps a past; QEMU's node fails each read instead",
-    },
-    Difference {
         names: &["reopen", "reopen-read-only", "reopen-without-backing"],
         kinds: &["source", "target"],
         why: "nodes of a job keep their options",
