@@ -314,7 +314,7 @@ fn is_one_sector(old: &[u8], new: &[u8]) -> bool {
     let byte = |text: &[u8], at: usize| text.get(at).copied().unwrap_or(0);
     let mut changed = (0..old.len().max(new.len())).filter(|at| byte(old, *at) != byte(new, *at));
     let first = changed.next();
-    let last = changed.last().or(first);
+    let last = changed.next_back().or(first);
     first.map(|at| at as u64 / SECTOR_BYTES) == last.map(|at| at as u64 / SECTOR_BYTES)
 }
 

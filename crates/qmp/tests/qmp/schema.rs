@@ -75,13 +75,21 @@ fn alternates_are_told_apart_by_their_json_type() {
 
 #[test]
 fn texts_become_what_the_schema_says_on_a_command_line() {
-    let given = map(json!({"size": "64k", "force": "on"}));
-    let checked = schema().check("resize-arg", given.clone(), Strictness::Texts).expect("texts are taken");
-    assert_eq!(Value::Object(checked), json!({"size": 65536, "force": true}));
-    assert!(schema().check("resize-arg", given, Strictness::Exact).is_err());
-    for wrong in
-        [json!({"size": "x"}), json!({"size": ""}), json!({"size": "9999999T"}), json!({"size": "1", "force": "maybe"})]
-    {
+    for (text, size) in [("65536", 65536), ("0x10000", 65536), ("010", 8), (" +5", 5), ("-1", -1)] {
+        let given = map(json!({"size": text, "force": "on"}));
+        let checked = schema().check("resize-arg", given.clone(), Strictness::Texts).expect("texts are taken");
+        assert_eq!(Value::Object(checked), json!({"size": size, "force": true}), "'{text}'");
+        assert!(schema().check("resize-arg", given, Strictness::Exact).is_err(), "'{text}'");
+    }
+    for wrong in [
+        json!({"size": "x"}),
+        json!({"size": ""}),
+        json!({"size": "64k"}),
+        json!({"size": "09"}),
+        json!({"size": "0x"}),
+        json!({"size": "9223372036854775808"}),
+        json!({"size": "1", "force": "maybe"}),
+    ] {
         assert!(schema().check("resize-arg", map(wrong.clone()), Strictness::Texts).is_err(), "{wrong}");
     }
     let error = schema().check("remove-arg", map(json!({"id": "a", "mode": "x"})), Strictness::Texts);

@@ -107,8 +107,9 @@ fn judge(left: &World, kind: Kind, allowed: &[Vec<u8>]) -> Result<Vec<u8>, Strin
         }
         let check = node.check_mapped(4).await.expect("a format with tables").map_err(|error| error.to_string())?;
         let findings = check.map(|check| check.findings).unwrap_or_default();
-        // The count may be too high, and the mark of a writer may stay: docs/formats/block-formats.md.
-        let allowed = ["blocks_allocated is", "was not closed correctly"];
+        // The count may be too high, and the mark of a writer may stay: docs/formats/block-formats.md. The second copy of a VMDK's table may
+        // lag behind the first, which counts: docs/formats/vmdk.md.
+        let allowed = ["blocks_allocated is", "was not closed correctly", "the copy of grain table"];
         if let Some(finding) = findings.iter().find(|finding| !allowed.iter().any(|text| finding.contains(text))) {
             return Err(format!("check: {finding}"));
         }
