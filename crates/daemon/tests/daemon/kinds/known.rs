@@ -69,6 +69,11 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "images are made in plain files only",
     },
     Difference {
+        names: &["add-snapshot-access"],
+        kinds: &["target"],
+        why: "a job's target shares no reading with nodes above it",
+    },
+    Difference {
         names: &["reopen", "reopen-read-only", "reopen-without-backing"],
         kinds: &["source", "target"],
         why: "nodes of a job keep their options",
