@@ -231,6 +231,8 @@ impl Backup {
             }
             job.set_progress(total.saturating_sub(saver.pending_bytes()), total);
         }
+        // A pause during the last piece holds the job before its end, which can't be held any more.
+        job.pause_point().await?;
         saver.broken().map_or(Ok(()), Err)
     }
 

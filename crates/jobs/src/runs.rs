@@ -101,10 +101,11 @@ impl<'a, F: Fn(&StatusExtent) -> bool> Runs<'a, F> {
 
     /// The next pieces up to the next border that is not passed over; `None` at the end.
     pub async fn next(&mut self, job: &JobHandle) -> Result<Option<Vec<Piece>>> {
+        // Also at the end: a pause during the last piece holds the job there.
+        job.pause_point().await?;
         if self.at >= self.node.size() {
             return Ok(None);
         }
-        job.pause_point().await?;
         self.pass_zeroes().await?;
         let mut end = self.stretch_end();
         let mut pieces = Vec::new();

@@ -6,6 +6,7 @@ use super::running::{Client, Running};
 use cowshed_testkit::qemu::Qemu;
 use serde_json::json;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 /// As [`serving`], with the export `e` of `q` and an empty target `t` of the same size.
 fn with_target() -> (Running, Client) {
@@ -49,6 +50,39 @@ fn a_mirror_under_a_writing_client_takes_over_complete() {
     qemu.expect_clean(&target);
     let reads: Vec<String> = (0..512).map(|n| format!("read -P {} {}k 32k", n % 255 + 1, n * 32)).collect();
     qemu.io_commands(&target, "qcow2", &reads);
+}
+
+/// All of the disk is one piece, and a device that takes its time has it when the pause comes.
+#[test]
+fn a_pause_during_the_last_piece_holds_a_backup() {
+    const MIB: u64 = 1 << 20;
+    let (daemon, mut client) = serving();
+    for (name, latency_ns) in [("slow", 300_000_000), ("fast", 0)] {
+        client.command(
+            "blockdev-add",
+            json!({"driver": "null-co", "node-name": name, "size": MIB, "latency-ns": latency_ns, "read-zeroes": false}),
+        );
+    }
+    client.command("blockdev-backup", json!({"job-id": "j", "device": "slow", "target": "fast", "sync": "full"}));
+    // The read of the piece takes three times as long.
+    std::thread::sleep(Duration::from_millis(100));
+    client.command("block-job-pause", json!({"device": "j"}));
+    loop {
+        let jobs = client.command("query-jobs", json!({}));
+        let job = jobs.get(0).unwrap_or_else(|| panic!("the job has ended: {jobs}"));
+        assert_eq!(job["status"], "paused");
+        if job["current-progress"] == MIB {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    // Nothing but the end is left.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(client.command("query-jobs", json!({}))[0]["status"], "paused");
+    client.command("block-job-resume", json!({"device": "j"}));
+    let completed = client.event("BLOCK_JOB_COMPLETED");
+    assert!(completed.get("error").is_none(), "{completed}");
+    daemon.stop().expect("stopped in order");
 }
 
 #[test]
