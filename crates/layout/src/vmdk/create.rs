@@ -265,11 +265,6 @@ fn with_id(bytes: &[u8], key: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
     if wide.len() == text.len() {
         return Some((wide, cid));
     }
-    if let Some(same_length) = with_shorter_comment(&wide, key, wide.len() - text.len())
-        && is_one_sector(text, &same_length)
-    {
-        return Some((same_length, cid));
-    }
     if behind.iter().all(|byte| *byte == 0) && is_one_sector(text, &wide) {
         return Some((wide, cid));
     }
@@ -292,21 +287,6 @@ fn rewritten(text: &[u8], key: &[u8], cid: u32, least: usize) -> Vec<u8> {
         }
     }
     changed
-}
-
-/// The text with a comment behind the ids that is `less` bytes shorter: all behind it keeps its place.
-fn with_shorter_comment(text: &[u8], key: &[u8], less: usize) -> Option<Vec<u8>> {
-    let (mut at, mut comment, mut is_behind) = (0, None, false);
-    for line in lines(text) {
-        if value_of(line, key).is_some() {
-            (is_behind, comment) = (true, None);
-        } else if is_behind && comment.is_none() && line.starts_with(b"#") && line.trim_ascii_end().len() > less {
-            comment = Some(at + line.trim_ascii_end().len());
-        }
-        at += line.len();
-    }
-    let end = comment?;
-    Some([&text[..end - less], &text[end..]].concat())
 }
 
 /// True where the texts differ within one sector of the file. They begin with a sector.
@@ -384,16 +364,12 @@ mod tests {
     fn a_longer_content_id_moves_nothing_behind_its_sector() {
         let start = "# Disk DescriptorFile\nversion=1\nCID=a1\nparentCID=b2\n";
         let extents = format!("RW 1 FLAT \"{}\" 0\n", "x".repeat(600));
-        let text = format!("{start}# Extent description\n{extents}");
-        let (changed, cid) = with_cid(text.as_bytes(), 0xdead_beef).unwrap();
-        assert_eq!((cid, changed.len()), (0xdead_beef, text.len()));
-        let expected =
-            format!("# Disk DescriptorFile\nversion=1\nCID=deadbeef\nparentCID=b2\n# Extent descr\n{extents}");
-        assert_eq!(String::from_utf8(changed).unwrap(), expected);
-        assert_eq!(parent_cid_bits(text.as_bytes()), Some(32));
-        // Without a comment in the same sector the id keeps its width.
+        // The id keeps its width there, and comments stay whole: libvmdk finds the sections by them.
+        let described = format!("{start}# Extent description\n{extents}");
         let hint = "h".repeat(600);
-        for text in [format!("{start}{extents}"), format!("{start}parentFileNameHint=\"{hint}\"\n# Extents of it\n")] {
+        for text in
+            [described, format!("{start}{extents}"), format!("{start}parentFileNameHint=\"{hint}\"\n# Extents of it\n")]
+        {
             let (changed, cid) = with_cid(text.as_bytes(), 0xdead_beef).unwrap();
             assert_eq!((cid, changed.len()), (0xef, text.len()));
             assert_eq!(parent_cid_bits(text.as_bytes()), Some(8));
