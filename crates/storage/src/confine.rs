@@ -2,7 +2,7 @@
 //! Locks a thread in before it looks at an image from a stranger: Landlock for files, seccomp for system calls.
 //!
 //! Rights are taken from the calling thread and from the threads that it starts later, and can't be given back. So a
-//! program confines itself on its main thread, before it starts any other. The gate of `cowshed-image` decides which
+//! program confines itself on its main thread, before it starts any other. The policy of `cowshed-graph` decides which
 //! files are opened on an image's word; this module bounds the harm when our code is wrong.
 //!
 //! The io_uring of a confined thread is forbidden, since its operations pass seccomp by. Its I/O goes through the

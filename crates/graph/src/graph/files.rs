@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The files below nodes, by identity. The files below nodes, by identity. A job that writes into a file that it reads
-//! would destroy both. Locks don't always show that (`-U`, `locking=off`, file systems without locks), and names hardly
-//! ever do.
+//! The files below nodes, by identity. A job that writes into a file that it reads would destroy both. Locks don't
+//! always show that (`-U`, `locking=off`, file systems without locks), and names hardly ever do.
 
 use crate::node::{Child, ChildRole, Node};
 use cowshed_storage::FileIdentity;
