@@ -120,7 +120,7 @@ struct ConvertArgs {
     /// The target that exists already reads as zeroes; needs -n
     #[arg(long)]
     target_is_zero: bool,
-    /// Compress (qcow2 only)
+    /// Compress (qcow2, qcow, vmdk)
     #[arg(short, long)]
     compress: bool,
     /// Effort of -c: for zlib 1 (fast) to 9 (small), to 12 with a wide window; for zstd 1 to 22, or negative [default: 2 for zlib, else 1]
