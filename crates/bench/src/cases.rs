@@ -86,7 +86,7 @@ pub const CASES: &[Case] = &[
     Case { name: "measure", about: "measure of a fully allocated 1 TiB image", run: large::measure },
     Case { name: "compare", about: "compare a raw and a qcow2 image", run: large::compare },
     Case { name: "commit", about: "commit an overlay with a quarter of the disk", run: large::commit },
-    Case { name: "means", about: "each means of speed, with it and without (scripts/without)", run: means::run },
+    Case { name: "means", about: "each optimisation, with it and without (scripts/without)", run: means::run },
     Case { name: "rebase", about: "rebase the same overlay to no backing file", run: large::rebase },
 ];
 

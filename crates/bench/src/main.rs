@@ -52,7 +52,7 @@ Build the tool first: cargo build --release -p cowshed";
 pub struct Settings {
     /// Our tool.
     pub cowshed: PathBuf,
-    /// Our tool with switches for its means of speed.
+    /// Our tool with switches for its optimisations.
     pub without: PathBuf,
     /// The other one.
     pub qemu: PathBuf,

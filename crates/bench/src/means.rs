@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Each means of speed with it and without, by one program in turns: `scripts/without` builds `cowshed` with a switch for each
-//! that no option switches off.
+//! Each optimisation, with it and without it, by one program in turns. `scripts/without` builds `cowshed` with a switch
+//! for each one that no option switches off.
 
 use crate::Settings;
 use crate::cases::{allocated, command, terabyte};

@@ -36,7 +36,7 @@ pub struct Written {
     pub bytes: u64,
 }
 
-/// The costs of one run on one side of a means of speed.
+/// The costs of one run on one side of an optimisation.
 #[derive(Clone, Copy, Debug)]
 pub struct Cost {
     /// Wall time of a request, or of the command.
@@ -49,7 +49,7 @@ pub struct Cost {
 
 /// The measurements in a row.
 pub enum Outcome {
-    /// A load with a means of speed and without it.
+    /// A load with an optimisation and without it.
     Means {
         /// With it, one value a round.
         with: Vec<Cost>,
@@ -60,7 +60,7 @@ pub enum Outcome {
         /// The kind of bytes.
         bytes: &'static str,
     },
-    /// A means that could not be measured, and why.
+    /// An optimisation that could not be measured, and why.
     Failed(String),
     /// Two commands side by side, with the sizes of their files (0: none).
     Pair {
@@ -193,7 +193,7 @@ pub fn render(settings: &Settings, rows: &[Row]) -> String {
     section(
         "| means: load | with it | without it | time, without / with (min–max) | CPU, without / with (min–max) | bytes, without / with | instead, without it |",
         &means,
-        "a ratio is of the same round, above 1 the means pays.",
+        "a ratio is of the same round, above 1 the optimisation pays.",
     );
     section(
         "| option | cowshed: off, on | speed, on / off (min–max) | CPU, on / off | peak: off, on | written: off, on | size: off, on | theirs: off, on | speed, on / off (min–max) | CPU, on / off | peak: off, on | written: off, on | size: off, on | target |",
@@ -367,7 +367,7 @@ fn loaded(runs: &[Served]) -> String {
     format!("{rate:.0}, {cpu:.1} µs")
 }
 
-/// Medians of a side of a means of speed.
+/// Medians of a side of an optimisation.
 fn costs(runs: &[Cost], requests: bool, bytes: &str) -> String {
     let middle = |of: fn(&Cost) -> f64| median(runs.iter().map(of));
     let (seconds, cpu) = (middle(|cost| cost.seconds), middle(|cost| cost.cpu_seconds));

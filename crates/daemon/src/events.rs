@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Events, from wherever they happen to every monitor's clients.
+//! Sends events to the clients of all monitors.
 
 use cowshed_qmp::{Event, Timestamp};
 use serde_json::{Map, Value};

@@ -9,11 +9,11 @@ use cowshed_types::{Errno, Error, Result};
 /// The new size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
-    /// So many bytes.
+    /// The new size in bytes.
     Absolute(u64),
-    /// So many bytes more (`+SIZE`).
+    /// Bytes to add (`+SIZE`).
     Grow(u64),
-    /// So many bytes less (`-SIZE`).
+    /// Bytes to remove (`-SIZE`).
     Shrink(u64),
 }
 

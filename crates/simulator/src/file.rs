@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A file of a simulated machine, with the manners of system calls: short counts, alignment rules, error numbers.
+//! A file of a simulated machine, which behaves as system calls do: short counts, alignment rules, error numbers.
 
 use super::fault::OpKind;
 use super::log::{Change, FileId};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The means of speed that no option switches off. The code has a switch for each, `cowshed_types::without!("NAME")`,
+//! The optimisations that no option switches off. The code has a switch for each, `cowshed_types::without!("NAME")`,
 //! which changes nothing that a user sees. `scripts/without` builds the program with these switches;
 //! `cowshed-bench means` measures it with and without each. `tests/tree/switches.rs` keeps the list true.
 
-/// One means of speed.
+/// One optimisation.
 #[derive(Clone, Copy, Debug)]
 pub struct Means {
     /// Its name.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where scrapers get the page: as much HTTP as they need. Each has a thread of its own, so that none waits for a slow one.
+//! The HTTP server of the metrics page. Each client has a thread of its own, so none waits for a slow one.
 
 use crate::inbox::Sender;
 use crate::message::Message;

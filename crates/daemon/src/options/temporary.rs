@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An overlay that is gone with the process: it has no name any more once it is open.
+//! A temporary overlay, unlinked once it is open.
 
 use crate::state::Daemon;
 use cowshed_create::{CreateRequest, prepare_sized};

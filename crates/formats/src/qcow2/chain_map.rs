@@ -68,15 +68,15 @@ enum Holding {
 
 /// The layer to ask for a range, as far as a map has it.
 enum Asked {
-    /// No layer: zeroes.
+    /// No layer holds the range: it reads as zeroes.
     Nowhere,
-    /// This layer has it, or knows the one that has; and where it is, if that is known.
+    /// This layer holds the range or knows the layer that does. The place is that in the layer's file, if it is known.
     Layer(Arc<Node>, Option<Place>),
-    /// Nothing is asked below: the image itself has it there.
+    /// The image itself holds the range, at this place.
     Itself(Place),
-    /// Not looked up yet; the image itself may be passed over.
+    /// The map has no entry yet. The image's own mapping need not be asked.
     Unseen,
-    /// It must be looked up, or is in several layers.
+    /// The range must be looked up, or several layers hold parts of it.
     Unknown,
 }
 

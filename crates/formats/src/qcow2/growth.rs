@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Space ahead of an image file that grows past the page cache.
 //!
-//! Past the page cache each write behind the end of the file is a change of its length, which the file system makes one at a time.
-//! A file that is longer than its clusters takes them side by side. The space holds zeroes and nothing refers to it. A close
-//! cuts it off. After a crash the close of the next opening that changes metadata does.
+//! Past the page cache each write behind the end of the file changes its length, and the file system makes these changes
+//! one at a time. A file that is longer than its clusters takes such writes side by side. The space holds zeroes and
+//! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes.
 
 use super::Qcow2Driver;
 use super::allocate::written_bytes;

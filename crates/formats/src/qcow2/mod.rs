@@ -105,7 +105,7 @@ pub struct Qcow2Driver {
     abandoned: AtomicBool,
     /// A write would have hit metadata: the image is marked as corrupt and nothing more is written.
     corrupt: AtomicBool,
-    /// Told then.
+    /// Called when the image is marked as corrupt.
     on_corruption: OnceLock<OnCorruption>,
     closed: AtomicBool,
     bitmaps: bitmaps::Bitmaps,

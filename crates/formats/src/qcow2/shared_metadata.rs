@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An image that is open for reading several times in one process, as the base of many overlays is, has its mapping in memory
-//! once.
+//! Read-only nodes of one image share its mapping. Many overlays of one base use this.
 //!
 //! The mapping is shared only while the image has no writers: each node that shares it holds the lock that keeps
 //! writers out.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Writes: in place without the owner where the clusters are ours, else through an allocation.
+//! A write goes in place, without the engine's lock, where the reference count is one (COPIED). Otherwise it allocates.
 
 use super::Qcow2Driver;
 use super::extent_io::Partly;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chains of images in use: the means of a job that changes a layer below others, for the sake of those others.
+//! Chains of images in use: which layer decides a range, for jobs that change a layer below others.
 
 use super::Graph;
 use super::attachment::is_attachment;

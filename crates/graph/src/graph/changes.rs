@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The turns of changes: two changes that reach the same nodes go one after the other, in the order of their coming. A change that
-//! waits for a disk keeps only the nodes waiting that are connected with it.
+//! The turns of changes: two changes that reach the same nodes go one after the other, in the order of their arrival. A
+//! change that waits for a disk blocks only changes of connected nodes.
 
 use super::{Attachment, Graph, GraphSnapshot};
 use crate::events::Events;

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The requests of one thread through an attachment. They pass its gate, a throttle filter at the top as cheaply as
-//! possible, the node, and the statistics.
+//! The requests of one thread through an attachment. A request passes, in this order:
+//!
+//! - the gate of the attachment, which a drain closes;
+//! - the limits of a throttle filter at the top, without the filter's node where its credit suffices;
+//! - the node;
+//! - the statistics of the attachment.
 
 use super::attachment::Attachment;
 use super::gate::Lane;

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Adaptive polling: before a thread that serves sleeps in the kernel, it looks for news itself for a while. Being woken
+//! Adaptive polling: before a thread that serves sleeps in the kernel, it polls for completions for a while. Being woken
 //! takes longer than most clients need for their next request, and the core that wakes pays for it as well.
 //!
-//! Here is the decision, without a clock or a system call: how long to look, learnt from how long the last waits took. A
-//! thread doesn't look where little would be won:
+//! Here is the decision, without a clock or a system call: how long to poll, learnt from the length of the last waits. A
+//! thread doesn't poll where it would gain little:
 //!
-//! - where nothing comes within four times the limit (an idle client, a slow disk): the time goes back to 0, and grows from
-//!   there. Not within the limit itself: looking makes the next wait shorter, also by the client's core not going to sleep;
-//! - where looking doesn't pay although something comes soon: it rests, longer each time;
-//! - where another thread needs the core: it rests, likewise;
-//! - where a disk is to answer: that takes longer than being woken;
-//! - after a request that waited for a disk: the wake that could be saved is the smaller part of its time;
-//! - where many requests came since the last wait: there is enough to do, and those that gather are cheaper;
-//! - where all cores but one look already.
+//! - nothing comes within four times the limit (an idle client, a slow disk): the time goes back to 0, and grows from
+//!   there. The limit itself is no bound for this: polling makes the next wait shorter, as the client's core stays awake;
+//! - polls don't pay although something comes soon: polling pauses, longer each time;
+//! - another thread needs the core: polling pauses, likewise;
+//! - a disk has to answer: that takes longer than being woken;
+//! - the last request waited for a disk: the wake that could be saved is the smaller part of its time;
+//! - many requests came since the last wait: there is enough to do, and requests that gather are cheaper;
+//! - all cores but one poll already.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-/// The longest time that a thread looks for news before it sleeps, for all threads that were given it
+/// The longest time that a thread polls before it sleeps, for all threads that were given it
 /// ([`super::poll_up_to`]). Clones are the same limit; it can be changed at any time.
 #[derive(Clone, Debug)]
 pub struct PollLimit(Arc<AtomicU64>);
@@ -29,7 +29,7 @@ impl PollLimit {
     /// wait with two wakes takes 100 µs and more.
     pub const DEFAULT: Duration = Duration::from_micros(100);
 
-    /// The longest time of looking; zero: never. Longer than 584 years is 584 years.
+    /// The longest time of polling; zero: never. Longer than 584 years is 584 years.
     pub fn new(most: Duration) -> Self {
         let limit = PollLimit(Arc::default());
         limit.set(most);
