@@ -251,6 +251,35 @@ fn crates_depend_only_along_the_arrows() {
     assert_eq!(graph.members.len(), ARROWS.len(), "a line in ARROWS has no crate");
 }
 
+/// Crates that nearly every crate above them uses: their READMEs say so in these words.
+const USED_BY_ALL: &[&str] = &["cowshed-types", "cowshed-layout", "cowshed-storage", "cowshed-image"];
+
+/// Crates for development, which may use all others.
+const FOR_DEVELOPMENT: &[&str] = &["cowshed-testkit", "cowshed-bench"];
+
+#[test]
+fn the_readme_of_a_crate_names_its_users() {
+    let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut missing = Vec::new();
+    for (name, _) in ARROWS.iter().filter(|(name, _)| !USED_BY_ALL.contains(name)) {
+        let readme = crates.join(name.trim_start_matches("cowshed-")).join("README.md");
+        let text = std::fs::read_to_string(&readme).expect("a crate has a README");
+        let first = text.split("\n\n").nth(1).expect("a paragraph follows the title");
+        let users = ARROWS.iter().filter(|(user, needs)| needs.contains(name) && !FOR_DEVELOPMENT.contains(user));
+        for (user, _) in users {
+            let is_named = match *user {
+                "cowshed" => first.contains("tool") || first.contains("verb"),
+                "cowshed-daemon" => first.contains("daemon"),
+                other => first.contains(&format!("`{}`", other.trim_start_matches("cowshed-"))),
+            };
+            if !is_named {
+                missing.push(format!("{} doesn't name {user}", readme.display()));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "users that the first paragraph lacks:\n  {}", missing.join("\n  "));
+}
+
 #[test]
 fn the_pure_crates_reach_no_runtime() {
     let graph = graph();
