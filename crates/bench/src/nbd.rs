@@ -360,8 +360,8 @@ fn memory_of(pid: u32, field: &str) -> Result<u64, String> {
     kib.map(|kib| kib << 10).ok_or_else(|| format!("{path} has no {field}"))
 }
 
-/// Bytes that the disk below a file has written so far. (The count of a process, `write_bytes` of its `io` file, counts
-/// a large page of the page cache as a whole, even after a small change.)
+/// Bytes that the disk below a file has written so far. (The count of a process is `write_bytes` of its `io` file. It
+/// counts a large page of the page cache as a whole, even after a small change.)
 pub fn written_bytes(file: &Path) -> Result<u64, String> {
     const SECTOR_BYTES: u64 = 512;
     let device = std::fs::metadata(file).map_err(|e| format!("{}: {e}", file.display()))?.dev();

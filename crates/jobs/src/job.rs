@@ -76,8 +76,8 @@ impl JobHandle {
         self.0.measure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on each look at the progress asks `measure` too, which gets the progress known so far: work that others do for the
-    /// job counts. `None` leaves the progress as it is.
+    /// From now on each look at the progress asks `measure` too, which gets the progress known so far. So work that
+    /// others do for the job counts. `None` leaves the progress as it is.
     pub fn measure_by(&self, measure: impl Fn(Progress) -> Option<Progress> + Send + Sync + 'static) {
         *self.measure() = Some(Box::new(measure));
     }

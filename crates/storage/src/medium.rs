@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The base of a [`crate::File`]: a file of the host, a simulated one, an empty one, one with faults, or bytes behind a
-//! protocol or a node.
+//! The base of a [`crate::File`]: a file of the host, simulated, empty or with faults, or bytes behind a protocol
+//! or a node.
 //!
 //! Operations are the raw ones: transfers may be short, offsets and memory must have the medium's alignment, errors are
 //! bare numbers. A lock on blocks goes with the operation and is given back when the medium is done with it, even

@@ -82,8 +82,8 @@ struct Repr {
     report: Option<String>,
 }
 
-/// An error: its kind, a message in lower case, and as far as known the file, the format's field, its offset and value,
-/// and the errno.
+/// An error: its kind and a message in lower case. As far as they are known: the file, the format's field, its offset
+/// and value, the errno.
 ///
 /// `Display` gives `FILE: MESSAGE (FIELD at offset OFFSET is VALUE)`, leaving out unknown parts. The line ends of the
 /// message are line ends, or with `{:#}` each is a [`crate::LINE_END`].

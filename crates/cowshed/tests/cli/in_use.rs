@@ -139,7 +139,8 @@ fn a_served_raw_image_has_readers_and_servers_beside_it() {
     assert_eq!(resized.code, 1, "its size is what clients were told");
 }
 
-/// A commit writes to a raw base beside its readers; only a base that must grow has to be alone, for they rely on its length.
+/// A commit writes to a raw base beside its readers. Only a base that must grow has to be alone, for they rely on its
+/// length.
 #[test]
 fn a_commit_writes_to_a_raw_base_beside_its_readers() {
     let oracle = Oracle::new();

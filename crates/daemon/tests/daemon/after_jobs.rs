@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! After the end of each kind of job, every node that is still there reads as in the newest QEMU, and has the same backing file.
+//! After the end of each kind of job, every node that is left reads as in the newest QEMU, and has the same backing
+//! file.
 
 use super::beside_qemu::Theirs;
 use super::running::{Client, Running, temp_folder};

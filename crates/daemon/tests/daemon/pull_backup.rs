@@ -216,7 +216,7 @@ fn the_past_is_read_whole_while_clients_write() {
     }
 }
 
-/// A reader that has found nothing on the target, and is slow on its way to the disk, keeps a write to the same bytes waiting.
+/// A reader that found nothing on the target, and is slow on its way to the disk, keeps a write to its bytes waiting.
 #[test]
 fn a_write_waits_for_a_slow_reader_of_the_past() {
     write_beside_a_slow_reader(false);

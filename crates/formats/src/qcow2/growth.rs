@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Space ahead of an image file that grows past the page cache.
 //!
-//! Past the page cache each write behind the end of the file changes its length, and the file system makes these changes
+//! Past the page cache each write behind the end of the file changes its length. The file system makes these changes
 //! one at a time. A file that is longer than its clusters takes such writes side by side. The space holds zeroes and
 //! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes.
 

@@ -366,7 +366,7 @@ impl Queue {
     }
 
     /// As [`Queue::read`], into memory that a guest shares; see [`Node::read_shared`]. Carried out as [`Queue::write`] is: the kernel
-    /// fills the guest's memory to the end, and the place on the disk stays the range's own until then.
+    /// fills the guest's memory to the end. The place on the disk stays the range's own until then.
     pub async fn read_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;

@@ -276,8 +276,8 @@ fn is_child(key: &str) -> bool {
     ROLES.iter().any(|role| role.as_str() == key)
 }
 
-/// True for an image with metadata whose file is open for reading: it was made so together with the image, and only an option
-/// changes both.
+/// True for an image with metadata whose file is open for reading: it was made so together with the image. Only an
+/// option changes both.
 fn stays_read_only(node: &Node) -> bool {
     let has_metadata = node.metadata().is_some() || node.description().is_some();
     has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())

@@ -9,7 +9,8 @@ use std::sync::Arc;
 /// Zeroes are written in pieces of this size where the file system has no better way.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 
-/// Makes a range of a file read as zeroes: by giving it back where the request and the file's node allow that, by `fallocate`, or by writing.
+/// Makes a range of a file read as zeroes: by giving it back where request and node allow that, by `fallocate`, or by
+/// writing.
 pub async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
     if flags.may_unmap && !file.keeps_space() {
         // A hole doesn't make the file longer. The range behind its end (an odd tail) is written: setting the length

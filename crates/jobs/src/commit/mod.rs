@@ -65,8 +65,8 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     }
 }
 
-/// Has `above`, the image above the base, note that the base changes: a commit that fails, or that a power cut ends, leaves
-/// both as a chain. The base is open for writing. After an error both are as they were.
+/// Has `above`, the image above the base, note that the base changes. A commit that fails, or that a power cut ends,
+/// leaves both as a chain. The base is open for writing. After an error both are as they were.
 pub(crate) async fn announce_change(base: &Arc<Node>, above: &Arc<Node>) -> Result<()> {
     let (base, above) = (below_filters(base), below_filters(above));
     let Some(marks) = base.marks() else { return Ok(()) };

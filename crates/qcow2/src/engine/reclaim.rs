@@ -131,7 +131,7 @@ impl Engine {
     /// its present end as far as counts are zero. No request runs.
     ///
     /// `passed` is how far an attempt before this one came, in clusters; `u64::MAX` at first. Without it, the walk over
-    /// a tail of more refcount blocks than the cache holds would never end: each block that is read ends the attempt.
+    /// a tail of more refcount blocks than the cache holds would never end. Each block that is read ends the attempt.
     pub fn needed_file_len(&self, passed: &mut u64) -> Planned<u64> {
         let mut state = self.own();
         *passed = (*passed).min(state.refcounts.high_water.div_ceil(self.geometry.cluster_size()));

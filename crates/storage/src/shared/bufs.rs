@@ -9,8 +9,8 @@ static ZEROES: [u8; 4096] = [0; 4096];
 
 /// Pieces of shared memory, one behind the other.
 ///
-/// The sum of the lengths is no field: each future of a transfer holds room for one of these, and takes longer to move with eight bytes
-/// more.
+/// The sum of the lengths is no field. Each future of a transfer holds room for one of these, and takes longer to move
+/// with eight bytes more.
 #[derive(Clone, Debug, Default)]
 pub struct SharedBufs {
     pieces: Pieces,

@@ -136,8 +136,8 @@ impl SharedMemory {
         self.len == 0
     }
 
-    /// True once the file behind it turned out to be shorter than it was. The memory, or a part of it, is no longer shared then: bytes
-    /// that a copy took out of it may be zeroes that the other process never wrote.
+    /// True once the file behind it turned out to be shorter than it was. The memory, or a part of it, is no longer
+    /// shared then. Bytes that a copy took out of it may be zeroes that the other process never wrote.
     pub fn is_lost(&self) -> bool {
         self.mapping.watch.is_lost()
     }

@@ -8,7 +8,7 @@ use cowshed_http_server::proto::request::{MAX_HEAD_BYTES, Request, parse};
 /// All entry points of this file.
 pub const ENTRIES: &[Entry] = &[("http_request", request)];
 
-/// A content: eight bytes are its length, one has its kind (1: its tag is weak, 2: it is packed on the way, 4: it has a
+/// A content. Eight bytes are its length, one has its kind (1: weak tag, 2: packed on the way, 4: it has a
 /// file name). Behind it come the bytes of one connection: heads of requests.
 pub fn request(data: &[u8]) {
     let Some((fixed, mut sent)) = data.split_first_chunk::<9>() else { return };
