@@ -391,9 +391,9 @@ impl Mirror {
         *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = writer;
     }
 
-    /// Makes writes to the source go to the target too before they end, by a filter of this name. The mirror goes on as
-    /// if it had been started so. It may copy, or be paused, meanwhile. On an error it goes on as before, or fails with
-    /// its next piece. Fails when `job` is cancelled while it waits, and when the target does not answer within 30 s.
+    /// Makes writes to the source go to the target too before they end, by a filter of this name. It may copy, or be
+    /// paused, meanwhile. On an error it goes on as before, or fails with its next piece. Fails when `job` is cancelled
+    /// while it waits, and when the target does not answer within 30 s.
     pub async fn hold_writes(&self, name: &str, job: &JobHandle) -> Result<()> {
         if matches!(self.writer(), Writer::Filter(_)) {
             return Ok(());
