@@ -26,6 +26,17 @@ fn every_mutant_has_its_switch_and_its_test() {
 }
 
 #[test]
+fn the_page_about_safety_names_every_mutant() {
+    let page = std::fs::read_to_string(root().join("docs/safety.md")).expect("the page is readable");
+    let table = page.split("<!-- mutants: begin -->").nth(1).expect("the page has the table");
+    let table = table.split("<!-- mutants: end -->").next().expect("a split has a first part");
+    let row = |name: &str| format!("\n| {} | ", name.replace('_', " "));
+    let names = MUTANTS.iter().map(|mutant| mutant.name);
+    let missing: Vec<&str> = names.filter(|name| !table.contains(&row(name))).collect();
+    assert!(missing.is_empty(), "rows that docs/safety.md lacks: {}", missing.join(", "));
+}
+
+#[test]
 fn every_optimisation_of_the_list_has_its_switch() {
     let names: Vec<&str> = MEANS.iter().map(|means| means.name).collect();
     assert!(names.iter().all(|name| !name.contains(',')), "a comma separates names");
