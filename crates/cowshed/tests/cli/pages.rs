@@ -26,7 +26,62 @@ const ONE_DISK: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed conv
 const SINGLE: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed convert -O ova system.qcow2 machine.ova
     cowshed ova unpack machine.ova folder; rm machine.ova";
 
+const RAW: &str = "yes | head -c 1M >disk.raw";
+const DISK_AND_RAW: &str = "yes | head -c 1M >disk.raw; cowshed convert -q -O qcow2 disk.raw disk.qcow2";
+const BASE: &str = "cowshed create -q -f qcow2 base.qcow2 1M";
+const OVERLAY: &str =
+    "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed create -q -f qcow2 -b disk.qcow2 -F qcow2 overlay.qcow2";
+/// With the log of a repair.
+const REPAIRED: &str =
+    "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed check -q -r all --undo-log repair.undo disk.qcow2";
+const SNAPSHOT: &str = "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed snapshot -c before-upgrade disk.qcow2";
+
 const PAGES: &[(&str, &[Case])] = &[
+    (
+        "../README.md",
+        &[
+            ("convert --untrusted", Some("cowshed create -q -f qcow2 upload.img 1M"), 0),
+            ("convert -p -O qcow2 -c", Some(RAW), 0),
+            ("create -f qcow2 -b disk.qcow2", Some(DISK), 0),
+            ("info --backing-chain", Some(OVERLAY), 0),
+            ("check -r leaks", Some(OVERLAY), 0),
+            ("map --output=json", Some(OVERLAY), 0),
+            // `served_pages.rs` runs these.
+            ("serve", None, 0),
+            ("share", None, 0),
+        ],
+    ),
+    (
+        "convert.md",
+        &[
+            ("convert -p disk.raw", Some(RAW), 0),
+            ("convert -p -O raw vm1.qcow2", Some("cowshed create -q -f qcow2 vm1.qcow2 1M"), 0),
+            ("convert -f vmdk", Some("cowshed create -q -f vmdk disk.vmdk 1M"), 0),
+            ("convert -c", Some(RAW), 0),
+            ("measure", Some(RAW), 0),
+            ("convert -B golden.qcow2", Some("cowshed create -q -f qcow2 golden.qcow2 1M; truncate -s 1M vm1.raw"), 0),
+            ("convert -n", Some("cowshed create -q -f qcow2 disk.qcow2 1M; truncate -s 1M target.raw"), 0),
+            ("convert -l", Some(SNAPSHOT), 0),
+            ("compare", Some(DISK_AND_RAW), 0),
+        ],
+    ),
+    (
+        "check.md",
+        &[("check disk.qcow2", Some(DISK), 0), ("check -r", Some(DISK), 0), ("check --undo", Some(REPAIRED), 0)],
+    ),
+    // `served_pages.rs` runs the commands that serve.
+    ("limits.md", &[("serve", None, 0), ("bench", Some(DISK), 0)]),
+    ("caches.md", &[("serve", None, 0), ("bench", Some(DISK), 0)]),
+    ("statistics.md", &[("serve", None, 0), ("top", None, 0)]),
+    (
+        "fast.md",
+        &[
+            ("create -f qcow2 -o cluster_size=128k", Some(BASE), 0),
+            ("create -f qcow2 -o cluster_size=2M", Some("true"), 0),
+            ("convert -c", Some(RAW), 0),
+            ("bench", Some(DISK), 0),
+        ],
+    ),
     (
         "encryption.md",
         &[
@@ -122,6 +177,7 @@ pub fn commands(page: &str) -> Vec<String> {
         let is_shown = (is_code && !is_fence) || line.starts_with("    ");
         let command = line.trim_start().trim_start_matches("$ ").trim_start_matches("sudo ");
         let command = command.strip_prefix("cowshed ").filter(|_| is_shown)?;
+        let command = command.split("  #").next().unwrap_or(command).trim_end();
         // A list of options goes on in the next line without a blank, other arguments with one.
         let parts: Vec<&str> = command.split('\u{0}').map(str::trim).collect();
         Some(parts.join(" ").replace(", ", ","))

@@ -24,7 +24,56 @@ struct Served {
 const READ_WEB: &str = "qemu-io -f raw -c 'read -P 0 0 1M' 'nbd+unix:///disk?socket=run/cowshed/web.sock'";
 const DISK: &str = "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed io -c 'write -P 7 0 64k' disk.qcow2 >&2";
 
+const OVERLAY: &str =
+    "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed create -q -f qcow2 -b disk.qcow2 -F qcow2 overlay.qcow2";
+const READ_DISK: &str = "qemu-io -f raw -c 'read 0 512' 'nbd+unix:///disk?socket=nbd.sock'";
+
 const SERVED: &[Served] = &[
+    Served {
+        page: "../README.md",
+        command: "serve --monitor qmp.sock overlay.qcow2",
+        prepare: OVERLAY,
+        is_ready: "grep -q nbd+unix out && test -S qmp.sock",
+        client: "qemu-io -f raw -c 'write 0 64k' \"$(grep nbd+unix out)\"",
+    },
+    Served {
+        page: "../README.md",
+        command: "share overlay.qcow2",
+        prepare: OVERLAY,
+        is_ready: "grep -q http out",
+        client: "curl -sS -OJ \"$(cat out)\"; cowshed compare -F raw overlay.qcow2 overlay.raw",
+    },
+    // 100 requests at 500 a second: a tenth of a second's may go at once.
+    Served {
+        page: "limits.md",
+        command: "serve -k nbd.sock --drive file=disk.qcow2,id=disk,throttling.iops-total=500,throttling.bps",
+        prepare: DISK,
+        is_ready: READ_DISK,
+        client: "begun=$(date +%s%N); cowshed bench -q -f raw -c 100 'nbd+unix:///disk?socket=nbd.sock'
+            test $(($(date +%s%N) - begun)) -gt 50000000",
+    },
+    Served {
+        page: "limits.md",
+        command: "serve -k nbd.sock --drive file=disk.qcow2,id=disk,throttling.iops-total=500,throttling.group",
+        prepare: "for n in disk data; do cowshed create -q -f qcow2 $n.qcow2 1M; done",
+        is_ready: READ_DISK,
+        client: "begun=$(date +%s%N); cowshed bench -q -f raw -c 100 'nbd+unix:///data?socket=nbd.sock'
+            test $(($(date +%s%N) - begun)) -gt 50000000",
+    },
+    Served {
+        page: "caches.md",
+        command: "serve -k nbd.sock --metadata-budget",
+        prepare: DISK,
+        is_ready: READ_DISK,
+        client: "qemu-io -f raw -c 'read -P 7 0 64k' 'nbd+unix:///disk?socket=nbd.sock'",
+    },
+    Served {
+        page: "statistics.md",
+        command: "serve -k nbd.sock",
+        prepare: DISK,
+        is_ready: READ_DISK,
+        client: "@cowshed top@ | grep -q '^disk'; @curl -sS@ | grep -q 'export=\"disk\",kind=\"read\"'",
+    },
     Served {
         page: "guest.md",
         command: "serve -k /run/cowshed/web.sock",
