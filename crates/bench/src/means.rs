@@ -83,7 +83,7 @@ enum Load {
     },
     /// `check` of 1 TiB of metadata.
     Check { name: &'static str, placement: Placement },
-    /// A daemon with so many images, of which each was read a little everywhere.
+    /// A daemon with this many images, of which each was read a little everywhere.
     Memory { name: &'static str, images: usize, overlays: bool },
 }
 
@@ -343,7 +343,7 @@ fn in_turn(settings: &Settings, block: &'static str) -> Reads {
     Reads { pattern: "read", block, depth: 1, bytes: settings.size_mib / 8 * MIB }
 }
 
-/// So many requests to a disk of 4 GiB, of a smaller one as many less.
+/// Random writes: `requests` of them to a disk of 4 GiB, fewer to a smaller one.
 fn at_random(settings: &Settings, block_kib: u64, requests: u64) -> Vec<String> {
     let requests = (requests * settings.size_mib / 4096).max(1);
     ["--rw=randwrite", "--iodepth=32", &format!("--bs={block_kib}k"), &format!("--number_ios={requests}")]

@@ -429,7 +429,7 @@ pub fn await_export(settings: &Settings, socket: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Has fio load a server of `image` for so many seconds.
+/// Has fio load a server of `image` for this many seconds.
 pub fn fio(settings: &Settings, server: &Server, image: &Path, load: Load, seconds: u64) -> Result<Served, String> {
     let how = [
         "--time_based".to_owned(),
@@ -505,7 +505,7 @@ pub fn scattered(settings: &Settings, bytes: u64) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// A chain of so many images, each with its share of the clusters. Gives the top.
+/// A chain of this many images, each with its share of the clusters. Gives the top.
 pub fn chain(settings: &Settings, depth: u64) -> Result<PathBuf, String> {
     let folder = settings.folder.join(format!("chain-{depth}"));
     let top = folder.join(format!("{}.qcow2", depth - 1));

@@ -35,7 +35,7 @@ enum Limit {
     /// The same load on a file with this preallocation.
     File(&'static str),
     /// The first request in a block copies all of it. The disk can't write more such blocks than under a load of
-    /// nothing but whole blocks of so many KiB.
+    /// nothing but whole blocks of this many KiB.
     Copies(u64),
 }
 

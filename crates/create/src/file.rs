@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Zeroes are written in pieces of so many bytes.
+/// Zeroes are written in pieces of this many bytes.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// The unit that a disk writes in whole or not at all, in bytes.
 const SECTOR_BYTES: usize = 512;

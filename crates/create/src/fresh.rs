@@ -20,7 +20,7 @@ use cowshed_types::{Errno, Error, Result};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Pieces are written in parts of so many bytes.
+/// Pieces are written in parts of this many bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 /// A format whose images can be created: its options, and the layout of a new image.
@@ -36,7 +36,7 @@ pub(super) struct FreshFormat {
 pub(super) struct Request<'a> {
     /// The name of the image, once it is whole.
     pub filename: &'a str,
-    /// At least so many bytes, whole sectors.
+    /// At least this many bytes, whole sectors.
     pub size: u64,
     pub values: &'a OptionValues,
     /// The content id of the backing file.

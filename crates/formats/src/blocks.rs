@@ -20,7 +20,7 @@ use std::future::Future;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// So much of a table is read at once, in bytes.
+/// This much of a table is read at once, in bytes.
 const PAGE_BYTES: u64 = 64 << 10;
 /// Pages that an image keeps in memory: 4 MiB.
 const KEPT_PAGES: usize = 64;

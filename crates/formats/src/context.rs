@@ -32,7 +32,7 @@ pub struct OpenContext {
     pub no_backing: bool,
     /// The data file was left out: the data can't be read.
     pub no_data: bool,
-    /// So much may come out of compressed clusters until the image is closed, in bytes; `u64::MAX` is no limit.
+    /// This much may come out of compressed clusters until the image is closed, in bytes; `u64::MAX` is no limit.
     pub max_decompressed_bytes: u64,
 }
 
@@ -67,7 +67,7 @@ pub struct Qcow2RuntimeOptions {
     pub refcount_cache_bytes: Option<u64>,
     /// `cache-size`: both caches together.
     pub cache_bytes: Option<u64>,
-    /// `cache-clean-interval`: drop tables that weren't used for so many seconds; 0 is never.
+    /// `cache-clean-interval`: drop tables that weren't used for this many seconds; 0 is never.
     pub cache_clean_interval_s: u64,
     /// `overlap-check`: which writes onto metadata are caught.
     pub overlap_check: OverlapChecks,

@@ -199,7 +199,7 @@ pub(crate) struct MappedDriver {
     backing: Arc<Link>,
     /// The caller left the backing file out: its data can't be read.
     no_backing: bool,
-    /// So much may still be unpacked, in bytes.
+    /// This much may still be unpacked, in bytes.
     unpack_budget: AtomicU64,
     kept: Mutex<Kept>,
     /// Held while a large block is unpacked.

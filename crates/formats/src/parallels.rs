@@ -41,7 +41,7 @@ struct Marks {
 
 mod bitmaps;
 
-/// So much of the extension's cluster is looked at.
+/// This much of the extension's cluster is looked at.
 const MAX_EXTENSION_BYTES: u64 = 4 << 20;
 
 /// Opens a Parallels image.

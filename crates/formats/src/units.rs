@@ -24,7 +24,7 @@ pub(crate) struct Units {
     pub head: Vec<u8>,
     /// The first possible offset of a unit.
     pub first: u64,
-    /// Units begin at multiples of so many bytes from `first` on.
+    /// Units begin at multiples of this many bytes from `first` on.
     pub grid: u64,
     /// The bytes behind the last unit, where the file ends.
     pub tail: Vec<u8>,
@@ -48,7 +48,7 @@ impl Units {
 #[derive(Default)]
 struct Ranges {
     found: Vec<(u64, u64)>,
-    /// Joined again when there are so many.
+    /// Joined again when there are this many.
     most: usize,
 }
 

@@ -22,7 +22,7 @@ use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// The file grows by about so much at once, in bytes. A close cuts off unused space.
+/// The file grows by about this much at once, in bytes. A close cuts off unused space.
 const GROWTH_BYTES: u64 = 16 << 20;
 /// Entries that wait for a flush: with more a cycle runs before the write ends.
 const MAX_PENDING: usize = 64 << 10;
@@ -46,7 +46,7 @@ enum Pending {
     /// The data begin at this offset.
     At(u64),
     Zero,
-    /// It is packed: so many bytes at this offset.
+    /// It is packed: this many bytes at this offset.
     Packed {
         host: u64,
         len: u64,

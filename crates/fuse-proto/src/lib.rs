@@ -25,9 +25,9 @@ pub const MINOR: u32 = 39;
 pub const MIN_MINOR: u32 = 24;
 /// The number of the root, which is the file.
 pub const ROOT: u64 = 1;
-/// A write has its data behind so many bytes: the header and its own fields.
+/// A write has its data behind this many bytes: the header and its own fields.
 pub const WRITE_HEAD_BYTES: usize = 80;
-/// A read of the device needs at least so many bytes besides the longest data.
+/// A read of the device needs at least this many bytes besides the longest data.
 pub const MIN_BUFFER_BYTES: usize = 8192;
 
 /// Features that the kernel and we agree on (`FUSE_INIT`).

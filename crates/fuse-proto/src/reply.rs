@@ -141,7 +141,7 @@ pub fn opened() -> [u8; 16] {
     body
 }
 
-/// The body of a reply to `WRITE`: so many bytes were taken.
+/// The body of a reply to `WRITE`: this many bytes were taken.
 pub fn written(bytes: u32) -> [u8; 8] {
     let mut body = [0; 8];
     body[..4].copy_from_slice(&bytes.to_ne_bytes());

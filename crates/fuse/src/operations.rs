@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 
 /// The unit of sizes of images that count in sectors, in bytes.
 const SECTOR_BYTES: u64 = 512;
-/// Zeroes are written in pieces of so many bytes, with turns for other requests between them.
+/// Zeroes are written in pieces of this many bytes, with turns for other requests between them.
 const ZERO_PIECE_BYTES: u64 = 1 << 30;
 /// Runs of a mapping that one look asks for.
 const RUNS_AT_ONCE: usize = 256;

@@ -24,7 +24,7 @@ use std::sync::Arc;
 const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
 /// Requests that a thread takes before it looks at those that run.
 const MAX_AT_ONCE: usize = 64;
-/// Data of a write up to so many bytes is copied into a buffer of its own length.
+/// Data of a write up to this many bytes is copied into a buffer of its own length.
 const COPIED_BYTES: usize = 64 << 10;
 /// Requests that the kernel may have in the background, where direct asynchronous I/O is.
 const MAX_BACKGROUND: u16 = 256;

@@ -121,7 +121,7 @@ impl JobHandle {
         self.0.rate.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Limits the job to so many bytes a second; `None` or 0 takes the limit away.
+    /// Limits the job to this many bytes a second; `None` or 0 takes the limit away.
     pub fn set_speed(&self, bytes_per_second: Option<u64>) {
         let limit = bytes_per_second.filter(|rate| *rate > 0).map(|rate| RateLimit::new(rate, Instant::now()));
         *self.0.rate.lock().unwrap_or_else(PoisonError::into_inner) = limit;

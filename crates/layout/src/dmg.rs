@@ -8,9 +8,9 @@ use cowshed_types::{Error, ErrorKind, Result};
 pub const TRAILER_BYTES: usize = 512;
 /// The longest property list that is read, in bytes: its tables stay in memory.
 pub const MOST_LIST_BYTES: u64 = 32 << 20;
-/// A packed piece is unpacked whole: at most so many bytes.
+/// A packed piece is unpacked whole: at most this many bytes.
 pub const MOST_PACKED_BYTES: u64 = 64 << 20;
-/// A packed piece is longer than its unpacked bytes by no more than an eighth and so many bytes.
+/// A packed piece is longer than its unpacked bytes by no more than an eighth and this many bytes.
 const MOST_GROWTH_BYTES: u64 = 64 << 10;
 const SECTOR_BYTES: u64 = 512;
 const TABLE_HEADER_BYTES: usize = 204;

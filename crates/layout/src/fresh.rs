@@ -6,11 +6,11 @@
 pub enum Piece {
     /// These bytes.
     Bytes(Vec<u8>),
-    /// One byte, so many times.
+    /// One byte, this many times.
     Fill(u8, u64),
-    /// The little-endian numbers of 32 bits from 0 on, so many.
+    /// The little-endian numbers of 32 bits from 0 on, this many.
     Count(u32),
-    /// So many little-endian numbers of 64 bits, each larger than the one before by a step.
+    /// This many little-endian numbers of 64 bits, each larger than the one before by a step.
     Numbers {
         /// The first one.
         first: u64,

@@ -107,7 +107,7 @@ impl MbrEntry {
 }
 
 impl Search {
-    /// For partition `number` of a disk with so many bytes.
+    /// For partition `number` of a disk with this many bytes.
     ///
     /// # Errors
     /// For the number 0, and where the disk is too short for a table.

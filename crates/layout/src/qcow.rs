@@ -39,7 +39,7 @@ pub enum QcowCluster {
     Unallocated,
     /// At this offset in bytes.
     At(u64),
-    /// So many bytes of deflate data from this offset on.
+    /// This many bytes of deflate data from this offset on.
     Compressed {
         /// Where they begin, in bytes.
         host: u64,

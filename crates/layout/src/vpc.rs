@@ -26,7 +26,7 @@ const FOOTER_CHECKSUM_AT: usize = 64;
 const DYNAMIC_CHECKSUM_AT: usize = 36;
 const VERSION: u32 = 0x0001_0000;
 const MAX_BLOCK_BYTES: u32 = 1 << 30;
-/// A geometry of so many cylinders, heads and sectors means that the disk is too large to have one.
+/// A geometry of this many cylinders, heads and sectors means that the disk is too large to have one.
 const LARGEST_GEOMETRY: (u16, u8, u8) = (65535, 16, 255);
 /// Creators of disks whose size is that of the geometry: Virtual PC, and QEMU by default.
 const SIZED_BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
@@ -237,7 +237,7 @@ impl VpcParent {
     }
 }
 
-/// Cylinders, heads and sectors per track of a disk with so many sectors: the appendix "CHS Calculation".
+/// Cylinders, heads and sectors per track of a disk with this many sectors: the appendix "CHS Calculation".
 fn geometry(sectors: u64) -> (u16, u8, u8) {
     let (most_cylinders, most_heads) = (u64::from(LARGEST_GEOMETRY.0), 16);
     let sectors = sectors.min(most_cylinders * most_heads * 255);

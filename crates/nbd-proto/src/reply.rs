@@ -12,7 +12,7 @@ pub const STRUCTURED_MAGIC: u32 = 0x668e_33ef;
 /// Magic of a chunk with an extended header.
 pub const EXTENDED_MAGIC: u32 = 0x6e8a_278c;
 
-/// Bytes of a simple reply; of the others at least so many.
+/// Bytes of a simple reply; of the others at least this many.
 pub const SIMPLE_BYTES: usize = 16;
 /// Bytes of a structured chunk's header.
 pub const STRUCTURED_BYTES: usize = 20;
@@ -212,7 +212,7 @@ impl ReplyHeader {
         }
     }
 
-    /// From so many bytes as [`ReplyHeader::bytes_needed`] returns.
+    /// From this many bytes as [`ReplyHeader::bytes_needed`] returns.
     pub fn parse(bytes: &[u8]) -> Result<ReplyHeader, Malformed> {
         let mut cursor = Cursor::new(bytes);
         let magic = cursor.u32()?;

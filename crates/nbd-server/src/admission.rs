@@ -60,7 +60,7 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// So many connections with a place leave a peer its right to a spare one.
+/// Connections with a place that leave a peer its right to a spare one.
 const FEW: usize = 4;
 
 /// Connections that are accepted beyond the limit: that have sent no option, or wait for a place.

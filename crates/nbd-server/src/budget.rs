@@ -36,7 +36,7 @@ pub(crate) struct Budget {
     waiting: RefCell<Option<Waker>>,
 }
 
-/// So many bytes of a [`Budget`], until dropped.
+/// Bytes of a [`Budget`], held until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Permit {
     budget: Rc<Budget>,
@@ -49,7 +49,7 @@ pub(crate) struct Permit {
 }
 
 impl Permit {
-    /// So many.
+    /// The number of these bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }

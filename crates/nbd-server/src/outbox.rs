@@ -122,7 +122,7 @@ impl Outbox {
         let mut buffers = self.buffers.take();
         let mut permits = Vec::new();
         let mut heads = IoBuf::scratch(HEAD_BYTES);
-        // Headers that no buffer has been made of yet: so many bytes at the start of `heads`.
+        // Headers that no buffer has been made of yet: this many bytes at the start of `heads`.
         let mut filled = 0;
         let mut bytes = 0;
         while let Some(piece) = queue.pop_front() {

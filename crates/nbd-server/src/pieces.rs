@@ -20,7 +20,7 @@ use std::time::Duration;
 /// The time beside twice the stall limit that peers have for the data that they are sending or taking.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The next piece of a request of which so much is left.
+/// The next piece of a request of which `left` bytes are left.
 fn piece_bytes(left: u64) -> usize {
     left.min(PIECE_BYTES) as usize
 }

@@ -132,7 +132,7 @@ impl Patience {
         Patience { stall_ns, until_ns: zero(), left_ns: AtomicU64::new(stall_ns), bytes: zero(), begun_ns: zero() }
     }
 
-    /// An operation of so many bytes begins. `counts`: shared memory is held.
+    /// An operation of this many bytes begins. `counts`: shared memory is held.
     pub(crate) fn begin(&self, bytes: usize, counts: bool) {
         self.bytes.store((bytes as u64).max(1), Ordering::Relaxed);
         if counts {
@@ -205,7 +205,7 @@ impl Account {
 }
 
 impl Pool {
-    /// A pool of so much, for requests of up to `max_request_bytes`.
+    /// A pool of `limit_bytes`, for requests of up to `max_request_bytes`.
     pub(crate) fn new(limit_bytes: u64, max_request_bytes: u64, stall: Duration) -> Arc<Pool> {
         let stall_ns = u64::try_from(stall.as_nanos()).unwrap_or(u64::MAX);
         Arc::new(Pool { limit_bytes, max_request_bytes, stall_ns, state: Mutex::default() })

@@ -13,7 +13,8 @@ use cowshed_storage::{IoBuf, rt};
 const HOLE_BYTES: usize = 32 << 10;
 /// Where such chunks start and end, in bytes.
 const HOLE_ALIGN: usize = 4096;
-/// The search examines so many bytes at once; then other clients of the thread have their turn. A multiple of `HOLE_ALIGN`.
+/// The search examines this many bytes at once; then other clients of the thread have their turn. A multiple of
+/// `HOLE_ALIGN`.
 const LOOK_BYTES: usize = 1 << 20;
 
 impl<D: Disk> Session<D> {

@@ -18,7 +18,7 @@ const MAX_RUNS: usize = 1024;
 /// Runs that are looked at when the client asks for only one.
 const RUNS_FOR_ONE: usize = 16;
 
-/// The longest block status of so many contexts, in bytes.
+/// The longest block status of this many contexts, in bytes.
 pub(crate) fn status_bytes(request: &Request, contexts: usize) -> u64 {
     let runs = if request.flags.contains(CommandFlags::REQ_ONE) { RUNS_FOR_ONE } else { MAX_RUNS };
     // Lengths and flags of 64 bits each, and a header.

@@ -49,7 +49,7 @@ impl Receiver {
         self.start == self.end
     }
 
-    /// The message that was just looked at is followed by so many bytes of data.
+    /// The message that was just looked at is followed by this many bytes of data.
     pub fn note_data(&mut self, data_bytes: u64) {
         self.expects_data = data_bytes >= MUCH_DATA_BYTES;
     }
@@ -91,7 +91,7 @@ impl Receiver {
         self.start = (self.start + len).min(self.end);
     }
 
-    /// Receives exactly so many bytes as an array has.
+    /// Receives exactly this many bytes as an array has.
     pub async fn array<const N: usize>(&mut self, stream: &Stream) -> Result<[u8; N]> {
         let mut bytes = [0; N];
         match self.peek(stream, N).await? {

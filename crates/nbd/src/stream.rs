@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Bytes that are encrypted at once.
 const PLAIN_BYTES: usize = 64 << 10;
-/// So many bytes that many encrypted ones fit, with room for the heads of their records.
+/// Bytes that hold those after encryption, with room for the heads of their records.
 const CIPHER_BYTES: usize = PLAIN_BYTES + (PLAIN_BYTES >> 3) + 4096;
 
 /// A connection's bytes.

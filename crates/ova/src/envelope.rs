@@ -21,7 +21,7 @@ pub struct FileReference {
     pub href: String,
     /// Its length in bytes, where the package has it.
     pub size: Option<u64>,
-    /// It is cut into files of so many bytes, `HREF.000000000` and so on.
+    /// It is cut into files of this many bytes, `HREF.000000000` and so on.
     pub chunk_bytes: Option<u64>,
     /// It is stored with gzip.
     pub is_gzip: bool,

@@ -6,7 +6,7 @@ use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
 use std::io::{self, Read, Seek, SeekFrom};
 
-/// Headers and data are in blocks of so many bytes.
+/// Headers and data are in blocks of this many bytes.
 pub const BLOCK_BYTES: u64 = 512;
 /// Archives end at a multiple of this, as those of other programs do.
 pub const RECORD_BYTES: u64 = 10240;
@@ -255,7 +255,7 @@ pub fn padding(len: u64) -> usize {
     (len.wrapping_neg() % BLOCK_BYTES) as usize
 }
 
-/// The zeroes at the end of an archive whose files, padded, take so many bytes.
+/// The zeroes at the end of an archive whose files, padded, take this many bytes.
 pub fn end(len: u64) -> usize {
     let with_mark = len + 2 * BLOCK_BYTES;
     (with_mark.next_multiple_of(RECORD_BYTES) - len) as usize

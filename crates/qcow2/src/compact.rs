@@ -36,7 +36,7 @@ impl Run {
     }
 }
 
-/// Clusters in any order: offsets from the lowest one, in so many bits each. 0 stands for an entry that is 0.
+/// Clusters in any order: offsets from the lowest one, in this many bits each. 0 stands for an entry that is 0.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Packed {
     /// The entry that 1 stands for.

@@ -80,8 +80,9 @@ impl Engine {
         self.walk::<false>(guest, len, out)
     }
 
-    /// As [`Engine::map`], as far as the range may be written in place without the owner: data clusters of ours alone
-    /// (COPIED), every touched subcluster allocated. 0 when already the first byte needs [`Engine::begin_allocate`].
+    /// As [`Engine::map`], as far as the range may be written in place without the engine's lock. These are clusters of
+    /// refcount one (COPIED), with every touched subcluster allocated. 0 when already the first byte needs
+    /// [`Engine::begin_allocate`].
     pub fn map_overwrite(&self, guest: GuestOffset, len: u64, out: &mut ExtentList) -> Planned<u64> {
         self.walk::<true>(guest, len, out)
     }

@@ -23,7 +23,7 @@ pub struct Restart {
 }
 
 impl Engine {
-    /// Keeps L2 tables in slices of so many bytes from now on: a power of two from 512 to the cluster size. Their
+    /// Keeps L2 tables in slices of this many bytes from now on: a power of two from 512 to the cluster size. Their
     /// cached slices go. No request may run; an error when something isn't on disk yet.
     pub fn set_slice_bytes(&self, bytes: u64) -> Result<()> {
         let state = &mut *self.own();

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A failed large read is tried again in pieces of so many bytes.
+/// A failed large read is tried again in pieces of this many bytes.
 const PIECE_BYTES: usize = 4096;
 /// Header, extensions and names lie in the first cluster.
 const HEAD_BYTES: u64 = 2 << 20;
@@ -113,7 +113,7 @@ impl DamagedImage {
         Ok(wreck)
     }
 
-    /// Reads so many entries of the L1 table.
+    /// Reads this many entries of the L1 table.
     pub(super) async fn load_l1(&mut self, entries: u64) -> Result<()> {
         (self.l1, self.bad_l1) = (Vec::new(), Vec::new());
         let Some(start) = self.fields.l1_offset else { return Ok(()) };

@@ -33,7 +33,7 @@ pub enum Effect {
     Torn(Errno),
     /// A read or write that moves only this many bytes (at least one sector in direct mode) and reports that.
     Short(u64),
-    /// It is not even looked at before so much (virtual) time has passed.
+    /// It is not even looked at before this much (virtual) time has passed.
     Delay(Duration),
 }
 
@@ -50,7 +50,7 @@ pub struct Fault {
     pub skip: u64,
     /// The number of operations that are hit then.
     pub times: u64,
-    /// In so many of 1000 cases.
+    /// In this many of 1000 cases.
     pub per_mille: u64,
     /// The effect on the operation.
     pub effect: Effect,

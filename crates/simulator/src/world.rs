@@ -273,7 +273,7 @@ impl World {
         self.lock().config.capacity_bytes = capacity_bytes;
     }
 
-    /// Pairs of changes that were under way at once on the same bytes. A disk bears them, but for metadata they are a
+    /// Pairs of changes that were under way at once on the same bytes. A disk permits them, but for metadata they are a
     /// slip of an engine.
     pub fn overlaps(&self) -> Vec<Overlap> {
         self.lock().overlaps.clone()

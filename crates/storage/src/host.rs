@@ -68,7 +68,7 @@ const WAITED_NS: u64 = 5_000_000;
 /// So long are the kernel's workers to do the writes then.
 const REST_NS: u64 = 100_000_000;
 
-/// Writes in bulk from so many bytes on are worth a worker.
+/// Writes in bulk from this many bytes on are worth a worker.
 const BULK_BYTES: usize = 64 << 10;
 /// So long after a write in bulk others are taken to follow.
 const BULK_NS: u64 = 100_000_000;

@@ -34,14 +34,14 @@ pub(crate) enum Way {
 pub(crate) enum Effect {
     /// It does nothing, and returns this errno.
     Fail(i32),
-    /// It moves at most so many bytes.
+    /// It moves at most this many bytes.
     Short(usize),
 }
 
 enum Plan {
     /// The effects of calls, and how often.
     Script(Vec<(Way, Call, Effect, u32)>),
-    /// In so many of a hundred calls one of these effects, by chance.
+    /// In this many of a hundred calls one of these effects, by chance.
     Weather(Rng, u64, Vec<(Way, Effect)>),
 }
 

@@ -71,7 +71,7 @@ pub struct Alignment {
 pub struct LayoutHints {
     /// Write in place where the file system would copy on write (btrfs: `FS_NOCOW_FL`; its checksums go, too).
     pub no_cow: bool,
-    /// Allocate in pieces of so many bytes (XFS: `extsize`).
+    /// Allocate in pieces of this many bytes (XFS: `extsize`).
     pub extent_bytes: Option<u32>,
 }
 

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 pub const UBLK_CONTROL: &str = "/dev/ublk-control";
 /// Bytes of the descriptor of a request.
 const DESCRIPTOR_BYTES: usize = 24;
-/// The driver has room for so many descriptors of a queue.
+/// The driver has room for this many descriptors of a queue.
 const MAX_DEPTH: usize = 4096;
 /// The longest buffer of a command: its length has two bytes.
 const MAX_BUFFER_BYTES: usize = u16::MAX as usize;
@@ -73,7 +73,7 @@ pub struct UblkTarget {
     pub device: u32,
     /// A number that some commands take.
     pub value: u64,
-    /// The buffer begins with the path of the char device, which has so many bytes with the zero behind it.
+    /// The buffer begins with the path of the char device, which has this many bytes with the zero behind it.
     pub path_bytes: u16,
 }
 

@@ -33,13 +33,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const BUDGETS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/instructions.txt");
-/// Above its budget by so much a case fails, in percent.
+/// Above its budget by this much a case fails, in percent.
 const ABOVE_PERCENT: f64 = 5.0;
 /// Requests of the shorter run; the longer one has twice as many.
 const REQUESTS: u64 = 1000;
 const BYTES: u64 = 4096;
 const CLUSTER: u64 = 65536;
-/// Reads and overwrites go to so much of the disk.
+/// Reads and overwrites go to this much of the disk.
 const WINDOW: u64 = 8 << 20;
 const LAYERS: u64 = 8;
 

@@ -16,7 +16,7 @@ use std::process::Command;
 /// Writes of the shorter run; the longer one has twice as many, and the difference counts.
 const WRITES: u64 = 2000;
 const BYTES: u64 = 4096;
-/// Writes in place go to so much of the disk, whose mapping is cached before.
+/// Writes in place go to this much of the disk, whose mapping is cached before.
 const WINDOW_BYTES: u64 = 256 << 20;
 
 fn main() {

@@ -49,7 +49,8 @@ pub struct Effort {
     pub states: usize,
     /// The distance of distinct states of which one goes to the real `qemu-img`; 0: none.
     pub sample_qemu: usize,
-    /// The disk has room for so many bytes more than the image takes at the start; `None`: endless, or enough on a device.
+    /// The disk has room for this many bytes more than the image takes at the start; `None`: endless, or enough on a
+    /// device.
     pub room_bytes: Option<u64>,
 }
 

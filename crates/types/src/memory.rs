@@ -6,7 +6,7 @@ use crate::{Errno, Error, Result};
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 
-/// The error: there is no memory for so many bytes.
+/// The error: there is no memory for this many bytes.
 #[cold]
 pub fn no_memory(bytes: usize) -> Error {
     Error::os(Errno::ENOMEM, "could not get memory").value(format!("{bytes} bytes"))
@@ -47,7 +47,7 @@ pub fn grow_map<K: Eq + Hash, V>(map: &mut HashMap<K, V>) -> Result<()> {
     map.try_reserve(1).map_err(|_| no_memory(map.len().saturating_mul(2 * size_of::<(K, V)>())))
 }
 
-/// Whether there is memory for so many bytes in many small pieces, none of which is tried alone. `ENOMEM` where there
+/// Whether there is memory for this many bytes in many small pieces, none of which is tried alone. `ENOMEM` where there
 /// is none.
 pub fn expect_memory(bytes: usize) -> Result<()> {
     vec_for::<u8>(bytes).map(drop)

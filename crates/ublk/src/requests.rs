@@ -10,7 +10,7 @@ use cowshed_ublk_proto::{Operation, Request};
 use rustix::io::Errno as Number;
 use std::sync::Arc;
 
-/// Longer reads and writes go in pieces of so many bytes.
+/// Longer reads and writes go in pieces of this many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
 /// Errors that the block layer distinguishes. `ENODEV` is none: by it a server gives a request up.

@@ -19,9 +19,9 @@ pub struct DeviceConfig {
     pub block_bytes: u32,
     /// The physical block has this power of two of logical ones: the grain of allocation.
     pub physical_exponent: u8,
-    /// Requests of so many bytes and multiples of it are the smallest good ones.
+    /// Requests of this many bytes and multiples of it are the smallest good ones.
     pub min_io_bytes: u32,
-    /// Requests of so many bytes and multiples of it are the best; 0 is unsaid.
+    /// Requests of this many bytes and multiples of it are the best; 0 is unsaid.
     pub optimal_io_bytes: u32,
     /// The write cache is on: only a flush makes writes durable.
     pub writeback: bool,

@@ -24,7 +24,7 @@ pub fn part_bytes(size: u16) -> usize {
     (HEADER_BYTES + STATE_BYTES * usize::from(size)).next_multiple_of(PART_ALIGN)
 }
 
-/// Bytes of a region for so many queues.
+/// Bytes of a region for this many queues.
 pub fn region_bytes(queues: u16, size: u16) -> usize {
     usize::from(queues) * part_bytes(size)
 }

@@ -77,7 +77,7 @@ pub enum Request {
     },
     /// Make earlier writes durable.
     Flush,
-    /// Give the name of the disk, in at most so many bytes.
+    /// Give the name of the disk, in at most this many bytes.
     GetId {
         /// The most bytes of the name.
         len: u64,

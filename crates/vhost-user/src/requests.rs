@@ -10,16 +10,16 @@ use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment
 use cowshed_vhost_user_proto::{Cursor, DescriptorChain, Pieces, Shared};
 use std::rc::Rc;
 
-/// Longer reads and writes go in pieces of so many bytes.
+/// Longer reads and writes go in pieces of this many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
-/// The kernel fills and takes at most so many pieces of memory at a time: those of one system call.
+/// The kernel fills and takes at most this many pieces of memory at a time: those of one system call.
 const MAX_SHARED_PIECES: usize = 1024;
 
 /// Bytes of the kernel's description of a piece.
 const VECTOR_BYTES: usize = 16;
 
-/// Each request takes so many bytes besides its data, near enough.
+/// Each request takes this many bytes besides its data, near enough.
 const REQUEST_BYTES: u64 = 1 << 10;
 
 /// A chain whose request has ended.

@@ -27,7 +27,7 @@ pub(super) struct Match {
 pub(super) struct Effort {
     /// The most candidates that are compared.
     pub depth: u32,
-    /// A match of so many bytes is good enough.
+    /// A match of this many bytes is good enough.
     pub nice: usize,
 }
 

@@ -61,7 +61,7 @@ pub(super) fn symbols(widths: &[(usize, u32)]) -> impl Iterator<Item = Symbol> {
 #[derive(Clone, Copy)]
 struct State {
     symbol: Symbol,
-    /// The next state: this one and the number that so many bits give.
+    /// The next state: this one and the number that this many bits give.
     next: u32,
     bits: u32,
 }

@@ -137,7 +137,7 @@ fn damaged_streams_end() {
     }
 }
 
-/// A block of opcodes with so many bytes of output.
+/// A block of opcodes with this many bytes of output.
 fn opcodes(opcodes: &[u8], len: u32) -> Vec<u8> {
     let payload = [opcodes, &[6, 0, 0, 0, 0, 0, 0, 0]].concat();
     let header = [&LZVN[..], &len.to_le_bytes(), &(payload.len() as u32).to_le_bytes()].concat();

@@ -58,7 +58,7 @@ struct BenchArgs {
     /// The byte to write
     #[arg(long, value_name = "PATTERN")]
     pattern: Option<String>,
-    /// With -w: flush after so many requests
+    /// With -w: flush after this many requests
     #[arg(long, value_name = "FLUSH_INTERVAL")]
     flush_interval: Option<String>,
     /// With --flush-interval: flush while other requests are in flight

@@ -32,7 +32,7 @@ struct MapArgs {
     /// Begin here instead of at the beginning of the disk
     #[arg(short, long, value_name = "OFFSET")]
     start_offset: Option<String>,
-    /// Show so many bytes of the disk at most
+    /// Show at most this many bytes of the disk
     #[arg(short = 'l', long, value_name = "LENGTH")]
     max_length: Option<String>,
     /// Text or JSON

@@ -27,7 +27,7 @@ const MOST_SECONDS: f64 = 3e9;
 pub struct UntrustedArgs {
     #[command(flatten)]
     of_image: PolicyArgs,
-    /// With --untrusted: give up after so many seconds
+    /// With --untrusted: give up after this many seconds
     #[arg(long, value_name = "SECONDS")]
     time_limit: Option<String>,
 }

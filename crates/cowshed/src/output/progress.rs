@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The bar is redrawn at most this often each second.
 const REDRAWS_PER_SECOND: u8 = 10;
 
-/// A percentage is printed again when it has changed by so many hundredths.
+/// A percentage is printed again when it has changed by this many hundredths.
 const STEP: u64 = 100;
 
 /// Shows how far something is.

@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 const MIB: u64 = 1 << 20;
 
-/// Runs the tool with so many bytes of memory of its own.
+/// Runs the tool with this many bytes of memory of its own.
 fn limited(folder: &Path, bytes: u64, line: &str) -> Output {
     let mut command = Command::new("prlimit");
     command.arg(format!("--data={bytes}")).arg(env!("CARGO_BIN_EXE_cowshed")).args(line.split(' '));

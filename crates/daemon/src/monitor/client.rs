@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::Duration;
 
-/// So much waits for a client that doesn't read. Later events are dropped, and commands with further replies wait.
+/// This much waits for a client that doesn't read. Later events are dropped, and commands with further replies wait.
 const MAX_WAITING_BYTES: usize = 1 << 20;
 
 /// Bytes asked for in one read.

@@ -238,7 +238,7 @@ fn await_locked(image: &Path, expected: &[u64]) {
     }
 }
 
-/// The target of a mirror bears no other users, and becomes like any raw disk when the clients move there.
+/// The target of a mirror permits no other users, and becomes like any raw disk when the clients move there.
 #[test]
 fn locks_move_with_the_users() {
     let daemon = Running::start(Vec::new());

@@ -18,7 +18,7 @@ const MAX_BITMAP_BYTES: u64 = 512 << 20;
 /// log2 of the bytes that are read at once, a piece of the bits.
 const PIECE_BITS: u32 = 16;
 const PIECE_BYTES: u64 = 1 << PIECE_BITS;
-/// So much of the extension is read at once for its checksum.
+/// This much of the extension is read at once for its checksum.
 const SUMMED_BYTES: u64 = 1 << 20;
 
 /// An entry of a bitmap's table: no bit of the cluster is set.

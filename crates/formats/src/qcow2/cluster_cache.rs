@@ -99,7 +99,7 @@ pub fn usage_bytes() -> (usize, usize) {
     (store().used_bytes.load(Ordering::Relaxed), store().limit().load(Ordering::Relaxed))
 }
 
-/// Lets the store grow to so many bytes; 0 keeps nothing. Clusters over the limit go at once.
+/// Lets the store grow to this many bytes; 0 keeps nothing. Clusters over the limit go at once.
 pub fn set_limit_bytes(limit_bytes: usize) {
     store().limit().store(limit_bytes, Ordering::Relaxed);
     for shard in &store().shards {

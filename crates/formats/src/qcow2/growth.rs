@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const FIRST_CLUSTERS: u64 = 16;
 const MOST_CLUSTERS: u64 = 4096;
 const MOST_BYTES: u64 = 64 << 20;
-/// A piece is reserved where the file system has room for so many. Some file systems keep what a failed reservation took.
+/// A piece is reserved where the file system has room for this many. Some file systems keep what a failed reservation
+/// took.
 const PIECES_FREE: u64 = 8;
 
 /// The pieces of one image.

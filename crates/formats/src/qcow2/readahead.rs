@@ -23,7 +23,7 @@ const STREAMS: usize = 4;
 const STREAK: u64 = 2;
 /// Bits of a stream's word that count its streak.
 const STREAK_BITS: u32 = 2;
-/// The size of reading ahead: so many bytes, in so many clusters at most, one at least.
+/// The size of reading ahead: this many bytes, in this many clusters at most, one at least.
 const AHEAD_BYTES: u64 = 512 << 10;
 const AHEAD_CLUSTERS: u64 = 8;
 

@@ -87,7 +87,7 @@ impl Qcow2Driver {
         self.step_by_step(offset, end, buf, |at, rest| self.write_some(at, rest)).await
     }
 
-    /// Writes the front of `buf`: in place as far as it lies in clusters of ours, else as far as one allocation reaches.
+    /// Writes the front of `buf`: in place as far as its clusters are COPIED, else as far as one allocation reaches.
     async fn write_some(&self, at: u64, buf: IoBuf) -> Partly {
         let len = buf.len() as u64;
         match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await {

@@ -12,7 +12,7 @@ use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result, slip};
 
-/// Entries and data are copied in parts of so many bytes.
+/// Entries and data are copied in parts of this many bytes.
 const PART_BYTES: u64 = 1 << 20;
 const UNALLOCATED: [u8; 4] = [0xff; 4];
 

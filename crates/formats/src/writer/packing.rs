@@ -13,7 +13,7 @@ use cowshed_types::memory::try_push;
 use cowshed_types::{Compression, Error, Result};
 use futures_util::future::join_all;
 
-/// Packed blocks begin at multiples of so many bytes.
+/// Packed blocks begin at multiples of this many bytes.
 const SECTOR_BYTES: u64 = 512;
 /// Bytes that one thread packs at once.
 const PACKED_AT_ONCE: u64 = 128 << 10;

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Space is asked for in parts of so many bytes.
+/// Space is asked for in parts of this many bytes.
 const PART_BYTES: u64 = 64 << 10;
 /// File systems keep files in blocks of this length, or of a divisor.
 const BLOCK_BYTES: u64 = 4096;

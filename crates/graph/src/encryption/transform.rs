@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// So many bytes at a time are done here, until [`INLINE_TIME`] has passed.
+/// Bytes that are done here at a time, until [`INLINE_TIME`] has passed.
 const INLINE_BYTES: usize = 32 << 10;
 /// The time for which this thread works on a buffer itself. The bytes are in its core's cache, and another one would
 /// have to be woken and to fetch them. A processor with instructions for the cipher does a MiB in that time.

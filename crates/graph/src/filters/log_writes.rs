@@ -19,7 +19,7 @@ const SUPER_BYTES: usize = 28;
 const ENTRY_BYTES: usize = 32;
 const FLUSH: u64 = 1;
 const DISCARD: u64 = 4;
-/// Zeroes are logged in pieces of at most so many bytes.
+/// Zeroes are logged in pieces of at most this many bytes.
 const MOST_ZEROES_BYTES: u64 = 1 << 20;
 /// Smallest and largest sector, in bytes.
 const SECTOR_BYTES: std::ops::RangeInclusive<u64> = 256..=1 << 22;
@@ -31,7 +31,7 @@ pub(crate) struct LogOptions {
     pub append: bool,
     /// Unit of offsets and lengths in the log, in bytes.
     pub sector_bytes: u64,
-    /// The superblock is written after so many entries.
+    /// The superblock is written after this many entries.
     pub update_interval: u64,
 }
 

@@ -21,7 +21,7 @@ const STATUS_RUNS: usize = 16;
 pub(crate) enum Agreement {
     /// `blkverify`: the second node, under test, must answer as the first.
     Verify,
-    /// `quorum`: so many must agree.
+    /// `quorum`: the number that must agree.
     Votes {
         /// The number of nodes that must succeed or agree.
         threshold: usize,

@@ -18,7 +18,7 @@ pub struct Chain {
 /// The layer that decides how the first bytes of a range read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// So many bytes, at least one.
+    /// Length of the range in bytes, at least one.
     pub len: u64,
     /// The layer, counted from the top; `None`: the base, or nothing at all without a base.
     pub layer: Option<usize>,

@@ -274,7 +274,7 @@ impl Node {
         self.users().push(Edge::new(RESIZING, permissions));
         let mut resizing = Resizing { node: self, before: None };
         let held = file.permissions();
-        // A raw image that bears other writers is locked for its size only now.
+        // A raw image that permits other writers is locked for its size only now.
         if self.settings.locks() == LockSource::Opening && held.used.contains(PermissionSet::WRITE) {
             file.lock(Permissions { used: held.used | PermissionSet::RESIZE, ..held })?;
             resizing.before = Some((file, held));

@@ -355,12 +355,12 @@ impl Opener {
         self.child(draft, ChildRole::File, spec, place).await
     }
 
-    /// As [`Self::file_child`], for a format that doesn't bear other writers, also where the caller would.
+    /// As [`Self::file_child`], for a format that permits no other writers, also where the caller would.
     pub async fn unshared_file_child(self: &Rc<Self>, draft: &mut Draft) -> Result<Arc<Node>> {
         let shared_writes = std::mem::replace(&mut draft.place.share_writes, false);
         let child = self.file_child(draft).await?;
         if shared_writes && !draft.place.force_share {
-            // Opened by the probe, for a format that bears writers; this one doesn't.
+            // Opened by the probe, for a format that permits writers; this one doesn't.
             child.release(&draft.name);
             let edge = Edge::of(&draft.name, !draft.settings.read_only, false).with_role(ChildRole::File);
             let permissions = edge.permissions;

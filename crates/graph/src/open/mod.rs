@@ -221,9 +221,9 @@ impl OpenRequest {
         self
     }
 
-    /// Lets others write to the file meanwhile, where the format bears that. A raw image is then locked as by qemu-img
-    /// and qemu-io: by its user's operations, and not against those of others. Formats with metadata are locked as
-    /// without it.
+    /// Lets others write to the file meanwhile, where the format permits that. A raw image is then locked as by
+    /// qemu-img and qemu-io: by its user's operations, and not against those of others. Formats with metadata are
+    /// locked as without it.
     #[must_use]
     pub fn sharing_raw(mut self) -> Self {
         self.share_raw = true;

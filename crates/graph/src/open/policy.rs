@@ -36,7 +36,7 @@ pub struct Policy {
     pub max_table_bytes: u64,
     /// The most internal snapshots of a layer.
     pub max_snapshots: u32,
-    /// So much may come out of compressed clusters of a layer while it is open, in bytes, whole clusters each time.
+    /// This much may come out of compressed clusters of a layer while it is open, in bytes, whole clusters each time.
     pub max_decompressed_bytes: u64,
     /// The time for which the image may be used, from its opening on; later requests fail. A request that runs already
     /// isn't cut off.

@@ -142,8 +142,8 @@ const NBD_KEYS: &[Key] = &[
     key("tls-certificates", KeyType::Text, "no encryption", "folder with TLS credentials, instead of tls-creds"),
     key("tls-hostname", KeyType::Text, "the host", "name in the server's certificate"),
     key("tls-verify-peer", KeyType::Bool, "on", "whether the server's certificate must be right"),
-    key("reconnect-delay", KeyType::Number(0, MAX_SECONDS), "0", "wait so many seconds for a lost server"),
-    key("open-timeout", KeyType::Number(0, MAX_SECONDS), "0", "try so many seconds to connect at first"),
+    key("reconnect-delay", KeyType::Number(0, MAX_SECONDS), "0", "seconds to wait for a lost server"),
+    key("open-timeout", KeyType::Number(0, MAX_SECONDS), "0", "seconds to try the first connection"),
 ];
 
 const MAX_SECONDS: u64 = u32::MAX as u64;
@@ -181,13 +181,8 @@ const COPY_BEFORE_WRITE_KEYS: &[Key] = &[
         "what fails when old data can't be saved: the write, or the target",
     ),
     key("bitmap", KeyType::Struct(BITMAP), "the whole disk", "save only what is dirty here, at this moment"),
-    key("cbw-timeout", KeyType::Number(0, MAX_SECONDS), "0", "saving that takes so many seconds has failed; 0: never"),
-    key(
-        "min-cluster-size",
-        KeyType::Size,
-        "0",
-        "save at least so much at once; 64k and the target's cluster count too",
-    ),
+    key("cbw-timeout", KeyType::Number(0, MAX_SECONDS), "0", "seconds after which saving has failed; 0: never"),
+    key("min-cluster-size", KeyType::Size, "0", "the least to save at once; 64k and the target's cluster count too"),
 ];
 
 const BITMAP: &[Key] = &[
@@ -225,7 +220,7 @@ const VERIFY_KEYS: &[Key] = &[
 
 const QUORUM_KEYS: &[Key] = &[
     key("children", KeyType::Children, REQUIRED, "the nodes that keep the disk"),
-    key("vote-threshold", KeyType::Number(0, u32::MAX as u64), "(at least 1)", "so many must agree"),
+    key("vote-threshold", KeyType::Number(0, u32::MAX as u64), "(at least 1)", "the number that must agree"),
     key("blkverify", KeyType::Bool, "off", "two nodes must agree on each byte, and a difference is reported"),
     key("rewrite-corrupted", KeyType::Bool, "off", "nodes that are outvoted get what the majority has"),
     key("read-pattern", KeyType::Text, "quorum", "quorum: all are read; fifo: the first that answers"),
@@ -251,7 +246,7 @@ const INJECT_ERROR: &[Key] = &[
     key("iotype", KeyType::Choice(IoType::NAMES), "read, write, write-zeroes, discard, flush", "the kind of I/O"),
     key("errno", KeyType::Number(0, 4095), "5", "the error number; 0 for none"),
     key("sector", KeyType::Number(0, 1 << 54), "any", "only I/O that touches this sector of 512 bytes"),
-    key("sectors", KeyType::Number(1, 1 << 54), "1", "so many sectors from 'sector' on"),
+    key("sectors", KeyType::Number(1, 1 << 54), "1", "the number of sectors from 'sector' on"),
     key("once", KeyType::Bool, "off", "the same as times=1"),
     key("immediately", KeyType::Bool, "off", "accepted: errors always come at once, unless delayed"),
     key("action", KeyType::Choice(FAULT_ACTIONS), "fail", "what happens"),
@@ -259,8 +254,8 @@ const INJECT_ERROR: &[Key] = &[
     key("delay-ms", KeyType::Number(0, 86_400_000), "0", "wait first, in milliseconds"),
     key("delay-ns", KeyType::Number(0, u64::MAX), "0", "wait first, in nanoseconds; besides delay-ms"),
     key("probability-percent", KeyType::Number(0, 100), "100", "how many of what matches are hit"),
-    key("skip", KeyType::Number(0, u64::MAX), "0", "so many pass first"),
-    key("times", KeyType::Number(1, u64::MAX), "no limit", "so many are hit"),
+    key("skip", KeyType::Number(0, u64::MAX), "0", "the number that pass first"),
+    key("times", KeyType::Number(1, u64::MAX), "no limit", "the number that are hit"),
 ];
 
 /// The actions of a rule; [`super::typed`] reads them.

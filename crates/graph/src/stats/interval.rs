@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Latencies over the last so many seconds.
+//! Latencies over the last this many seconds.
 
 use super::{IoKind, KINDS};
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-/// The bytes flushed before the fault: so many bytes of `KEPT_FILL` from the start.
+/// The bytes flushed before the fault: this many bytes of `KEPT_FILL` from the start.
 const KEPT_BYTES: u64 = 64 << 10;
 const KEPT_FILL: u8 = 7;
 /// ENOSPC: no error of another cause is taken for the one injected.

@@ -27,7 +27,7 @@ pub struct CopySettings {
     pub step: u64,
     /// The same for the first [`FIRST_BYTES`], while no piece waits for anything; a multiple of `cut.unit`, at most `step`.
     pub first_step: u64,
-    /// Zeroes are looked for in blocks of so many bytes.
+    /// Zeroes are looked for in blocks of this many bytes.
     pub zero_unit: usize,
     /// Shorter runs of zeroes are written out, bytes; 0: don't look for zeroes.
     pub min_zero_bytes: usize,
@@ -47,9 +47,9 @@ pub struct CopySettings {
     pub share: bool,
 }
 
-/// So many bytes of data are the first ones.
+/// The first bytes of data.
 const FIRST_BYTES: u64 = 32 << 20;
-/// Unreadable places are distinguished down to so many bytes.
+/// Unreadable places are distinguished down to this many bytes.
 const SALVAGE_BYTES: usize = 4096;
 
 /// One conversion in progress.
@@ -417,7 +417,7 @@ fn write_error(error: Error, offset: u64) -> Error {
     error_at("writing", error, offset)
 }
 
-/// QEMU's tools report the start of the request, which has so many bytes.
+/// QEMU's tools report the start of the request, which has this many bytes.
 const QEMU_REQUEST_BYTES: u64 = 2 << 20;
 
 fn error_at(work: &str, error: Error, offset: u64) -> Error {

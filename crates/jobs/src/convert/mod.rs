@@ -16,7 +16,7 @@ pub(crate) use source::Sources;
 pub use target::COMPRESSED_FORMATS;
 use target::Target;
 
-/// `-S` by default: zeroes of at least so many bytes become holes.
+/// `-S` by default: zeroes of at least this many bytes become holes.
 pub const DEFAULT_SPARSE_BYTES: u64 = 4096;
 const SECTOR_BYTES: u64 = 512;
 /// Blocks of a file system: holes in a raw target are no finer.
@@ -71,7 +71,7 @@ pub struct ConvertOptions {
     pub bitmaps: bool,
     /// `--skip-broken-bitmaps`: leave out inconsistent ones instead of failing.
     pub skip_broken_bitmaps: bool,
-    /// The size of a new target is rounded up to a multiple of so many bytes, by zeroes.
+    /// The size of a new target is rounded up to a multiple of this many bytes, by zeroes.
     pub size_unit_bytes: u64,
     /// A disk of 0 bytes is an error: no machine takes it.
     pub refuses_empty: bool,

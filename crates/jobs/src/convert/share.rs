@@ -12,7 +12,7 @@ use std::cell::Cell;
 const MIN_BYTES: u64 = 64 << 10;
 /// Blocks of a file system: shared ranges begin and end with one.
 const BLOCK_BYTES: u64 = 4096;
-/// After so many failures in a row it isn't tried any more.
+/// After this many failures in a row it isn't tried any more.
 const FAILURES_MAX: u32 = 4;
 
 /// The files whose blocks can be shared, and the count of failures.

@@ -10,7 +10,7 @@ pub use names::{DirectoryNames, Name};
 
 /// Unit of the volume.
 pub const SECTOR_BYTES: u64 = 512;
-/// A folder has entries for so many bytes at most.
+/// A folder has entries for this many bytes at most.
 pub const MAX_DIRECTORY_BYTES: u64 = 2 << 20;
 /// The number of the first cluster.
 pub const FIRST_CLUSTER: u32 = 2;
@@ -113,7 +113,7 @@ pub struct Chain {
 }
 
 impl FatDisk {
-    /// A disk of QEMU's size. One with FAT32 is as long as `needed` asks: the clusters for so many bytes each.
+    /// A disk of QEMU's size. One with FAT32 is as long as `needed` asks: the clusters for this many bytes each.
     pub fn new(kind: FatKind, is_floppy: bool, label: [u8; LABEL_BYTES], needed: impl Fn(u64) -> u64) -> FatDisk {
         let (heads, per_track, hidden) = if is_floppy { (2, 36, 0) } else { (HEADS, SECTORS_PER_TRACK, 63) };
         let cylinders = match (is_floppy, kind) {

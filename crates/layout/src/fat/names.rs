@@ -102,7 +102,7 @@ fn split(name: &str) -> (&str, &str) {
     }
 }
 
-/// The start of a text, of so many units of UTF-16 at most.
+/// The start of a text, of this many units of UTF-16 at most.
 fn shortened(text: &str, most: usize) -> &str {
     let mut units = 0;
     for (at, character) in text.char_indices() {

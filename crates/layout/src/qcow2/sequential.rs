@@ -33,7 +33,7 @@ struct Run {
 /// The content of a place of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stretch {
-    /// So many bytes of metadata: see [`Sequential::fill`].
+    /// This many bytes of metadata: see [`Sequential::fill`].
     Metadata(u64),
     /// Bytes of the disk.
     Data {

@@ -17,7 +17,7 @@ const STATE_ZERO: u64 = 2;
 /// "LeaveBlockAllocated": a fixed disk.
 const FLAG_FIXED: u32 = 1;
 const FLAG_VIRTUAL_DISK: u32 = 2;
-/// QEMU leaves so much room between the metadata and the blocks.
+/// QEMU leaves this much room between the metadata and the blocks.
 const GAP_BYTES: u64 = 4 << 20;
 const CREATOR_AT: usize = 8;
 

@@ -18,14 +18,14 @@ const DESCRIPTOR_BYTES: usize = 32;
 const ZERO_SIGNATURE: &[u8; 4] = b"zero";
 const DATA_SIGNATURE: &[u8; 4] = b"desc";
 const SECTOR_SIGNATURE: &[u8; 4] = b"data";
-/// The bytes of a sector that its descriptor has: so many at its start, and at its end.
+/// The bytes of a sector that its descriptor has: this many at its start, and at its end.
 const LEADING: usize = 8;
 const TRAILING: usize = 4;
 
 /// A change that an entry asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LogWrite {
-    /// So many zeroes, at this offset of the file; whole sectors of 4 KiB.
+    /// This many zeroes, at this offset of the file; whole sectors of 4 KiB.
     Zeroes(u64, u64),
     /// These 4 KiB at this offset of the file.
     Sector(u64, Vec<u8>),
@@ -271,7 +271,7 @@ pub struct NewLogEntry<'a> {
 }
 
 impl NewLogEntry<'_> {
-    /// Length of an entry of so many sectors in bytes.
+    /// Length of an entry of this many sectors in bytes.
     pub fn length_of(sectors: usize) -> usize {
         head_bytes(sectors).unwrap_or(usize::MAX).saturating_add(sectors.saturating_mul(SECTOR))
     }

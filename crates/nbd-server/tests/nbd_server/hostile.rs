@@ -228,7 +228,7 @@ fn refusals(served: &Served) -> Vec<Event> {
     events.iter().filter(|event| is_refusal(event, "")).cloned().collect()
 }
 
-/// Waits until there are so many connections.
+/// Waits until there are this many connections.
 fn await_connections(served: &Served, wanted: usize) {
     let connections = || served.server.connections();
     await_with(|| connections() == wanted, || format!("{} connections, not {wanted}", connections()));

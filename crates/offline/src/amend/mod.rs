@@ -52,7 +52,7 @@ impl Amendment {
 }
 
 /// Looks whether [`amend`] would take the change, and changes nothing. It doesn't find counts too large for a narrower
-/// width, which only a walk over all tables finds. `size`: the disk is going to have so many bytes.
+/// width, which only a walk over all tables finds. `size`: the disk is going to have this many bytes.
 pub async fn check(file: &File, amendment: &Amendment, size: Option<u64>) -> Result<()> {
     named(file, async {
         let image = Image::load_any(file).await?;

@@ -14,7 +14,7 @@ const V2_REFCOUNT_ORDER: u32 = 4;
 /// An L2 table of fresh images with smaller clusters has a header without feature names.
 const FEATURE_NAMES_CLUSTER_BYTES: u64 = 8192;
 
-/// The header afterwards; its tables are still those of the old one. `size`: the disk is going to have so many bytes.
+/// The header afterwards; its tables are still those of the old one. `size`: the disk is going to have this many bytes.
 pub(super) fn header(image: &Image, amendment: &Amendment, size: Option<u64>) -> Result<Header> {
     let old = &image.header;
     let mut new = old.clone();

@@ -17,7 +17,7 @@ const EXTRA_BYTES_MIN: usize = 16;
 /// The most bytes that a repair may write behind the end of the file: a refcount structure, and copies of a few
 /// clusters.
 const GROWTH_BYTES_MAX: u64 = 4 << 30;
-/// L1 entries of a snapshot are edited so many bytes at a time.
+/// L1 entries of a snapshot are edited this many bytes at a time.
 const L1_PIECE_BYTES: usize = 1 << 20;
 
 impl CheckSession<'_> {

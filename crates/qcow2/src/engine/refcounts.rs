@@ -97,7 +97,7 @@ impl Refcounts {
         self.cap = (bytes / self.cluster_size).max(4) as usize;
     }
 
-    /// Keeps room for so many blocks at least.
+    /// Keeps room for this many blocks at least.
     pub(crate) fn require_cap(&mut self, blocks: u64) {
         self.cap = self.cap.max(blocks as usize);
     }

@@ -139,7 +139,7 @@ impl Tables {
         self.counted_bytes + self.slice_bytes <= self.cap_bytes
     }
 
-    /// Counts a slice for so many bytes from now on.
+    /// Counts a slice for this many bytes from now on.
     fn count(&mut self, number: u64, bytes: usize) {
         let meta = self.slices.entry(number).or_default();
         let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
@@ -240,7 +240,7 @@ impl Engine {
         }
     }
 
-    /// Walks the clock's hand past so many slices. Those not used since it last came by leave, or first become smaller
+    /// Walks the clock's hand past `steps` slices. Those not used since it last came by leave, or first become smaller
     /// if they can and `squeeze` is set. Returns how many did either.
     pub(crate) fn walk_clock(&self, state: &mut State, steps: usize, squeeze: bool) -> usize {
         let tables = &mut state.tables;

@@ -63,7 +63,7 @@ impl Drop for Region {
     }
 }
 
-/// From so many bytes on, new zeroed memory is asked for without alignment and aligned here. The system gives it out as
+/// From here on, new zeroed memory is asked for without alignment and aligned here. The system gives it out as
 /// fresh pages, which are zero. The allocator would write zeroes into aligned memory, at a fault and a write per page
 /// before the first byte is read.
 const FRESH_PAGES_BYTES: usize = 128 << 10;

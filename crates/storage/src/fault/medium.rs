@@ -26,9 +26,9 @@ pub(crate) struct FaultyFile {
 
 /// The fate of a read or write.
 enum Turn {
-    /// It moves at most so many bytes.
+    /// It moves at most this many bytes.
     Move { limit: u64 },
-    /// It moves so many bytes and fails.
+    /// It moves this many bytes and fails.
     Torn { bytes: u64, errno: Errno },
     /// A read that is corrupted afterwards.
     Corrupt,

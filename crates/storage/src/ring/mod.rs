@@ -195,7 +195,7 @@ impl Ring {
         }
     }
 
-    /// True when so many operations are in flight or queued.
+    /// True when this many operations are in flight or queued.
     #[cfg(test)]
     fn has_slots(&self, count: usize) -> bool {
         self.slots.borrow().len() == count

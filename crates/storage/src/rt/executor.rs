@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 /// Tasks that run between two looks at the ring: enough to batch submissions, few enough to keep the disk busy.
 const TASKS_PER_ROUND: usize = 256;
-/// So many rounds may pass before the ring is looked at,
+/// This many rounds may pass before the ring is looked at,
 const ROUNDS_PAST_RING: u32 = 3;
 /// while fewer operations than this are queued.
 const FEW_OPERATIONS: usize = 8;

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-/// So many nested futures are polled on one stack.
+/// This many nested futures are polled on one stack.
 const MOST_NESTED: u32 = 8;
 
 thread_local! {

@@ -59,7 +59,7 @@ impl Default for PollLimit {
 
 /// The first look.
 const FIRST_NS: u64 = 10_000;
-/// A completion came soon within so many times the limit.
+/// A completion came soon within this many times the limit.
 const SOON: u64 = 4;
 /// The thread rests after this number of looks without a find, each of the whole limit.
 const VAIN_LOOKS: u32 = 8;

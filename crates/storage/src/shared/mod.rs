@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// Pages have at least so many bytes.
+/// Pages have at least this many bytes.
 const PAGE_BYTES: u64 = 4096;
 /// The largest huge page, in bytes.
 const MAX_PAGE_BYTES: u64 = 1 << 30;

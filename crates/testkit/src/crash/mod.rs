@@ -20,13 +20,13 @@ use std::collections::HashSet;
 pub struct CrashPlan {
     /// Where chance starts from.
     pub seed: u64,
-    /// Stop after so many states with contents not seen before.
+    /// Stop after this many states with contents not seen before.
     pub max_distinct: usize,
     /// States tried after each barrier and each promise.
     pub per_barrier: usize,
     /// States tried where a change begins.
     pub per_change: usize,
-    /// With so many independent parts or fewer, every combination is tried.
+    /// With this many independent parts or fewer, every combination is tried.
     pub exhaustive_atoms: u32,
 }
 

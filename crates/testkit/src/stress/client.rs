@@ -98,7 +98,7 @@ pub struct Request {
 pub enum Cut {
     /// It doesn't.
     Never,
-    /// After so many bytes of the requests, in both directions.
+    /// After this many bytes of the requests, in both directions.
     After(usize),
     /// Behind the last request, in the direction of the server.
     HalfClosed,

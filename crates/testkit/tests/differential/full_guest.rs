@@ -74,7 +74,7 @@ fn judge(qemu: &Qemu, image: &str, files: &Snapshot, written: &Written, refused:
     }
 }
 
-/// A machine with this image, on which so much room is left once the image has been opened and flushed.
+/// A machine with this image, on which this much room is left once the image has been opened and flushed.
 struct Machine {
     world: World,
     image: String,

@@ -225,7 +225,7 @@ impl SmallDisk {
         tool("mount", &["-o", "loop", &self.file(), &self.path()]);
     }
 
-    /// Leaves so much room on it.
+    /// Leaves this much room on it.
     fn fill(&self, room_bytes: u64) {
         let mut filler = std::fs::File::create(Path::new(&self.path()).join("filler")).expect("a filler");
         while filler.write_all(&[1; 65536]).is_ok() {}

@@ -171,8 +171,8 @@ fn raw_client(address: &SocketAddress) -> TcpStream {
 const REQUESTS: u64 = 400;
 const EACH: u32 = 1 << 20;
 
-/// A client that has left so many reads of 1 MiB behind, and the number of those that were begun: 64 MiB of replies wait
-/// for it, and the budget lets no further request begin.
+/// A client that has left this many reads of 1 MiB behind, and the number of those that were begun: 64 MiB of replies
+/// wait for it, and the budget lets no further request begin.
 fn leave_reads(served: &Served) -> (TcpStream, u64) {
     let before = served.reads();
     let mut client = raw_client(&served.address);

@@ -199,7 +199,7 @@ impl Fake {
         ticket
     }
 
-    /// Waits until the server has so many requests of a queue.
+    /// Waits until the server has this many requests of a queue.
     pub fn wait_running(&self, number: u32, queue: usize, count: usize) {
         let dev = self.device(number).unwrap();
         let running = |dev: &Dev| {

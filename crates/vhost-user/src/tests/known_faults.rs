@@ -13,7 +13,7 @@ use std::time::Duration;
 const READ: u32 = 0;
 const WRITE: u32 = 1;
 const WRITE_ZEROES: u32 = 13;
-/// The file of the second region is cut to so many bytes.
+/// The file of the second region is cut to this many bytes.
 const CUT_BYTES: u64 = 1 << 20;
 /// Places in the second region: two that stay, and one that goes.
 const THERE: u64 = 0x1_0000;

@@ -16,7 +16,7 @@ pub struct Platform {
     pub format: &'static str,
     /// Options of the format.
     pub options: &'static str,
-    /// The size is a multiple of so many bytes.
+    /// The size is a multiple of this many bytes.
     pub size_unit_bytes: u64,
     /// The sub-format and its reason, for the one line that is printed.
     pub about: &'static str,

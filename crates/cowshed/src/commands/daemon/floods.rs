@@ -20,7 +20,7 @@ pub const LEFT_OUT: &str = "left_out";
 
 /// Lines of a kind that may come at once.
 const BURST: u32 = 50;
-/// Behind these, one more in so much time.
+/// The pause before one more line behind these.
 const PAUSE: Duration = Duration::from_secs(10);
 /// The pause between lines about left-out ones.
 const TELL: Duration = Duration::from_secs(60);

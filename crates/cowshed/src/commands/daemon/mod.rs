@@ -73,7 +73,7 @@ fn as_it_is(error: &Error) -> Failure {
 /// The limits of a daemon.
 #[derive(Args, Clone, Debug)]
 struct BoundArgs {
-    /// Stop in order within so many seconds, and end then whatever hangs; 0: however long it takes
+    /// Seconds to stop in order; whatever hangs is ended then; 0: no limit
     #[arg(long, value_name = "SECONDS", default_value_t = STOP_LIMIT.as_secs())]
     stop_timeout: u64,
     /// Memory for the data of all clients' requests, at least 32M; each connection has 1M besides [default: 256M]

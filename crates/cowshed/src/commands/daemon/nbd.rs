@@ -59,7 +59,7 @@ struct NbdArgs {
     /// Listen on a Unix socket
     #[arg(short = 'k', long, value_name = "PATH")]
     socket: Option<String>,
-    /// So many clients at a time; 0 is any number
+    /// The most clients at a time; 0 is any number
     #[arg(short = 'e', long, value_name = "NUM", default_value = "1", allow_hyphen_values = true)]
     shared: String,
     /// Go on after the last client
@@ -77,7 +77,7 @@ struct NbdArgs {
     /// Seconds that a client may take to choose an export; 0 is for ever
     #[arg(long, value_name = "NUM", allow_hyphen_values = true)]
     handshake_limit: Option<String>,
-    /// Leave out so many bytes of the disk in front
+    /// Leave out this many bytes at the start of the disk
     #[arg(short, long, value_name = "OFFSET")]
     offset: Option<String>,
     /// Offer the context qemu:allocation-depth

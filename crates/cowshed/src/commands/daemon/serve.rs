@@ -72,7 +72,7 @@ struct ServeArgs {
     /// Threads that serve clients [default: the number of processors, at most 4]
     #[arg(long, value_name = "N")]
     queues: Option<usize>,
-    /// So many clients at a time; 0 is any number
+    /// The most clients at a time; 0 is any number
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_connections: usize,
     /// Start a QMP monitor: a path, unix:PATH, tcp:HOST:PORT or stdio

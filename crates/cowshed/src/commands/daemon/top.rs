@@ -33,7 +33,7 @@ struct TopArgs {
     /// Seconds between two looks
     #[arg(short, long, value_name = "SECONDS", default_value_t = 1.0)]
     interval: f64,
-    /// End after so many looks [default: never]
+    /// End after this many looks [default: never]
     #[arg(short = 'n', long, value_name = "N")]
     count: Option<u64>,
     /// The monitor's socket
@@ -198,7 +198,7 @@ fn budget_line(budget: &Value) -> String {
 const WIDE_COLUMNS: u16 = 118;
 #[cfg(test)]
 const NARROW_COLUMNS: usize = 60;
-/// The first figures cover so much time, or one interval where that is less.
+/// The first figures cover this much time, or one interval where that is less.
 const FIRST_SECONDS: f64 = 0.25;
 
 /// Tables for wide and for narrow terminals.

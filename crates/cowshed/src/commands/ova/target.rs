@@ -52,7 +52,7 @@ impl MachineArgs {
         vm_name.is_none() && vm_cpus.is_none() && vm_memory.is_none() && vm_firmware.is_none() && vm_network.is_empty()
     }
 
-    /// The machine for these importers, with so many disks, whose lengths aren't known yet.
+    /// The machine for these importers, with this many disks, whose lengths aren't known yet.
     pub fn machine(&self, target: &Path, importer: Importer, disks: usize) -> Result<NewMachine, Failure> {
         let stem = target.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let memory = match &self.vm_memory {

@@ -24,7 +24,7 @@ struct Space<'a> {
 }
 
 impl Space<'_> {
-    /// Neighbouring clusters for so many bytes.
+    /// Neighbouring clusters for this many bytes.
     async fn take(&mut self, bytes: u64) -> Result<u64> {
         let cluster_size = self.driver.engine.geometry().cluster_size();
         let clusters = bytes.div_ceil(cluster_size);

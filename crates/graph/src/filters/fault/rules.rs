@@ -25,14 +25,14 @@ pub(super) const RULE: &[Key] = &[
     key("errno", KeyType::Number(1, 4095), "5", "the error number of fail and torn"),
     key("offset", KeyType::Size, "0", "first byte of the range"),
     key("len", KeyType::Size, "up to the end", "length of the range"),
-    key("after", KeyType::Number(0, u64::MAX), "0", "so many matching requests pass first"),
+    key("after", KeyType::Number(0, u64::MAX), "0", "the number of matching requests that pass first"),
     key("once", KeyType::Bool, "off", "only one request is hit"),
-    key("times", KeyType::Number(1, u64::MAX), "no bound", "so many requests are hit"),
+    key("times", KeyType::Number(1, u64::MAX), "no bound", "the number of requests that are hit"),
     key("probability-percent", KeyType::Number(1, 100), "100", "how many of the rest are hit"),
     key("bytes", KeyType::Size, "half", "what arrives of a torn request"),
     key("distance", KeyType::Size, "1M", "how far a misdirected request goes astray"),
     key("delay-ms", KeyType::Number(0, MAX_MS), "0", "how long a request waits that is hit"),
-    key("jitter-ms", KeyType::Number(0, MAX_MS), "0", "up to so much longer, at random"),
+    key("jitter-ms", KeyType::Number(0, MAX_MS), "0", "the most that is added, at random"),
     key("start-ms", KeyType::Number(0, u64::MAX), "0", "from then on, counted from the opening of the node"),
     key("end-ms", KeyType::Number(0, u64::MAX), "never", "until then"),
 ];
@@ -141,7 +141,7 @@ pub struct FaultRule {
     pub range: Option<Range<u64>>,
     /// The number of matching requests that pass first.
     pub after: u64,
-    /// Disarmed after so many hits. In a rule that is armed: 0 where requests that it has hit hang still.
+    /// Disarmed after this many hits. In a rule that is armed: 0 where requests that it has hit hang still.
     pub times: u64,
     /// The share of the matching requests that is hit, in percent.
     pub probability_percent: u8,
