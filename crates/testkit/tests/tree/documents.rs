@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Links of the documents: every page, heading and source that one names is there.
+//! Links of the documents: every page, heading, source and function that one names is there.
 
+use super::crate_graph::rust_files;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -89,6 +90,54 @@ fn sources_that_the_documents_name_exist() {
     }
     assert!(seen > 200, "the test sees only {seen} paths");
     assert_none(missing, "sources that no longer exist");
+}
+
+/// The first word of a text, if it begins with one.
+fn word_of(text: &str) -> &str {
+    let end = text.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(text.len());
+    &text[..end]
+}
+
+/// Keywords with a name behind them.
+const ITEMS: [&str; 6] = ["fn ", "struct ", "enum ", "trait ", "const ", "type "];
+
+/// The names of items, and the words with which lines begin: fields and variants stand there.
+fn names_of_the_sources() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let sources = rust_files(&root().join("crates"));
+    for path in sources {
+        let text = std::fs::read_to_string(path).expect("a source file is readable");
+        for line in text.lines().map(str::trim_start).filter(|line| !line.starts_with("//")) {
+            let item = ["pub(crate) ", "pub(super) ", "pub "].iter().find_map(|start| line.strip_prefix(*start));
+            names.insert(word_of(item.unwrap_or(line)).to_owned());
+            for keyword in ITEMS {
+                names.extend(line.split(keyword).skip(1).map(|rest| word_of(rest).to_owned()));
+            }
+        }
+    }
+    names
+}
+
+/// Pages about the code, figures included. `Type::name` in them is an item, a field or a variant.
+const ABOUT_THE_CODE: [&str; 4] = ["ARCHITECTURE.md", "docs/where.md", "docs/glossary.md", "docs/design/"];
+
+#[test]
+fn functions_that_documents_of_the_code_name_exist() {
+    let names = names_of_the_sources();
+    let is_about_code = |name: &str| ABOUT_THE_CODE.iter().any(|start| name.starts_with(*start));
+    let (mut missing, mut seen) = (Vec::new(), 0);
+    for (page, _) in pages().into_iter().filter(|(name, _)| is_about_code(name)) {
+        let text = std::fs::read_to_string(root().join(&page)).expect("a page is readable");
+        for named in text.split("::").skip(1).map(word_of).filter(|word| !word.is_empty()) {
+            seen += 1;
+            // A function of the standard library.
+            if named != "to_string" && !names.contains(named) {
+                missing.push(format!("{page}: {named}"));
+            }
+        }
+    }
+    assert!(seen > 60, "the test sees only {seen} names");
+    assert_none(missing, "names that no longer exist");
 }
 
 #[test]
