@@ -259,3 +259,46 @@ fn devices_of_the_page_are_refused_without_the_driver() {
         assert!(said.contains("modprobe ublk_drv"), "{command}: {said}");
     }
 }
+
+/// The block of code of a page that begins with a line.
+fn block_of(page: &str, first: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
+    let text = std::fs::read_to_string(path).expect("the page is there");
+    let blocks = text.split("```").skip(1).step_by(2).filter_map(|block| block.split_once('\n'));
+    let found = blocks.map(|(_, code)| code).find(|code| code.starts_with(first));
+    found.unwrap_or_else(|| panic!("{page} has no block that begins with {first}")).to_owned()
+}
+
+#[test]
+fn the_nightly_backup_of_the_page_restores_the_disk() {
+    let line = |start: &str| line_of("backup.md", start);
+    let nightly = block_of("backup.md", "#!/usr/bin/env python3");
+    let serve = line("cowshed serve -k nbd.sock --monitor qmp.sock --drive file=disk.qcow2");
+    let [info, compare] = ["cowshed info", "cowshed compare"].map(line);
+    let [copy, overlay] = ["cowshed convert -t writeback", "cowshed create -f qcow2 -b"].map(line);
+    let shorten = ["cowshed commit", "cowshed rebase", "rm FIRST"].map(line).join("\n");
+    let shorten =
+        ["FULL", "FIRST", "SECOND"].iter().fold(shorten, |text, name| text.replace(name, &format!("${name}")));
+    // A backup has the second of its start in its name, hence the pause.
+    run(&format!(
+        r#"{DISK}
+        cat >nightly <<'END'
+{nightly}END
+        chmod +x nightly; mkdir backups
+        {serve} >out 2>err </dev/null & daemon=$!
+        trap 'kill $daemon 2>/dev/null || true' EXIT
+        until test -S qmp.sock -a -S nbd.sock; do kill -0 $daemon; sleep 0.05; done
+        for n in 1 2 3; do
+            qemu-io -f raw -c "write -P $n ${{n}}00k 64k" 'nbd+unix:///disk?socket=nbd.sock'
+            (cd backups; ../nightly ../qmp.sock disk); sleep 1
+        done
+        kill -TERM $daemon; trap - EXIT; wait $daemon
+        cp disk.qcow2 backups; cd backups
+        {info}; {compare}
+        {copy}; cowshed compare disk.qcow2 restored.qcow2; rm restored.qcow2
+        {overlay}; cowshed compare disk.qcow2 restored.qcow2
+        set -- 2*.qcow2; test $# = 3; FULL=$1 FIRST=$2 SECOND=$3
+        {shorten}
+        {compare}"#
+    ));
+}
