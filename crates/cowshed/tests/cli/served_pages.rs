@@ -302,3 +302,58 @@ fn the_nightly_backup_of_the_page_restores_the_disk() {
         {compare}"#
     ));
 }
+
+/// Commands beside a machine that has `disk.qcow2` for writing: those that work, and those that are refused.
+const WORK: &[&str] = &[
+    "cowshed info -U disk.qcow2",
+    "cowshed check -U disk.qcow2",
+    "cowshed map -U disk.qcow2",
+    "cowshed measure -U -O qcow2 disk.qcow2",
+    "cowshed compare -U disk.qcow2 disk.qcow2",
+    "cowshed dd -U if=disk.qcow2 of=copy.raw",
+    "cowshed bench -U -c 1 disk.qcow2",
+    "cowshed convert -U -O raw disk.qcow2 converted.raw",
+    "cowshed snapshot -U -l disk.qcow2",
+    "cowshed convert -O raw base.qcow2 base.raw",
+];
+const REFUSED: &[&str] = &[
+    "cowshed info disk.qcow2",
+    "cowshed resize base.qcow2 128M",
+    "cowshed resize disk.qcow2 2M",
+    "cowshed snapshot -c now disk.qcow2",
+    "cowshed commit disk.qcow2",
+    "cowshed rebase -u -b '' disk.qcow2",
+    "cowshed bitmap --add disk.qcow2 new",
+    "cowshed serve disk.qcow2",
+    "cowshed serve --read-only disk.qcow2",
+];
+
+#[test]
+fn commands_beside_a_machine_answer_as_the_page_says() {
+    let shown: Vec<String> =
+        cells("sharing.md", "cowshed ").into_iter().filter(|cell| cell.contains(".qcow2")).collect();
+    assert!(shown.len() >= 5, "{shown:?}");
+    let unknown: Vec<&String> =
+        shown.iter().filter(|cell| !WORK.contains(&cell.as_str()) && !REFUSED.contains(&cell.as_str())).collect();
+    assert!(unknown.is_empty(), "commands without a case: {unknown:?}");
+    let works: Vec<String> = WORK.iter().map(|command| format!("{command} >work 2>&1")).collect();
+    let refused: Vec<String> =
+        REFUSED.iter().map(|command| format!("timeout 20 {command} </dev/null >refused 2>&1 || cat refused")).collect();
+    let said = run(&format!(
+        "cowshed create -q -f qcow2 base.qcow2 1M; cowshed create -q -f qcow2 -b base.qcow2 -F qcow2 disk.qcow2
+        qemu-system-x86_64 -S -nodefaults -display none -drive if=none,id=d,format=qcow2,file=disk.qcow2 \\
+            -device virtio-blk-pci,drive=d </dev/null >out 2>err & machine=$!
+        trap 'kill $machine' EXIT
+        until ! cowshed info disk.qcow2 >ready 2>&1; do kill -0 $machine; sleep 0.05; done
+        {}\n{}",
+        works.join("\n"),
+        refused.join("\n"),
+    ));
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/sharing.md");
+    let page = std::fs::read_to_string(page).expect("the page is there");
+    let sentences: Vec<&str> =
+        said.lines().filter_map(|line| line.split_once(".qcow2: ")).map(|(_, rest)| rest).collect();
+    assert!(sentences.len() >= REFUSED.len(), "{said}");
+    let unsaid: Vec<&&str> = sentences.iter().filter(|sentence| !page.contains(**sentence)).collect();
+    assert!(unsaid.is_empty(), "sentences that the page lacks: {unsaid:?}");
+}
