@@ -28,6 +28,7 @@ const SINGLE: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed conver
 
 const RAW: &str = "yes | head -c 1M >disk.raw";
 const DISK_AND_RAW: &str = "yes | head -c 1M >disk.raw; cowshed convert -q -O qcow2 disk.raw disk.qcow2";
+const FOLDER: &str = "mkdir folder; yes | head -c 100k >folder/a.txt";
 const BASE: &str = "cowshed create -q -f qcow2 base.qcow2 1M";
 const OVERLAY: &str =
     "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed create -q -f qcow2 -b disk.qcow2 -F qcow2 overlay.qcow2";
@@ -127,6 +128,7 @@ const PAGES: &[(&str, &[Case])] = &[
         ],
     ),
     ("formats/vmdk.md", &[("convert", Some("cowshed create -q -f vmdk disk.vmdk 1M"), 0)]),
+    ("formats/vvfat.md", &[("convert -O", Some(FOLDER), 0), ("serve", None, 0)]),
     (
         "formats/block-formats.md",
         &[

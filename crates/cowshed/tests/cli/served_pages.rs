@@ -68,6 +68,13 @@ const SERVED: &[Served] = &[
         client: "qemu-io -f raw -c 'read -P 7 0 64k' 'nbd+unix:///disk?socket=nbd.sock'",
     },
     Served {
+        page: "formats/vvfat.md",
+        command: "serve --read-only -k nbd.sock",
+        prepare: "mkdir folder; yes | head -c 100k >folder/a.txt",
+        is_ready: "qemu-io -r -f raw -c 'read 0 512' 'nbd+unix:///?socket=nbd.sock'",
+        client: "cowshed convert -q -f raw 'nbd+unix:///?socket=nbd.sock' disk.raw; grep -q DRIVERS disk.raw",
+    },
+    Served {
         page: "statistics.md",
         command: "serve -k nbd.sock",
         prepare: DISK,
