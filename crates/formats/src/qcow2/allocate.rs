@@ -64,10 +64,10 @@ impl Qcow2Driver {
         };
         let bytes = allocation.data_end - allocation.data_start;
         let data = buf.split_to(bytes as usize);
-        let lacks_space = self.lacks_space_ahead(&allocation);
+        let lacking = self.lacks_ahead(&allocation);
         let mut pending = Pending::new(self, allocation);
-        if lacks_space {
-            Box::pin(self.reserve_ahead()).await;
+        if let Some(ahead) = lacking {
+            Box::pin(self.reserve_ahead(ahead)).await;
         }
         let (result, data) = match &pending.allocation {
             Some(allocation) => self.write_filled(allocation, data).await,

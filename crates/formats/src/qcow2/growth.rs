@@ -2,7 +2,8 @@
 //! Space ahead of an image file that grows past the page cache.
 //!
 //! Past the page cache each write behind the end of the file changes its length. The file system makes these changes
-//! one at a time. A file that is longer than its clusters takes such writes side by side. The space holds zeroes and
+//! one at a time. A file that is longer than its clusters takes such writes side by side. Where requests leave holes in
+//! their clusters the file gets length ahead, and blocks otherwise. The space holds zeroes and
 //! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes.
 
 use super::Qcow2Driver;
@@ -18,12 +19,15 @@ const MOST_BYTES: u64 = 64 << 20;
 /// A piece is reserved where the file system has room for this many. Some file systems keep what a failed reservation
 /// took.
 const PIECES_FREE: u64 = 8;
+/// The last bytes of a piece, which are reserved for the length alone. A reservation never shortens a file, and keeps
+/// what another request wrote there; setting the length does neither.
+const LENGTH_BYTES: u64 = 4096;
 
 /// The pieces of one image.
 pub(super) struct Growth {
     /// Clusters of the next piece. 0: the file system can't reserve any.
     clusters: AtomicU64,
-    /// A request left holes in its clusters, which space ahead would fill: only copies ask for space from then on.
+    /// A request left holes in its clusters, which blocks ahead would fill: only copies ask for blocks from then on.
     has_holes: AtomicBool,
     /// A request reserves a piece now.
     is_busy: AtomicBool,
@@ -48,23 +52,33 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// The space that a growing file gets ahead of its clusters.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ahead {
+    /// Blocks of the file system.
+    Blocks,
+    /// Length alone: what is not written stays a hole.
+    Length,
+}
+
 impl Qcow2Driver {
-    /// True when less than half a piece lies ahead of an allocation that fills its part of the file.
-    pub(super) fn lacks_space_ahead(&self, allocation: &Allocation) -> bool {
+    /// The kind of space to reserve, where less than half a piece lies ahead of an allocation.
+    pub(super) fn lacks_ahead(&self, allocation: &Allocation) -> Option<Ahead> {
         if !self.file.cache_mode().direct || allocation.file != StoredIn::Image {
-            return false;
-        }
-        if !is_filled(allocation, self.cluster_size()) {
-            self.growth.has_holes.store(true, Ordering::Relaxed);
-            return false;
+            return None;
         }
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         let end = allocation.host.0 + (allocation.end - allocation.start);
-        clusters > 0
+        let is_filled = is_filled(allocation, self.cluster_size());
+        if !is_filled {
+            self.growth.has_holes.store(true, Ordering::Relaxed);
+        }
+        let lacks = clusters > 0
             && end + self.piece_bytes(clusters) / 2 > self.file.len()
-            && (copies(allocation) || !self.growth.has_holes.load(Ordering::Relaxed))
             && self.file.is_plain()
-            && !self.file.is_device()
+            && !self.file.is_device();
+        let blocks = is_filled && (copies(allocation) || !self.growth.has_holes.load(Ordering::Relaxed));
+        lacks.then_some(if blocks { Ahead::Blocks } else { Ahead::Length })
     }
 
     fn piece_bytes(&self, clusters: u64) -> u64 {
@@ -72,15 +86,19 @@ impl Qcow2Driver {
     }
 
     /// Reserves the next piece, unless another request does. Without it a write only takes longer, so no error comes of it.
-    pub(super) async fn reserve_ahead(&self) {
+    pub(super) async fn reserve_ahead(&self, ahead: Ahead) {
         if self.growth.is_busy.swap(true, Ordering::Acquire) {
             return;
         }
         let turn = Turn(&self.growth);
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         let (end, piece) = (self.file.len(), self.piece_bytes(clusters));
-        if self.file.free_bytes().is_none_or(|free| free >= PIECES_FREE * piece) {
-            let next = match self.file.allocate(end, piece).await {
+        let (start, bytes) = match ahead {
+            Ahead::Blocks => (end, piece),
+            Ahead::Length => (end + piece - LENGTH_BYTES, LENGTH_BYTES),
+        };
+        if self.file.free_bytes().is_none_or(|free| free >= PIECES_FREE * bytes) {
+            let next = match self.file.allocate(start, bytes).await {
                 Ok(()) => (2 * clusters).min(MOST_CLUSTERS),
                 Err(error) => {
                     tracing::debug!("no space ahead of the image: {error}");

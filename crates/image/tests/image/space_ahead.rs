@@ -4,6 +4,7 @@
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::Qemu;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -78,22 +79,37 @@ fn space_ahead_of_a_crash_goes_at_the_next_close() {
     expect_exact(&left, 41);
 }
 
-/// Where clusters keep holes, space ahead would fill them; the page cache needs none.
-#[test]
-fn images_with_holes_and_cached_ones_get_no_space_ahead() {
-    for (has_base, cache) in [(false, "cache.direct=on"), (true, "cache.direct=off")] {
-        let (_folder, path) = image(has_base);
-        let node = open_now(&path, cache);
-        write(&node, 0..40);
-        let open_len = len(&path);
-        rt::block_on(node.close()).unwrap();
-        assert!(open_len <= len(&path) + CLUSTER, "{cache}: {open_len} bytes, then {}", len(&path));
-    }
+fn allocated(path: &Path) -> u64 {
+    std::fs::metadata(path).unwrap().blocks() * 512
 }
 
-/// Once a request has left holes, those of later ones stay.
 #[test]
-fn holes_end_the_space_ahead_of_whole_clusters() {
+fn cached_images_get_no_space_ahead() {
+    let (_folder, path) = image(true);
+    let node = open_now(&path, "cache.direct=off");
+    write(&node, 0..40);
+    let open_len = len(&path);
+    rt::block_on(node.close()).unwrap();
+    assert!(open_len <= len(&path) + CLUSTER, "{open_len} bytes, then {}", len(&path));
+}
+
+/// Where clusters keep holes, the file gets length ahead and no blocks.
+#[test]
+fn images_with_holes_get_length_alone() {
+    let (_folder, path) = image(false);
+    let node = open_now(&path, "cache.direct=on");
+    write(&node, 0..40);
+    let (open_len, open_blocks) = (len(&path), allocated(&path));
+    rt::block_on(node.close()).unwrap();
+    assert!(open_len >= len(&path) + 8 * CLUSTER, "{open_len} bytes, then {}", len(&path));
+    // Two pages of each cluster, and some metadata.
+    assert!(open_blocks <= 40 * 8192 + 8 * CLUSTER, "{open_blocks} bytes of blocks");
+    Qemu::newest().expect_clean(&path);
+}
+
+/// Once a request has left holes, those of later ones stay: a file of whole clusters gets length alone, too.
+#[test]
+fn holes_end_the_blocks_ahead_of_whole_clusters() {
     let (_folder, path) = image(false);
     let node = open_now(&path, "cache.direct=on");
     write(&node, 0..1);
@@ -101,7 +117,8 @@ fn holes_end_the_space_ahead_of_whole_clusters() {
         let buf = IoBuf::copy_from(&[9; CLUSTER as usize]);
         rt::block_on(node.write(cluster * CLUSTER, buf)).0.unwrap();
     }
-    let open_len = len(&path);
+    let open_blocks = allocated(&path);
     rt::block_on(node.close()).unwrap();
-    assert!(open_len <= len(&path) + CLUSTER, "{open_len} bytes, then {}", len(&path));
+    assert!(open_blocks <= len(&path) + CLUSTER, "{open_blocks} bytes of blocks, {} bytes after the close", len(&path));
+    Qemu::newest().expect_clean(&path);
 }
