@@ -5,10 +5,11 @@
 //! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
 
 use crate::engine::{Edit, Engine, Freed, Purpose, State};
+use crate::map::subcluster_mapping;
 use crate::slice::Slice;
 use crate::stall::{Planned, Stall};
 use cowshed_layout::qcow2::{Cluster, CompressedDescriptor, L2Entry, Subcluster, SubclusterBitmap};
-use cowshed_types::{Error, GuestOffset, HostOffset, StoredIn, slip, without};
+use cowshed_types::{Error, GuestOffset, HostOffset, Mapping, StoredIn, slip, without};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -49,12 +50,36 @@ pub struct Allocation {
     pub head: Fill,
     /// Filling of `data_end..end`.
     pub tail: Fill,
+    /// The place of the bytes that `head` copies, where they are in one place. It holds as long as the guest clusters are locked.
+    pub head_source: Option<Mapping>,
+    /// As `head_source`, for `tail`.
+    pub tail_source: Option<Mapping>,
     /// The host range reads as zeroes already: zero filling need not be written.
     pub host_is_zero: bool,
     clusters: Range<u64>,
     /// Host offset of the first cluster.
     base: HostOffset,
     is_new: bool,
+}
+
+impl Allocation {
+    /// The place of all bytes from `start` to `end`, where `head` and `tail` are parts of one place. Between the two
+    /// there may be anything: the data comes to lie over it.
+    pub fn source(&self) -> Option<Mapping> {
+        let (head, tail) = (self.head_source?, self.tail_source?);
+        let distance = self.data_end - self.start;
+        let is_one = match (head, tail) {
+            (Mapping::Unallocated, Mapping::Unallocated) => true,
+            (Mapping::Data { host, file, encrypted }, _) => {
+                tail == Mapping::Data { host: host + distance, file, encrypted }
+            }
+            (Mapping::Compressed { host, len, skip }, _) => {
+                tail == Mapping::Compressed { host, len, skip: skip + distance }
+            }
+            _ => false,
+        };
+        is_one.then_some(head)
+    }
 }
 
 /// The work that a write to one guest cluster needs.
@@ -140,6 +165,8 @@ impl Engine {
             encrypted: self.config.encrypted,
             head: Fill::None,
             tail: Fill::None,
+            head_source: None,
+            tail_source: None,
             host_is_zero: is_zero,
             base,
             is_new,
@@ -316,12 +343,16 @@ impl Engine {
         if !has_data(first, allocation.data_start) {
             let carried = self.carried(first, allocation.clusters.start).start;
             allocation.start = GuestOffset(allocation.data_start.align_down(bits).0.min(carried));
-            allocation.head = self.fill_of(first, allocation.start.0..allocation.data_start.0);
+            let bytes = allocation.start.0..allocation.data_start.0;
+            allocation.head = self.fill_of(first, bytes.clone());
+            allocation.head_source = self.source_of(first, allocation.head, bytes);
         }
         if !has_data(last, GuestOffset(allocation.data_end.0 - 1)) {
             let carried = self.carried(last, allocation.clusters.end - 1).end;
             allocation.end = GuestOffset((allocation.data_end.0.div_ceil(1 << bits) << bits).max(carried));
-            allocation.tail = self.fill_of(last, allocation.data_end.0..allocation.end.0);
+            let bytes = allocation.data_end.0..allocation.end.0;
+            allocation.tail = self.fill_of(last, bytes.clone());
+            allocation.tail_source = self.source_of(last, allocation.tail, bytes);
         }
         Ok(())
     }
@@ -367,6 +398,27 @@ impl Engine {
             Cluster::Data { .. } => Fill::Copy,
             Cluster::Unallocated => unallocated,
         }
+    }
+
+    /// The place of `bytes` of one cluster, which are copied. `None` where nothing is copied, or from several places.
+    fn source_of(&self, found: &Found, fill: Fill, bytes: Range<u64>) -> Option<Mapping> {
+        if fill != Fill::Copy {
+            return None;
+        }
+        let guest = GuestOffset(bytes.start);
+        let within = guest.within(self.geometry.cluster_bits());
+        if !self.geometry.extended_l2() || matches!(found.cluster, Cluster::Compressed(_)) {
+            return Some(self.mapping_of(found.cluster, within));
+        }
+        let index = self.geometry.subcluster_index(guest);
+        let (kind, count) = found.bitmap.run(index);
+        let run_end = (guest.0 - within) + u64::from(index + count) * self.geometry.subcluster_size();
+        let host = match found.cluster {
+            Cluster::Data { host } => Some(host + within),
+            _ => None,
+        };
+        let mapping = subcluster_mapping(kind, host, self.stored_in(), self.config.encrypted, found.bitmap);
+        mapping.ok().filter(|_| bytes.end <= run_end)
     }
 
     /// Locks guest clusters and keeps their slices in the cache.

@@ -198,7 +198,7 @@ impl Engine {
     }
 
     #[inline]
-    fn mapping_of(&self, cluster: Cluster, within: u64) -> Mapping {
+    pub(crate) fn mapping_of(&self, cluster: Cluster, within: u64) -> Mapping {
         match cluster {
             Cluster::Unallocated => Mapping::Unallocated,
             Cluster::Zero { host } => Mapping::Zero { host: host.map(|host| host + within) },
@@ -250,7 +250,7 @@ impl Engine {
     }
 }
 
-fn subcluster_mapping(
+pub(crate) fn subcluster_mapping(
     kind: Subcluster,
     host: Option<HostOffset>,
     file: StoredIn,

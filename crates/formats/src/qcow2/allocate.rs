@@ -5,7 +5,7 @@ use super::Qcow2Driver;
 use cowshed_qcow2::{Allocation, Fill};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::Event;
-use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, Result, slip, without};
+use cowshed_types::{Error, ErrorKind, Extent, GuestOffset, HostOffset, Mapping, Result, slip, without};
 use std::sync::atomic::Ordering;
 
 /// Up to this much is read in one piece around the caller's data, rather than before and behind it.
@@ -132,13 +132,15 @@ impl Qcow2Driver {
         }
         let mut host = allocation.host;
         let mut bufs = Vec::with_capacity(3);
-        match self.filling(allocation, allocation.head, allocation.start, head_len, host).await {
+        let head = (allocation.head, allocation.head_source);
+        match self.filling(allocation, head, allocation.start, head_len, host).await {
             Ok(Some(head)) => bufs.push(head),
             Ok(None) => host = host + head_len,
             Err(error) => return (Err(error), data),
         }
         let tail_host = allocation.host + (allocation.data_end - allocation.start);
-        let tail = match self.filling(allocation, allocation.tail, allocation.data_end, tail_len, tail_host).await {
+        let tail = (allocation.tail, allocation.tail_source);
+        let tail = match self.filling(allocation, tail, allocation.data_end, tail_len, tail_host).await {
             Ok(tail) => tail,
             Err(error) => return (Err(error), data),
         };
@@ -164,7 +166,7 @@ impl Qcow2Driver {
     async fn filling(
         &self,
         allocation: &Allocation,
-        fill: Fill,
+        (fill, source): (Fill, Option<Mapping>),
         start: GuestOffset,
         len: u64,
         host: HostOffset,
@@ -185,11 +187,25 @@ impl Qcow2Driver {
             }
             Fill::Copy => {
                 self.meet(Event::CowRead).await;
-                // In a box: reading may end in a deeper layer.
-                let (result, buf) = Box::pin(self.read_range(start.0, IoBuf::scratch(len as usize))).await;
-                result.map(|()| Some(buf))
+                self.old_data(source, start, len).await.map(Some)
             }
         }
+    }
+
+    /// The present data of a range whose guest clusters an allocation has locked. `source`: its place as the plan found it,
+    /// where it is one. No other request changes the mapping of a locked cluster, and its entry holds the reference to its host cluster.
+    async fn old_data(&self, source: Option<Mapping>, start: GuestOffset, len: u64) -> Result<IoBuf> {
+        let buf = IoBuf::scratch(len as usize);
+        // In a box: reading may end in a deeper layer.
+        let (result, buf) = match source {
+            Some(mapping) if start.0 + len <= self.size() => {
+                let _pin = self.engine.pin();
+                let extent = Extent { guest: start, len, mapping };
+                Box::pin(self.read_extent(extent, buf, len <= self.cluster_size())).await
+            }
+            _ => Box::pin(self.read_range(start.0, buf)).await,
+        };
+        result.map(|()| buf)
     }
 
     /// Copy-on-write on both sides of the data: one read of it all, the data laid over, one write.
@@ -208,9 +224,7 @@ impl Qcow2Driver {
         let mut buf = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
             true => {
                 self.meet(Event::CowRead).await;
-                let (result, read) = Box::pin(self.read_range(allocation.start.0, IoBuf::scratch(total))).await;
-                result?;
-                read
+                self.old_data(allocation.source(), allocation.start, total as u64).await?
             }
             false => IoBuf::zeroed(total),
         };

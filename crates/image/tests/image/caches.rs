@@ -7,14 +7,13 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_qcow2::Statistics;
 use cowshed_storage::{IoBuf, rt};
-use std::process::Command;
+use cowshed_testkit::programs::tool;
 use std::sync::Arc;
 
 fn image(folder: &tempfile::TempDir, name: &str, size: &str, options: &str) -> String {
     let path = folder.path().join(name).to_str().unwrap().to_owned();
     let args = ["create", "-q", "-f", "qcow2", "-o", options, &path, size];
-    let output = Command::new("qemu-img").args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    tool("qemu-img", &args);
     path
 }
 
@@ -128,4 +127,43 @@ fn sizes_and_cleaning_change_while_the_image_is_in_use() {
     assert_eq!((stats().l2_bytes, stats().refcount_bytes), (0, 0));
     touch(&node, &graph);
     rt::block_on(graph.close_all()).unwrap();
+}
+
+/// A write is looked up without the lock, and planned under it. The copy around it has its source from the plan.
+#[test]
+fn a_copy_on_write_looks_its_place_up_once() {
+    let folder = folder();
+    std::fs::write(folder.path().join("base.raw"), vec![7; 8 << 20]).unwrap();
+    for (options, kept) in [
+        ("backing_file=base.raw,backing_fmt=raw", None),
+        ("backing_file=base.raw,backing_fmt=raw,extended_l2=on,cluster_size=128k", None),
+        ("cluster_size=64k", Some("snapshot")),
+        ("cluster_size=64k", Some("compressed")),
+    ] {
+        let path = image(&folder, "a.qcow2", "8M", options);
+        let node = rt::block_on(open(OpenRequest::file(&path).format("qcow2").writable(true))).unwrap();
+        if kept == Some("compressed") {
+            rt::block_on(node.write_compressed(vec![(1 << 20, IoBuf::copy_from(&[7; 65536]))])).unwrap();
+        } else {
+            rt::block_on(node.write(4 << 20, IoBuf::copy_from(&[7; 65536]))).0.unwrap();
+        }
+        if kept == Some("snapshot") {
+            rt::block_on(node.write(1 << 20, IoBuf::copy_from(&[7; 65536]))).0.unwrap();
+        }
+        rt::block_on(node.close()).unwrap();
+        if kept == Some("snapshot") {
+            tool("qemu-img", &["snapshot", "-c", "s", &path]);
+        }
+        let node = rt::block_on(open(OpenRequest::file(&path).format("qcow2").writable(true))).unwrap();
+        let hits = || node.qcow2().unwrap().statistics().l2_hits;
+        // The table is in memory now.
+        rt::block_on(node.read(3 << 20, IoBuf::zeroed(512))).0.unwrap();
+        let before = hits();
+        rt::block_on(node.write((1 << 20) + 1024, IoBuf::copy_from(&[9; 512]))).0.unwrap();
+        assert_eq!(hits() - before, 1, "{options} {kept:?}");
+        let (result, buf) = rt::block_on(node.read(1 << 20, IoBuf::zeroed(4096)));
+        result.unwrap();
+        assert!(buf.to_vec() == [[7; 1024].as_slice(), &[9; 512], &[7; 2560]].concat(), "{options} {kept:?}");
+        rt::block_on(node.close()).unwrap();
+    }
 }
