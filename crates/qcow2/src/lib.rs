@@ -33,7 +33,7 @@ pub use allocate::{Allocation, Fill};
 pub use compressed::{CompressedAllocation, CompressedPlace};
 pub use config::EngineConfig;
 pub use dirty_bits::{BitsPiece, DirtyBits};
-pub use engine::{Budget, Engine, Reclaim, Statistics};
+pub use engine::{Budget, Cache, Engine, Reclaim, Statistics};
 pub use grow::RefcountGrowth;
 pub use interleaving::set_interleaving_hook;
 pub use map::{ExtentList, MAX_EXTENTS};

@@ -4,10 +4,11 @@
 
 mod disk;
 
-use cowshed_qcow2::{Budget, Stall, Tail, ZeroMode};
+use cowshed_qcow2::{Budget, Cache, Stall, Tail, ZeroMode};
 use cowshed_types::{GuestOffset, HostOffset};
 use disk::{Disk, Shape};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 struct Random(u64);
 
@@ -245,6 +246,42 @@ fn images_share_a_budget_and_what_is_idle_goes_first() {
     assert_eq!(budget.used_bytes(), left.l2_bytes + left.refcount_bytes);
     drop(disks);
     assert_eq!((budget.used_bytes(), budget.members()), (0, 0));
+}
+
+/// A cache whose whole contents are a number of bytes.
+#[derive(Debug)]
+struct Bytes(Arc<Budget>, AtomicU64);
+
+impl Cache for Bytes {
+    fn give_up(&self, bytes: u64) -> u64 {
+        let left = self.1.load(Ordering::Relaxed).saturating_sub(bytes);
+        let freed = self.1.swap(left, Ordering::Relaxed) - left;
+        self.0.change(freed, 0);
+        freed
+    }
+}
+
+#[test]
+fn a_cache_and_metadata_share_the_budget() {
+    let mut disk = Disk::new(SMALL);
+    for at in (0..SMALL.size).step_by(64 * 4096) {
+        disk.write(at, &[9; 4096]);
+    }
+    disk.flush();
+    let budget = Budget::new(2 << 20);
+    disk.budget = Arc::clone(&budget);
+    disk.reopen();
+    let cache: &Bytes = Box::leak(Box::new(Bytes(Arc::clone(&budget), AtomicU64::new(4 << 20))));
+    budget.join_cache(cache);
+    budget.change(0, 4 << 20);
+    budget.keep_limit();
+    assert!(budget.used_bytes() <= 2 << 20 && cache.1.load(Ordering::Relaxed) > 1 << 20);
+    // Metadata takes from the cache where the cache has most.
+    budget.set_limit_bytes(64 << 10);
+    (0..4).for_each(|_| read_all(&mut disk));
+    assert!(budget.used_bytes() <= 64 << 10);
+    let metadata = disk.engine.statistics();
+    assert!(metadata.l2_slices > 32, "{metadata:?}");
 }
 
 #[test]

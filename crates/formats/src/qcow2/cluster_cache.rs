@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compressed clusters as they came out of the decoder, kept for the next small read of the same cluster.
 //!
-//! One store of a limited size serves all images of the process. Clusters go first that were not used since the clock's
-//! hand last came by. A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its
-//! host cluster may get another owner (`flush.rs`, `reclaim`). So the store always agrees with the mapping.
+//! One store of a limited size serves all images of the process, and counts in the process's [`Budget`]. Clusters go
+//! first that were not used since the clock's hand last came by.
+//!
+//! A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may get
+//! another owner (`flush.rs`, `reclaim`). So the store always agrees with the mapping.
 
+use cowshed_qcow2::{Budget, Cache};
 use cowshed_types::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -12,7 +15,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The default limit of the store in bytes.
-const DEFAULT_BYTES: usize = 64 << 20;
+const DEFAULT_BYTES: usize = 24 << 20;
 const SHARDS: usize = 16;
 
 /// The place of compressed data: the offset in the image file and the length by its descriptor, in bytes.
@@ -51,11 +54,31 @@ struct Store {
     used_bytes: AtomicUsize,
     limit_bytes: OnceLock<AtomicUsize>,
     images: AtomicU64,
+    /// The shard that loses clusters next.
+    hand: AtomicUsize,
 }
 
 fn store() -> &'static Store {
     static STORE: OnceLock<Store> = OnceLock::new();
     STORE.get_or_init(Store::default)
+}
+
+impl Cache for Store {
+    fn give_up(&self, bytes: u64) -> u64 {
+        let mut freed = 0;
+        for _ in 0..SHARDS {
+            let mut shard = self.lock(self.hand.fetch_add(1, Ordering::Relaxed) % SHARDS);
+            let mut steps = shard.clock.len();
+            while steps > 0 && freed < bytes {
+                steps -= 1;
+                freed += self.step(&mut shard) as u64;
+            }
+            if freed >= bytes {
+                break;
+            }
+        }
+        freed
+    }
 }
 
 impl Store {
@@ -66,35 +89,55 @@ impl Store {
     fn shard(&self, place: &Place) -> MutexGuard<'_, Shard> {
         // Neighbours go to different shards; the low bits of an offset are nearly equal.
         let mixed = (place.host ^ place.image << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.shards[(mixed >> 60) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+        self.lock((mixed >> 60) as usize)
     }
 
-    /// Lets clusters of this shard go until all together take less than the limit, or the hand came around twice.
-    fn relieve(&self, shard: &mut Shard) {
-        let mut steps = 2 * shard.clock.len();
-        while steps > 0 && self.used_bytes.load(Ordering::Relaxed) > self.limit().load(Ordering::Relaxed) {
-            steps -= 1;
-            let Some(place) = shard.clock.pop_front() else { return };
-            match shard.kept.get_mut(&place) {
-                Some(kept) if kept.referenced => {
-                    kept.referenced = false;
-                    shard.clock.push_back(place);
-                }
-                Some(_) => self.remove(shard, &place),
-                None => {}
+    fn lock(&self, index: usize) -> MutexGuard<'_, Shard> {
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts bytes here and in the budget.
+    fn change(&self, before: usize, after: usize) {
+        self.used_bytes.fetch_add(after, Ordering::Relaxed);
+        self.used_bytes.fetch_sub(before, Ordering::Relaxed);
+        Budget::process_wide().change(before as u64, after as u64);
+    }
+
+    /// Drops clusters until all together take no more than the limit. The caller holds no shard.
+    fn keep_limit(&self) {
+        // The first round takes what was not used since the last one.
+        for _ in 0..2 {
+            let limit = self.limit().load(Ordering::Relaxed);
+            match self.used_bytes.load(Ordering::Relaxed).saturating_sub(limit) {
+                0 => return,
+                over => self.give_up(over as u64),
+            };
+        }
+    }
+
+    /// Moves the hand of a shard over one cluster. Returns the bytes that went.
+    fn step(&self, shard: &mut Shard) -> usize {
+        let Some(place) = shard.clock.pop_front() else { return 0 };
+        match shard.kept.get_mut(&place) {
+            Some(kept) if kept.referenced => {
+                kept.referenced = false;
+                shard.clock.push_back(place);
+                0
             }
+            Some(_) => self.remove(shard, &place),
+            None => 0,
         }
     }
 
-    fn remove(&self, shard: &mut Shard, place: &Place) {
-        if let Some(kept) = shard.kept.remove(place) {
-            self.used_bytes.fetch_sub(kept.cluster.len(), Ordering::Relaxed);
-        }
+    fn remove(&self, shard: &mut Shard, place: &Place) -> usize {
+        let Some(kept) = shard.kept.remove(place) else { return 0 };
+        self.change(kept.cluster.len(), 0);
+        kept.cluster.len()
     }
 }
 
-/// Bytes of inflated clusters that all images of the process keep together: now, and at most. 64 MiB unless
-/// [`set_limit_bytes`] sets another limit.
+/// Bytes of inflated clusters that all images of the process keep together: now, and at most. 24 MiB unless
+/// [`set_limit_bytes`] sets another limit. The process's [`Budget`] may hold them lower.
 pub fn usage_bytes() -> (usize, usize) {
     (store().used_bytes.load(Ordering::Relaxed), store().limit().load(Ordering::Relaxed))
 }
@@ -102,9 +145,7 @@ pub fn usage_bytes() -> (usize, usize) {
 /// Lets the store grow to this many bytes; 0 keeps nothing. Clusters over the limit go at once.
 pub fn set_limit_bytes(limit_bytes: usize) {
     store().limit().store(limit_bytes, Ordering::Relaxed);
-    for shard in &store().shards {
-        store().relieve(&mut shard.lock().unwrap_or_else(PoisonError::into_inner));
-    }
+    store().keep_limit();
 }
 
 /// The clusters that one image has in the store.
@@ -117,6 +158,7 @@ pub(super) struct Inflated {
 
 impl Inflated {
     pub(super) fn new() -> Inflated {
+        Budget::process_wide().join_cache(store());
         Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
     }
 
@@ -167,13 +209,14 @@ impl Inflated {
         let mut shard = store.shard(&place);
         // Together with the cluster: see `retain`.
         self.kept.fetch_add(1, Ordering::SeqCst);
-        store.used_bytes.fetch_add(bytes, Ordering::Relaxed);
-        if let Some(old) = shard.kept.insert(place, kept) {
-            store.used_bytes.fetch_sub(old.cluster.len(), Ordering::Relaxed);
-        } else {
+        let old = shard.kept.insert(place, kept);
+        if old.is_none() {
             shard.clock.push_back(place);
         }
-        store.relieve(&mut shard);
+        store.change(old.map_or(0, |old| old.cluster.len()), bytes);
+        drop(shard);
+        store.keep_limit();
+        Budget::process_wide().keep_limit();
     }
 
     /// Forgets the compressed clusters in these ranges of the image file, which are about to get new owners.
@@ -201,13 +244,15 @@ impl Inflated {
         // Read before the look: a thread that puts one in meanwhile changes the count.
         let seen = self.kept.load(Ordering::SeqCst);
         let mut left = 0;
-        for shard in &store().shards {
-            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+        for index in 0..SHARDS {
+            let mut shard = store().lock(index);
             let of_image: Vec<Place> = shard.kept.keys().filter(|place| place.image == self.image).copied().collect();
             for place in of_image {
                 match is_good(&place) {
                     true => left += 1,
-                    false => store().remove(&mut shard, &place),
+                    false => {
+                        store().remove(&mut shard, &place);
+                    }
                 }
             }
             let Shard { kept, clock } = &mut *shard;
@@ -231,12 +276,16 @@ mod tests {
 
     const CLUSTER: usize = 1 << 16;
 
+    /// The store is one for the process, so its tests take turns.
+    static TURN: Mutex<()> = Mutex::new(());
+
     fn cluster(byte: u8) -> Arc<Vec<u8>> {
         Arc::new(vec![byte; CLUSTER])
     }
 
     #[test]
     fn what_is_about_to_get_a_new_owner_is_forgotten() {
+        let _turn = TURN.lock();
         let (one, two) = (Inflated::new(), Inflated::new());
         for number in 0..8u64 {
             one.put(number * 65536 + 512, 1024, cluster(number as u8));
@@ -260,15 +309,36 @@ mod tests {
 
     #[test]
     fn the_store_stays_below_its_limit() {
-        let image = Inflated::new();
-        for number in 0..3000u64 {
-            image.put(number << 16, 512, cluster(number as u8));
-            let (used, limit) = usage_bytes();
-            // Each of the threads of the tests may be one cluster over.
-            assert!(used <= limit + 8 * CLUSTER, "{used}");
+        let _turn = TURN.lock();
+        for (cluster_bytes, count) in [(CLUSTER, 3000u64), (2 << 20, 100)] {
+            let image = Inflated::new();
+            for number in 0..count {
+                image.put(number << 21, 512, Arc::new(vec![number as u8; cluster_bytes]));
+                let (used, limit) = usage_bytes();
+                assert!(used <= limit && limit <= 32 << 20, "{used} of {limit}");
+                assert!(Budget::process_wide().used_bytes() >= used as u64);
+            }
+            let is_kept =
+                |number: &u64| image.get(number << 21, 512, false).is_some_and(|kept| kept[5] == *number as u8);
+            let hits = (0..count).filter(is_kept).count();
+            assert!(hits * cluster_bytes > 20 << 20, "most of what fits is there: {hits}");
         }
-        let hits = (0..3000u64)
-            .filter(|number| image.get(number << 16, 512, false).is_some_and(|kept| kept[5] == *number as u8));
-        assert!(hits.count() > 300, "most of what fits is there");
+    }
+
+    #[test]
+    fn the_budget_of_the_process_bounds_the_store() {
+        let _turn = TURN.lock();
+        let (image, budget) = (Inflated::new(), Budget::process_wide());
+        let limit = budget.limit_bytes();
+        (0..100).for_each(|number| image.put(number << 21, 512, cluster(1)));
+        let before = usage_bytes().0;
+        assert!(before >= 100 * CLUSTER, "{before}");
+        budget.set_limit_bytes(1 << 20);
+        assert!((1 << 19..=1 << 20).contains(&usage_bytes().0), "{:?}", usage_bytes());
+        (100..200).for_each(|number| image.put(number << 21, 512, cluster(2)));
+        assert!((1 << 19..=1 << 20).contains(&usage_bytes().0), "{:?}", usage_bytes());
+        budget.set_limit_bytes(limit);
+        drop(image);
+        assert_eq!(usage_bytes().0, 0);
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One budget for the metadata that all images of a process keep in memory.
+//! One budget for the metadata that all images of a process keep in memory, and for a cache of other data.
 //!
 //! The slice that was used least recently goes first, whichever image it belongs to. The clocks of all images are one
-//! clock, whose hand goes from image to image. A slice that was used since the hand last came by stays for another
-//! round.
+//! clock, whose hand goes from image to image, and then to the cache. A slice that was used since the hand last came by
+//! stays for another round.
 
 use crate::engine::{Engine, State};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -13,13 +13,22 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 const DEFAULT_BYTES: u64 = 256 << 20;
 /// Slices that the hand looks at in one image before it goes on to the next.
 const STEPS_PER_TURN: usize = 64;
+/// Bytes that the hand takes from the cache before it goes on.
+const BYTES_PER_TURN: u64 = 256 << 10;
 
-/// Bytes of metadata that images may keep in memory together. Dirty and busy metadata may exceed it for a while.
+/// A cache of other data that counts in a budget, such as inflated clusters.
+pub trait Cache: std::fmt::Debug + Send + Sync {
+    /// Drops about so many bytes, those first that weren't used since the last call. Returns the bytes that went.
+    fn give_up(&self, bytes: u64) -> u64;
+}
+
+/// Bytes that images and the cache may keep in memory together. Dirty and busy metadata may exceed it for a while.
 #[derive(Debug)]
 pub struct Budget {
     limit_bytes: AtomicU64,
     used_bytes: AtomicU64,
     members: Mutex<Vec<Weak<Engine>>>,
+    cache: OnceLock<&'static dyn Cache>,
     /// The image where the hand is.
     hand: AtomicUsize,
 }
@@ -31,6 +40,7 @@ impl Budget {
             limit_bytes: AtomicU64::new(limit_bytes),
             used_bytes: AtomicU64::new(0),
             members: Mutex::default(),
+            cache: OnceLock::new(),
             hand: AtomicUsize::new(0),
         })
     }
@@ -46,7 +56,7 @@ impl Budget {
         self.limit_bytes.load(Ordering::Relaxed)
     }
 
-    /// The memory in use now, in bytes, bookkeeping included.
+    /// The memory in use now, in bytes, bookkeeping of metadata included.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes.load(Ordering::Relaxed)
     }
@@ -54,6 +64,25 @@ impl Budget {
     /// Sets the limit; slices beyond it go at once, as far as they are clean and idle.
     pub fn set_limit_bytes(&self, limit_bytes: u64) {
         self.limit_bytes.store(limit_bytes, Ordering::Relaxed);
+        self.relieve(None);
+    }
+
+    /// Takes the cache in. Only the first call has an effect.
+    pub fn join_cache(&self, cache: &'static dyn Cache) {
+        let _ = self.cache.set(cache);
+    }
+
+    /// Corrects the memory of an image or of the cache.
+    pub fn change(&self, before: u64, after: u64) {
+        if after >= before {
+            self.used_bytes.fetch_add(after - before, Ordering::Relaxed);
+        } else {
+            self.used_bytes.fetch_sub(before - after, Ordering::Relaxed);
+        }
+    }
+
+    /// Drops what goes first until the limit holds. The caller holds no lock of an image or of the cache.
+    pub fn keep_limit(&self) {
         self.relieve(None);
     }
 
@@ -68,15 +97,6 @@ impl Budget {
 
     fn is_exceeded(&self) -> bool {
         self.used_bytes() > self.limit_bytes()
-    }
-
-    /// Corrects the memory of an image.
-    pub(crate) fn change(&self, before: u64, after: u64) {
-        if after >= before {
-            self.used_bytes.fetch_add(after - before, Ordering::Relaxed);
-        } else {
-            self.used_bytes.fetch_sub(before - after, Ordering::Relaxed);
-        }
     }
 
     /// Moves the hand until the limit holds, or it came around without finding enough. `own` is the image whose lock
@@ -94,9 +114,10 @@ impl Budget {
         // Slices have a second chance: a slice that the first rounds only mark may go in the later ones.
         let mut idle_turns = 0;
         let mut own_steps = own.as_ref().map_or(0, |(_, state)| state.tables.clock_len());
-        while self.is_exceeded() && idle_turns < 3 * members.len() {
-            let at = self.hand.load(Ordering::Relaxed) % members.len();
-            let walked = match (&mut own, members[at].upgrade()) {
+        let turns = members.len() + usize::from(self.cache.get().is_some());
+        while self.is_exceeded() && idle_turns < 3 * turns {
+            let at = self.hand.load(Ordering::Relaxed) % turns;
+            let walked = match (&mut own, members.get(at).and_then(Weak::upgrade)) {
                 (Some((engine, state)), Some(member)) if std::ptr::eq(*engine, &*member) => {
                     let steps = STEPS_PER_TURN.min(own_steps);
                     own_steps -= steps;
@@ -105,6 +126,7 @@ impl Budget {
                     Walk { freed, is_over: freed < STEPS_PER_TURN / 4 }
                 }
                 (_, Some(member)) => member.sweep_if_idle(STEPS_PER_TURN),
+                (_, None) if at == members.len() => self.take_from_cache(),
                 (_, None) => Walk::default(),
             };
             if walked.is_over {
@@ -113,12 +135,17 @@ impl Budget {
             idle_turns = if walked.freed > 0 { 0 } else { idle_turns + 1 };
         }
     }
+
+    fn take_from_cache(&self) -> Walk {
+        let bytes = self.cache.get().map_or(0, |cache| cache.give_up(BYTES_PER_TURN));
+        Walk { freed: usize::from(bytes > 0), is_over: bytes < BYTES_PER_TURN }
+    }
 }
 
 /// The outcome of the hand's walk through one image.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Walk {
-    /// Slices and blocks that went.
+    /// Slices and blocks that went; of the cache, 1 for any.
     pub(crate) freed: usize,
     /// The hand should go on to the next image.
     pub(crate) is_over: bool,
