@@ -4,7 +4,7 @@
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::qemu::Qemu;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -61,22 +61,50 @@ fn space_ahead_goes_at_the_close() {
     expect_exact(&path, 40);
 }
 
-#[test]
-fn space_ahead_of_a_crash_goes_at_the_next_close() {
+/// The file of an image that is killed after 40 clusters were written and flushed.
+fn left_by_a_crash() -> (tempfile::TempDir, PathBuf) {
     let (folder, path) = image(true);
     let node = open_now(&path, "cache.direct=on");
     write(&node, 0..40);
     rt::block_on(node.flush()).unwrap();
-    // A process that is killed now leaves this file.
     let left = folder.path().join("left.qcow2");
     std::fs::copy(&path, &left).unwrap();
     rt::block_on(node.close()).unwrap();
     assert!(len(&left) > len(&path));
     Qemu::newest().expect_clean(&left);
+    (folder, left)
+}
+
+#[test]
+fn space_ahead_of_a_crash_goes_at_the_next_close() {
+    // A new cluster, a write in place, and none at all.
+    for (clusters, written) in [(40..41, 41), (3..4, 40), (0..0, 40)] {
+        for cache in ["cache.direct=off", "cache.direct=on"] {
+            let (_folder, left) = left_by_a_crash();
+            let node = open_now(&left, cache);
+            write(&node, clusters.clone());
+            rt::block_on(node.read(0, IoBuf::zeroed(4096))).0.unwrap();
+            rt::block_on(node.close()).unwrap();
+            expect_exact(&left, written);
+        }
+    }
+}
+
+/// They may be all that a damaged image has left of its data.
+#[test]
+fn bytes_behind_the_counted_clusters_stay() {
+    let (_folder, left) = left_by_a_crash();
+    let data_end = len(&left) - 2 * CLUSTER;
+    let file = std::fs::OpenOptions::new().write(true).open(&left).unwrap();
+    file.write_all_at(&[5], data_end - CLUSTER).unwrap();
     let node = open_now(&left, "cache.direct=off");
-    write(&node, 40..41);
+    rt::block_on(node.read(0, IoBuf::zeroed(4096))).0.unwrap();
     rt::block_on(node.close()).unwrap();
-    expect_exact(&left, 41);
+    assert_eq!(len(&left), data_end);
+    // More zeroes than space ahead has are left alone, too.
+    file.set_len(1 << 30).unwrap();
+    rt::block_on(open_now(&left, "cache.direct=off").close()).unwrap();
+    assert_eq!(len(&left), 1 << 30);
 }
 
 fn allocated(path: &Path) -> u64 {
