@@ -258,8 +258,7 @@ impl Node {
     /// See [`Node::write`]. `node/requests.rs` carries it on to its end when its caller drops the future.
     pub(crate) async fn run_write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
-        if let Err(error) = self.check_write(offset, len) {
-            self.count_invalid(IoKind::Write);
+        if let Err(error) = self.check_counted(IoKind::Write, offset, len) {
             return (Err(error), buf);
         }
         let detect = self.settings.detect_zeroes();
@@ -324,8 +323,7 @@ impl Node {
 
     async fn run_write_unchanged(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let (len, start_ns) = (buf.len() as u64, self.clock_ns());
-        if let Err(error) = self.check_write(offset, len) {
-            self.count_invalid(IoKind::Write);
+        if let Err(error) = self.check_counted(IoKind::Write, offset, len) {
             return (Err(error), buf);
         }
         let detect = self.settings.detect_zeroes();
@@ -353,7 +351,7 @@ impl Node {
     }
 
     async fn run_write_zeroes_unchanged(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.check_write(offset, len)?;
+        self.check_counted(IoKind::WriteZeroes, offset, len)?;
         let start_ns = self.clock_ns();
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.settings.discards(), ..flags };
         let result = self.driver.write_zeroes_unchanged(offset, len, flags).await;
@@ -365,7 +363,7 @@ impl Node {
 
     /// See [`Node::write_zeroes`].
     pub(crate) async fn run_write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.check_write(offset, len)?;
+        self.check_counted(IoKind::WriteZeroes, offset, len)?;
         if len == 0 {
             return Ok(());
         }
@@ -392,7 +390,7 @@ impl Node {
 
     /// See [`Node::discard`].
     pub(crate) async fn run_discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.check_write(offset, len)?;
+        self.check_counted(IoKind::Discard, offset, len)?;
         if len == 0 || !self.settings.discards() {
             return Ok(());
         }
@@ -437,7 +435,7 @@ impl Node {
     /// See [`Node::write_compressed`].
     pub(crate) async fn run_write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
         for (offset, buf) in &clusters {
-            self.check_write(*offset, buf.len() as u64)?;
+            self.check_counted(IoKind::Write, *offset, buf.len() as u64)?;
         }
         if !self.driver.compresses() {
             let message = format!("driver '{}' can't write compressed data", self.driver_name());
@@ -536,6 +534,11 @@ impl Node {
 
     pub(super) fn read_only_error(&self) -> Error {
         Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
+    }
+
+    /// As [`Node::check_write`]; a request that is refused counts as invalid.
+    pub(super) fn check_counted(&self, kind: IoKind, offset: u64, len: u64) -> Result<()> {
+        self.check_write(offset, len).inspect_err(|_| self.count_invalid(kind))
     }
 
     pub(super) fn check_write(&self, offset: u64, len: u64) -> Result<()> {

@@ -35,7 +35,7 @@ impl Node {
     /// See [`Node::share_from`].
     pub(super) async fn run_share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
         let start_ns = self.clock_ns();
-        self.check_write(offset, len)?;
+        self.check_counted(IoKind::Write, offset, len)?;
         if self.settings.is_probed_raw()
             || self.settings.is_writethrough()
             || self.settings.detect_zeroes() != DetectZeroes::Off

@@ -8,6 +8,7 @@ use cowshed_image::stats::{Accounting, IoKind};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::Errno;
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,6 +71,25 @@ fn outcomes_bytes_and_times_are_counted_apart() {
 }
 
 #[test]
+fn nodes_count_impossible_requests_of_every_kind() {
+    in_simulation(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let node = add(&graph, "driver=null-co,node-name=n,discard=unmap,size=1M").await;
+        let (past, buf) = (1 << 20, || IoBuf::zeroed(512));
+        assert!(node.read(past, buf()).await.0.is_err() && node.write(past, buf()).await.0.is_err());
+        assert!(node.write_zeroes(past, 512, ZeroFlags::default()).await.is_err());
+        assert!(node.discard(past - 512, 1024).await.is_err());
+        assert!(node.write_compressed(vec![(past, buf())]).await.is_err());
+        let stats = node.statistics();
+        let counts = |kind| (stats.kind(kind).invalid, stats.kind(kind).operations, stats.kind(kind).failed);
+        assert_eq!(counts(IoKind::Read), (1, 0, 0));
+        assert_eq!(counts(IoKind::Write), (2, 0, 0));
+        assert_eq!(counts(IoKind::WriteZeroes), (1, 0, 0));
+        assert_eq!(counts(IoKind::Discard), (1, 0, 0));
+    });
+}
+
+#[test]
 fn failed_requests_count_for_latencies_unless_told_otherwise() {
     in_simulation(async {
         let graph = Graph::new(&cowshed_image::DRIVERS);
@@ -99,9 +119,7 @@ fn failed_requests_count_for_latencies_unless_told_otherwise() {
 fn what_formats_do_with_their_files_is_counted_there() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("a.qcow2");
-    let made =
-        std::process::Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("64M").status();
-    assert!(made.expect("qemu-img must be installed").success());
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", path.to_str().unwrap(), "64M"]);
     rt::block_on(async {
         let graph = Graph::new(&cowshed_image::DRIVERS);
         let name = path.to_str().unwrap();
