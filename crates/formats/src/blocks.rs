@@ -11,10 +11,8 @@ use cowshed_graph::node::{BitmapStatus, ChildRole, Link, LocalFuture, Node, Tran
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_graph::options::{Key, KeyType, REQUIRED};
-use cowshed_offline::check::Repair;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Error, ErrorKind, Result, text_of_name};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Repair, Result, text_of_name};
 use std::collections::HashMap;
 use std::future::Future;
 use std::rc::Rc;

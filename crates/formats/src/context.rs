@@ -3,7 +3,7 @@
 
 use cowshed_graph::node::Node;
 use cowshed_graph::secret::Secret;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_storage::File;
 use std::sync::Arc;
 

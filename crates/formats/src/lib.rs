@@ -7,7 +7,7 @@ mod cloop;
 mod context;
 mod dmg;
 mod holes;
-pub mod luks;
+mod luks;
 mod mapped;
 mod parallels;
 mod parents;
@@ -28,6 +28,8 @@ mod writer;
 
 pub use context::{EncryptionOptions, OpenContext, OverlapChecks, Qcow2RuntimeOptions};
 
+pub use cowshed_qcow2::Budget;
+
 use cowshed_graph::node::Node;
 use cowshed_graph::open::DriverLine;
 use cowshed_layout::probe::FormatName;
@@ -36,17 +38,10 @@ use cowshed_layout::probe::FormatName;
 pub trait DriverOf {
     /// The qcow2 driver.
     fn qcow2(&self) -> Option<&qcow2::Qcow2Driver>;
-
-    /// The LUKS driver.
-    fn luks(&self) -> Option<&luks::LuksDriver>;
 }
 
 impl DriverOf for Node {
     fn qcow2(&self) -> Option<&qcow2::Qcow2Driver> {
-        self.driver().downcast()
-    }
-
-    fn luks(&self) -> Option<&luks::LuksDriver> {
         self.driver().downcast()
     }
 }

@@ -10,11 +10,9 @@ use cowshed_graph::node::{
     below_filters, done,
 };
 use cowshed_graph::options::BlockdevOptions;
-use cowshed_offline::check::Repair;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::IoBuf;
 use cowshed_types::memory::vec_for;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Repair, Result};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex as Turn;
 use std::future::ready;

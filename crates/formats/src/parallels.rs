@@ -11,10 +11,8 @@ use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::parallels::{
     ENTRY_BYTES, EXTENSION_AT, FormatExtension, HEADER_BYTES, IN_USE_AT, IN_USE_MARK, ParallelsHeader,
 };
-use cowshed_offline::check::Repair;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Repair, Result};
 use futures_util::lock::Mutex as Turn;
 use std::rc::Rc;
 use std::sync::Arc;

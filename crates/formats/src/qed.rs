@@ -11,10 +11,9 @@ use cowshed_graph::options::{DriverKind, DriverSchema};
 use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
-use cowshed_offline::check::Repair;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
-use cowshed_types::{Error, Result, name_of_text, slip};
+use cowshed_types::{Error, Repair, Result, name_of_text, slip};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

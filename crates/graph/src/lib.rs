@@ -16,6 +16,7 @@ pub mod protocols;
 pub mod secret;
 pub mod stats;
 
-pub use cowshed_qcow2::{Budget, DirtyBits};
+pub use cowshed_layout::qcow2::SnapshotName;
+pub use cowshed_types::DirtyBits;
 pub use node::{Node, Preallocation, StatusExtent, ZeroFlags};
 pub use open::{OpenRequest, TlsCredentials};

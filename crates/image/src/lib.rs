@@ -2,9 +2,10 @@
 //! Disk images: the block graph with the formats of this program. The one table of drivers is made here.
 
 pub use cowshed_formats as formats;
+pub use cowshed_formats::Budget;
 pub use cowshed_graph::{
-    Budget, DirtyBits, Node, OpenRequest, Preallocation, StatusExtent, TlsCredentials, ZeroFlags, dirty, encryption,
-    filters, graph, node, open, options, partitions, secret, stats,
+    DirtyBits, Node, OpenRequest, Preallocation, SnapshotName, StatusExtent, TlsCredentials, ZeroFlags, dirty,
+    encryption, filters, graph, node, open, options, partitions, secret, stats,
 };
 
 use cowshed_formats::{FORMATS, REFUSED};

@@ -5,7 +5,6 @@ use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
 use cowshed_image::Node;
-use cowshed_image::formats::DriverOf;
 use cowshed_image::node::{ChildRole, Description, LocalFuture};
 use cowshed_image::open::resolve_name;
 use cowshed_layout::luks::{KeySlot, LuksHeader};
@@ -228,7 +227,7 @@ async fn whole_info(node: &Node) -> Result<ImageInfo> {
     if let Some(description) = node.description() {
         describe(&mut info, description, &node.filename())?;
     }
-    if let Some(luks) = node.luks() {
+    if let Some(luks) = node.encrypted_volume() {
         info.encrypted = Some(true);
         let mut data = luks_info(Some(luks.header().await?), luks.has_detached_header());
         if let Value::Object(data) = &mut data {
@@ -345,7 +344,7 @@ async fn qcow2_specific(layer: &Qcow2Layer) -> Result<Value> {
     match header.crypt_method {
         0 => {}
         1 => drop(put("encrypt", json!({ "format": "aes" }))),
-        _ => drop(put("encrypt", luks_info(layer.luks().await?, false))),
+        _ => drop(put("encrypt", luks_info(layer.luks_header().await?, false))),
     }
     if let Some(name) = header.data_file_name() {
         put("data-file", json!(name));

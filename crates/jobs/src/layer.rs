@@ -63,7 +63,7 @@ impl Qcow2Layer {
     }
 
     /// The LUKS header; `None` where the encryption has none.
-    pub async fn luks(&self) -> Result<Option<LuksHeader>> {
+    pub async fn luks_header(&self) -> Result<Option<LuksHeader>> {
         let Some(place) = self.header.encryption_header() else { return Ok(None) };
         let bytes = self.read(place.offset, luks::HEADER_BYTES).await?;
         LuksHeader::parse(&bytes).map(Some).map_err(|error| error.file(self.file.name()))

@@ -9,7 +9,7 @@ use crate::{ImageSpec, JobHandle};
 use cowshed_create::CreateRequest;
 use cowshed_image::Node;
 use cowshed_image::open::resolve_name;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 pub use cowshed_rescue::Overrides;
 use cowshed_rescue::{DamagedImage, Loss, Slot};
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};

@@ -7,7 +7,7 @@ use cowshed_image::open::Policy;
 use cowshed_image::options::{BlockdevOptions, short_forms};
 use cowshed_image::secret::Secret;
 use cowshed_image::{Node, OpenRequest, TlsCredentials, open};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::sync::Arc;

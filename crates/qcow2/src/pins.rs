@@ -6,6 +6,7 @@
 //! something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
 
 use crate::interleaving;
+use cowshed_types::CountGuard;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Epochs that can have pins at the same time.
@@ -32,17 +33,9 @@ fn shard_of_thread() -> usize {
     SHARD.with(|shard| *shard)
 }
 
-/// Proof that a request planned in some epoch is still running; see [`crate::Engine::pin`].
-#[must_use = "a mapping is only good while its pin lives"]
-pub struct EpochGuard<'a> {
-    counter: &'a AtomicU64,
-}
-
-impl Drop for EpochGuard<'_> {
-    fn drop(&mut self) {
-        self.counter.fetch_sub(1, Ordering::SeqCst);
-    }
-}
+/// Proof that a request planned in some epoch is still running; see [`crate::Engine::pin`]. A mapping is only good while
+/// its pin lives.
+pub type EpochGuard<'a> = CountGuard<'a>;
 
 impl Pins {
     pub(crate) fn new() -> Self {
@@ -60,7 +53,7 @@ impl Pins {
             counter.fetch_add(1, Ordering::SeqCst);
             interleaving::point();
             if self.epoch.load(Ordering::SeqCst) == epoch {
-                return EpochGuard { counter };
+                return CountGuard::of(counter);
             }
             counter.fetch_sub(1, Ordering::SeqCst);
         }

@@ -3,8 +3,7 @@
 
 use crate::Overrides;
 use crate::damaged_image::{DamagedImage, salvage};
-use cowshed_layout::qcow2::{Parsed, Snapshot, limits};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::{Parsed, Snapshot, SnapshotName, limits};
 use cowshed_types::{Error, ErrorKind, Result};
 
 /// Bytes of the table that are read at first.

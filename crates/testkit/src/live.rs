@@ -16,7 +16,7 @@ use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation, ZeroFlags};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_simulator::{Fault, World};
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, ErrorKind, Result};

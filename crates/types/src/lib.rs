@@ -3,6 +3,9 @@
 //!
 //! Nothing here does I/O, and nothing here depends on another crate of the workspace.
 
+mod check;
+mod count_guard;
+mod dirty_bits;
 mod error;
 mod extent;
 pub mod keyval;
@@ -13,6 +16,9 @@ mod offset;
 #[doc(hidden)]
 pub mod switches;
 
+pub use check::{CheckCounters, Repair};
+pub use count_guard::CountGuard;
+pub use dirty_bits::{BitsPiece, DirtyBits};
 pub use error::{Errno, Error, ErrorKind, Result};
 pub use extent::{Compression, Extent, Mapping, StoredIn};
 pub use name::{

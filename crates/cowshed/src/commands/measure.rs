@@ -8,11 +8,10 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_create::schema::{OptionValues, options_of};
-use cowshed_image::DRIVERS;
 use cowshed_image::options::DriverKind;
+use cowshed_image::{DRIVERS, SnapshotName};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::measure::{self, MeasureOptions, Measurement};
-use cowshed_offline::snapshots::SnapshotName;
 use cowshed_types::{Error, LINE_END};
 
 pub const VERB: Verb = Verb {

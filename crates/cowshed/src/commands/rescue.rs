@@ -8,9 +8,9 @@ use super::untrusted::Use;
 use super::{Verb, work};
 use crate::output::{Console, Failure, json, size::human};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
+use cowshed_image::SnapshotName;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};
-use cowshed_offline::snapshots::SnapshotName;
 use std::io::Write;
 
 /// Ranges and tables that the text lists; the map has all.

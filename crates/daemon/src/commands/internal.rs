@@ -4,9 +4,8 @@
 use super::names;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
-use cowshed_image::Node;
+use cowshed_image::{Node, SnapshotName};
 use cowshed_jobs::info::SnapshotInfo;
-use cowshed_offline::snapshots::SnapshotName;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_types::Result;
 use serde_json::Value;

@@ -7,7 +7,7 @@ pub(crate) use open::DRIVER;
 
 use cowshed_graph::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use cowshed_graph::node::{
-    Driver, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
+    Driver, EncryptedVolume, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
 };
 use cowshed_graph::protocols::resize_file;
 use cowshed_layout::luks::LuksHeader;
@@ -32,21 +32,6 @@ pub struct LuksDriver {
 }
 
 impl LuksDriver {
-    /// The header as it is on disk.
-    pub async fn header(&self) -> Result<LuksHeader> {
-        Ok(self.area.volume().await?.header().clone())
-    }
-
-    /// True when header and payload are in two files.
-    pub fn has_detached_header(&self) -> bool {
-        self.is_detached
-    }
-
-    /// The place of the header with its key slots.
-    pub fn luks_area(&self) -> &LuksArea {
-        &self.area
-    }
-
     fn cipher(&self) -> Result<&Arc<dyn Cipher>> {
         self.cipher.as_ref().ok_or_else(|| Error::invalid_argument("Parameter 'key-secret' is required for cipher"))
     }
@@ -84,6 +69,16 @@ impl LuksDriver {
         };
         let bytes = encrypt(self.cipher()?, GuestOffset(at), self.host(at), bytes).await;
         self.file.write_at(bytes, self.host(at).0).await.0
+    }
+}
+
+impl EncryptedVolume for LuksDriver {
+    fn header(&self) -> LocalFuture<'_, Result<LuksHeader>> {
+        Box::pin(async move { Ok(self.area.volume().await?.header().clone()) })
+    }
+
+    fn has_detached_header(&self) -> bool {
+        self.is_detached
     }
 }
 
@@ -177,6 +172,10 @@ impl Driver for LuksDriver {
 
     fn key_slots(&self) -> Option<Result<(LuksArea, &'static str)>> {
         Some(Ok((self.area.clone(), "")))
+    }
+
+    fn encrypted_volume(&self) -> Option<&dyn EncryptedVolume> {
+        Some(self)
     }
 
     fn passes_permissions(&self, by_users: bool) -> bool {

@@ -5,8 +5,7 @@ use super::super::blocks::ImageFile;
 use super::Parallels;
 use cowshed_graph::node::BitmapStatus;
 use cowshed_layout::parallels::{EXTENSION_HEADER_BYTES, FormatExtension, ParallelsBitmap};
-use cowshed_qcow2::DirtyBits;
-use cowshed_types::{Error, Result};
+use cowshed_types::{DirtyBits, Error, Result};
 use md5::{Digest, Md5};
 use std::collections::HashSet;
 

@@ -8,10 +8,10 @@
 use super::Qcow2Driver;
 use super::open::{other_metadata, read_l1, snapshot_metadata};
 use crate::Qcow2RuntimeOptions;
-use cowshed_layout::qcow2::Snapshot;
+use cowshed_layout::qcow2::{Snapshot, SnapshotName};
 use cowshed_offline::check::recover_dirty;
 use cowshed_offline::read_header;
-use cowshed_offline::snapshots::{self, SnapshotName, SnapshotOptions};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_qcow2::Restart;
 use cowshed_types::{Error, Result};
 use std::sync::PoisonError;

@@ -20,9 +20,8 @@ use cowshed_layout::vhdx::{
     REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, Replay, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, VhdxParent,
     VhdxRegions, check_signature, replay_of,
 };
-use cowshed_offline::check::Repair;
 use cowshed_storage::File;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Repair, Result};
 use journal::Journal;
 use std::rc::Rc;
 

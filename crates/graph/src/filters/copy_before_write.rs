@@ -10,9 +10,8 @@ use crate::node::{
     done, nodes_below,
 };
 use crate::options::BlockdevOptions;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{IoBuf, Permissions, rt};
-use cowshed_types::{Errno, Error, ErrorKind, Result, slip};
+use cowshed_types::{DirtyBits, Errno, Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
 use std::future::Future;
 use std::pin::pin;

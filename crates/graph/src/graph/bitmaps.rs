@@ -5,9 +5,8 @@ use super::Graph;
 use super::transaction::Transaction;
 use super::writing::check_becomes_writable;
 use crate::node::{BitmapChange, Node, SavedBitmap};
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::rt;
-use cowshed_types::Result;
+use cowshed_types::{DirtyBits, Result};
 use std::sync::Arc;
 
 /// The work on a node's bitmaps.

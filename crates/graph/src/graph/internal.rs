@@ -3,8 +3,7 @@
 
 use super::Graph;
 use crate::node::{Node, Snapshots};
-use cowshed_layout::qcow2::Snapshot;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::{Snapshot, SnapshotName};
 use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;

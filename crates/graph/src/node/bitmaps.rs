@@ -5,9 +5,8 @@ use super::requests::Left;
 use super::tracking::Transient;
 use super::{BitmapChange, BitmapStatus, ChildRole, Node, check_new_bitmap, default_granularity_bytes};
 use cowshed_crypto::Hash;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::rt;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use std::future::Future;
 use std::sync::Arc;
 

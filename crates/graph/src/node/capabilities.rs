@@ -4,10 +4,10 @@
 use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
+use crate::stats::CacheStatistics;
 use cowshed_codec::Codec;
-use cowshed_layout::qcow2::{Header, Snapshot};
-use cowshed_offline::snapshots::SnapshotName;
-use cowshed_qcow2::Statistics;
+use cowshed_layout::luks::LuksHeader;
+use cowshed_layout::qcow2::{Header, Snapshot, SnapshotName};
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Compression, Error, Result};
 use std::sync::Arc;
@@ -79,6 +79,15 @@ pub trait Compressing: Send + Sync {
 
     /// Chooses how clusters are compressed from now on. The method must be the image's.
     fn set_codec(&self, codec: Codec) -> Result<()>;
+}
+
+/// A disk that is encrypted as a whole, with key slots in a header.
+pub trait EncryptedVolume: Send + Sync {
+    /// The header as it is on disk.
+    fn header(&self) -> LocalFuture<'_, Result<LuksHeader>>;
+
+    /// True when header and disk are in two files.
+    fn has_detached_header(&self) -> bool;
 }
 
 /// Internal snapshots. No request runs while they change.
@@ -220,6 +229,12 @@ impl Node {
             .unwrap_or_else(|| Err(Error::unsupported("only encrypted images have key slots").file(self.filename())))
     }
 
+    /// The header of a disk that is encrypted as a whole. Such a disk is never blank: bytes that were never written read
+    /// as noise.
+    pub fn encrypted_volume(&self) -> Option<&dyn EncryptedVolume> {
+        self.driver.encrypted_volume()
+    }
+
     /// True when the image's data is encrypted by its format.
     pub fn is_encrypted(&self) -> bool {
         self.driver.is_encrypted()
@@ -258,7 +273,7 @@ impl Node {
     }
 
     /// Counters of the metadata cache.
-    pub fn cache_statistics(&self) -> Option<Statistics> {
+    pub fn cache_statistics(&self) -> Option<CacheStatistics> {
         self.driver.cache_statistics()
     }
 

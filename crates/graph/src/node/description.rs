@@ -2,8 +2,7 @@
 //! The description of an image by a driver without reference counts, and its check.
 
 use super::{LocalFuture, Node};
-use cowshed_offline::check::{Counters, Repair};
-use cowshed_types::Result;
+use cowshed_types::{CheckCounters, Repair, Result};
 use serde_json::Value;
 
 /// The properties that a format reports of an image, for `info` and for the nodes above it.
@@ -29,7 +28,7 @@ pub struct Description {
 #[derive(Clone, Debug, Default)]
 pub struct MappedCheck {
     /// qemu-img's counters; totals of 0 where it has none for the format.
-    pub counters: Counters,
+    pub counters: CheckCounters,
     /// The findings, a line each.
     pub findings: Vec<String>,
 }

@@ -3,14 +3,14 @@
 //! that out. A driver carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, BackingLink, Below, Bitmaps, Compressing, Described, LiveOptions, Marks, Metadata, Node, Preallocation,
-    Snapshots, StatusExtent, VmState, ZeroFlags,
+    Backing, BackingLink, Below, Bitmaps, Compressing, Described, EncryptedVolume, LiveOptions, Marks, Metadata, Node,
+    Preallocation, Snapshots, StatusExtent, VmState, ZeroFlags,
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
-use cowshed_qcow2::{EpochGuard, Statistics};
+use crate::stats::CacheStatistics;
 use cowshed_storage::{File, IoBuf, Permissions};
-use cowshed_types::{Error, HostOffset, Result};
+use cowshed_types::{CountGuard, Error, HostOffset, Result};
 use std::any::Any;
 use std::future::{Future, ready};
 use std::ops::Range;
@@ -27,7 +27,7 @@ pub type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
 pub type Work<'a> = LocalFuture<'a, Result<()>>;
 
 /// A guard that keeps a mapped range from getting another owner. It is held until the I/O there is done.
-pub(crate) type Guard<'a> = Option<EpochGuard<'a>>;
+pub(crate) type Guard<'a> = Option<CountGuard<'a>>;
 
 /// The reason for which a range is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,6 +290,11 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
+    /// See [`EncryptedVolume`].
+    fn encrypted_volume(&self) -> Option<&dyn EncryptedVolume> {
+        None
+    }
+
     /// True when the image's data is encrypted by its format.
     fn is_encrypted(&self) -> bool {
         false
@@ -332,7 +337,7 @@ pub trait Driver: Any + Send + Sync {
     }
 
     /// Counters of the cache of its metadata.
-    fn cache_statistics(&self) -> Option<Statistics> {
+    fn cache_statistics(&self) -> Option<CacheStatistics> {
         None
     }
 

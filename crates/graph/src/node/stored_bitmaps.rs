@@ -2,8 +2,7 @@
 //! Dirty bitmaps that images keep, whatever their format: their state, and their changes.
 
 use super::LocalFuture;
-use cowshed_qcow2::DirtyBits;
-use cowshed_types::{Error, Result};
+use cowshed_types::{DirtyBits, Error, Result};
 use std::sync::Arc;
 
 /// Dirty bitmaps that the image keeps.

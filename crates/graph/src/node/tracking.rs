@@ -5,8 +5,7 @@
 use super::Node;
 use super::driver::whole_sectors;
 use crate::dirty::DirtyMap;
-use cowshed_qcow2::DirtyBits;
-use cowshed_types::Result;
+use cowshed_types::{DirtyBits, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

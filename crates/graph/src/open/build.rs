@@ -14,7 +14,7 @@ use crate::node::{
 use crate::options::{self, BlockdevOptions, DriverKind};
 use crate::secret::Secret;
 use cowshed_layout::probe::probe_with_tail;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result};

@@ -11,9 +11,8 @@ use crate::filters::{
 use crate::node::{Below, ChildRole, Home, Link, LockSource, Node, storage_of};
 use crate::options::{self, BlkdebugOptions, schemas};
 use crate::protocols::FileDriver;
-use cowshed_qcow2::DirtyBits;
 use cowshed_storage::{PermissionSet, Permissions};
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use serde_json::Value;
 use std::rc::Rc;
 use std::sync::Arc;

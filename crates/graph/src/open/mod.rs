@@ -33,7 +33,7 @@ pub use protocols::{PROTOCOLS, is_read_only_device};
 use crate::graph::Graph;
 use crate::options::BlockdevOptions;
 use crate::secret::Secret;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_types::Result;
 use std::sync::Arc;
 

@@ -2,10 +2,10 @@
 //! Images that end too early: a lost range is an error that names the place, never zeroes.
 
 use cowshed_image::{Node, OpenRequest, open};
-use cowshed_offline::check::{CheckOptions, Repair, check};
+use cowshed_offline::check::{CheckOptions, check};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::run;
-use cowshed_types::ErrorKind;
+use cowshed_types::{ErrorKind, Repair};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -282,8 +282,8 @@ fn a_lost_snapshot_table_hides_the_snapshots_and_not_the_disk() {
             assert!(read(&node, at, 65536).unwrap().iter().all(|byte| *byte == fill), "{name}: {at}");
         }
         rt::block_on(node.close()).unwrap();
-        let of_snapshot = OpenRequest::file(path.to_str().unwrap())
-            .snapshot(cowshed_offline::snapshots::SnapshotName::of_name("one"));
+        let of_snapshot =
+            OpenRequest::file(path.to_str().unwrap()).snapshot(cowshed_image::SnapshotName::of_name("one"));
         let text = rt::block_on(open(of_snapshot)).expect_err("a snapshot").to_string();
         assert!(text.contains("a.qcow2") && text.contains("snapshots_offset"), "{name}: {text}");
         let text = refusal(&path);

@@ -7,7 +7,6 @@
 use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
-use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use cowshed_offline::amend::{self, Amendment, NewBacking};
 use cowshed_types::{Error, LINE_END, Result};
@@ -49,7 +48,7 @@ struct Wanted {
 pub async fn run(options: &AmendOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     let node = open_bare(&options.image).await?;
-    if node.luks().is_some() {
+    if node.encrypted_volume().is_some() {
         let amended = amend_luks(&node, options).await;
         let closed = node.close().await;
         return amended.and(closed);

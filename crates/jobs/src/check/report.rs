@@ -2,8 +2,8 @@
 //! A check's result as text and JSON, word for word as scripts know it from qemu-img.
 
 use super::{CheckOutcome, Repair};
-use cowshed_offline::check::{CheckReport, Counters, Finding, FindingKind, REBUILT};
-use cowshed_types::LINE_END;
+use cowshed_offline::check::{CheckReport, Finding, FindingKind, REBUILT};
+use cowshed_types::{CheckCounters, LINE_END};
 use serde_json::{Map, Value, json};
 
 /// The lines about single findings, for the error output: first repaired ones, then those that stay. One is made when
@@ -76,7 +76,7 @@ pub fn human(outcome: &CheckOutcome) -> String {
     text + &statistics(counters)
 }
 
-fn verdict(counters: &Counters) -> String {
+fn verdict(counters: &CheckCounters) -> String {
     if counters.corruptions + counters.leaks + counters.check_errors == 0 {
         return "No errors were found on the image.\n".to_owned();
     }
@@ -100,7 +100,7 @@ fn verdict(counters: &Counters) -> String {
     text
 }
 
-fn statistics(counters: &Counters) -> String {
+fn statistics(counters: &CheckCounters) -> String {
     let mut text = String::new();
     let (total, allocated) = (counters.total_clusters, counters.allocated_clusters);
     if total != 0 && allocated != 0 {
@@ -148,7 +148,7 @@ pub fn json(outcome: &CheckOutcome) -> Value {
 mod tests {
     use super::*;
 
-    fn outcome(counters: Counters) -> CheckOutcome {
+    fn outcome(counters: CheckCounters) -> CheckOutcome {
         let report = CheckReport { counters, ..CheckReport::default() };
         let (filename, format) = ("a.qcow2".into(), "qcow2".into());
         CheckOutcome { filename, format, report, repair: Repair::None, is_dry_run: false }
@@ -156,12 +156,12 @@ mod tests {
 
     #[test]
     fn a_clean_image() {
-        let outcome = outcome(Counters {
+        let outcome = outcome(CheckCounters {
             image_end_offset: 2621440,
             total_clusters: 1024,
             allocated_clusters: 35,
             fragmented_clusters: 2,
-            ..Counters::default()
+            ..CheckCounters::default()
         });
         assert_eq!(
             human(&outcome),
@@ -184,7 +184,8 @@ mod tests {
 
     #[test]
     fn damage_and_repair() {
-        let counters = Counters { corruptions: 1, leaks: 2, leaks_fixed: 3, total_clusters: 4, ..Counters::default() };
+        let counters =
+            CheckCounters { corruptions: 1, leaks: 2, leaks_fixed: 3, total_clusters: 4, ..CheckCounters::default() };
         let outcome = outcome(counters);
         assert_eq!(
             human(&outcome),

@@ -8,7 +8,6 @@ use cowshed_codec::Codec;
 use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_create::{CreateRequest, Created};
 use cowshed_image::Node;
-use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::check_apart;
 use cowshed_image::open::is_nbd_name;
 use cowshed_storage::path_of_text;
@@ -57,8 +56,7 @@ impl Target {
             Ok(()) => {
                 let geometry = crate::layer::geometry(&node);
                 let has_backing = node.backing().is_some();
-                // A new encrypted volume decrypts to garbage.
-                let is_blank = node.luks().is_none() && !is_device(&options.target.name);
+                let is_blank = node.encrypted_volume().is_none() && !is_device(&options.target.name);
                 let fresh = !options.skip_create && !has_backing && is_blank;
                 let packed = node.compressed_cluster_bytes().filter(|_| geometry.is_none());
                 let is_stream = node.description().is_some_and(|known| known.takes_stream);

@@ -2,7 +2,7 @@
 //! The map of the ranges that a rescue could read and of the lost ones.
 
 use crate::info::SnapshotInfo;
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_rescue::{DamagedImage, Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList};
 use serde::Serialize;
 use std::ops::Range;

@@ -10,6 +10,7 @@ mod header;
 pub mod refcount;
 pub mod sequential;
 pub mod snapshot;
+mod snapshot_name;
 mod subcluster;
 mod switch;
 mod validate;
@@ -22,6 +23,7 @@ pub use extension::{
 pub use geometry::Geometry;
 pub use header::{Header, MAGIC, V2_HEADER_LENGTH, V3_HEADER_LENGTH, V3_HEADER_LENGTH_MIN, offset, peek_cluster_bits};
 pub use snapshot::Snapshot;
+pub use snapshot_name::{Lookup, SnapshotName, find_snapshot};
 pub use subcluster::{SUBCLUSTERS_PER_CLUSTER, Subcluster, SubclusterBitmap};
 pub use switch::{HeaderStages, switch as switch_header};
 pub use validate::limits;

@@ -21,26 +21,14 @@ mod undo_log;
 
 use crate::ProgressFn;
 use cowshed_qcow2::check::Ledger;
-pub use cowshed_qcow2::check::{CheckedStructure, Counters, Finding, FindingKind, Outlook, Remedy, Severity};
+pub use cowshed_qcow2::check::{CheckedStructure, Finding, FindingKind, Outlook, Remedy, Severity};
 use cowshed_storage::{CacheMode, File};
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{CheckCounters, Error, ErrorKind, Repair, Result};
 use journal::Journal;
 pub use repair::REBUILT;
 use session::CheckSession;
 use std::sync::OnceLock;
 pub use undo::{UndoReport, undo};
-
-/// The extent of a repair.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Repair {
-    /// Nothing.
-    #[default]
-    None,
-    /// Leaked clusters, and bit 63 of entries.
-    Leaks,
-    /// All that can be.
-    All,
-}
 
 /// The settings of a check.
 #[derive(Clone, Debug)]
@@ -77,7 +65,7 @@ impl Default for CheckOptions {
 #[derive(Clone, Debug, Default)]
 pub struct CheckReport {
     /// qemu-img's counters, as they are after the repair.
-    pub counters: Counters,
+    pub counters: CheckCounters,
     /// The present findings.
     pub findings: Vec<Finding>,
     /// The findings that the repair has ended.
@@ -95,7 +83,7 @@ pub struct CheckReport {
 impl CheckReport {
     /// True without corruptions, leaks and check errors.
     pub fn is_clean(&self) -> bool {
-        let Counters { corruptions, leaks, check_errors, .. } = self.counters;
+        let CheckCounters { corruptions, leaks, check_errors, .. } = self.counters;
         corruptions == 0 && leaks == 0 && check_errors == 0
     }
 }

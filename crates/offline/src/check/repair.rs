@@ -6,13 +6,13 @@ use super::metadata::Scope;
 use super::relocate::Copy;
 use super::session::CheckSession;
 use super::sweep::OverlapEntry;
-use super::{CheckReport, Repair, report_of};
+use super::{CheckReport, report_of};
 use cowshed_layout::qcow2::{L1Entry, L2Entry, features, offset, refcount};
 use cowshed_qcow2::check::{
     Counts, EditStep, Finding, FindingKind, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block,
 };
 use cowshed_types::memory::{set_for, try_collect, try_extend, vec_for};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, Repair, Result};
 
 /// The note about refcounts in a new place, in QEMU's words.
 pub const REBUILT: &str = "Rebuilding refcount structure";

@@ -2,7 +2,7 @@
 //! The parts of an image that a check reads before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
 use super::journal::Journal;
-use super::{CheckOptions, Repair};
+use super::CheckOptions;
 use crate::ProgressFn;
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
@@ -13,7 +13,7 @@ use cowshed_qcow2::check::{
 };
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::vec_for;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{Error, ErrorKind, Repair, Result};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

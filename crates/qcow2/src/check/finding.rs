@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The findings of a check, and the counters that qemu-img's JSON has.
+//! The findings of a check.
 
+use cowshed_types::CheckCounters;
 use std::fmt;
 
 /// A structure of the format that owns clusters.
@@ -312,31 +313,6 @@ impl fmt::Display for Finding {
     }
 }
 
-/// The counters of a check, under the names that qemu-img's JSON has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// End of the last cluster in use, in bytes.
-    pub image_end_offset: u64,
-    /// Clusters of the virtual disk.
-    pub total_clusters: u64,
-    /// Clusters of the virtual disk that are allocated in this image.
-    pub allocated_clusters: u64,
-    /// Allocated clusters that don't follow the one before.
-    pub fragmented_clusters: u64,
-    /// Compressed clusters.
-    pub compressed_clusters: u64,
-    /// Number of corruptions that are there now.
-    pub corruptions: u64,
-    /// Leaked clusters that are there now.
-    pub leaks: u64,
-    /// Number of errors that kept parts of the image from being checked.
-    pub check_errors: u64,
-    /// Number of corruptions repaired.
-    pub corruptions_fixed: u64,
-    /// Number of leaks repaired.
-    pub leaks_fixed: u64,
-}
-
 /// Clashes that are kept.
 const CLASHES_MAX: usize = 1 << 20;
 
@@ -344,7 +320,7 @@ const CLASHES_MAX: usize = 1 << 20;
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     /// The counters.
-    pub counters: Counters,
+    pub counters: CheckCounters,
     /// The first findings.
     pub findings: Vec<Finding>,
     /// Findings that were counted but not kept.

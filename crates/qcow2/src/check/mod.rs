@@ -19,7 +19,7 @@ mod tables;
 pub use compare::{Difference, compare_block, lower_block, raise_block};
 pub use counts::{Counts, Mark};
 pub use edit::{EditStep, edit_l1, edit_l2, normal_l1_entry};
-pub use finding::{CheckedStructure, Counters, Finding, FindingKind, Ledger, Severity};
+pub use finding::{CheckedStructure, Finding, FindingKind, Ledger, Severity};
 pub use lossy::{give_up_l1, give_up_l2};
 pub use rebuild::{RefcountLayout, fill_block, plan_layout};
 pub use remedy::{Outlook, Remedy};

@@ -7,9 +7,10 @@ use cowshed_create::qcow2::Qcow2CreateOptions;
 use cowshed_create::write_fresh_qcow2;
 use cowshed_image::open::Policy;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
-use cowshed_offline::check::{CheckOptions, Repair, check};
+use cowshed_offline::check::{CheckOptions, check};
 use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
+use cowshed_types::Repair;
 use std::path::Path;
 use std::sync::Arc;
 

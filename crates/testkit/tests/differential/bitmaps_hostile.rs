@@ -5,11 +5,11 @@
 use cowshed_image::formats::DriverOf;
 use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::{OpenRequest, open};
-use cowshed_offline::check::{CheckOptions, Repair, check};
+use cowshed_offline::check::{CheckOptions, check};
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_types::{Errno, Result};
+use cowshed_types::{Errno, Repair, Result};
 use std::path::Path;
 
 const NAME: &str = "image.qcow2";

@@ -4,13 +4,14 @@
 
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::check::{
-    CheckOptions, CheckReport, CheckedStructure, Finding, FindingKind, Repair, UndoReport, check, undo,
+    CheckOptions, CheckReport, CheckedStructure, Finding, FindingKind, UndoReport, check, undo,
 };
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_types::Repair;
 use std::path::Path;
 
 const SIZE: u64 = 1 << 20;

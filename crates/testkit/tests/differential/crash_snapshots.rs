@@ -4,13 +4,14 @@
 
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{OpenRequest, open};
-use cowshed_offline::check::{CheckOptions, CheckReport, Repair, check};
-use cowshed_offline::snapshots::{self, SnapshotName, SnapshotOptions};
+use cowshed_layout::qcow2::SnapshotName;
+use cowshed_offline::check::{CheckOptions, CheckReport, check};
+use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_simulator::{Config, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_types::{ErrorKind, Result};
+use cowshed_types::{ErrorKind, Repair, Result};
 use std::path::Path;
 
 const NAME: &str = "image.qcow2";

@@ -14,7 +14,7 @@ use cowshed_jobs::rebase::{self, RebaseOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle, create};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Output, Qemu, temp_dir};

@@ -17,13 +17,13 @@ use cowshed_jobs::rescue::{self, RescueOptions};
 use cowshed_jobs::resize::{self, NewSize, ResizeOptions};
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_offline::check::Repair;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_offline::check::{CheckOptions as ImageCheck, check};
-use cowshed_offline::snapshots::{self, SnapshotName};
+use cowshed_offline::snapshots;
 use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_types::{Errno, ErrorKind, Result};
+use cowshed_types::{Errno, ErrorKind, Repair, Result};
 use std::path::Path;
 
 const SIZE: u64 = 1 << 20;

@@ -6,7 +6,7 @@ use cowshed_image::secret::Secret;
 use cowshed_image::{OpenRequest, open};
 use cowshed_jobs::rescue::{self, Overrides, RescueMap, RescueOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_layout::qcow2::SnapshotName;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::damage::{COPIED, Victim};
 use cowshed_testkit::random::{Random, for_each_seed};

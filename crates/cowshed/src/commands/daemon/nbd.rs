@@ -11,7 +11,7 @@ use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, OFFSET, Setup, Step, check_object, check_server_credentials, client_credentials};
-use cowshed_offline::snapshots::SnapshotName;
+use cowshed_image::SnapshotName;
 use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
 use cowshed_types::Error;
 use serde_json::json;

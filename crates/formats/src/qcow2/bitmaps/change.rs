@@ -6,8 +6,7 @@ use super::StoredBitmap;
 use cowshed_graph::node::{BITMAP_NAME_BYTES, BitmapChange, check_new_bitmap, default_granularity_bytes};
 use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, TYPE_DIRTY_TRACKING};
 use cowshed_layout::qcow2::{BitmapEntry, limits};
-use cowshed_qcow2::DirtyBits;
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// Most bytes of data of a bitmap, as in QEMU.

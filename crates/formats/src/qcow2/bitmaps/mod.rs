@@ -12,7 +12,7 @@ mod record;
 
 use cowshed_layout::qcow2::BitmapEntry;
 use cowshed_layout::qcow2::bitmap::{FLAG_AUTO, FLAG_EXTRA_DATA_COMPATIBLE, FLAG_IN_USE};
-use cowshed_qcow2::DirtyBits;
+use cowshed_types::DirtyBits;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The bits of one dirty bitmap, in pieces as the image stores them: one cluster each.
 
-use cowshed_types::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
