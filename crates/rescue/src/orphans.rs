@@ -6,6 +6,7 @@ use crate::place::Shape;
 use cowshed_layout::qcow2::{
     BitmapTableEntry, L1Entry, L2Entry, Parsed, RefcountTableEntry, SubclusterBitmap, bitmap, limits, snapshot,
 };
+use cowshed_offline::ProgressFn;
 use cowshed_types::memory::expect_memory;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::HashSet;
@@ -78,7 +79,7 @@ impl Clusters {
 impl DamagedImage {
     /// Looks through the file for tables that nothing leads to. `watch` gets the number of bytes done and the number of
     /// all, and returns false to stop.
-    pub async fn scan(&self, watch: &dyn Fn(u64, u64) -> bool) -> Result<Vec<Orphan>> {
+    pub async fn scan(&self, watch: ProgressFn<'_>) -> Result<Vec<Orphan>> {
         let bits = self.shape.geometry.cluster_bits();
         let clusters = self.shape.file_len.div_ceil(1 << bits);
         if clusters > CLUSTERS_MAX {
@@ -123,7 +124,7 @@ impl DamagedImage {
         at + len
     }
 
-    async fn mark_used(&self, used: &mut Clusters, watch: &dyn Fn(u64, u64) -> bool) -> Result<()> {
+    async fn mark_used(&self, used: &mut Clusters, watch: ProgressFn<'_>) -> Result<()> {
         let cluster_size = self.shape.geometry.cluster_size();
         used.mark(0, cluster_size);
         if let Some(start) = self.fields.l1_offset {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The parts of an image that a check reads before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
-use super::journal::Journal;
 use super::CheckOptions;
+use super::journal::Journal;
 use crate::ProgressFn;
+use crate::header::read_header_bytes;
 use cowshed_layout::qcow2::{
     BitmapEntry, Extension, Geometry, Header, L1Entry, RefcountTableEntry, Snapshot, bitmap, extension_type, features,
     limits, offset,
@@ -402,23 +403,13 @@ pub(super) struct UnreadSnapshot {
     pub reason: String,
 }
 
-/// The header, read with as few bytes as it takes, and the number of snapshots that it declares.
+/// The header, and the number of snapshots that it declares.
 async fn read_header(file: &File) -> Result<(Header, u32)> {
-    let mut len = 4096;
-    for _ in 0..3 {
-        let have = file.len().min(len as u64) as usize;
-        let (result, bytes) = file.read_at(IoBuf::zeroed(have), 0).await;
-        result?;
-        let need = Header::bytes_needed(&bytes)?;
-        if need <= have || have < len {
-            let header = Header::parse_to_check(&bytes)?;
-            let place = offset::NB_SNAPSHOTS as usize;
-            let declared = bytes.get(place..place + 4).and_then(|field| field.try_into().ok());
-            return Ok((header, declared.map_or(0, u32::from_be_bytes)));
-        }
-        len = need;
-    }
-    Err(Error::invalid_image("header_length", len, "the header does not end"))
+    let bytes = read_header_bytes(file).await?;
+    let header = Header::parse_to_check(&bytes)?;
+    let place = offset::NB_SNAPSHOTS as usize;
+    let declared = bytes.get(place..place + 4).and_then(|field| field.try_into().ok());
+    Ok((header, declared.map_or(0, u32::from_be_bytes)))
 }
 
 /// Adds the entries of an L1 table, from the one with index `first` on. `table`: where it starts, and whether it is the
