@@ -346,6 +346,30 @@ fn only_the_table_names_the_formats() {
     }
 }
 
+/// Lines of a crate's `src/` that need no reason.
+const MOST_LINES: usize = 15_000;
+
+#[test]
+fn large_crates_have_a_reason_in_the_map() {
+    let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let map = std::fs::read_to_string(crates.join("../ARCHITECTURE.md")).expect("the map");
+    let mut large = 0;
+    for entry in std::fs::read_dir(&crates).expect("the crates") {
+        let path = entry.expect("a folder").path();
+        let lines_of = |file| std::fs::read_to_string(file).expect("a source file is readable").lines().count();
+        let lines: usize = rust_files(&path.join("src")).iter().map(lines_of).sum();
+        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+        let has_reason = map.contains(&format!("\n  - `{name}`: "));
+        assert_eq!(
+            lines > MOST_LINES,
+            has_reason,
+            "{name} has {lines} lines: split it, or give (or strike) the reason"
+        );
+        large += usize::from(has_reason);
+    }
+    assert!(large > 0, "the test sees no reasons");
+}
+
 #[test]
 fn only_the_folder_of_a_format_knows_its_driver() {
     let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -44,23 +44,18 @@ const CIRCLES: &[(&str, &[&str])] = &[
 fn arrows(krate: &str) -> Arrows {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(krate).join("src");
     let mut arrows = Arrows::new();
-    for path in rust_files(&source) {
+    for path in rust_files(&source).into_iter().filter(|path| !path.ends_with("tests.rs")) {
         let within = path.strip_prefix(&source).expect("a file of the folder").with_extension("");
         let module = within.components().next().expect("a name").as_os_str().to_string_lossy().into_owned();
         let is_file = within.components().count() == 1;
         let text = std::fs::read_to_string(&path).expect("a source file is readable");
         let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
         let named = arrows.entry(module.clone()).or_default();
-        for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
-            let by_crate = line.split("crate::").skip(1);
-            let by_super = line.split("super::").skip(1).filter(|_| is_file);
-            for after in by_crate.chain(by_super) {
-                let name: String = after.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
-                if !name.is_empty() && name != module {
-                    named.insert(name);
-                }
-            }
-        }
+        let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+        let code = lines.collect::<Vec<_>>().join("\n");
+        let by_crate = code.split("crate::").skip(1);
+        let by_super = code.split("super::").skip(1).filter(|_| is_file);
+        named.extend(by_crate.chain(by_super).flat_map(first_names).filter(|name| *name != module));
     }
     arrows.remove("lib");
     arrows.remove("main");
@@ -68,6 +63,26 @@ fn arrows(krate: &str) -> Arrows {
     // Other names behind `crate::` are functions and macros of the crate's root.
     arrows.values_mut().for_each(|named| named.retain(|name| modules.contains(name)));
     arrows
+}
+
+/// The first names of the paths behind `crate::`: one, or those of a group.
+fn first_names(after: &str) -> Vec<String> {
+    let name_of = |path: &str| -> String {
+        path.trim_start().chars().take_while(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || *c == '_').collect()
+    };
+    let Some(group) = after.strip_prefix('{') else { return vec![name_of(after)] };
+    let (mut names, mut depth) = (vec![name_of(group)], 0);
+    for (at, letter) in group.char_indices() {
+        match letter {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            ',' if depth == 0 => names.push(name_of(&group[at + 1..])),
+            _ => {}
+        }
+    }
+    names.retain(|name| !name.is_empty());
+    names
 }
 
 /// The modules that need themselves by way of others.
@@ -101,6 +116,13 @@ fn no_two_modules_need_each_other() {
         assert!(found.len() > 3, "{krate}: the test sees no modules");
         assert_eq!(circle(&found), texts(known), "{krate}: modules that need themselves by way of others");
     }
+}
+
+#[test]
+fn names_in_a_group_are_found() {
+    assert_eq!(first_names("open::build;"), ["open"]);
+    let group = "{\n    Error, graph::{Graph, changes},\n    node::Node, qcow2};\nuse other::Thing;";
+    assert_eq!(first_names(group), ["graph", "node", "qcow2"]);
 }
 
 #[test]
