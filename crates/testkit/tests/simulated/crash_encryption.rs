@@ -69,12 +69,17 @@ fn secret(text: &str) -> Secret {
 
 /// The file of a small LUKS volume that "one" opens.
 fn volume() -> Vec<u8> {
+    volume_of(4096)
+}
+
+/// The same with a disk of this size in bytes.
+pub fn volume_of(size: u64) -> Vec<u8> {
     let folder = cowshed_testkit::qemu::temp_dir();
     let path = folder.path().join("volume");
     let request = CreateRequest {
         filename: path.to_string_lossy().into_owned(),
         format: "luks".to_owned(),
-        size: Some(4096),
+        size: Some(size),
         options: vec!["key-secret=s,cipher-alg=aes-128,cipher-mode=cbc,iter-time=1".to_owned()],
         secrets: vec![("s".to_owned(), secret("one"))],
         ..CreateRequest::default()

@@ -14,6 +14,7 @@ mod crash_shrink;
 mod crash_stale_records;
 mod crash_toy;
 mod drained_jobs;
+mod dropped_formats;
 mod dropped_requests;
 mod failure_shapes;
 mod fresh_images;
