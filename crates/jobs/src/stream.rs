@@ -11,7 +11,7 @@ use crate::commit::merge::{BackingName, LIMITED_BYTES, check_name, relink};
 use crate::commit::opened::reading_one_size;
 use crate::faults::{ErrorAction, Failure, Judge};
 use cowshed_image::Node;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, Queue};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Grants, Graph, Queue};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::{Error, Result};
@@ -43,11 +43,10 @@ pub struct StreamJob {
     chain: Chain,
     filter: Arc<Node>,
     user: Arc<Attachment>,
-    was_read_only: bool,
     /// No layer comes out of the chain: its images stay as they are, headers too.
     stays: bool,
-    /// The layers that it takes over.
-    held: HeldNodes,
+    /// The layers that it takes over, held; the filter and its user; the right to change the image.
+    grants: Grants,
 }
 
 impl StreamJob {
@@ -67,48 +66,29 @@ impl StreamJob {
         if let Some(base) = request.base.as_ref().filter(|_| !stays) {
             check_name(node, base, request.backing_file.as_deref())?;
         }
-        let was_read_only = node.is_read_only();
+        let grants = Grants::new(graph);
+        let granted = Self::grant(&grants, id, &request, &chain, stays).await;
+        let (filter, user) = grants.end(granted).await?;
+        Ok(StreamJob { graph: Arc::clone(graph), request, chain, filter, user, stays, grants })
+    }
+
+    async fn grant(
+        grants: &Grants,
+        id: &str,
+        request: &StreamRequest,
+        chain: &Chain,
+        stays: bool,
+    ) -> Result<(Arc<Node>, Arc<Attachment>)> {
+        let node = &request.node;
         if !stays {
-            graph.set_read_only(node, false).await?;
+            grants.make_writable(node).await?;
         }
         if let Some(base) = &request.base {
             // Ranges that read as zeroes behind a short layer are to be zeroes on a longer base too.
-            let _drained = graph.drain(&[node]).await;
-            if let Some(backing) = node.backing_name() {
-                let present = node.backing().map_or(0, |backing| backing.size());
-                backing.plan_for(Some(base.size().max(present)));
-            }
+            let present = node.backing().map_or(0, |backing| backing.size());
+            grants.plan_for(node, base.size().max(present)).await;
         }
-        match Self::insert(graph, id, &request, &chain).await {
-            Ok((filter, user, held)) => {
-                Ok(StreamJob { graph: Arc::clone(graph), request, chain, filter, user, was_read_only, stays, held })
-            }
-            Err(error) => {
-                Self::restore(graph, node, was_read_only).await?;
-                Err(error)
-            }
-        }
-    }
-
-    async fn insert(
-        graph: &Arc<Graph>,
-        id: &str,
-        request: &StreamRequest,
-        chain: &Chain,
-    ) -> Result<(Arc<Node>, Arc<Attachment>, HeldNodes)> {
-        let held = graph.hold_unchanged(id, chain).await?;
-        match Self::insert_filter(graph, id, request, chain).await {
-            Ok((filter, user)) => Ok((filter, user, held)),
-            Err(error) => held.release().await.and(Err(error)),
-        }
-    }
-
-    async fn insert_filter(
-        graph: &Arc<Graph>,
-        id: &str,
-        request: &StreamRequest,
-        chain: &Chain,
-    ) -> Result<(Arc<Node>, Arc<Attachment>)> {
+        grants.hold_unchanged(id, chain).await?;
         let mut options = BlockdevOptions::new()
             .with("driver", "copy-on-read")
             .with("discard", "unmap")
@@ -116,13 +96,11 @@ impl StreamJob {
         if let Some(bottom) = chain.lowest() {
             options = options.with("bottom", bottom.name());
         }
-        let filter = graph.insert_filter(&request.node, options).await?;
+        let filter = grants.insert_filter(node, options).await?;
         let used = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE_UNCHANGED;
         let job = AttachRequest::job(format!("{id}-stream"), Permissions { used, ..reading_one_size() });
-        match graph.attach(&filter, job).await {
-            Ok(user) => Ok((filter, user)),
-            Err(error) => graph.remove_filter(&filter).await.and(Err(error)),
-        }
+        let user = grants.attach(&filter, job).await?;
+        Ok((filter, user))
     }
 
     /// The nodes that it works on: others must leave them as they are.
@@ -219,20 +197,6 @@ impl StreamJob {
 
     /// Ends half-way: the image stays on its chain, with its present data.
     pub async fn end(&self) -> Result<()> {
-        let detached = self.user.detach().await;
-        let removed = self.graph.remove_filter(&self.filter).await;
-        let freed = self.held.release().await;
-        let restored = Self::restore(&self.graph, &self.request.node, self.was_read_only).await;
-        detached.and(removed).and(freed).and(restored)
-    }
-
-    async fn restore(graph: &Arc<Graph>, node: &Arc<Node>, was_read_only: bool) -> Result<()> {
-        {
-            let _drained = graph.drain(&[node]).await;
-            if let Some(backing) = node.backing_name() {
-                backing.plan_for(None);
-            }
-        }
-        if was_read_only { graph.set_read_only(node, true).await } else { Ok(()) }
+        self.grants.take_back().await
     }
 }

@@ -2,7 +2,7 @@
 //! The base of a chain in use, opened up for a job that writes the data of the layers above into it.
 
 use super::announce_change;
-use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, HeldNodes, below_filters, check_layers};
+use cowshed_image::graph::{AttachRequest, Attachment, Chain, Grants, Graph, below_filters, check_layers};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::{Error, Result};
@@ -23,10 +23,11 @@ pub(crate) struct OpenedBase {
     graph: Arc<Graph>,
     chain: Chain,
     base: Arc<Node>,
-    was_read_only: bool,
     writer: Arc<Attachment>,
     /// The layers whose content the job changes by writing to the base.
-    held: HeldNodes,
+    held: Grants,
+    /// The right to write to the base.
+    grants: Grants,
 }
 
 impl OpenedBase {
@@ -37,36 +38,24 @@ impl OpenedBase {
         let lowest = chain.lowest().cloned().ok_or_else(|| Error::internal("a chain without layers"))?;
         chain.check_private(id)?;
         check_layers(&base, chain.layers())?;
-        let held = graph.hold_private(id, held, &[&reader_of(id)]).await?;
-        let was_read_only = base.is_read_only();
-        if let Err(error) = graph.set_read_only(&base, false).await {
-            return held.release().await.and(Err(error));
+        let layers = Grants::new(graph);
+        layers.hold_private(id, held, &[&reader_of(id)]).await?;
+        let grants = Grants::new(graph);
+        let granted = Self::grant(&grants, id, &base, &lowest).await;
+        let writer = layers.end(grants.end(granted).await).await?;
+        let opened = OpenedBase { graph: Arc::clone(graph), chain, base, writer, held: layers, grants };
+        match opened.grow(size).await {
+            Ok(()) => Ok(opened),
+            Err(error) => opened.close().await.and(opened.let_go().await).and(Err(error)),
         }
+    }
+
+    async fn grant(grants: &Grants, id: &str, base: &Arc<Node>, lowest: &Arc<Node>) -> Result<Arc<Attachment>> {
+        grants.make_writable(base).await?;
+        grants.lend_backing(lowest)?;
         let write = PermissionSet::CONSISTENT_READ | PermissionSet::WRITE | PermissionSet::RESIZE;
         let permissions = Permissions { used: write, ..Permissions::READ };
-        let opened = match graph.share_backing(&lowest, true) {
-            Ok(()) => graph.attach(&base, AttachRequest::job(format!("{id}-target"), permissions)).await,
-            Err(error) => Err(error),
-        };
-        match opened {
-            Ok(writer) => {
-                let opened = OpenedBase { graph: Arc::clone(graph), chain, base, was_read_only, writer, held };
-                match opened.grow(size).await {
-                    Ok(()) => Ok(opened),
-                    Err(error) => opened.close().await.and(opened.let_go().await).and(Err(error)),
-                }
-            }
-            Err(error) => {
-                let unshared = graph.share_backing(&lowest, false);
-                let restored = if was_read_only { graph.set_read_only(&base, true).await } else { Ok(()) };
-                for undone in [unshared, restored, held.release().await] {
-                    if let Err(error) = undone {
-                        tracing::error!("could not take back what a job was granted: {error}");
-                    }
-                }
-                Err(error)
-            }
-        }
+        grants.attach(base, AttachRequest::job(format!("{id}-target"), permissions)).await
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
@@ -96,20 +85,14 @@ impl OpenedBase {
 
     /// Gives the held layers back. They read right again once their overlay has another backing node.
     pub async fn let_go(&self) -> Result<()> {
-        self.held.release().await
+        self.held.take_back().await
     }
 
     /// Flushes, and gives the base its former state.
     pub async fn close(&self) -> Result<()> {
         let detached = self.writer.detach().await;
         self.end_change().await;
-        // Gone when the base has been given to others meanwhile.
-        let unshared = match self.chain.lowest() {
-            Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
-            _ => Ok(()),
-        };
-        let restored = if self.was_read_only { self.graph.set_read_only(&self.base, true).await } else { Ok(()) };
-        detached.and(unshared).and(restored)
+        detached.and(self.grants.take_back().await)
     }
 
     /// Overlays that are left behind are told from later ones: they noted the content that the job gave the base.
@@ -123,9 +106,7 @@ impl OpenedBase {
     /// overlays, and their users decide about writes to it again.
     pub async fn release(&self) -> Result<()> {
         self.end_change().await;
-        match self.chain.lowest() {
-            Some(lowest) if lowest.backing().is_some() => self.graph.share_backing(lowest, false),
-            _ => Ok(()),
-        }
+        self.grants.leave_writable();
+        self.grants.take_back().await
     }
 }

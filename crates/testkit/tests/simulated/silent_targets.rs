@@ -189,3 +189,69 @@ fn an_overlay_keeps_its_size_while_a_layer_below_it_goes() {
     });
     seen.unwrap_or_else(|error| panic!("{error}"));
 }
+
+/// The users of each node, and whether it takes writes.
+fn rights(graph: &Graph) -> Vec<String> {
+    let snapshot = graph.snapshot();
+    let right = |node: Arc<Node>| {
+        let mut users = node.user_names();
+        users.sort();
+        format!("{} {users:?} {}", node.name(), node.is_read_only())
+    };
+    let mut rights: Vec<String> = snapshot.nodes().map(right).collect();
+    rights.sort();
+    rights
+}
+
+/// Each step of its beginning is refused in turn: by a name that is taken.
+#[test]
+fn a_job_that_cannot_begin_gives_back_what_it_got() {
+    let world = world();
+    let seen = world.run(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let [top, middle, base] = chain(&graph).await?;
+        for node in [&top, &middle, &base] {
+            graph.set_read_only(node, true).await?;
+        }
+        let bystander = add(&graph, "driver=null-co,node-name=bystander,size=1M").await?;
+        let taken = async |name: &str| graph.attach(&bystander, AttachRequest::export(name, false)).await;
+        let merge = || MergeRequest {
+            overlay: Arc::clone(&top),
+            top: Arc::clone(&middle),
+            base: Arc::clone(&base),
+            backing_file: None,
+            mask_protocol: false,
+        };
+        let stream = || StreamRequest {
+            node: below_filters(&top),
+            base: Some(Arc::clone(&base)),
+            backing_file: None,
+            mask_protocol: false,
+            filter_name: "filter".to_owned(),
+        };
+        let before = rights(&graph);
+        for name in ["c-source", "c-overlay", "c#middle", "c-target"] {
+            let holder = taken(name).await?;
+            assert!(Merge::start(&graph, "c", merge()).await.is_err(), "{name}");
+            holder.detach().await?;
+            assert_eq!(rights(&graph), before, "{name}");
+        }
+        for name in ["s#middle", "s-stream"] {
+            let holder = taken(name).await?;
+            assert!(StreamJob::start(&graph, "s", stream()).await.is_err(), "{name}");
+            holder.detach().await?;
+            assert_eq!(rights(&graph), before, "{name}");
+        }
+        let filter = add(&graph, "driver=null-co,node-name=filter,size=1M").await?;
+        assert!(StreamJob::start(&graph, "s", stream()).await.is_err());
+        graph.delete(filter.name()).await?;
+        assert_eq!(rights(&graph), before);
+        // And those that can begin give all back in the end.
+        Merge::start(&graph, "c", merge()).await?.end().await?;
+        assert_eq!(rights(&graph), before);
+        StreamJob::start(&graph, "s", stream()).await?.end().await?;
+        assert_eq!(rights(&graph), before);
+        graph.close_all().await
+    });
+    seen.unwrap_or_else(|error| panic!("{error}"));
+}
