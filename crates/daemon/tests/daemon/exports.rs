@@ -3,6 +3,7 @@
 
 use super::running::{Client, Running};
 use cowshed_daemon::Step;
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -25,14 +26,6 @@ pub fn node(path: &Path, name: &str) -> Value {
 
 pub fn uri(daemon: &Running, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", daemon.path("n.sock").display())
-}
-
-/// Runs a tool that must be there; returns its output.
-pub fn tool(name: &str, arguments: &[&str]) -> String {
-    let output = Command::new(name).args(arguments).output();
-    let output = output.unwrap_or_else(|error| panic!("{name} can't be run ({error}): scripts/setup test installs it"));
-    assert!(output.status.success(), "{name} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 #[test]

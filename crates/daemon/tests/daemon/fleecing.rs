@@ -2,9 +2,10 @@
 //! A disk as it was, exported while clients write to it: `copy-before-write` and `snapshot-access` by command.
 
 use super::commits::{SIZE, chain};
-use super::exports::{node, tool, uri};
+use super::exports::{node, uri};
 use super::load::Load;
 use super::running::{Client, Running};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Output, Qemu};
 use serde_json::{Value, json};
 

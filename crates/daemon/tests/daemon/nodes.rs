@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Nodes by command.
 
-use super::exports::{tool, uri};
+use super::exports::uri;
 use super::running::{Client, Running};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 

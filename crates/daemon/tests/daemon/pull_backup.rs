@@ -4,9 +4,10 @@
 
 use super::beside_qemu::Theirs;
 use super::commits::{SIZE, chain};
-use super::exports::{node, tool, uri};
+use super::exports::{node, uri};
 use super::load::Load;
 use super::running::{Client, Running, temp_folder};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
 use serde_json::{Value, json};
 use std::path::Path;

@@ -11,7 +11,6 @@ use cowshed_testkit::programs::run;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 
 /// A format, the options of `qemu-img create` and where in the file its metadata are: offset and length.
@@ -382,9 +381,8 @@ fn large_sparse_disk_opens_without_reading_its_tables() {
         let mut arguments = vec!["-f", format, "-r"];
         arguments.extend(reads.iter().flat_map(|read| ["-c", read]));
         arguments.push("image");
-        let output = Command::new("qemu-io").current_dir(folder.path()).args(&arguments).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && !said.contains("failed"), "{format}: {said}");
+        let said = run("qemu-io", folder.path(), &arguments);
+        assert!(!said.contains("failed"), "{format}: {said}");
         for name in ["made", "image"] {
             std::fs::remove_file(folder.path().join(name)).unwrap();
         }

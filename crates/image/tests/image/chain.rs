@@ -8,8 +8,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
-use cowshed_testkit::programs::run;
-use std::process::Command;
+use cowshed_testkit::programs::{output, run, tool};
 use std::sync::Arc;
 
 /// `sub/top.qcow2` (3 MiB) over `mid.qcow2` (2 MiB, other cluster size) over `base.raw` (1 MiB): bytes 1, 2 and 3
@@ -207,8 +206,8 @@ fn an_overlay_and_its_backing_file_are_locked() {
     let node = open_now(OpenRequest::file(top(&folder)).writable(true));
     let writes = |name: &str| {
         let args = ["-c", "write 0 512", name];
-        let output = Command::new("qemu-io").current_dir(folder.path()).args(args).output().unwrap();
-        output.status.success() && String::from_utf8_lossy(&output.stdout).contains("wrote")
+        let (good, said) = output("qemu-io", folder.path(), &args);
+        good && said.contains("wrote")
     };
     for name in ["sub/top.qcow2", "mid.qcow2", "base.raw"] {
         assert!(!writes(name), "qemu wrote to {name} while we have it open");
@@ -503,10 +502,6 @@ fn a_short_base_reads_zero_behind_its_end() {
 fn nested_image_takes_a_write_of_few_bytes() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let tool = |program: &str, arguments: &[&str]| {
-        let output = std::process::Command::new(program).args(arguments).output().expect("QEMU's tools are installed");
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    };
     tool("qemu-img", &["create", "-q", "-f", "qcow2", &path("inner"), "64M"]);
     tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &path("inner"), &path("outer")]);
     let options = format!("driver=qcow2,file.driver=qcow2,file.file.driver=file,file.file.filename={}", path("outer"));

@@ -4,6 +4,7 @@
 use cowshed_create::layout::FreshLayout;
 use cowshed_create::qcow2::Qcow2CreateOptions;
 use cowshed_create::schema::{OptionValues, QCOW2};
+use cowshed_testkit::programs::finish_well;
 use std::path::Path;
 use std::process::Command;
 
@@ -17,8 +18,7 @@ fn reference(folder: &Path, options: &str, size: u64, backing: Option<&str>) -> 
     if let Some(backing) = backing {
         command.args(["-u", "-F", "raw", "-b", backing]);
     }
-    let output = command.arg("a.qcow2").arg(size.to_string()).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "{options}: {}", String::from_utf8_lossy(&output.stderr));
+    finish_well(command.arg("a.qcow2").arg(size.to_string()));
     std::fs::read(folder.join("a.qcow2")).expect("the image")
 }
 

@@ -7,19 +7,15 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, open};
 use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::{File, IoBuf, OpenOptions, rt};
+use cowshed_testkit::programs::{failing_tool, tool};
 use cowshed_types::Errno;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// The low byte of the header's incompatible features, and its bit of corrupt images.
 const FEATURES_AT: usize = 79;
 const CORRUPT: u8 = 2;
-
-fn qemu(program: &str, args: &[&str]) -> std::process::Output {
-    Command::new(program).args(args).output().expect("the qemu tools must be installed")
-}
 
 fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
@@ -33,8 +29,8 @@ fn set_word(bytes: &mut [u8], at: usize, value: u64) {
 /// places of its L1 and its L2 table.
 fn image(path: &Path, patch: impl FnOnce(&mut [u8], usize, usize)) -> Vec<u8> {
     let name = path.to_str().unwrap();
-    assert!(qemu("qemu-img", &["create", "-q", "-f", "qcow2", name, "64M"]).status.success());
-    assert!(qemu("qemu-io", &["-c", "write -P 1 0 128k", "-c", "write -c -P 2 512k 64k", name]).status.success());
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", name, "64M"]);
+    tool("qemu-io", &["-c", "write -P 1 0 128k", "-c", "write -c -P 2 512k 64k", name]);
     let mut bytes = std::fs::read(path).unwrap();
     let l1 = word(&bytes, 40) as usize;
     let l2 = (word(&bytes, l1) & OFFSET) as usize;
@@ -87,7 +83,7 @@ fn damage_met_by_a_request_marks_the_image() {
             let about = format!("{damage}, {how}");
             let mut expected = image(&path, patch);
             std::fs::copy(&path, &theirs).unwrap();
-            assert!(!qemu("qemu-io", &["-c", &format!("{how} 0 4k"), theirs.to_str().unwrap()]).status.success());
+            failing_tool("qemu-io", &["-c", &format!("{how} 0 4k"), theirs.to_str().unwrap()]);
             assert_eq!(std::fs::read(&theirs).unwrap()[FEATURES_AT] & CORRUPT, CORRUPT, "{about}: qemu-io");
 
             let (first, later, told) = attempt(&path, how, 0);
@@ -170,8 +166,8 @@ fn snapshots_are_not_changed_where_an_entry_points_into_a_cluster() {
     let path = folder.path().join("image");
     let mut bytes = image(&path, |_, _, _| ());
     let name = path.to_str().unwrap();
-    assert!(qemu("qemu-img", &["snapshot", "-c", "one", name]).status.success());
-    assert!(qemu("qemu-io", &["-c", "write -P 7 1M 64k", name]).status.success());
+    tool("qemu-img", &["snapshot", "-c", "one", name]);
+    tool("qemu-io", &["-c", "write -P 7 1M 64k", name]);
     for in_snapshot in [true, false] {
         bytes.clone_from(&std::fs::read(&path).unwrap());
         let table_of = |bytes: &[u8], l1: usize| (word(bytes, l1) & OFFSET) as usize;

@@ -6,16 +6,10 @@ use cowshed_image::graph::{Corruption, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::Errno;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
-
-fn qemu(program: &str, args: &[&str]) -> String {
-    let output = Command::new(program).args(args).output().expect("the qemu tools must be installed");
-    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
 
 fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
@@ -27,8 +21,8 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 fn image(folder: &Path, patch: impl FnOnce(&mut [u8], usize)) -> PathBuf {
     let path = folder.join("image.qcow2");
     let name = path.to_str().unwrap();
-    qemu("qemu-img", &["create", "-q", "-f", "qcow2", name, "64M"]);
-    qemu("qemu-io", &["-c", "write -P 1 0 128k", name]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", name, "64M"]);
+    tool("qemu-io", &["-c", "write -P 1 0 128k", name]);
     let mut bytes = std::fs::read(&path).unwrap();
     let l2 = (word(&bytes, word(&bytes, 40) as usize) & OFFSET) as usize;
     patch(&mut bytes, l2);
@@ -82,7 +76,7 @@ fn writes_never_land_on_metadata() {
             // Nothing but the corrupt bit has changed.
             before[79] |= 2;
             assert!(std::fs::read(&path).unwrap() == before, "{how} onto the {structure} changed the image");
-            assert!(qemu("qemu-img", &["info", path.to_str().unwrap()]).contains("corrupt: true"));
+            assert!(tool("qemu-img", &["info", path.to_str().unwrap()]).contains("corrupt: true"));
         }
     }
 }
@@ -203,8 +197,8 @@ fn directory(bytes: &[u8]) -> u64 {
 fn image_with_bitmap(folder: &Path, arguments: &[&str], patch: impl FnOnce(&mut [u8], usize)) -> PathBuf {
     let path = image(folder, |_, _| {});
     let name = path.to_str().unwrap();
-    qemu("qemu-img", &[&["bitmap", "--add"], arguments, &[name, "b0"]].concat());
-    qemu("qemu-io", &["-c", "write -P 1 0 4k", name]);
+    tool("qemu-img", &[&["bitmap", "--add"], arguments, &[name, "b0"]].concat());
+    tool("qemu-io", &["-c", "write -P 1 0 4k", name]);
     let mut bytes = std::fs::read(&path).unwrap();
     let l2 = (word(&bytes, word(&bytes, 40) as usize) & OFFSET) as usize;
     patch(&mut bytes, l2);
@@ -251,9 +245,9 @@ fn overlap_classes_follow_their_options_and_templates() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = image(folder.path(), |_, _| {});
     let name = path.to_str().unwrap();
-    qemu("qemu-img", &["snapshot", "-c", "one", name]);
-    qemu("qemu-io", &["-c", "write -P 2 0 128k", name]);
-    qemu("qemu-img", &["check", "-q", name]);
+    tool("qemu-img", &["snapshot", "-c", "one", name]);
+    tool("qemu-io", &["-c", "write -P 2 0 128k", name]);
+    tool("qemu-img", &["check", "-q", name]);
     let whole = std::fs::read(&path).unwrap();
     let l2 = (word(&whole, word(&whole, 40) as usize) & OFFSET) as usize;
     let rank = |template: &str| TEMPLATES.iter().position(|known| *known == template).unwrap();

@@ -5,8 +5,8 @@ use cowshed_image::open::Policy;
 use cowshed_image::{OpenRequest, ZeroFlags, open};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::run;
 use cowshed_types::ErrorKind;
-use std::process::Command;
 use std::time::Duration;
 
 fn limited(name: &str, limit: Duration) -> OpenRequest {
@@ -52,11 +52,7 @@ fn an_image_that_takes_too_long_is_let_go() {
 #[test]
 fn who_only_asks_needs_no_data_file() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let status = Command::new("qemu-img")
-        .args("create -q -f qcow2 -o data_file=data disk.qcow2 1M".split(' '))
-        .current_dir(folder.path())
-        .status();
-    assert!(status.expect("qemu-img must be installed").success());
+    run("qemu-img", folder.path(), &["create", "-q", "-f", "qcow2", "-o", "data_file=data", "disk.qcow2", "1M"]);
     std::fs::remove_file(folder.path().join("data")).unwrap();
     let name = folder.path().join("disk.qcow2").to_str().unwrap().to_owned();
     let request = || OpenRequest::file(&name).policy(Policy::untrusted());

@@ -4,7 +4,7 @@
 use cowshed_image::formats::DriverOf;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{FileOp, IoBuf, rt};
-use std::process::Command;
+use cowshed_testkit::programs::tool;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -34,8 +34,7 @@ fn compressed(folder: &tempfile::TempDir, options: &str) -> (String, Vec<u8>) {
     let (raw, image, bytes) = (path("source.raw"), path(&format!("{options}.qcow2")), content(1));
     std::fs::write(&raw, &bytes).unwrap();
     let args = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", options, &raw, &image];
-    let output = Command::new("qemu-img").args(args).output().expect("qemu-img must be installed");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    tool("qemu-img", &args);
     (image, bytes)
 }
 
@@ -174,8 +173,7 @@ fn readahead_sees_later_writes() {
         }
         node.close().await.unwrap();
     });
-    let output = Command::new("qemu-img").args(["check", "-q", &path]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    tool("qemu-img", &["check", "-q", &path]);
 }
 
 #[test]
@@ -191,8 +189,7 @@ fn a_closed_image_is_not_read_any_more() {
             node.close().await.unwrap();
             drop(node);
             // QEMU locks the image for itself.
-            let output = Command::new("qemu-io").args(["-f", "qcow2", "-c", "read 0 512", &path]).output().unwrap();
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            tool("qemu-io", &["-f", "qcow2", "-c", "read 0 512", &path]);
         }
     });
 }

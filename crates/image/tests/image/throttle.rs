@@ -9,9 +9,9 @@ use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_testkit::programs::tool;
 use cowshed_types::{Errno, ErrorKind, Result};
 use std::cell::Cell;
-use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -269,18 +269,13 @@ fn wrong_options_of_filters_are_named() {
 fn copy_on_read_copies_down_to_its_bottom() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let run = |program: &str, args: &[&str]| {
-        let output = Command::new(program).args(args).output().expect("qemu-img and qemu-io must be installed");
-        assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8_lossy(&output.stdout).into_owned()
-    };
     let (base, mid, top) = (path("base.qcow2"), path("mid.qcow2"), path("top.qcow2"));
-    run("qemu-img", &["create", "-q", "-f", "qcow2", &base, "4M"]);
-    run("qemu-io", &["-c", "write -P 1 0 1M", &base]);
-    run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &base, &mid]);
-    run("qemu-io", &["-c", "write -P 2 1M 1M", "-c", "write -z 3M 64k", &mid]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", &base, "4M"]);
+    tool("qemu-io", &["-c", "write -P 1 0 1M", &base]);
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &base, &mid]);
+    tool("qemu-io", &["-c", "write -P 2 1M 1M", "-c", "write -z 3M 64k", &mid]);
     for (bottom, copied_base) in [("", true), (",bottom=m", false)] {
-        run("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &mid, &top]);
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &mid, &top]);
         rt::block_on(async {
             let graph = Graph::new(&cowshed_image::DRIVERS);
             add(&graph, &format!("driver=qcow2,node-name=m,file.filename={mid},read-only=on")).await.unwrap();
@@ -305,6 +300,6 @@ fn copy_on_read_copies_down_to_its_bottom() {
             attachment.detach().await.unwrap();
             graph.close_all().await.unwrap();
         });
-        run("qemu-img", &["check", "-q", &top]);
+        tool("qemu-img", &["check", "-q", &top]);
     }
 }
