@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// A storage daemon with a disk of 16 MiB, full of 3, behind the `fault` node `f`, and exports of it.
-fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
+pub(super) fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
     std::fs::write(folder.join("d.raw"), vec![3; 16 << 20]).expect("an image");
     File::create(folder.join("m")).expect("a mount point");
     let mut command = Command::new(COWSHED);
@@ -37,14 +37,14 @@ fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
 }
 
 /// A program of QEMU's, and the arguments by which it finds the disk.
-struct Client {
+pub(super) struct Client {
     program: String,
     arguments: Vec<String>,
 }
 
 impl Client {
     /// Over each of the exports.
-    fn all(folder: &Path) -> [Client; 3] {
+    pub(super) fn all(folder: &Path) -> [Client; 3] {
         let at = |name: &str| text(&folder.join(name)).to_owned();
         let nbd = format!("nbd+unix:///f?socket={}", at("n.sock"));
         let vhost = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", at("v.sock"));
@@ -65,24 +65,24 @@ impl Client {
     }
 
     #[track_caller]
-    fn works(&self, commands: &[&str]) {
+    pub(super) fn works(&self, commands: &[&str]) {
         let said = run_to_code(&self.program, &self.arguments(commands), &[0]);
         assert!(!said.contains("fail"), "{:?}: {commands:?}: {said}", self.arguments);
     }
 
     #[track_caller]
-    fn fails(&self, command: &str, words: &str) {
+    pub(super) fn fails(&self, command: &str, words: &str) {
         let said = run_to_code(&self.program, &self.arguments(&[command]), &[1]);
         assert!(said.contains(words), "{:?}: {command}: {said}", self.arguments);
     }
 }
 
-fn arm(monitor: &mut Monitor, rule: Value) -> u64 {
+pub(super) fn arm(monitor: &mut Monitor, rule: Value) -> u64 {
     let armed = monitor.command("x-fault-arm", json!({"node-name": "f", "rule": rule}));
     armed["id"].as_u64().expect("a number")
 }
 
-fn disarm(monitor: &mut Monitor) {
+pub(super) fn disarm(monitor: &mut Monitor) {
     monitor.command("x-fault-disarm", json!({"node-name": "f"}));
 }
 
@@ -119,6 +119,13 @@ fn faults_of_a_node_reach_the_clients_of_each_export() {
         arm(monitor, json!({"op": "write", "action": "torn", "bytes": 512, "offset": 4 << 20, "len": 4096}));
         client.fails("write -P 8 4M 4k", "Input/output error");
         client.works(&["read -P 8 4M 512", "read -P 3 4194816 3584"]);
+        disarm(monitor);
+        // A part moves, and the whole is reported.
+        arm(monitor, json!({"op": "write", "action": "short", "bytes": 1024, "offset": 4 << 20, "len": 4096}));
+        client.works(&["write -P 9 4M 4k", "read -P 9 4M 1k", "read -P 3 4195328 3k"]);
+        disarm(monitor);
+        arm(monitor, json!({"op": "read", "action": "short", "offset": 7 << 20, "len": 4096}));
+        client.works(&["read -P 3 -s 0 -l 2k 7M 4k", "read -P 0 -s 2k -l 2k 7M 4k"]);
         disarm(monitor);
         // The noise is in the read bytes, not on the disk.
         arm(monitor, json!({"op": "read", "action": "corrupt", "offset": 5 << 20}));
@@ -294,6 +301,10 @@ fn rules_are_armed_changed_and_read_back() {
             "a day (86400000)",
         ),
         (json!({"node-name": "f", "rule": {"op": "read", "action": "stuck"}}), "'stuck' is not for reads"),
+        (
+            json!({"node-name": "f", "rule": {"op": "flush", "action": "short"}}),
+            "flushes and changes of the size have no place",
+        ),
     ] {
         let said = refused(&mut monitor, "x-fault-arm", arguments);
         assert!(said.contains(words), "{words}: {said}");

@@ -9,6 +9,7 @@ mod floods;
 mod fuse;
 mod guest;
 mod guest_disks;
+mod guest_faults;
 mod guest_killed;
 mod http;
 mod killed;

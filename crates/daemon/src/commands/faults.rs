@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(super) const GROUP: Group = Group {
     schema: "
 enum FaultOperation: read write write-zeroes discard flush resize any
-enum FaultAction: fail torn corrupt lose misdirect stuck hang delay
+enum FaultAction: fail torn short corrupt lose misdirect stuck hang delay
 object FaultRule: op: FaultOperation, action?: FaultAction, errno?: uint32, offset?: uint64, len?: uint64, after?: uint64
   , once?: bool, times?: uint64, probability-percent?: uint32, bytes?: uint64, distance?: uint64, delay-ms?: uint32
   , jitter-ms?: uint32, start-ms?: uint64, end-ms?: uint64

@@ -129,9 +129,9 @@ impl Fault {
             FaultAction::Fail => Pieces { parts: Vec::new(), result: Err(self.error(&rule, offset)) },
             FaultAction::Lose => Pieces { parts: Vec::new(), result: Ok(()) },
             FaultAction::Torn => {
-                let arrived = rule.bytes.unwrap_or(len / 2).min(len) / SECTOR_BYTES * SECTOR_BYTES;
-                Pieces { parts: vec![(0..arrived, offset)], result: Err(self.error(&rule, offset)) }
+                Pieces { parts: vec![(0..moved(&rule, len), offset)], result: Err(self.error(&rule, offset)) }
             }
+            FaultAction::Short => Pieces { parts: vec![(0..moved(&rule, len), offset)], result: Ok(()) },
             FaultAction::Misdirect => Pieces { parts: vec![(0..len, self.astray(&rule, offset, len))], result: Ok(()) },
             FaultAction::Stuck => {
                 let stuck = rule.range.unwrap_or(0..u64::MAX);
@@ -197,6 +197,12 @@ impl Filter for Fault {
                 FaultAction::Corrupt => {
                     let (result, mut buf) = self.below.read(offset, buf).await;
                     self.corrupt(&mut buf);
+                    (result, buf)
+                }
+                FaultAction::Short => {
+                    let (result, mut buf) = self.below.read(offset, buf).await;
+                    let end = usize::try_from(moved(&rule, buf.len() as u64)).unwrap_or(buf.len());
+                    buf[end..].fill(0);
                     (result, buf)
                 }
                 FaultAction::Misdirect => {
@@ -278,6 +284,11 @@ impl Node {
     pub fn fault(&self) -> Option<&Fault> {
         self.driver().downcast()
     }
+}
+
+/// The part of a request of `len` bytes that a rule lets through, in whole sectors.
+fn moved(rule: &FaultRule, len: u64) -> u64 {
+    rule.bytes.unwrap_or(len / 2).min(len) / SECTOR_BYTES * SECTOR_BYTES
 }
 
 /// The place that is by `distance` behind or before `offset`, or else as far away as the disk goes. `last`: the last one

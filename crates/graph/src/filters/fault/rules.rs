@@ -29,7 +29,7 @@ pub(super) const RULE: &[Key] = &[
     key("once", KeyType::Bool, "off", "only one request is hit"),
     key("times", KeyType::Number(1, u64::MAX), "no bound", "the number of requests that are hit"),
     key("probability-percent", KeyType::Number(1, 100), "100", "how many of the rest are hit"),
-    key("bytes", KeyType::Size, "half", "what arrives of a torn request"),
+    key("bytes", KeyType::Size, "half", "what moves of a torn or short request"),
     key("distance", KeyType::Size, "1M", "how far a misdirected request goes astray"),
     key("delay-ms", KeyType::Number(0, MAX_MS), "0", "how long a request waits that is hit"),
     key("jitter-ms", KeyType::Number(0, MAX_MS), "0", "the most that is added, at random"),
@@ -87,6 +87,9 @@ pub enum FaultAction {
     Fail,
     /// A part of it arrives, then it fails. Reads, flushes and changes of the size fail without effect.
     Torn,
+    /// A part of it moves, and it succeeds: the rest of a change doesn't arrive, the rest of a read is zeroes. No effect on flushes
+    /// and changes of the size.
+    Short,
     /// A read has one wrong bit in each sector. No effect on others.
     Corrupt,
     /// It succeeds without any effect. No effect on reads.
@@ -104,11 +107,12 @@ pub enum FaultAction {
 impl FaultAction {
     /// The spellings of the option, in the order of the variants.
     pub const NAMES: &'static [&'static str] =
-        &["fail", "torn", "corrupt", "lose", "misdirect", "stuck", "hang", "delay"];
+        &["fail", "torn", "short", "corrupt", "lose", "misdirect", "stuck", "hang", "delay"];
 
-    const ALL: [FaultAction; 8] = [
+    const ALL: [FaultAction; 9] = [
         FaultAction::Fail,
         FaultAction::Torn,
+        FaultAction::Short,
         FaultAction::Corrupt,
         FaultAction::Lose,
         FaultAction::Misdirect,
@@ -145,7 +149,7 @@ pub struct FaultRule {
     pub times: u64,
     /// The share of the matching requests that is hit, in percent.
     pub probability_percent: u8,
-    /// The part of a torn request that arrives, in bytes; `None`: half of it.
+    /// The part of a torn or short request that moves, in bytes; `None`: half of it.
     pub bytes: Option<u64>,
     /// The distance by which a misdirected request goes astray, in bytes.
     pub distance: u64,
@@ -247,7 +251,7 @@ impl FaultRule {
 
     /// The reason for which the rule can never have an effect; `None` where it can.
     pub fn no_effect(&self) -> Option<&'static str> {
-        use FaultAction::{Corrupt, Delay, Lose, Misdirect, Stuck};
+        use FaultAction::{Corrupt, Delay, Lose, Misdirect, Short, Stuck};
         let reads = matches!(self.op, FaultOp::Read | FaultOp::Any);
         let changes_place = matches!(self.op, FaultOp::Flush | FaultOp::Resize);
         match self.action {
@@ -266,7 +270,9 @@ impl FaultRule {
             Corrupt if !reads => Some("'action': 'corrupt' is for reads"),
             Lose if self.op == FaultOp::Read => Some("'action': 'lose' is not for reads"),
             Stuck if self.op == FaultOp::Read => Some("'action': 'stuck' is not for reads"),
-            Stuck | Misdirect if changes_place => Some("'action': flushes and changes of the size have no place"),
+            Stuck | Misdirect | Short if changes_place => {
+                Some("'action': flushes and changes of the size have no place")
+            }
             _ => None,
         }
     }
