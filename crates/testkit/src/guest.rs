@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// Panics when it is not complete: a test without its guest proves nothing.
 pub fn guest_files() -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
-    let is_complete = folder.join("complete").exists() && folder.join("modules/nbd.ko").exists();
+    let is_complete = folder.join("complete").exists() && folder.join("modules/loop.ko").exists();
     assert!(is_complete, "{} is not complete: scripts/setup test fetches it", folder.display());
     folder
 }

@@ -11,6 +11,7 @@ mod guest;
 mod guest_disks;
 mod guest_faults;
 mod guest_killed;
+mod guest_mount;
 mod http;
 mod killed;
 mod load;
