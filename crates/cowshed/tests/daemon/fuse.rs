@@ -15,13 +15,13 @@ use std::process::Command;
 
 const DISK_BYTES: u64 = 8 << 20;
 
-fn is_mounted(path: &Path) -> bool {
+pub(super) fn is_mounted(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("a list");
     mounts.lines().any(|line| line.split(' ').nth(4) == Some(text(path)))
 }
 
 /// A storage daemon with `image` as the node `d`, and its monitor.
-fn start(folder: &Path, image: &str) -> (Serving, Monitor) {
+pub(super) fn start(folder: &Path, image: &str) -> (Serving, Monitor) {
     let mut command = Command::new(COWSHED);
     command.arg0("qemu-storage-daemon").args(["--chardev", "socket,path=m.sock,server=on,wait=off,id=m"]);
     command.args(["--monitor", "chardev=m", "--blockdev", image]);
@@ -36,7 +36,7 @@ fn start(folder: &Path, image: &str) -> (Serving, Monitor) {
 }
 
 /// A new mount point, and the options of an export there.
-fn export(folder: &Path, name: &str, more: serde_json::Value) -> serde_json::Value {
+pub(super) fn export(folder: &Path, name: &str, more: serde_json::Value) -> serde_json::Value {
     File::create(folder.join(name)).expect("a mount point");
     let mut options = json!({"type": "fuse", "id": name, "node-name": "d", "mountpoint": folder.join(name)});
     let members = options.as_object_mut().expect("an object");
@@ -44,9 +44,9 @@ fn export(folder: &Path, name: &str, more: serde_json::Value) -> serde_json::Val
     options
 }
 
-const QCOW2: &str = "qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=d.qcow2";
+pub(super) const QCOW2: &str = "qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=d.qcow2";
 
-fn qcow2(folder: &Path) {
+pub(super) fn qcow2(folder: &Path) {
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.qcow2")), &DISK_BYTES.to_string()]);
 }
 

@@ -79,3 +79,74 @@ fn credentials_encrypt_an_export() {
     assert!(!plain.expect("curl runs").status.success(), "there is no way around TLS");
     daemon.stop();
 }
+
+/// A download never joins pieces of two states of the disk.
+#[test]
+fn a_write_makes_another_etag_of_the_disk() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let image = folder.join("d.qcow2");
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
+    tool("qemu-io", &["-c", "write -P 65 0 64k", text(&image)]);
+    let socket = folder.join("h.sock");
+    let options = format!("http,id=h,node-name=d,addr.type=unix,addr.path={},path=/disk", text(&socket));
+    let mut daemon = Serving::start(folder, &["serve", "-k", "n.sock", "d.qcow2", "--export", &options]);
+    daemon.line();
+    let curl = |arguments: &[&str]| {
+        let begin = ["-sSf", "--unix-socket", text(&socket), "http://localhost/disk"];
+        tool("curl", &[&begin[..], arguments].concat())
+    };
+    let etag = || {
+        let head = curl(&["-I"]);
+        let line = head.lines().find_map(|line| line.strip_prefix("ETag: ").map(str::to_owned));
+        line.unwrap_or_else(|| panic!("{head}")).trim().to_owned()
+    };
+    let rest = |tag: &str| {
+        let header = format!("If-Range: {tag}");
+        curl(&["-r", "0-99", "-H", &header, "-o", "/dev/null", "-w", "%{http_code} %{size_download}"])
+    };
+    let whole = format!("200 {}", 4 << 20);
+    let disk = format!("nbd+unix:///?socket={}", text(&folder.join("n.sock")));
+    for write in ["write -P 66 0 4k", "write -z 64k 64k", "discard 0 64k"] {
+        let before = etag();
+        // A disk that may be written has weak tags: no range is joined to an earlier one.
+        assert!(before.starts_with("W/") && before == etag() && rest(&before) == whole, "{write}: {before}");
+        tool("qemu-io", &["-f", "raw", "-c", write, &disk]);
+        assert_ne!(etag(), before, "{write}");
+        assert_eq!(rest(&before), whole, "{write}");
+    }
+    daemon.stop();
+    let mut daemon = Serving::start(folder, &["serve", "--read-only", "-k", "n.sock", "d.qcow2", "--export", &options]);
+    daemon.line();
+    let tag = etag();
+    assert_eq!((tag.starts_with('"'), rest(&tag)), (true, "206 100".to_owned()), "{tag}");
+    daemon.stop();
+    tool("qemu-io", &["-c", "write -P 67 0 4k", text(&image)]);
+    let mut daemon = Serving::start(folder, &["serve", "--read-only", "-k", "n.sock", "d.qcow2", "--export", &options]);
+    daemon.line();
+    assert_ne!(etag(), tag);
+    assert_eq!(rest(&tag), whole, "another daemon, on changed data");
+    daemon.stop();
+}
+
+#[test]
+fn an_export_warns_of_readers_on_the_network() {
+    const WORDS: &str = "any host that reaches this one can read the disk";
+    let folder = temp_dir();
+    let folder = folder.path();
+    make_credentials(folder);
+    std::fs::write(folder.join("d.raw"), vec![1; 1 << 20]).expect("an image");
+    let drive = ["--drive", "file=d.raw,id=d,format=raw", "--object", "tls-creds-x509,id=t,dir=.,endpoint=server"];
+    for (more, count) in [("0.0.0.0", 1), ("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0,tls-creds=t", 0)] {
+        let options = format!("http,id=h,node-name=d,addr.type=inet,addr.port=0,addr.host={more}");
+        let all = [&["serve", "-k", "n.sock"], &drive[..], &["--export", &options]].concat();
+        let mut daemon = Serving::start(folder, &all);
+        while !daemon.line().starts_with("http") {}
+        daemon.signal("TERM");
+        let path = folder.join("log");
+        assert!(daemon.wait().success());
+        let log = std::fs::read_to_string(&path).expect("a log");
+        std::fs::remove_file(path).expect("a log");
+        assert_eq!(log.matches(WORDS).count(), count, "{more}: {log}");
+    }
+}

@@ -3,10 +3,12 @@
 
 mod changes;
 mod device;
+mod export_lives;
 mod exposure;
 mod faults;
 mod floods;
 mod fuse;
+mod fuse_edges;
 mod guest;
 mod guest_disks;
 mod guest_faults;

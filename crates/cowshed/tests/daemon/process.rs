@@ -2,6 +2,7 @@
 //! Processes of a test: the daemon, its clients, and a monitor's other end.
 
 use cowshed_testkit::programs::tool;
+use cowshed_testkit::waiting::PATIENCE;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -135,6 +136,18 @@ impl Monitor {
             let message = self.message();
             if message.get("event").is_none() {
                 return message;
+            }
+        }
+    }
+
+    /// The data of the next event of this name. Other messages before it are passed over.
+    #[track_caller]
+    pub fn event(&mut self, name: &str) -> Value {
+        self.0.get_ref().set_read_timeout(Some(PATIENCE)).expect("a socket");
+        loop {
+            let mut message = self.message();
+            if message["event"] == name {
+                return message["data"].take();
             }
         }
     }

@@ -22,22 +22,23 @@ fn serve(folder: &Path) -> Serving {
 }
 
 /// An NBD client that writes one place after the other.
-struct Writer {
+pub(super) struct Writer {
     client: Killed,
     written: u64,
 }
 
 impl Writer {
-    fn start(folder: &Path) -> Writer {
+    /// Of an export of the server at `n.sock`.
+    pub(super) fn start(folder: &Path, export: &str) -> Writer {
         let socket = text(&folder.join("n.sock")).to_owned();
-        let options = format!("driver=nbd,server.type=unix,server.path={socket},export=,reconnect-delay=60");
+        let options = format!("driver=nbd,server.type=unix,server.path={socket},export={export},reconnect-delay=60");
         let mut client = Command::new("qemu-io");
         client.args(["--image-opts", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         Writer { client: Killed(client.spawn().expect("qemu-io runs")), written: 0 }
     }
 
     /// One more write, which the client carries out in its own time.
-    fn write(&mut self) {
+    pub(super) fn write(&mut self) {
         let number = self.written;
         self.written += 1;
         let place = (8 << 20) + number % 512 * 8192;
@@ -46,7 +47,8 @@ impl Writer {
         input.write_all(command.as_bytes()).expect("the client reads");
     }
 
-    fn end(mut self) -> (u64, String) {
+    /// Waits for all of them: their number, and the text of the client.
+    pub(super) fn end(mut self) -> (u64, String) {
         drop(self.client.0.stdin.take());
         let mut said = String::new();
         self.client.0.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
@@ -73,7 +75,7 @@ fn daemons_take_over_from_one_another_under_guests() {
             assert!(old.wait().success(), "it has ended in order: {log}");
             drop(front_end.take());
         }
-        let writer = writer.get_or_insert_with(|| Writer::start(folder));
+        let writer = writer.get_or_insert_with(|| Writer::start(folder, ""));
         let mut driver = FrontEnd::resume(&folder.join("v.sock"), guest.take(), &mut notes);
         for round in 0..20 {
             while in_flight > 0 {

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exports of the type `fuse`: figures of the file system, other users, the foreground, and a file that covers its own image.
+
+use super::fuse::{QCOW2, export, is_mounted, qcow2, start};
+use super::process::{COWSHED, Serving, text};
+use cowshed_testkit::programs::{run_to_code, tool};
+use cowshed_testkit::qemu::temp_dir;
+use cowshed_testkit::waiting::await_that;
+use serde_json::json;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::time::{Duration, Instant};
+
+#[test]
+fn df_shows_the_space_that_the_image_takes() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true})));
+    let file = File::options().read(true).write(true).open(folder.join("m")).expect("it opens");
+    let figures = || {
+        let figures = rustix::fs::statvfs(folder.join("m")).expect("figures");
+        let (blocks, size) = (file.metadata().expect("attributes").blocks(), figures.f_blocks * figures.f_frsize);
+        assert_eq!((size, figures.f_bfree), (8 << 20, figures.f_bavail));
+        let used = (figures.f_blocks - figures.f_bfree) * figures.f_frsize;
+        assert_eq!(used, (blocks * 512).next_multiple_of(figures.f_frsize), "as `du` has it");
+        used
+    };
+    let before = figures();
+    file.write_all_at(&vec![7; 2 << 20], 1 << 20).and_then(|()| file.sync_all()).expect("a write");
+    let after = figures();
+    assert!((2 << 20..=3 << 20).contains(&(after - before)), "{before}, then {after}");
+    drop(file);
+    daemon.stop();
+}
+
+/// The path shows the disk while the export runs, and the image itself before and afterwards.
+#[test]
+fn a_file_covers_the_image_that_it_shows() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let image = folder.join("d.qcow2");
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command(
+        "block-export-add",
+        json!({"type": "fuse", "id": "m", "node-name": "d", "mountpoint": image, "writable": true}),
+    );
+    let file = File::options().read(true).write(true).open(&image).expect("it opens");
+    assert_eq!(file.metadata().expect("attributes").len(), 8 << 20);
+    file.write_all_at(&[7; 65536], 1 << 20).and_then(|()| file.sync_all()).expect("a write");
+    let mut bytes = [0; 4];
+    file.read_exact_at(&mut bytes, 0).expect("a read");
+    assert_eq!(bytes, [0; 4], "no header of qcow2");
+    drop(file);
+    daemon.stop();
+    assert!(!is_mounted(&image));
+    tool("qemu-img", &["check", "-q", text(&image)]);
+    tool("qemu-io", &["-c", "read -P 7 1M 64k", text(&image)]);
+}
+
+/// The time and the memory of opening don't depend on the length of the disk.
+#[test]
+fn the_longest_disk_is_mounted_at_once() {
+    let folder = temp_dir();
+    let at = |name: &str| text(&folder.path().join(name)).to_owned();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=2M", &at("d.qcow2"), "16T"]);
+    File::create(at("m")).expect("a mount point");
+    // On a machine that does nothing else it takes 33 ms.
+    let begun = Instant::now();
+    tool(COWSHED, &["mount", &at("d.qcow2"), &at("m")]);
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    assert_eq!(std::fs::metadata(at("m")).expect("attributes").len(), 16 << 40);
+    tool(COWSHED, &["umount", &at("m")]);
+}
+
+#[test]
+fn a_mount_in_the_foreground_ends_by_its_keys() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    File::create(folder.join("m")).expect("a mount point");
+    for signal in ["INT", "TERM"] {
+        let mut mount = Serving::start(folder, &["mount", "--foreground", "--writable", "d.qcow2", "m"]);
+        await_that("the mount", || is_mounted(&folder.join("m")));
+        assert!(mount.child().try_wait().expect("a child").is_none(), "it stays: {}", mount.log());
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(folder.join("m"))
+            .and_then(|file| file.write_all_at(&[7; 512], 0))
+            .expect("a write");
+        mount.signal(signal);
+        let log = mount.log();
+        assert!(mount.wait().success(), "{log}");
+        assert!(!is_mounted(&folder.join("m")));
+        tool("qemu-io", &["-c", "read -P 7 0 512", text(&folder.join("d.qcow2"))]);
+    }
+}
+
+#[test]
+#[ignore = "needs root"]
+fn other_users_read_where_they_are_let_in() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755)).expect("a folder for all");
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    // Another user's way to the files.
+    let read = |name: &str, codes: &[i32]| {
+        let input = format!("if={}", text(&folder.join(name)));
+        let command =
+            ["--reuid", "65534", "--regid", "65534", "--clear-groups", "dd", &input, "of=/dev/null", "count=1"];
+        run_to_code("setpriv", &command, codes)
+    };
+    for (name, allow, lets_in) in [("on", "on", true), ("off", "off", false), ("auto", "auto", true)] {
+        monitor.command("block-export-add", export(folder, name, json!({"writable": true, "allow-other": allow})));
+        let path = folder.join(name);
+        let said = read(name, &[1]);
+        assert!(said.contains("Permission denied"), "{name}: a mode of the owner alone: {said}");
+        let for_all = std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644));
+        assert_eq!(for_all.is_ok(), lets_in, "{name}: {for_all:?}");
+        if lets_in {
+            assert!(read(name, &[0]).contains("512 bytes"), "{name}");
+        }
+        monitor.command("block-export-del", json!({"id": name}));
+    }
+    daemon.stop();
+}
