@@ -89,7 +89,10 @@ pub(crate) async fn run<P: Shared>(
         Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
         Request::Flush => {
             let began = ways.ledger.begin_flush();
-            let result = disk.flush().await;
+            let result = match slip!("vhost_flush_promises_without_a_sync") {
+                true => Ok(()),
+                false => disk.flush().await,
+            };
             if result.is_ok() {
                 ways.ledger.end_flush(began);
             }

@@ -3,6 +3,7 @@
 
 use crate::oracle::Oracle;
 use cowshed_testkit::credentials;
+use cowshed_testkit::waiting::await_that;
 use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -428,4 +429,33 @@ fn other_machines_are_a_reason_to_warn() {
     assert!(open.said().contains("any host that reaches 0.0.0.0 can read"), "{}", open.said());
     let closed = Share::start(&oracle, &["--quiet", "disk.qcow2"]);
     assert_eq!(closed.said(), "");
+    credentials::make_credentials(&oracle.work());
+    let encrypted = Share::start(&oracle, &["--quiet", "--bind", "0.0.0.0", "--tls-dir", ".", "disk.qcow2"]);
+    assert!(encrypted.url.starts_with("https://"), "{}", encrypted.url);
+    assert_eq!(encrypted.said(), "");
+}
+
+/// The sender's terminal shows a bar that goes to the end with the download.
+#[test]
+fn the_sender_sees_the_progress_of_a_download() {
+    let oracle = disk();
+    let command = format!("stty cols 100; exec {} share --once --no-digest disk.qcow2", env!("CARGO_BIN_EXE_cowshed"));
+    let typescript = oracle.work().join("typescript");
+    let mut terminal = Command::new("script");
+    terminal.args(["-q", "-e", "-f", "-c", &command, "typescript"]).current_dir(oracle.work());
+    let terminal = terminal.env("TERM", "xterm").stdin(Stdio::piped()).stdout(Stdio::null()).spawn();
+    let mut terminal = terminal.expect("script runs: scripts/setup test installs it");
+    let said = || String::from_utf8_lossy(&std::fs::read(&typescript).unwrap_or_default()).into_owned();
+    let mut url = None;
+    await_that("the URL", || {
+        let found = said().lines().find(|line| line.contains("http://") && line.contains(".raw")).map(str::to_owned);
+        url = found.map(|line| line[line.find("http://").unwrap_or(0)..].trim_end().to_owned());
+        url.is_some()
+    });
+    download(&oracle, &["--limit-rate", "500M", "-o", "got.raw", &url.expect("a line")]);
+    assert!(terminal.wait().expect("it ends").success(), "{}", said());
+    let shown = said();
+    let steps = |percent: &str| shown.contains(&format!("{percent}% "));
+    let between = (1..100).filter(|percent| steps(&format!(" {percent}"))).count();
+    assert!(shown.contains("sending [") && between > 0 && shown.contains("700 MiB"), "{shown}");
 }

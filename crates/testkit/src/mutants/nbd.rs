@@ -74,4 +74,9 @@ pub(super) const MUTANTS: &[Mutant] = &[
         about: "a vhost-user back end leaves no note of changes that die with it",
         test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
     },
+    Mutant {
+        name: "vhost_flush_promises_without_a_sync",
+        about: "a vhost-user back end reports a flush that it has not carried out",
+        test: ("vhost", "a_power_cut_takes_nothing_that_the_guest_has_flushed"),
+    },
 ];

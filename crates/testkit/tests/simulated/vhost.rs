@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A back end of vhost-user that is killed between any two of its steps. The guest's memory, the region that notes
-//! requests in flight, and the back end's writes to its files survive. A new back end on the same region goes on.
+//! requests in flight, and the back end's writes to its files survive. A new back end on the same region goes on. A power
+//! cut takes all of it but the synced part of the files.
 
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_simulator::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
 use cowshed_storage::rng::Rng;
 use cowshed_storage::{SharedMemory, rt};
+use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::images::{Chain, Format, Layer, Qcow2Spec};
 use cowshed_testkit::scenario::Prepared;
 use cowshed_vhost_user::proto::inflight::{NOTE_BYTES, part_bytes};
@@ -14,6 +16,7 @@ use cowshed_vhost_user::proto::ring::RingPlace;
 use cowshed_vhost_user::proto::{Memory, Shared};
 use cowshed_vhost_user::simulated::serve_ring;
 use futures_util::future::{Either, select};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -46,6 +49,13 @@ struct Cell {
     base: Vec<u32>,
     /// The writes since, in order.
     newer: Vec<u32>,
+}
+
+impl Cell {
+    /// Any of its values may be on the disk.
+    fn after_a_cut(&self) -> Cell {
+        Cell { base: self.base.iter().chain(&self.newer).copied().collect(), newer: Vec::new() }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -261,6 +271,8 @@ struct Host {
     world: World,
     /// The moments before each step.
     moments: Mutex<Vec<Moment>>,
+    /// The guest after each of its own steps, with the length of the log.
+    steps: Mutex<Vec<(usize, Guest)>>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -342,6 +354,14 @@ struct Scene {
     seed: u64,
 }
 
+/// A life of a back end that has ended well.
+struct Run {
+    moments: Vec<Moment>,
+    steps: Vec<(usize, Guest)>,
+    guest: Guest,
+    trace: Trace,
+}
+
 impl Scene {
     /// The back end keeps changes in its memory.
     fn may_lose(&self) -> bool {
@@ -354,13 +374,26 @@ impl Scene {
         BlockdevOptions::from_keyval(&text).expect("options")
     }
 
-    /// Serves until the guest has ended; the moments of the run, and the guest.
-    fn run(&self, top: &str, start: Moment) -> (Vec<Moment>, Guest) {
+    /// The name of the disk, and its files.
+    fn files(&self) -> (String, Snapshot) {
+        match &self.spec {
+            None => ("disk.raw".to_owned(), Snapshot::from([("disk.raw".to_owned(), PageMap::with_len(DISK_BYTES))])),
+            Some(spec) => {
+                let layer = Layer { format: Format::Qcow2(spec.clone()), size: DISK_BYTES, sessions: Vec::new() };
+                let prepared = Prepared::new(&Chain { layers: vec![layer] });
+                (prepared.top, prepared.files)
+            }
+        }
+    }
+
+    /// Serves until the guest has ended.
+    fn run(&self, top: &str, start: Moment) -> Run {
         let world = World::with_files(Config::new(self.seed), &start.files);
         let (shared, _) = SharedMemory::create("guest", MEMORY_BYTES as u64).expect("memory");
         shared.write(0, &start.machine.bytes);
         let guest = Mutex::new(start.machine.guest);
-        let host = Arc::new(Host { guest, memory: shared.clone(), world, moments: Mutex::default() });
+        let host =
+            Arc::new(Host { guest, memory: shared.clone(), world, moments: Mutex::default(), steps: Mutex::default() });
         let memory = Piece { host: Arc::clone(&host), memory: shared };
         let place = RingPlace {
             size: RING,
@@ -372,8 +405,14 @@ impl Scene {
         };
         let step = || {
             let (mut guest, mut bytes) = (locked(&host.guest), host.bytes());
+            let seen = guest.seen;
             guest.step(&mut bytes);
             host.memory.write(0, &bytes);
+            // The guest relies on each answer that it has seen.
+            if guest.seen != seen {
+                host.world.mark(guest.seen.into());
+            }
+            locked(&host.steps).push((host.world.position(), guest.clone()));
             guest.is_done()
         };
         host.world.run(async {
@@ -398,22 +437,16 @@ impl Scene {
         });
         let guest = locked(&host.guest).clone();
         let moments = std::mem::take(&mut *locked(&host.moments));
-        (moments, guest)
+        let steps = std::mem::take(&mut *locked(&host.steps));
+        Run { moments, steps, guest, trace: host.world.trace() }
     }
 
     /// Kills the back end at each moment, and its successor at some moment of its life.
     fn kill_everywhere(&self) -> (usize, usize) {
         const REQUESTS: usize = 24;
-        let (top, files) = match &self.spec {
-            None => ("disk.raw".to_owned(), Snapshot::from([("disk.raw".to_owned(), PageMap::with_len(DISK_BYTES))])),
-            Some(spec) => {
-                let layer = Layer { format: Format::Qcow2(spec.clone()), size: DISK_BYTES, sessions: Vec::new() };
-                let prepared = Prepared::new(&Chain { layers: vec![layer] });
-                (prepared.top, prepared.files)
-            }
-        };
+        let (top, files) = self.files();
         let machine = Machine { bytes: vec![0; MEMORY_BYTES], guest: Guest::new(self.seed, REQUESTS) };
-        let (moments, guest) = self.run(&top, Moment { machine, files, position: 0 });
+        let Run { moments, guest, .. } = self.run(&top, Moment { machine, files, position: 0 });
         assert_eq!(guest.failed_flushes, 0, "nothing was lost without a kill");
         let (mut kills, mut failed) = (0, 0);
         for (index, moment) in moments.into_iter().enumerate() {
@@ -423,17 +456,50 @@ impl Scene {
                 (moment.machine.guest.has_flushed, moment.machine.guest.read) = (false, [0; SLOTS]);
                 moment
             };
-            let (later, guest) = self.run(&top, after_kill(moment));
+            let Run { moments: later, guest, .. } = self.run(&top, after_kill(moment));
             kills += 1;
             failed += guest.failed_flushes;
             assert!(guest.may_lose || guest.failed_flushes == 0, "moment {index}: {guest:?}");
             if let Some(moment) = later.get(index * 7 % later.len().max(1)) {
-                let (_, guest) = self.run(&top, after_kill(moment.clone()));
+                let Run { guest, .. } = self.run(&top, after_kill(moment.clone()));
                 kills += 1;
                 assert!(guest.may_lose || guest.failed_flushes == 0, "moment {index}: {guest:?}");
             }
         }
         (kills, failed)
+    }
+
+    /// Cuts the power all over a run. A machine that starts anew finds at each place what the last flush has left there,
+    /// or a write since.
+    fn cut_everywhere(&self) -> CrashReport {
+        const REQUESTS: usize = 40;
+        let (top, files) = self.files();
+        let machine = |guest: Guest| Machine { bytes: vec![0; MEMORY_BYTES], guest };
+        let start = Moment { machine: machine(Guest::new(self.seed, REQUESTS)), files, position: 0 };
+        let Run { steps, guest, trace, .. } = self.run(&top, start);
+        assert_eq!(guest.failed_flushes, 0, "nothing was lost");
+        let verify = |case: &CrashCase<'_>| {
+            let before = steps.partition_point(|(position, _)| *position <= case.position);
+            let mut after = Guest::new(self.seed, 0);
+            after.may_lose = true;
+            if let Some((_, guest)) = steps[..before].last() {
+                after.cells = guest.cells.iter().map(|cell| cell.after_a_cut()).collect();
+                for pending in guest.slots.iter().flatten() {
+                    if let Pending::Write { place, value } = pending {
+                        after.cells[*place].base.push(*value);
+                    }
+                }
+            }
+            let start = Moment { machine: machine(after), files: case.state.files.clone(), position: 0 };
+            // It flushes, and reads each place.
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.run(&top, start).guest));
+            match outcome {
+                Ok(guest) if guest.failed_flushes == 0 => Ok(()),
+                Ok(guest) => Err(format!("{} flushes fail after a power cut", guest.failed_flushes)),
+                Err(panic) => Err(panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic".to_owned())),
+            }
+        };
+        explore(&trace, &CrashPlan::new(self.seed), verify).unwrap_or_else(|failure| panic!("{failure}"))
     }
 }
 
@@ -457,4 +523,16 @@ fn a_flush_after_a_kill_promises_nothing_that_is_lost() {
         failed += flushes;
     }
     assert!(failed > 20, "{failed} flushes have told of lost changes");
+}
+
+#[test]
+fn a_power_cut_takes_nothing_that_the_guest_has_flushed() {
+    for spec in [None, Some(Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() })] {
+        let mut report = CrashReport::default();
+        for seed in 1..=3 {
+            report.add(&Scene { spec: spec.clone(), seed }.cut_everywhere());
+        }
+        println!("{report}");
+        assert!(report.distinct() > 1000, "{report}");
+    }
 }

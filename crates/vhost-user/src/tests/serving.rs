@@ -4,6 +4,7 @@
 use super::served::{DISK_BYTES, Served};
 use crate::proto::features;
 use crate::proto::message::{config_reply, request};
+use cowshed_testkit::programs::tool;
 use cowshed_testkit::vhost::FrontEnd;
 
 /// Segments of a discard or a write of zeroes.
@@ -106,7 +107,37 @@ fn config_space_is_read_and_written_in_parts() {
     assert!(set(32, &[0]));
     assert_eq!(front_end.config(32, 1), [0]);
     assert!(!set(0, &[0; 8]) && !set(32, &[1, 0]) && !set(31, &[1]));
+    assert!(!set(32, &[]) && !set(0, &[]) && !set(256, &[]), "nothing is no value of the switch");
+    assert_eq!(front_end.config(32, 1), [0], "and changes nothing");
     assert_eq!(front_end.config(0, 8), (DISK_BYTES / 512).to_le_bytes());
+}
+
+/// File systems of the guest align to it.
+#[test]
+fn the_topology_tells_the_grain_of_allocation() {
+    for (options, block_bytes, grain) in [
+        ("cluster_size=64k", 512, 64 << 10),
+        ("cluster_size=64k", 4096, 64 << 10),
+        ("cluster_size=2M", 512, 2 << 20),
+        ("cluster_size=16k,extended_l2=on", 512, 512),
+        ("cluster_size=64k,extended_l2=on", 512, 2048),
+        // The block is the larger one.
+        ("cluster_size=64k,extended_l2=on", 4096, 4096),
+    ] {
+        let make = |image: &std::path::Path| {
+            let arguments = ["create", "-q", "-f", "qcow2", "-o", options, image.to_str().unwrap(), "16M"];
+            drop(tool("qemu-img", &arguments));
+        };
+        let node = "driver=qcow2,node-name=d,discard=unmap,file.driver=file,file.filename=";
+        let served = Served::made(node, make, |config| config.block_bytes = block_bytes);
+        let front_end = served.connect();
+        let what = format!("{options}, blocks of {block_bytes}");
+        let number = |at: u32| u32::from_le_bytes(front_end.config(at, 4).try_into().unwrap());
+        assert_eq!(number(20), block_bytes, "{what}");
+        let physical = block_bytes << front_end.config(24, 1)[0];
+        assert_eq!((physical, number(28) * block_bytes, number(44) * 512), (grain, grain, grain), "{what}");
+        assert_eq!((front_end.config(25, 1), front_end.config(26, 2)), (vec![0], vec![1, 0]), "{what}");
+    }
 }
 
 #[test]
