@@ -70,6 +70,16 @@ impl Node {
         }
     }
 
+    /// Counts a write or a write of zeroes, and tells observers of it, also of one that failed: a part may have arrived.
+    #[inline]
+    pub(super) fn end_write(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        self.count(kind, offset, len, start_ns, result);
+        if result.is_ok() {
+            self.counters.note_written(offset + len);
+        }
+        self.tracking.written(offset, len);
+    }
+
     /// Counts a request that is impossible.
     #[cold]
     pub(super) fn count_invalid(&self, kind: IoKind) {
@@ -290,11 +300,7 @@ impl Node {
             },
             Mapped::Zeroes | Mapped::Layer(..) | Mapped::Special => self.driver.write(offset, buf).await,
         };
-        self.count(IoKind::Write, offset, len, start_ns, &result);
-        if result.is_ok() {
-            self.counters.note_written(offset + len);
-        }
-        self.tracking.written(offset, len);
+        self.end_write(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, buf);
         }
@@ -374,11 +380,7 @@ impl Node {
             false => None,
         };
         let result = self.driver.write_zeroes(offset, len, flags).await;
-        self.count(IoKind::WriteZeroes, offset, len, start_ns, &result);
-        if result.is_ok() {
-            self.counters.note_written(offset + len);
-        }
-        self.tracking.written(offset, len);
+        self.end_write(IoKind::WriteZeroes, offset, len, start_ns, &result);
         result?;
         self.flush_if_writethrough().await
     }
@@ -445,11 +447,7 @@ impl Node {
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
         let result = self.driver.write_compressed(clusters).await;
         for (offset, len) in spans {
-            self.count(IoKind::Write, offset, len, start_ns, &result);
-            if result.is_ok() {
-                self.counters.note_written(offset + len);
-            }
-            self.tracking.written(offset, len);
+            self.end_write(IoKind::Write, offset, len, start_ns, &result);
         }
         result?;
         self.flush_if_writethrough().await

@@ -37,24 +37,12 @@ impl Node {
         (result, bufs)
     }
 
+    /// By a buffer. A driver's own read does what [`Node::read`] does for a place that is not its own file's.
     async fn read_copied(&self, mapped: Mapped<'_>, offset: u64, bufs: &SharedBufs) -> Result<()> {
-        let buf = match IoBuf::try_scratch(bufs.len()) {
-            Ok(buf) => buf,
-            Err(error) => {
-                // Other requests wait for what it loads.
-                if let Mapped::Load(load) = mapped {
-                    load.await?;
-                }
-                return Err(error);
-            }
-        };
+        let mapped = after_load(mapped).await?;
+        let buf = IoBuf::try_scratch(bufs.len())?;
         let (result, buf) = match mapped {
             Mapped::Layer(layer, place) => self.read_layers(layer, place, offset, buf).await,
-            Mapped::Below(below, at) => below.read(at, buf).await,
-            Mapped::Load(load) => match load.await {
-                Ok(()) => self.driver.read(offset, buf).await,
-                Err(error) => (Err(error), buf),
-            },
             _ => self.read_noted(offset, buf).await,
         };
         if result.is_ok() {
@@ -89,11 +77,7 @@ impl Node {
             mapped => (self.write_copied(mapped, offset, &bufs).await, bufs),
         };
         let result = result.and_then(|()| bufs.check());
-        self.count(IoKind::Write, offset, len, start_ns, &result);
-        if result.is_ok() {
-            self.counters.note_written(offset + len);
-        }
-        self.tracking.written(offset, len);
+        self.end_write(IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, bufs);
         }
@@ -101,16 +85,19 @@ impl Node {
     }
 
     async fn write_copied(&self, mapped: Mapped<'_>, offset: u64, bufs: &SharedBufs) -> Result<()> {
-        if let Mapped::Load(load) = mapped {
-            // Other requests wait for what it loads.
-            load.await?;
-            return self.driver.write(offset, IoBuf::try_copy_of(bufs)?).await.0;
-        }
+        let mapped = after_load(mapped).await?;
         let buf = IoBuf::try_copy_of(bufs)?;
         match mapped {
             Mapped::Nothing => self.driver.write_unmapped(offset, buf).await.0,
-            Mapped::Below(below, at) => below.write(at, buf).await.0,
             _ => self.driver.write(offset, buf).await.0,
         }
+    }
+}
+
+/// Other requests wait for what it loads, also where this one fails. The driver itself looks again then.
+async fn after_load(mapped: Mapped<'_>) -> Result<Mapped<'_>> {
+    match mapped {
+        Mapped::Load(load) => load.await.map(|()| Mapped::Special),
+        mapped => Ok(mapped),
     }
 }
