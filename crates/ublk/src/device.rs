@@ -194,6 +194,10 @@ impl<D: UblkDriver> Device<D> {
         if let (Recover::On | Recover::Auto, Some(number)) = (config.recover, config.device) {
             let calls = Calls { driver: &driver, device: number, with_path: config.unprivileged };
             match calls.info() {
+                Ok(info) if config.recover == Recover::Auto && is_spent(&calls, config, info) => {
+                    let deleted = calls.order(UblkCall::DeleteDevice, 0);
+                    deleted.map_err(worded("could not delete the ublk device that has ended with its server"))?;
+                }
                 Ok(info) => return Self::take_over(driver, config, attachment, on_end, info),
                 Err(failure) if failure.is(Number::NODEV) && config.recover == Recover::Auto => {}
                 Err(failure) if failure.is(Number::NODEV) => {
@@ -461,6 +465,19 @@ fn patience<D: UblkDriver>(calls: &Calls<'_, D>, before: &DeviceInfo) -> Duratio
     }
 }
 
+/// The export's device of a user, which the kernel stops a moment after its server has died. It is in the way of the next one.
+fn is_spent<D: UblkDriver>(calls: &Calls<'_, D>, config: &Config, mut info: DeviceInfo) -> bool {
+    if info.note != note_of(&config.id) || info.features & features::USER_RECOVERY != 0 {
+        return false;
+    }
+    let begin = Instant::now();
+    while info.state != State::Dead && begin.elapsed() < patience(calls, &info) {
+        std::thread::sleep(PAUSE);
+        info = calls.info().unwrap_or(info);
+    }
+    info.state == State::Dead
+}
+
 /// Refuses a device whose last server has promised more than the next one can keep.
 fn check_takeover(config: &Config, info: &DeviceInfo, params: &Params, size: u64) -> Result<()> {
     let number = info.device;
@@ -468,6 +485,9 @@ fn check_takeover(config: &Config, info: &DeviceInfo, params: &Params, size: u64
         |why: String| Err(Error::invalid_argument(format!("the ublk device {number} can't be taken over: {why}")));
     if info.note != note_of(&config.id) {
         return refused(format!("no export with the id '{}' has made it", config.id));
+    }
+    if info.features & features::UNPRIVILEGED_DEV != 0 && info.features & features::USER_RECOVERY == 0 {
+        return refused("the kernel ends a user's device with its server; 'recover=auto' makes it anew".to_owned());
     }
     if info.features & NEEDED != NEEDED || info.state == State::Dead {
         return refused("it was stopped".to_owned());

@@ -234,6 +234,10 @@ impl Fake {
             _ => {}
         }
         info.features &= self.features;
+        // The kernel takes no recovery from users.
+        if info.features & features::UNPRIVILEGED_DEV != 0 {
+            info.features &= !(features::USER_RECOVERY | features::USER_RECOVERY_REISSUE);
+        }
         info.state = State::Dead;
         // As many as a machine with two processors has.
         info.queues = info.queues.min(2);
@@ -360,7 +364,14 @@ impl Drop for FakeDevice {
 
 fn note_closed(dev: &mut Dev) {
     if dev.is_lost && dev.queues_open == 0 && !dev.is_open && dev.info.state == State::Live {
-        dev.info.state = State::Quiesced;
+        if dev.info.features & features::USER_RECOVERY != 0 {
+            dev.info.state = State::Quiesced;
+            return;
+        }
+        dev.info.state = State::Dead;
+        for job in dev.lines.iter_mut().flat_map(|line| std::mem::take(&mut line.pending)) {
+            job.ticket.change(|answer| *answer = Some((-5, Vec::new())));
+        }
     }
 }
 

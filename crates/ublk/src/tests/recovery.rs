@@ -12,28 +12,53 @@ const WRITE: Operation = Operation::Write { is_durable: false };
 
 #[test]
 fn requests_of_a_dead_server_are_answered_once() {
-    for unprivileged in [false, true] {
-        let mut served = Served::new(|config| config.unprivileged = unprivileged);
-        assert_eq!(served.write(0, vec![1; 4096]), 4096);
-        let drained = rt::block_on(served.attachment.drain());
-        let send = |number: u64| served.send(WRITE, number * 4096, 4096, vec![number as u8; 4096]);
-        let tickets: Vec<Ticket> = (1..30).map(send).collect();
-        served.fake.wait_running(0, 0, 8);
-        served.fake.kill(0);
-        drop(drained);
-        served.die();
-        assert!(!tickets.iter().any(is_answered));
-        assert_eq!(served.fake.info(0).state, State::Quiesced);
-        // Queues and depth are those of the device, whatever the next server would have made.
-        served.config.queues = 1;
-        served.config.depth = 3;
-        served.start().unwrap();
-        assert!(tickets.iter().all(|ticket| answer(ticket).0 == 4096));
-        assert_eq!((served.read(0, 4096), served.flush()), ((4096, vec![1; 4096]), 0));
-        assert!((1..30).all(|number| served.disk(number * 4096, 4096) == vec![number as u8; 4096]));
-        served.stop();
-        assert_eq!((served.fake.devices(), served.notes()), (vec![], 0));
-    }
+    let mut served = Served::new(|_| ());
+    assert_eq!(served.write(0, vec![1; 4096]), 4096);
+    let drained = rt::block_on(served.attachment.drain());
+    let send = |number: u64| served.send(WRITE, number * 4096, 4096, vec![number as u8; 4096]);
+    let tickets: Vec<Ticket> = (1..30).map(send).collect();
+    served.fake.wait_running(0, 0, 8);
+    served.fake.kill(0);
+    drop(drained);
+    served.die();
+    assert!(!tickets.iter().any(is_answered));
+    assert_eq!(served.fake.info(0).state, State::Quiesced);
+    // Queues and depth are those of the device, whatever the next server would have made.
+    served.config.queues = 1;
+    served.config.depth = 3;
+    served.start().unwrap();
+    assert!(tickets.iter().all(|ticket| answer(ticket).0 == 4096));
+    assert_eq!((served.read(0, 4096), served.flush()), ((4096, vec![1; 4096]), 0));
+    assert!((1..30).all(|number| served.disk(number * 4096, 4096) == vec![number as u8; 4096]));
+    served.stop();
+    assert_eq!((served.fake.devices(), served.notes()), (vec![], 0));
+}
+
+#[test]
+fn a_users_device_ends_with_its_server_and_is_made_anew() {
+    let mut served = Served::new(|config| config.unprivileged = true);
+    assert_eq!(served.write(0, vec![1; 4096]), 4096);
+    let drained = rt::block_on(served.attachment.drain());
+    let ticket = served.send(WRITE, 4096, 4096, vec![2; 4096]);
+    served.fake.wait_running(0, 0, 1);
+    served.fake.kill(0);
+    drop(drained);
+    served.die();
+    assert_eq!((answer(&ticket).0, served.fake.info(0).state), (-5, State::Dead), "the kernel stops it");
+    let error = served.start().unwrap_err();
+    assert!(
+        error.to_string().contains("ends a user's device with its server; 'recover=auto' makes it anew"),
+        "{error}"
+    );
+    served.config.recover = Recover::Auto;
+    served.config.id = "another".to_owned();
+    let error = served.start().unwrap_err();
+    assert!(error.to_string().contains("no export with the id 'another' has made it"), "{error}");
+    served.config.id = "the-disk".to_owned();
+    served.start().unwrap();
+    assert_eq!((served.read(0, 4096), served.flush()), ((4096, vec![1; 4096]), 0));
+    served.stop();
+    assert_eq!((served.fake.devices(), served.notes()), (vec![], 0));
 }
 
 #[test]
