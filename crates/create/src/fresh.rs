@@ -13,7 +13,7 @@ use cowshed_layout::qcow::NewQcow;
 use cowshed_layout::qed::NewQed;
 use cowshed_layout::vdi::NewVdi;
 use cowshed_layout::vhdx::{Guid, NewVhdx};
-use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind};
+use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind, VmwareIds};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
 use cowshed_types::{Errno, Error, Result};
@@ -43,6 +43,15 @@ pub(super) struct Request<'a> {
     parent: Option<u32>,
     /// The names of the files beside the image; `None`: made of its own.
     part_names: Option<&'a [String]>,
+    has_vmware_ids: bool,
+}
+
+/// A new image's name now, the one that it has in the end, and whether VMware's programs are to know it by identifiers of theirs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Identity<'a> {
+    pub now: &'a str,
+    pub last: &'a str,
+    pub has_vmware_ids: bool,
 }
 
 /// The files of a new image.
@@ -81,12 +90,12 @@ impl FreshFormat {
     /// The layout of a new image whose disk has at least `size` bytes.
     pub(super) async fn lay_out(
         &self,
-        names: (&str, &str),
+        identity: Identity<'_>,
         size: u64,
         values: &OptionValues,
         part_names: Option<&[String]>,
     ) -> Result<Fresh> {
-        let (now, filename) = names;
+        let Identity { now, last: filename, has_vmware_ids } = identity;
         let parent = match (self.parent, values.get("backing_file")) {
             (Some(check), Some(name)) => {
                 check(values)?;
@@ -94,21 +103,21 @@ impl FreshFormat {
             }
             _ => None,
         };
-        (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent, part_names })
+        (self.lay_out)(&Request { filename, size: round_size(size)?, values, parent, part_names, has_vmware_ids })
     }
 
     /// Creates an image under a name. `check` refuses the names of files that must stay.
     pub(super) async fn create(
         &self,
-        names: (&str, &str),
+        identity: Identity<'_>,
         size: u64,
         values: &OptionValues,
         (how, check): (&Manner, PartCheck<'_>),
     ) -> Result<Created> {
         // The layout first: an existing file keeps its contents if the image can't be laid out.
-        let fresh = self.lay_out(names, size, values, None).await?;
+        let fresh = self.lay_out(identity, size, values, None).await?;
         let hints = layout_hints(values)?;
-        let image = path_of(names.0)?;
+        let image = path_of(identity.now)?;
         let mut created = Created::default();
         let path_of_part = |name: &str| image.with_file_name(path_of_text(name));
         // All of them before the first one changes.
@@ -327,6 +336,7 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
         return Err(Error::invalid_argument("a VMDK descriptor can't hold a quotation mark or the end of a line"));
     }
     let cid: [u8; 4] = random()?;
+    let ids = asked.has_vmware_ids.then(|| Ok::<_, Error>(VmwareIds { content: random()?, disk: random()? }));
     let new = NewVmdk {
         size: asked.size,
         kind,
@@ -339,6 +349,7 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
         parent: asked.parent.zip(parent),
         name: &name,
         part_names: asked.part_names,
+        ids: ids.transpose()?,
     };
     let files = new.lay_out()?;
     Ok(Fresh { image: files.image, parts: files.parts })

@@ -17,7 +17,7 @@ use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
-use fresh::Fresh;
+use fresh::{Fresh, Identity};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::{Path, PathBuf};
@@ -56,6 +56,8 @@ pub struct CreateRequest {
     /// The name that the file gets once it is whole, where that is another one: images that name their own file use
     /// this one.
     pub final_name: Option<String>,
+    /// A VMDK disk gets the identifiers that VMware's programs write, which QEMU leaves out.
+    pub has_vmware_ids: bool,
     /// The files of the extents of a disk that is made in open files, as its descriptor is to name them.
     pub extents: Vec<String>,
 }
@@ -74,6 +76,7 @@ pub struct CreatePlan {
     below: Vec<(FileIdentity, String)>,
     keeps_existing: bool,
     final_name: Option<String>,
+    has_vmware_ids: bool,
     extents: Vec<String>,
     /// A fault that shows only while the image is made.
     refused: Option<Error>,
@@ -140,6 +143,7 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         below,
         keeps_existing,
         final_name,
+        has_vmware_ids: request.has_vmware_ids,
         extents,
         refused,
     })
@@ -358,9 +362,9 @@ impl CreatePlan {
         }
     }
 
-    /// The name of the file, and the one that it has in the end.
-    fn names(&self) -> (&str, &str) {
-        (&self.filename, self.final_name.as_deref().unwrap_or(&self.filename))
+    fn identity(&self) -> Identity<'_> {
+        let last = self.final_name.as_deref().unwrap_or(&self.filename);
+        Identity { now: &self.filename, last, has_vmware_ids: self.has_vmware_ids }
     }
 
     async fn write_to(&self, file: &File, others: &[&File]) -> Result<()> {
@@ -374,7 +378,7 @@ impl CreatePlan {
             return Self::settle(file, image).await;
         }
         if let Some(format) = fresh::find(&self.format) {
-            let fresh = format.lay_out(self.names(), self.size, &self.values, Some(&self.extents)).await?;
+            let fresh = format.lay_out(self.identity(), self.size, &self.values, Some(&self.extents)).await?;
             return self.write_parts(file, others, &fresh).await;
         }
         let data_file = others.first().copied();
@@ -474,7 +478,7 @@ impl CreatePlan {
             name if let Some(format) = fresh::find(name) => {
                 self.space()?;
                 let check = |path: &Path| self.check_replaced(path);
-                format.create(self.names(), self.size, &self.values, (how, &check)).await
+                format.create(self.identity(), self.size, &self.values, (how, &check)).await
             }
             _ => {
                 let size = round_size(self.size)?;

@@ -77,6 +77,20 @@ pub(super) fn changed(oracle: &Oracle, change: impl FnOnce(&str) -> String) -> P
     oracle.work().join("changed.ova")
 }
 
+/// The lines of a descriptor that ESXi asks for, and QEMU leaves out.
+#[track_caller]
+pub(super) fn expect_vmware_ids(text: &str) {
+    let value = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_else(|| panic!("no {key} in {text}"));
+        line.trim_matches([' ', '=', '"']).to_owned()
+    };
+    let (long, cid) = (value("ddb.longContentID"), value("CID"));
+    assert!(long.len() == 32 && long.ends_with(&format!("{cid:0>8}")), "{text}");
+    let uuid = value("ddb.uuid");
+    assert!(uuid.starts_with("60 00 c2 9") && uuid.len() == 47 && uuid.as_bytes()[23] == b'-', "{text}");
+    assert_eq!((value("ddb.encoding").as_str(), value("isNativeSnapshot").as_str()), ("UTF-8", "no"), "{text}");
+}
+
 /// As any tool for tar files and digests sees it.
 #[test]
 fn a_package_is_made_as_importers_want_it() {
@@ -114,6 +128,7 @@ fn a_package_is_made_as_importers_want_it() {
             assert!(text.contains(part), "{disk}: no {part} in {text}");
         }
         assert_eq!(bytes[4], 3, "{disk}: the version of the header");
+        expect_vmware_ids(&text);
     }
     let ovf = fs::read_to_string(oracle.work().join("m.ovf")).unwrap();
     for (part, count) in [

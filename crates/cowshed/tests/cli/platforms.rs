@@ -2,6 +2,7 @@
 //! `convert --for`: each platform's requirements.
 
 use crate::oracle::{Oracle, words};
+use crate::ova::expect_vmware_ids;
 use cowshed_testkit::programs::{Said, finish};
 use serde_json::Value;
 use std::fs;
@@ -32,7 +33,7 @@ fn each_platform_gets_its_format_and_is_told_so() {
     let oracle = disk();
     for (platform, target, format, size, word) in [
         ("azure", "a.vhd", "vpc", 6 * MIB, "fixed VHD"),
-        ("hyperv", "a.vhdx", "vhdx", 6 * MIB, "dynamic VHDX"),
+        ("hyperv", "a.vhdx", "vhdx", 6 * MIB, "dynamic VHDX; copy it there without holes"),
         ("vmware", "a.vmdk", "vmdk", 5 * MIB + 1536, "stream-optimised VMDK"),
         ("aws", "b.vmdk", "vmdk", 5 * MIB + 1536, "stream-optimised VMDK"),
         ("virtualbox", "a.vdi", "vdi", 5 * MIB + 1536, "dynamic VDI"),
@@ -57,7 +58,9 @@ fn each_platform_gets_its_format_and_is_told_so() {
     for name in ["a.vmdk", "b.vmdk"] {
         let details = &info(&oracle, "vmdk", name)["format-specific"]["data"];
         assert_eq!(details["create-type"], "streamOptimized");
-        assert_eq!(fs::read(oracle.work().join(name)).unwrap()[4], 3);
+        let bytes = fs::read(oracle.work().join(name)).unwrap();
+        assert_eq!(bytes[4], 3);
+        expect_vmware_ids(&String::from_utf8_lossy(&bytes[512..2048]));
     }
     // A size that fits already stays.
     oracle.make("create -q -f raw even.raw 8M");

@@ -3,8 +3,11 @@
 
 use crate::oracle::{Oracle, words};
 use crate::written_edges::io;
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::process::Command;
 
 /// Every kind that qemu-img can make.
 const SUBFORMATS: [&str; 5] =
@@ -297,6 +300,55 @@ fn chain(oracle: &Oracle) {
 }
 
 /// A commit changes the parent, and the overlays above it read as before.
+/// VMware on Windows writes names in the encoding of the machine. A name is its bytes, as in QEMU.
+#[test]
+fn descriptors_in_other_encodings_name_files_by_their_bytes() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let foreign = |start: &str, end: &str| [start.as_bytes(), &b"b\xe4r"[..], end.as_bytes()].concat();
+    let name = |end: &str| work.join(OsStr::from_bytes(&foreign("", end)));
+    fs::write(name("-flat.vmdk"), [0x5a; 64 << 10]).unwrap();
+    let start = "# Disk DescriptorFile\nversion=1\nencoding=\"windows-1252\"\nCID=1\nparentCID=ffffffff\n\
+                 createType=\"monolithicFlat\"\nRW 128 FLAT \"";
+    fs::write(work.join("disk.vmdk"), foreign(start, "-flat.vmdk\" 0\n")).unwrap();
+    fs::write(work.join("model"), [0x5a; 64 << 10]).unwrap();
+    oracle.make("compare -f vmdk -F raw disk.vmdk model");
+    ours(&oracle, "compare -f vmdk -F raw disk.vmdk model");
+    io(&oracle, "vmdk", "disk.vmdk", &["write -P 1 0 4k"]);
+    oracle.io(&["read -P 1 0 4k", "read -P 0x5a 4k 60k"], "disk.vmdk");
+    // New ones, and overlays over them: QEMU writes the same bytes.
+    let run = |program: &Path, words: &[&[u8]]| {
+        let words = words.iter().map(|word| OsStr::from_bytes(word));
+        let said = Command::new(program).args(words).current_dir(&work).output().unwrap();
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    };
+    for (program, ending) in [(oracle.bin().join("qemu-img"), "1.vmdk"), (oracle.qemu.img_path().to_owned(), "2.vmdk")]
+    {
+        let split: &[u8] = b"subformat=twoGbMaxExtentSparse";
+        let (base, top) = (foreign("", ending), foreign("top", ending));
+        run(&program, &[b"create", b"-q", b"-f", b"vmdk", b"-o", split, &base, b"4M"]);
+        run(&program, &[b"create", b"-q", b"-f", b"vmdk", b"-F", b"vmdk", b"-b", &base, &top]);
+    }
+    let masked = |prefix: &str, number: &str| {
+        let bytes = fs::read(work.join(OsStr::from_bytes(&foreign(prefix, &format!("{number}.vmdk"))))).unwrap();
+        let text = bytes[if prefix.is_empty() { 0 } else { 512 }..].split(|byte| *byte == 0).next().unwrap().to_vec();
+        let lines = text
+            .split(|byte| *byte == b'\n')
+            .filter(|line| !line.starts_with(b"CID") && !line.starts_with(b"parentCID"));
+        let lines: Vec<u8> = lines.collect::<Vec<_>>().join(&b'\n');
+        lines.iter().map(|byte| if byte.is_ascii_digit() { b'0' } else { *byte }).collect::<Vec<u8>>()
+    };
+    for prefix in ["", "top"] {
+        assert_eq!(masked(prefix, "1").escape_ascii().to_string(), masked(prefix, "2").escape_ascii().to_string());
+    }
+    for program in [oracle.bin().join("qemu-img"), oracle.qemu.img_path().to_owned()] {
+        for number in ["1", "2"] {
+            let top = foreign("top", &format!("{number}.vmdk"));
+            run(&program, &[b"map", b"-f", b"vmdk", &top]);
+        }
+    }
+}
+
 #[test]
 fn overlays_follow_a_parent_that_a_commit_changes() {
     for line in ["commit -q mid.vmdk", "commit -q top.vmdk", "commit -q -b base.vmdk top.vmdk"] {

@@ -79,6 +79,8 @@ pub struct ConvertOptions {
     pub keeps_existing: bool,
     /// The name that the new target gets once it is whole, where that is another one.
     pub final_name: Option<String>,
+    /// A new VMDK target gets the identifiers that VMware's programs write, which QEMU leaves out.
+    pub has_vmware_ids: bool,
 }
 
 impl ConvertOptions {
@@ -108,6 +110,7 @@ impl ConvertOptions {
             refuses_empty: false,
             keeps_existing: false,
             final_name: None,
+            has_vmware_ids: false,
         }
     }
 }

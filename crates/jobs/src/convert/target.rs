@@ -170,6 +170,7 @@ async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(E
         tls: options.target.tls.clone(),
         keeps_existing: options.keeps_existing,
         final_name: options.final_name.clone(),
+        has_vmware_ids: options.has_vmware_ids,
         extents: Vec::new(),
     };
     let plan = cowshed_create::prepare_sized(&request, size(options, sources)?).await?;

@@ -3,7 +3,7 @@
 
 use super::{NO_PARENT, SECTOR_BYTES, stream_end};
 use crate::fresh::{FreshFile, Piece};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, Result, name_of_text};
 use std::fmt::Write as _;
 
 const GRAIN_SECTORS: u64 = 128;
@@ -16,6 +16,8 @@ const DESCRIPTOR_SECTOR: u64 = 1;
 const DESCRIPTOR_SECTORS: u64 = 20;
 /// A part of a split disk: 2 GiB.
 const PART_SECTORS: u64 = 4 << 20;
+/// A disk's UUID begins with 6, VMware's OUI 00:0c:29, as a name of NAA does.
+const VMWARE_OUI: [u8; 4] = [0x60, 0x00, 0xc2, 0x90];
 /// Entries of a grain table are 32 bits wide, and a place in the file is a sector.
 const MAX_SPARSE_SECTORS: u64 = u32::MAX as u64 * GRAIN_SECTORS;
 
@@ -64,6 +66,39 @@ pub struct NewVmdk<'a> {
     pub name: &'a str,
     /// The names of the files beside it; `None`: made of its own.
     pub part_names: Option<&'a [String]>,
+    /// The identifiers of VMware's programs.
+    pub ids: Option<VmwareIds>,
+}
+
+/// The identifiers by which VMware's programs know a disk. QEMU's disks have none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmwareIds {
+    /// The first three words of `ddb.longContentID`; the content id is the fourth.
+    pub content: [u8; 12],
+    /// Random bytes for `ddb.uuid`.
+    pub disk: [u8; 16],
+}
+
+impl VmwareIds {
+    /// The lines at the end of the descriptor.
+    fn lines(&self, cid: u32) -> String {
+        let mut long = String::new();
+        for byte in self.content {
+            // Writing to a String can't fail.
+            let _ = write!(long, "{byte:02x}");
+        }
+        // VMware's own number for makers of disks is in front.
+        let mut disk = self.disk;
+        disk[..3].copy_from_slice(&VMWARE_OUI[..3]);
+        disk[3] = VMWARE_OUI[3] | disk[3] & 0x0f;
+        let bytes = disk.map(|byte| format!("{byte:02x}"));
+        let (first, second) = bytes.split_at(8);
+        format!(
+            "ddb.encoding = \"UTF-8\"\nddb.longContentID = \"{long}{cid:08x}\"\nddb.uuid = \"{}-{}\"\n",
+            first.join(" "),
+            second.join(" ")
+        )
+    }
 }
 
 /// The files of a new disk.
@@ -86,11 +121,12 @@ impl NewVmdk<'_> {
         }
         if is_one_file {
             let text = self.descriptor(&format!("RW {sectors} SPARSE \"{}\"\n", self.name));
+            let text = name_of_text(&text).into_owned();
             let mut image = if self.kind.is_stream { self.stream(sectors) } else { self.sparse(sectors) };
             if text.len() as u64 > DESCRIPTOR_SECTORS * SECTOR_BYTES {
                 return Err(Error::invalid_argument("the descriptor would be too long for the image"));
             }
-            image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, Piece::Bytes(text.into_bytes())));
+            image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, Piece::Bytes(text)));
             self.check_parts(0)?;
             return Ok(VmdkFiles { parts: Vec::new(), image });
         }
@@ -113,7 +149,7 @@ impl NewVmdk<'_> {
             left -= len;
         }
         self.check_parts(parts.len())?;
-        let text = self.descriptor(&lines).into_bytes();
+        let text = name_of_text(&self.descriptor(&lines)).into_owned();
         // The first line is the mark; it goes with its sector.
         let rest = text.get(SECTOR_BYTES as usize..).unwrap_or_default().to_vec();
         let image = FreshFile {
@@ -156,12 +192,14 @@ impl NewVmdk<'_> {
         };
         let heads = if self.adapter == "ide" { 16 } else { 255 };
         let cylinders = self.size / SECTOR_BYTES / 63 / heads;
+        let native = if self.ids.is_some() { "isNativeSnapshot=\"no\"\n" } else { "" };
+        let ids = self.ids.map(|ids| ids.lines(self.cid)).unwrap_or_default();
         format!(
-            "# Disk DescriptorFile\nversion=1\nCID={:x}\nparentCID={parent_cid:x}\ncreateType=\"{}\"\n{hint}\
+            "# Disk DescriptorFile\nversion=1\nCID={:x}\nparentCID={parent_cid:x}\n{native}createType=\"{}\"\n{hint}\
              # Extent description\n{extents}\n# The Disk Data Base\n#DDB\n\n\
              ddb.virtualHWVersion = \"{}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
              ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"63\"\nddb.adapterType = \"{}\"\n\
-             ddb.toolsVersion = \"{}\"\n",
+             ddb.toolsVersion = \"{}\"\n{ids}",
             self.cid, self.kind.name, self.hardware, self.adapter, self.tools
         )
     }
@@ -231,7 +269,29 @@ const ID_DIGITS: usize = 8;
 /// is no shorter than the old one. The change is within one sector, so that no power cut leaves a part of it. Where a longer
 /// id would move text behind that sector, or bytes behind the text limit its length, the id has fewer digits.
 pub fn with_cid(bytes: &[u8], cid: u32) -> Option<(Vec<u8>, u32)> {
-    with_id(bytes, b"CID", cid)
+    let (mut text, cid) = with_id(bytes, b"CID", cid)?;
+    put_long_id(&mut text, cid);
+    Some((text, cid))
+}
+
+/// Has the longer id of VMware's programs end with the content id, in its old width. A power cut may leave one of the two: the
+/// content id is the one that children compare.
+fn put_long_id(text: &mut [u8], cid: u32) {
+    let mut at = 0;
+    let mut place = None;
+    for line in lines(text) {
+        if let Some((from, to)) = value_of(line, b"ddb.longContentID") {
+            let value = line[from..to].trim_ascii();
+            let digits = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\""));
+            if digits.is_some_and(|id| id.len() >= ID_DIGITS && id.iter().all(u8::is_ascii_hexdigit)) {
+                place = Some(at + to - 1 - ID_DIGITS);
+            }
+        }
+        at += line.len();
+    }
+    if let Some(part) = place.and_then(|place| text.get_mut(place..place + ID_DIGITS)) {
+        part.copy_from_slice(format!("{cid:08x}").as_bytes());
+    }
 }
 
 /// The same for the content id of the parent. `None` also where it has too few digits for this one:
@@ -315,6 +375,7 @@ mod tests {
             parent: None,
             name: "disk.vmdk",
             part_names: None,
+            ids: None,
         }
     }
 
@@ -357,6 +418,35 @@ mod tests {
         assert_eq!(with_parent_cid(b"CID=1\nparentCID=2\n", 0xbeef).unwrap(), b"CID=1\nparentCID=0000beef\n");
         assert_eq!(with_parent_cid(b"parentCID=2\n\0x", 0xbeef), None);
         assert_eq!(with_parent_cid(b"CID=1\n", 1), None);
+    }
+
+    #[test]
+    fn identifiers_of_vmware_follow_the_content_id() {
+        let ids = VmwareIds { content: [0xab; 12], disk: [0xcd; 16] };
+        let files = NewVmdk { ids: Some(ids), ..disk(1 << 20, "streamOptimized") }.lay_out().unwrap();
+        let text = files.image.pieces.iter().find_map(|(at, piece)| match piece {
+            Piece::Bytes(bytes) if *at == 512 => Some(bytes.clone()),
+            _ => None,
+        });
+        let text = String::from_utf8(text.unwrap()).unwrap();
+        let long = "ddb.longContentID = \"abababababababababababab";
+        for part in [
+            &format!("{long}00001234\"\n"),
+            "ddb.uuid = \"60 00 c2 9d cd cd cd cd-cd cd cd cd cd cd cd cd\"\n",
+            "ddb.encoding = \"UTF-8\"\n",
+            "\nisNativeSnapshot=\"no\"\ncreateType=",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let (changed, _) = with_cid(text.as_bytes(), 0xdead_beef).unwrap();
+        let changed = String::from_utf8(changed).unwrap();
+        assert!(changed.contains(&format!("{long}deadbeef\"")) && changed.contains("\nCID=deadbeef\n"), "{changed}");
+        // One that is no such number stays.
+        for value in ["\"1234\"", "12345678", "\"g2345678\""] {
+            let text = format!("CID=00000001\nddb.longContentID={value}\n");
+            let (changed, _) = with_cid(text.as_bytes(), 2).unwrap();
+            assert_eq!(String::from_utf8(changed).unwrap(), text.replace("01\n", "02\n"));
+        }
     }
 
     /// A power cut may leave one of two sectors, so nothing moves from one to the other.

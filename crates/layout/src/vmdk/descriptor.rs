@@ -2,7 +2,7 @@
 //! The descriptor: a text of `key=value` lines, extent lines and comments ("The Descriptor File").
 
 use super::sectors_to_bytes;
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, Result, text_of_name};
 
 /// `parentCID` of a disk without parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
@@ -112,12 +112,8 @@ impl Descriptor {
             let message = format!("the VMDK descriptor is longer than {} bytes", limits::DESCRIPTOR_BYTES);
             return Err(Error::invalid_image("descriptor", bytes.len(), message));
         }
-        let text = std::str::from_utf8(bytes).map_err(|error| {
-            Error::unsupported("VMDK descriptors in an encoding other than UTF-8 are not supported")
-                .field("encoding")
-                .offset(error.valid_up_to() as u64)
-                .qemu("invalid VMDK image descriptor")
-        })?;
+        // Whatever `encoding` says, a name stands for its bytes: files that came from Windows have them.
+        let text = text_of_name(bytes);
         let mut keys = Keys::default();
         let mut extents = Vec::new();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -333,7 +329,9 @@ mod tests {
             let error = parse(&text).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
-        assert!(Descriptor::parse(b"createType=\"vmfs\"\nRW 1 FLAT \"\xff\" 0").is_err());
+        let foreign = [with("RW 1 FLAT \"").as_bytes(), b"\xff\" 0"].concat();
+        let foreign = Descriptor::parse(&foreign).unwrap();
+        assert_eq!(foreign.extents[0].name, text_of_name(b"\xff"));
         let many = parse(&with(&"RW 9007199254740991 ZERO\n".repeat(4))).unwrap();
         assert!(many.total_sectors().is_err());
     }

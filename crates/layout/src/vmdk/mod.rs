@@ -9,7 +9,7 @@ mod descriptor;
 mod sparse;
 mod stream;
 
-pub use create::{NEW_KINDS, NewVmdk, VmdkFiles, VmdkKind, parent_cid_bits, with_cid, with_parent_cid};
+pub use create::{NEW_KINDS, NewVmdk, VmdkFiles, VmdkKind, VmwareIds, parent_cid_bits, with_cid, with_parent_cid};
 pub use descriptor::{Access, Descriptor, ExtentKind, ExtentLine, NO_PARENT, limits};
 pub use sparse::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, FOOTER_FROM_END_BYTES, Grain, HEADER_BYTES, SparseHeader,

@@ -131,6 +131,7 @@ fn new_vmdk(size: u64, kind: &str) -> NewVmdk<'static> {
 }
 
 /// The same in one sparse file.
+        ids: None,
 fn vmdk(block_bytes: u64) -> Vec<u8> {
     let size = SECTORS as u64 / SECTORS_OF_BLOCK as u64 * block_bytes;
     bytes_of(&new_vmdk(size, "monolithicSparse").lay_out().expect("a layout").image)

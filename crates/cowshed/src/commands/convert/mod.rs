@@ -205,6 +205,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let mut options = options(&args, sources, target)?;
     options.size_unit_bytes = platform.map_or(1, |platform| platform.size_unit_bytes);
     options.refuses_empty = platform.is_some();
+    options.has_vmware_ids = platform.is_some_and(|platform| platform.has_vmware_ids);
     options.keeps_existing = new_image::keeps_existing(args.force, console);
     let later = check_target(&args, console.persona).and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));

@@ -18,6 +18,8 @@ pub struct Platform {
     pub options: &'static str,
     /// The size is a multiple of this many bytes.
     pub size_unit_bytes: u64,
+    /// The disk has the identifiers that VMware's programs write.
+    pub has_vmware_ids: bool,
     /// The sub-format and its reason, for the one line that is printed.
     pub about: &'static str,
     /// The ending of a file that the platform takes, in lower case; none: any.
@@ -42,6 +44,7 @@ const PLATFORMS: &[Platform] = &[
         format: "vpc",
         options: "subformat=fixed,force_size=on",
         size_unit_bytes: MIB,
+        has_vmware_ids: false,
         about: "fixed VHD, the size exactly in whole MiB",
         ending: Some("vhd"),
     },
@@ -50,6 +53,7 @@ const PLATFORMS: &[Platform] = &[
         format: "vhdx",
         options: "subformat=dynamic",
         size_unit_bytes: MIB,
+        has_vmware_ids: false,
         about: "dynamic VHDX; copy it there without holes, for Hyper-V takes no sparse files",
         ending: Some("vhdx"),
     },
@@ -58,6 +62,7 @@ const PLATFORMS: &[Platform] = &[
         format: "vmdk",
         options: STREAM,
         size_unit_bytes: 512,
+        has_vmware_ids: true,
         about: "stream-optimised VMDK of version 3 (a machine for an import: a target that ends with .ova)",
         ending: Some("vmdk"),
     },
@@ -66,6 +71,7 @@ const PLATFORMS: &[Platform] = &[
         format: "vdi",
         options: "static=off",
         size_unit_bytes: 512,
+        has_vmware_ids: false,
         about: "dynamic VDI (a machine for an import: a target that ends with .ova)",
         ending: Some("vdi"),
     },
@@ -74,6 +80,7 @@ const PLATFORMS: &[Platform] = &[
         format: GCP_FORMAT,
         options: "",
         size_unit_bytes: GIB,
+        has_vmware_ids: false,
         about: "disk.raw in whole GiB, in a tar archive of GNU's old format, compressed with gzip",
         ending: Some("tar.gz"),
     },
@@ -82,6 +89,7 @@ const PLATFORMS: &[Platform] = &[
         format: "vmdk",
         options: STREAM,
         size_unit_bytes: 512,
+        has_vmware_ids: true,
         about: "stream-optimised VMDK, which the import of snapshots and of machines takes",
         ending: Some("vmdk"),
     },
