@@ -38,6 +38,7 @@ struct Marks {
 }
 
 mod bitmaps;
+mod twins;
 
 /// This much of the extension's cluster is looked at.
 const MAX_EXTENSION_BYTES: u64 = 4 << 20;
@@ -191,8 +192,9 @@ impl BlockFormat for Parallels {
         Ok(Some(survey.check))
     }
 
-    /// As QEMU's: entries that lead out of the file are cleared, space behind the last cluster is cut off, the mark
-    /// goes. The format extension stays while nothing else changes; one that isn't at the place in the header goes.
+    /// As QEMU's: entries that lead out of the file are cleared, and of two blocks in one place one gets a copy. Space behind
+    /// the last cluster is cut off, and the mark goes. The format extension stays while nothing else changes; one that isn't
+    /// at the place in the header goes.
     async fn repair(&self, image: &ImageFile, what: Repair, max: usize) -> Result<Option<MappedCheck>> {
         let (file, cluster_bytes) = (image.storage(), self.header.cluster_bytes);
         let (mut fixed, mut end) = (0, self.header.data_offset);
@@ -224,6 +226,11 @@ impl BlockFormat for Parallels {
         }
         file.sync().await?;
         image.forget();
+        if what == Repair::All {
+            let (parted, last) = self.part_twins(image, &file, was_in_use).await?;
+            fixed += parted;
+            end = end.max(last);
+        }
         if self.marks.lock().await.has_extension {
             end = end.max(self.extension_clusters(image).await?.1);
         }

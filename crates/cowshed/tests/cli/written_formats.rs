@@ -523,6 +523,8 @@ fn qed_and_parallels_are_repaired_as_qemu_does() {
         ("marked", vec![(44, &mark[..])], 0),
         ("longer", vec![], 2 << 20),
         ("lost", vec![(64 + 4, &far[..])], 0),
+        ("twice", vec![(64 + 4, &[3, 0, 0, 0][..])], 0),
+        ("three times", vec![(64 + 4, &[5, 0, 0, 0][..]), (64 + 8, &[5, 0, 0, 0][..])], 1 << 20),
         ("all", vec![(44, &mark[..]), (64 + 4, &far[..])], 2 << 20),
     ] {
         damage("real", &edits, longer);

@@ -6,7 +6,7 @@ use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
 use cowshed_storage::{File, IoBuf, rt};
 use cowshed_types::memory::try_push;
-use cowshed_types::{Compression, Error, Result};
+use cowshed_types::{Compression, Error, Result, slip};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex as Turn;
 use std::collections::BTreeMap;
@@ -138,6 +138,10 @@ impl StreamWriter {
                 *entry = sector;
             }
             at += bytes.len() as u64 / SECTOR_BYTES;
+        }
+        // With a footer the file is a disk.
+        if !slip!("vmdk_stream_ends_before_its_grains_are_durable") {
+            self.file.sync().await?;
         }
         let bytes = stream_end::directory(&directory, at, &self.header_bytes);
         self.file.write_at(IoBuf::copy_from(&bytes), at * SECTOR_BYTES).await.0?;

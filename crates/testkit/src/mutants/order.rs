@@ -200,6 +200,21 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_formats", "power_cut_while_a_log_wraps_keeps_flushed_data"),
     },
     Mutant {
+        name: "vmdk_stream_ends_before_its_grains_are_durable",
+        about: "the footer of a stream-optimised disk is written without a barrier behind its grains and tables",
+        test: ("crash_parents", "power_cut_leaves_a_stream_empty_whole_or_refused"),
+    },
+    Mutant {
+        name: "vmdk_content_id_after_the_data",
+        about: "the first write to a VMDK disk may reach the disk before the new content id",
+        test: ("crash_parents", "power_cut_leaves_no_changed_disk_under_its_old_identity"),
+    },
+    Mutant {
+        name: "parallels_copy_led_to_before_it_is_durable",
+        about: "a repair leads to the copy of a Parallels block before it is durable",
+        test: ("crash_repairs", "power_cut_during_a_repair_loses_no_more"),
+    },
+    Mutant {
         name: "qed_name_led_to_before_it_is_durable",
         about: "the header of a QED image leads to another name of its backing file before that is durable",
         test: ("crash_formats", "power_cut_leaves_the_old_backing_name_or_the_new"),

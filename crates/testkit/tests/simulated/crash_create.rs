@@ -5,10 +5,10 @@ use cowshed_create::qcow2::Qcow2CreateOptions;
 use cowshed_create::schema::{OptionValues, options_of};
 use cowshed_create::{CreateRequest, prepare, write_fresh_qcow2};
 use cowshed_create::{ImageEncryption, NewEncryption};
-use cowshed_image::Preallocation;
 use cowshed_image::secret::Secret;
+use cowshed_image::{OpenRequest, Preallocation, open};
 use cowshed_simulator::{Config, Event, World};
-use cowshed_storage::{File, OpenOptions};
+use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashPlan, CrashReport, explore};
 use std::path::Path;
 
@@ -129,4 +129,72 @@ fn power_cut_leaves_a_small_new_image_whole_or_absent() {
     });
     let report = tried.unwrap_or_else(|failure| panic!("{failure}"));
     assert!(report.distinct() > 2, "{report}");
+}
+
+/// New images of other formats, with the files beside them.
+const OTHERS: &[(&str, &[&str])] = &[
+    ("parallels", &[""]),
+    ("qcow", &[""]),
+    ("qed", &["", "cluster_size=4k,table_size=1"]),
+    ("vdi", &["", "static=on"]),
+    ("vhdx", &["", "subformat=fixed"]),
+    (
+        "vmdk",
+        &[
+            "",
+            "zeroed_grain=on",
+            "subformat=monolithicFlat",
+            "subformat=twoGbMaxExtentSparse",
+            "subformat=twoGbMaxExtentFlat",
+            "subformat=streamOptimized",
+        ],
+    ),
+    ("vpc", &["", "force_size=on", "subformat=fixed"]),
+];
+
+/// The size of the disk, and whether all of it is zeroes and the tables are sound.
+async fn look(format: &str) -> cowshed_types::Result<(u64, bool)> {
+    let node = open(OpenRequest::file("disk").format(format)).await?;
+    let (result, bytes) = node.read(0, IoBuf::zeroed(node.size() as usize)).await;
+    result?;
+    let check = node.check_mapped(4).await.transpose()?.flatten();
+    let is_sound = check.is_none_or(|check| check.findings.is_empty());
+    let is_whole = is_sound && bytes.iter().all(|byte| *byte == 0);
+    node.close().await.map(|()| (bytes.len() as u64, is_whole))
+}
+
+#[test]
+fn a_cut_creation_of_any_format_leaves_a_whole_image_or_none() {
+    let (mut total, mut distinct) = (CrashReport::default(), 0);
+    for (format, option_lists) in OTHERS {
+        for options in *option_lists {
+            let request = CreateRequest {
+                filename: "disk".to_owned(),
+                format: (*format).to_owned(),
+                size: Some(3 << 20),
+                options: Some((*options).to_owned()).filter(|options| !options.is_empty()).into_iter().collect(),
+                ..CreateRequest::default()
+            };
+            let world = World::new(Config::new(3));
+            world.run(async { prepare(&request).await?.run().await.map(drop) }).expect("an image");
+            let end = world.position();
+            let (size, is_whole) = world.run(look(format)).expect("it opens");
+            assert!(is_whole && size >= 3 << 20, "{format} {options}");
+            let plan = CrashPlan { max_distinct: 120, ..CrashPlan::new(3) };
+            let tried = explore(&world.trace(), &plan, |cut| {
+                let left = World::with_files(Config::new(0), &cut.state.files);
+                match left.run(look(format)) {
+                    Ok(found) if found == (size, true) => Ok(()),
+                    Ok(found) => Err(format!("half an image that looks like one: {found:?}")),
+                    Err(error) if cut.position >= end => Err(error.to_string()),
+                    Err(_) => Ok(()),
+                }
+            });
+            let tried = tried.unwrap_or_else(|failure| panic!("{format} {options}: {failure}"));
+            distinct += tried.distinct();
+            total.add(&tried);
+        }
+    }
+    println!("create: {total}");
+    assert!(distinct > 60, "{total}");
 }

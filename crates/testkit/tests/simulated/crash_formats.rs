@@ -2,7 +2,9 @@
 //! Power cuts while images of formats without reference counts are written to. Flushed data read back, a sector that was written since
 //! is old or new, and the image takes writes again.
 
-use crate::fresh_images::{IMAGE, Kind, SECTOR, SECTORS, kinds, opened, split_vmdk, vdi_count, vhdx_of};
+use crate::fresh_images::{
+    IMAGE, Kind, SECTOR, SECTORS, base_value, kinds, opened, overlays, split_vmdk, vdi_count, vhdx_of,
+};
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
 use cowshed_storage::IoBuf;
@@ -13,14 +15,14 @@ use futures_util::future::join_all;
 use std::ops::Range;
 
 /// A write or a flush, and between which entries of the log it ran.
-struct Step {
+pub struct Step {
     range: (usize, usize),
     /// Sectors and the byte that they are filled with; `None` for a flush.
     write: Option<(Range<usize>, u8)>,
 }
 
 /// Requests in groups that run together, with flushes between some. `packs`: whole blocks are written compressed.
-fn work(world: &World, kind: Kind, seed: u64, packs: bool) -> Vec<Step> {
+pub fn work(world: &World, kind: Kind, seed: u64, packs: bool) -> Vec<Step> {
     let random = &mut Random::new(seed);
     let mut steps = Vec::new();
     let mut value = 0;
@@ -77,9 +79,9 @@ fn work(world: &World, kind: Kind, seed: u64, packs: bool) -> Vec<Step> {
     steps
 }
 
-/// The allowed values of each sector after a cut at `position`.
-fn allowed(steps: &[Step], position: usize) -> Vec<Vec<u8>> {
-    let mut allowed = vec![vec![0]; SECTORS];
+/// The allowed values of each sector after a cut at `position`, where it held `before`.
+fn allowed(steps: &[Step], position: usize, before: fn(usize) -> u8) -> Vec<Vec<u8>> {
+    let mut allowed: Vec<Vec<u8>> = (0..SECTORS).map(|sector| vec![before(sector)]).collect();
     let flushed = steps.iter().rfind(|step| step.write.is_none() && step.range.1 <= position);
     let durable = flushed.map_or(0, |step| step.range.0);
     for step in steps.iter().filter(|step| step.range.0 < position || step.range.1 <= position) {
@@ -156,42 +158,60 @@ fn content_by_qemu(kind: Kind, seed: u64, path: &std::path::Path) -> Vec<u8> {
         .collect()
 }
 
+/// Cuts the power of writes to an image whose sectors hold `before`.
+fn survive(kind: Kind, files: &[(String, Vec<u8>)], before: fn(usize) -> u8, packs: bool) -> CrashReport {
+    let mut total = CrashReport::default();
+    let folder = temp_dir();
+    for seed in 1..=3 {
+        let world = World::new(Config::new(seed));
+        for (name, bytes) in files {
+            world.add_file(name, PageMap::from_bytes(bytes));
+        }
+        let steps = work(&world, kind, seed, packs && seed % 2 == 0);
+        let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let left = World::with_files(Config::new(0), &case.state.files);
+            if kind.format == "vdi" {
+                vdi_count(&left.contents(IMAGE).ok_or("the file is gone")?.to_vec())?;
+            }
+            let content = judge(&left, kind, &allowed(&steps, case.position, before))?;
+            if kind.format != "vdi" && case.number % 60 == 0 {
+                for (name, _) in files {
+                    let bytes = left.contents(name).ok_or("a file is gone")?.to_vec();
+                    std::fs::write(folder.path().join(name), bytes).map_err(|error| error.to_string())?;
+                }
+                let path = folder.path().join(IMAGE);
+                if content_by_qemu(kind, case.number as u64, &path) != content {
+                    return Err("qemu-img reads another disk".to_owned());
+                }
+            }
+            write_again(&left, kind, &content, case.number as u64)
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("{}, seed {seed}: {failure}", kind.format)));
+    }
+    total
+}
+
 #[test]
 fn formats_without_reference_counts_survive_power_cuts() {
     let mut total = CrashReport::default();
-    let folder = temp_dir();
     let single = kinds().into_iter().map(|(kind, image)| (kind, vec![(IMAGE.to_owned(), image)]));
     for (kind, files) in single.chain([split_vmdk()]) {
-        for seed in 1..=3 {
-            let world = World::new(Config::new(seed));
-            for (name, bytes) in &files {
-                world.add_file(name, PageMap::from_bytes(bytes));
-            }
-            let steps = work(&world, kind, seed, kind.format == "qcow" && seed % 2 == 0);
-            let plan = CrashPlan { max_distinct: 250, ..CrashPlan::new(seed) };
-            let report = explore(&world.trace(), &plan, |case| {
-                let left = World::with_files(Config::new(0), &case.state.files);
-                if kind.format == "vdi" {
-                    vdi_count(&left.contents(IMAGE).ok_or("the file is gone")?.to_vec())?;
-                }
-                let content = judge(&left, kind, &allowed(&steps, case.position))?;
-                if kind.format != "vdi" && case.number % 60 == 0 {
-                    for (name, _) in &files {
-                        let bytes = left.contents(name).ok_or("a file is gone")?.to_vec();
-                        std::fs::write(folder.path().join(name), bytes).map_err(|error| error.to_string())?;
-                    }
-                    let path = folder.path().join(IMAGE);
-                    if content_by_qemu(kind, case.number as u64, &path) != content {
-                        return Err("qemu-img reads another disk".to_owned());
-                    }
-                }
-                write_again(&left, kind, &content, case.number as u64)
-            });
-            total.add(&report.unwrap_or_else(|failure| panic!("{}, seed {seed}: {failure}", kind.format)));
-        }
+        total.add(&survive(kind, &files, |_| 0, kind.format == "qcow"));
     }
     println!("formats: {total}");
     assert!(total.distinct() > 1800, "{total}");
+}
+
+/// A new block takes the rest of its content from the file below.
+#[test]
+fn overlays_without_reference_counts_survive_power_cuts() {
+    let mut total = CrashReport::default();
+    for (kind, files) in overlays() {
+        total.add(&survive(kind, &files, base_value, false));
+    }
+    println!("overlays: {total}");
+    assert!(total.distinct() > 700, "{total}");
 }
 
 /// Names within the first sector and beyond it, and none.

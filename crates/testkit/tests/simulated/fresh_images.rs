@@ -8,12 +8,16 @@ use cowshed_layout::qcow::NewQcow;
 use cowshed_layout::qed::NewQed;
 use cowshed_layout::vdi::NewVdi;
 use cowshed_layout::vhdx::{Guid, NewVhdx};
-use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk};
+use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, embedded_descriptor};
 use cowshed_layout::vpc::{self, NewVpc};
+use cowshed_simulator::{Config, PageMap, World};
+use cowshed_storage::IoBuf;
 use std::ops::Range;
 use std::sync::Arc;
 
 pub const IMAGE: &str = "disk";
+/// The file under an overlay.
+pub const BASE: &str = "base";
 pub const SECTOR: usize = 512;
 /// Sectors that are used at the start of each block.
 const SECTORS_OF_BLOCK: usize = 8;
@@ -127,11 +131,11 @@ fn new_vmdk(size: u64, kind: &str) -> NewVmdk<'static> {
         parent: None,
         name: IMAGE,
         part_names: None,
+        ids: None,
     }
 }
 
 /// The same in one sparse file.
-        ids: None,
 fn vmdk(block_bytes: u64) -> Vec<u8> {
     let size = SECTORS as u64 / SECTORS_OF_BLOCK as u64 * block_bytes;
     bytes_of(&new_vmdk(size, "monolithicSparse").lay_out().expect("a layout").image)
@@ -150,6 +154,63 @@ pub fn split_vmdk() -> (Kind, Vec<(String, Vec<u8>)>) {
     let mut all = vec![(IMAGE.to_owned(), text.replace(line, &both).into_bytes())];
     all.extend(names.map(|name| (name, part.clone())));
     (Kind { format: "vmdk", block_bytes: VMDK_BLOCK_BYTES }, all)
+}
+
+/// A stream-optimised VMDK disk without grains.
+pub fn empty_stream(size: u64) -> Vec<u8> {
+    bytes_of(&new_vmdk(size, "streamOptimized").lay_out().expect("a layout").image)
+}
+
+/// The byte in each sector of the file under an overlay: two blocks of three have data.
+pub fn base_value(sector: usize) -> u8 {
+    if sector / SECTORS_OF_BLOCK % 3 == 2 { 0 } else { 200 + (sector % 50) as u8 }
+}
+
+/// An image whose sectors were filled by the driver; those of the value 0 were left out.
+pub fn filled(kind: Kind, image: &[u8], value: fn(usize) -> u8) -> Vec<u8> {
+    let world = World::new(Config::new(1));
+    world.add_file(IMAGE, PageMap::from_bytes(image));
+    world.run(async {
+        let node = opened(kind.format, true).await;
+        for sector in (0..SECTORS).filter(|sector| value(*sector) != 0) {
+            let bytes = IoBuf::copy_from(&[value(sector); SECTOR]);
+            node.write(kind.offset(sector), bytes).await.0.expect("it is written");
+        }
+        node.close().await.expect("it closes");
+    });
+    world.contents(IMAGE).expect("the file").to_vec()
+}
+
+/// A QED image over the raw file `BASE`, with a disk of this size in bytes.
+pub fn qed_over_raw(size: u64) -> Vec<u8> {
+    let backing = Some((BASE, true));
+    let new = NewQed { size, cluster_bytes: u64::from(BLOCK_BYTES), table_clusters: 2, backing };
+    bytes_of(&new.lay_out().expect("a layout"))
+}
+
+/// A raw file with the sectors of [`base_value`].
+pub fn raw_base() -> Vec<u8> {
+    (0..SECTORS).flat_map(|sector| [base_value(sector); SECTOR]).collect()
+}
+
+/// An empty overlay of each format that is written to, with the file under it.
+pub fn overlays() -> Vec<(Kind, Vec<(String, Vec<u8>)>)> {
+    let size = SECTORS as u64 * SECTOR as u64;
+    let small = |format| Kind { format, block_bytes: u64::from(BLOCK_BYTES) };
+    let qcow = bytes_of(&NewQcow { size, backing: Some(BASE) }.lay_out().expect("a layout"));
+    let wide = Kind { format: "vmdk", block_bytes: VMDK_BLOCK_BYTES };
+    let parent = filled(wide, &vmdk(VMDK_BLOCK_BYTES), base_value);
+    // The descriptor has 20 sectors behind the header.
+    let cid = embedded_descriptor(&parent[SECTOR..21 * SECTOR], 1).expect("a descriptor").cid;
+    let size = SECTORS as u64 / SECTORS_OF_BLOCK as u64 * VMDK_BLOCK_BYTES;
+    let child = NewVmdk { parent: Some((cid, BASE)), ..new_vmdk(size, "monolithicSparse") };
+    let child = bytes_of(&child.lay_out().expect("a layout").image);
+    let files = |image, base| vec![(IMAGE.to_owned(), image), (BASE.to_owned(), base)];
+    vec![
+        (small("qed"), files(qed_over_raw(SECTORS as u64 * SECTOR as u64), raw_base())),
+        (small("qcow"), files(qcow, raw_base())),
+        (wide, files(child, parent)),
+    ]
 }
 
 /// An image of each format.

@@ -10,6 +10,8 @@ mod crash_filters;
 mod crash_findings;
 mod crash_formats;
 mod crash_live;
+mod crash_parents;
+mod crash_repairs;
 mod crash_shrink;
 mod crash_stale_records;
 mod crash_toy;
