@@ -2,12 +2,14 @@
 //! The common part of formats that keep a disk in blocks of one length, found by tables. The tables are read in pages, of
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
+mod changes;
+
 use super::holes::Holes;
 use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, no_such_bitmap, push_run};
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
-use cowshed_graph::node::{BitmapStatus, ChildRole, Link, LocalFuture, Node, Transfer, Work, ZeroFlags};
+use cowshed_graph::node::{BitmapStatus, ChildRole, LocalFuture, Node, Work};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_graph::options::{Key, KeyType, REQUIRED};
@@ -43,6 +45,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn size(&self) -> u64;
     /// The image's description of itself.
     fn describe(&self) -> Description;
+    /// True for an image whose data are encrypted.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds. The count is at
     /// least one, and ends at the end of an allocated block.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
@@ -120,6 +126,8 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn occupied(&self, _file: &ImageFile) -> impl Future<Output = Result<Vec<(u64, u64)>>> {
         async { Ok(Vec::new()) }
     }
+    /// Has blocks move to other places of the file where a longer table needs theirs, or not: no request runs while they may.
+    fn let_blocks_move(&self, _allowed: bool) {}
     /// Has the disk a size in memory. An error where it can't have that.
     fn set_size(&self, _size: u64) -> Result<()> {
         Err(Error::unsupported("Image format driver does not support resize"))
@@ -530,6 +538,10 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
         self.format.describe()
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.format.is_encrypted()
+    }
+
     fn files(&self) -> &[Arc<Node>] {
         &self.file.node
     }
@@ -616,81 +628,5 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
                 }
             }
         })
-    }
-}
-
-impl<F: BlockFormat> MappedWriter for Image<F> {
-    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a> {
-        Box::pin(async move {
-            match self.open_writer() {
-                Ok(writer) => writer.write(&self.format, &self.file, backing, offset, buf).await,
-                Err(error) => (Err(error), buf),
-            }
-        })
-    }
-
-    fn write_compressed<'a>(&'a self, clusters: Vec<(u64, IoBuf)>, backing: &'a Link) -> Work<'a> {
-        Box::pin(async move {
-            if !F::PACKS {
-                return Err(Error::unsupported("Compression not supported for this file format"));
-            }
-            self.open_writer()?.write_packed(&self.format, &self.file, backing, clusters).await
-        })
-    }
-
-    fn compresses(&self) -> bool {
-        F::PACKS
-    }
-
-    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a> {
-        Box::pin(async move {
-            self.open_writer()?.write_zeroes(&self.format, &self.file, backing, (offset, len), flags).await
-        })
-    }
-
-    fn discard(&self, offset: u64, len: u64) -> Work<'_> {
-        Box::pin(async move { self.open_writer()?.discard(&self.format, &self.file, (offset, len)).await })
-    }
-
-    fn is_resizable(&self) -> bool {
-        self.format.set_size(self.format.size()).is_ok()
-    }
-
-    fn resize<'a>(&'a self, size: u64, backing: &'a Link) -> Work<'a> {
-        Box::pin(async move {
-            let (writer, old) = (self.open_writer()?, self.format.size());
-            // Formats that can't be resized refuse first.
-            self.format.set_size(old)?;
-            if size < old {
-                return Err(Error::unsupported("Shrinking images is currently not supported"));
-            }
-            if size > old {
-                writer.lengthen(&self.format, &self.file, size).await?;
-            }
-            self.format.set_size(size)?;
-            let grown = async {
-                // A longer backing file must not show behind the old end.
-                let below = backing.load().as_ref().map_or(0, |backing| backing.size());
-                if old < below.min(size) {
-                    let range = (old, below.min(size) - old);
-                    writer.write_zeroes(&self.format, &self.file, backing, range, ZeroFlags::default()).await?;
-                }
-                writer.flush(&self.format, &self.file).await?;
-                self.format.write_size(&self.file.storage()).await
-            };
-            let result = grown.await;
-            if result.is_err() {
-                self.format.set_size(old)?;
-            }
-            result
-        })
-    }
-
-    fn flush(&self) -> Work<'_> {
-        Box::pin(async move { self.open_writer()?.flush(&self.format, &self.file).await })
-    }
-
-    fn complete(&self) -> Work<'_> {
-        Box::pin(async move { self.open_writer()?.complete(&self.format, &self.file).await })
     }
 }

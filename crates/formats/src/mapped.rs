@@ -91,6 +91,10 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn size(&self) -> u64;
     /// The image's description of itself.
     fn describe(&self) -> Description;
+    /// True for an image whose data are encrypted.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
     /// The files that runs refer to.
     fn files(&self) -> &[Arc<Node>];
     /// The places of a range: runs in order without gaps from `offset` on, at least one, about `max_runs` at most. They
@@ -184,6 +188,8 @@ pub(crate) trait MappedWriter {
     fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
         done(Err(Error::unsupported("Image format driver does not support resize")))
     }
+    /// See [`Node::moving_blocks`](cowshed_graph::node::Node::moving_blocks).
+    fn let_blocks_move(&self, _allowed: bool) {}
     /// Makes everything written so far durable.
     fn flush(&self) -> Work<'_>;
     /// The same, and leaves the files as a close does. No request runs.
@@ -395,7 +401,7 @@ impl Driver for MappedDriver {
     /// The status by the format, with the holes of the files under plain data as zeroes.
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
         Box::pin(async move {
-            let mut statuses = Vec::new();
+            let mut statuses: Vec<StatusExtent> = Vec::new();
             for run in self.map(offset, len, max_runs).await? {
                 if statuses.len() >= max_runs {
                     break;
@@ -429,6 +435,10 @@ impl Driver for MappedDriver {
                     },
                     _ => statuses.push(status),
                 }
+            }
+            // Blocks that are packed for their encryption alone.
+            if self.is_encrypted() {
+                statuses.iter_mut().for_each(|status| status.compressed = false);
             }
             Ok(statuses)
         })
@@ -484,6 +494,16 @@ impl Driver for MappedDriver {
             return done(Err(Error::unsupported(message).file(self.filename.clone())));
         }
         self.written(self.format.writer().map(|writer| writer.resize(size, &self.backing)))
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.format.is_encrypted()
+    }
+
+    fn let_blocks_move(&self, allowed: bool) {
+        if let Some(writer) = self.format.writer() {
+            writer.let_blocks_move(allowed);
+        }
     }
 
     fn complete<'a>(&'a self, flush: Work<'a>) -> Work<'a> {

@@ -5,14 +5,17 @@ use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable,
 use super::mapped::Place;
 use super::units::{Units, check_metadata};
 use cowshed_codec::Codec;
+use cowshed_crypto::legacy_aes;
+use cowshed_graph::encryption::{Cipher, SectorsOf};
 use cowshed_graph::node::Description;
-use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
-use cowshed_graph::options::{DriverKind, DriverSchema};
+use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener, Telling};
+use cowshed_graph::options::{DriverKind, DriverSchema, Key, KeyType, key};
 use cowshed_layout::qcow::{ENTRY_BYTES, HEADER_BYTES, QcowCluster, QcowHeader};
 use cowshed_storage::rt;
 use cowshed_types::memory::try_push;
-use cowshed_types::{Compression, Error, Result};
+use cowshed_types::{Compression, Error, ErrorKind, GuestOffset, HostOffset, Result};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Unit of places in the file.
 const SECTOR_BYTES: u64 = 512;
@@ -21,22 +24,40 @@ const SCHEMA: DriverSchema = DriverSchema {
     name: "qcow",
     kind: DriverKind::Format,
     about: "QEMU's image format before qcow2",
-    keys: &[FILE_KEY, BACKING_KEY],
+    keys: &[
+        FILE_KEY,
+        BACKING_KEY,
+        Key {
+            name: "encrypt",
+            value: KeyType::Struct(ENCRYPT),
+            default: "as the image says",
+            help: "the key of an encrypted image",
+        },
+    ],
 };
 
+const ENCRYPT: &[Key] = &[
+    key("format", KeyType::Choice(&["aes"]), "as the image says", "the method that the image must have"),
+    key("key-secret", KeyType::Text, "", "id of the secret with the passphrase"),
+];
+
 /// The line of the table.
-pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)));
+pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
+    .telling(Telling::Keys(&["encrypt.key-secret"]));
 
 struct Qcow {
     header: QcowHeader,
     l1: Table,
     backing_name: Option<String>,
+    /// Of an encrypted image, where there is a key.
+    cipher: Option<Arc<SectorsOf>>,
 }
 
 /// Opens a qcow image.
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let file = ImageFile::open(opener, draft).await?;
-    let qcow = load(&file).await.map_err(|error| file.named(error))?;
+    let mut qcow = load(&file).await.map_err(|error| file.named(error))?;
+    qcow.cipher = cipher_of(opener, draft, qcow.header.is_encrypted).map_err(|error| file.named(error))?;
     // The header has no place for the backing file's format.
     let backing = BackingReference { name: qcow.backing_name.clone(), format: None };
     finish(opener, draft, file, qcow, backing).await
@@ -50,7 +71,24 @@ async fn load(file: &ImageFile) -> Result<Qcow> {
         Some(place) => Some(file.name("backing_file_offset", place).await?).filter(|name| !name.is_empty()),
         None => None,
     };
-    Ok(Qcow { header, l1, backing_name })
+    Ok(Qcow { header, l1, backing_name, cipher: None })
+}
+
+/// The cipher of an image; `None` for one that isn't encrypted, and where the disk isn't read.
+fn cipher_of(opener: &Opener, draft: &Draft, is_encrypted: bool) -> Result<Option<Arc<SectorsOf>>> {
+    let option = |key: &str| draft.options.get("encrypt").and_then(|encrypt| encrypt.get(key)?.as_str());
+    if let Some(wanted) = option("format").filter(|_| !is_encrypted) {
+        let message = format!("No encryption in image header, but options specified format '{wanted}'");
+        return Err(Error::invalid_argument(message));
+    }
+    opener.require_key(draft, is_encrypted, option("key-secret"), "encrypt.key-secret")?;
+    match option("key-secret").filter(|_| is_encrypted && opener.needs_keys(draft)) {
+        Some(id) => {
+            let cipher = legacy_aes(opener.secret(id)?.as_bytes())?;
+            Ok(Some(Arc::new(SectorsOf { cipher, by_host: false })))
+        }
+        None => Ok(None),
+    }
 }
 
 impl Qcow {
@@ -73,6 +111,24 @@ impl Qcow {
 }
 
 impl Qcow {
+    /// An encrypted cluster. Its sectors have the numbers of the disk.
+    async fn decrypted(&self, file: &ImageFile, block: u64, host: u64) -> Result<Vec<u8>> {
+        let cipher = self.cipher.clone().ok_or_else(|| {
+            Error::invalid_argument("the image is encrypted: reading needs 'encrypt.key-secret'").offset(block)
+        })?;
+        // The disk may end in a cluster, and the file with it.
+        let len = self.header.cluster_bytes().min(self.header.size - block);
+        let bytes = file.read(host, len as usize).await?;
+        let cluster_bytes = self.header.cluster_bytes() as usize;
+        Ok(rt::run_on_cpu_pool(move || {
+            let mut bytes = bytes.to_vec();
+            cipher.decrypt(GuestOffset(block), HostOffset(host), &mut bytes);
+            bytes.resize(cluster_bytes, 0);
+            bytes
+        })
+        .await)
+    }
+
     /// For how many of the `len` bytes from byte `at` of the disk on there is no L2 table, where there is none for `at`.
     async fn without_table(&self, file: &ImageFile, at: u64, len: u64) -> Result<u64> {
         let span = self.header.l2_span_bytes();
@@ -112,7 +168,11 @@ impl BlockFormat for Qcow {
                     return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
                 }
                 file.check_data("L2 table entry", host, skip + len, at)?;
-                Ok((Place::Data { file: 0, host: host + skip }, len))
+                match self.header.is_encrypted {
+                    // It is read whole.
+                    true => Ok((Place::Packed { block: at - skip }, len)),
+                    false => Ok((Place::Data { file: 0, host: host + skip }, len)),
+                }
             }
             QcowCluster::Compressed { host, len: packed } => {
                 if packed == 0 {
@@ -148,10 +208,11 @@ impl BlockFormat for Qcow {
     }
 
     async fn unpack(&self, file: &ImageFile, block: u64) -> Result<Vec<u8>> {
-        let Some((QcowCluster::Compressed { host, len }, ..)) = self.cluster(file, block).await? else {
-            return Err(Error::internal("a packed cluster went away").offset(block));
-        };
-        self.unpack_at(file, host, len).await
+        match self.cluster(file, block).await? {
+            Some((QcowCluster::Compressed { host, len }, ..)) => self.unpack_at(file, host, len).await,
+            Some((QcowCluster::At(host), ..)) if self.header.is_encrypted => self.decrypted(file, block, host).await,
+            _ => Err(Error::internal("a packed cluster went away").offset(block)),
+        }
     }
 
     async fn unpack_at(&self, file: &ImageFile, host: u64, len: u64) -> Result<Vec<u8>> {
@@ -165,6 +226,18 @@ impl BlockFormat for Qcow {
         })
         .await
         .map_err(|error: Error| error.offset(host))
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.header.is_encrypted
+    }
+
+    async fn before_writing(&self, _file: &ImageFile) -> Result<()> {
+        match self.header.is_encrypted {
+            true => Err(Error::new(ErrorKind::ReadOnly, "qcow images that are encrypted can only be read")
+                .hint(": convert it to qcow2 to write to it")),
+            false => Ok(()),
+        }
     }
 
     const LINKS_BACKING: bool = true;

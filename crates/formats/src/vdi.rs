@@ -21,6 +21,7 @@ use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::lock::Mutex as Turn;
 use serde_json::{Value, json};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 const SCHEMA: DriverSchema = DriverSchema {
@@ -50,7 +51,7 @@ struct Vdi {
     /// The fields that a growth changes.
     shape: Mutex<Shape>,
     /// Nothing else uses the image while its size changes.
-    may_move: bool,
+    may_move: AtomicBool,
     /// The identifier of the content now.
     content: Mutex<[u8; 16]>,
     /// True once this opening gave the content another identifier.
@@ -142,7 +143,7 @@ async fn load(file: &ImageFile, may_move: bool) -> Result<Vdi> {
     let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
     let shape = Mutex::new(shape_of(&header, file)?);
     let content = Mutex::new(header.uuids[1]);
-    Ok(Vdi { header, shape, may_move, content, is_changed: Turn::new(false) })
+    Ok(Vdi { header, shape, may_move: AtomicBool::new(may_move), content, is_changed: Turn::new(false) })
 }
 
 fn shape_of(header: &VdiHeader, file: &ImageFile) -> Result<Shape> {
@@ -269,6 +270,10 @@ impl BlockFormat for Vdi {
             Ok(_) => Ok(()),
             Err(_) => Err(Error::invalid_argument("Unsupported VDI image size").field("size").value(size)),
         }
+    }
+
+    fn let_blocks_move(&self, allowed: bool) {
+        self.may_move.store(allowed, Ordering::Relaxed);
     }
 
     async fn grow(&self, image: &ImageFile, file: &File, size: u64, usage: Usage) -> Result<Option<Grown>> {

@@ -226,6 +226,7 @@ async fn whole_info(node: &Node) -> Result<ImageInfo> {
     let mut info = node_info(node).await?;
     if let Some(description) = node.description() {
         describe(&mut info, description, &node.filename())?;
+        info.encrypted = node.is_encrypted().then_some(true);
     }
     if let Some(luks) = node.encrypted_volume() {
         info.encrypted = Some(true);

@@ -15,6 +15,8 @@ pub const ENTRY_BYTES: u64 = 8;
 
 const SECTOR_BYTES: u64 = 512;
 const COMPRESSED: u64 = 1 << 63;
+/// `crypt_method` of an encrypted image.
+const METHOD_AES: u32 = 1;
 const MAX_BACKING_NAME_BYTES: u32 = 1023;
 
 /// The header of an image, checked. Sizes and offsets in bytes.
@@ -30,6 +32,8 @@ pub struct QcowHeader {
     pub l2_bits: u32,
     /// Offset of the L1 table, in bytes.
     pub l1_offset: u64,
+    /// Clusters are encrypted with AES, but for compressed ones.
+    pub is_encrypted: bool,
 }
 
 /// An entry of an L2 table.
@@ -77,8 +81,8 @@ impl QcowHeader {
         let (cluster_bits, l2_bits) = (u32::from(*bytes.get(32)?), u32::from(*bytes.get(33)?));
         let (crypt_method, l1_offset) = (be32_at(bytes, 36)?, be64_at(bytes, 40)?);
         Some(match crypt_method {
-            0 => Self::checked(name_offset, name_bytes, size, cluster_bits, l2_bits, l1_offset),
-            1 => Err(refused("crypt_method", 36, 1, "qcow images that are encrypted with AES are not supported")),
+            method @ (0 | METHOD_AES) => Self::checked(name_offset, name_bytes, size, cluster_bits, l2_bits, l1_offset)
+                .map(|header| Self { is_encrypted: method == METHOD_AES, ..header }),
             _ => Err(wrong("crypt_method", 36, crypt_method, "unknown method of encryption")),
         })
     }
@@ -106,7 +110,7 @@ impl QcowHeader {
             let message = format!("the name of the backing file is longer than {MAX_BACKING_NAME_BYTES} bytes");
             return Err(wrong("backing_file_size", 16, name_bytes, message));
         }
-        let header = Self { backing_name, size: whole_size, cluster_bits, l2_bits, l1_offset };
+        let header = Self { backing_name, size: whole_size, cluster_bits, l2_bits, l1_offset, is_encrypted: false };
         if l1_offset < HEADER_BYTES as u64 || l1_offset.checked_add(header.l1_bytes()).is_none() {
             return Err(wrong("l1_table_offset", 40, l1_offset, "the L1 table is at an impossible offset"));
         }
@@ -238,6 +242,9 @@ mod tests {
         assert_eq!((parsed.l1_bytes(), parsed.l2_bytes(), parsed.backing_name), (40, 4096, None));
         assert_eq!(parsed.cluster(0), QcowCluster::Unallocated);
         assert_eq!(parsed.cluster(4096), QcowCluster::At(4096));
+        let mut encrypted = header();
+        encrypted[39] = 1;
+        assert!(!parsed.is_encrypted && QcowHeader::parse(&encrypted).unwrap().is_encrypted);
         let compressed = 1 << 63 | 700 << 51 | 12_345;
         assert_eq!(parsed.cluster(compressed), QcowCluster::Compressed { host: 12_345, len: 700 });
     }
@@ -254,7 +261,6 @@ mod tests {
             (32, &[17], "cluster_bits"),
             (33, &[5], "l2_bits"),
             (33, &[14], "l2_bits"),
-            (39, &[1], "crypt_method"),
             (39, &[2], "crypt_method"),
             (40, &[0xff; 8], "l1_table_offset"),
             (40, &[0; 8], "l1_table_offset"),

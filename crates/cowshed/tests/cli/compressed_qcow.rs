@@ -180,3 +180,61 @@ fn a_compressed_qcow_image_is_short() {
     tools.check(&vec![9; 1 << 20], "through the filter");
     assert!(fs::metadata(tools.path("image")).unwrap().len() < 1 << 18);
 }
+
+/// QEMU encrypts images of the format as the old ones of qcow2. They are read, and never written to.
+#[test]
+fn an_encrypted_qcow_is_read_with_its_key() {
+    const KEY: &str = "--object secret,id=s,data=geheim";
+    let tools = Tools::new();
+    let (img, io) = (Qemu::newest().img_path().to_owned(), Qemu::newest().io_path().to_owned());
+    fs::write(tools.path("base"), vec![9; 1 << 20]).unwrap();
+    for backing in ["", "-b base -F raw "] {
+        let _ = fs::remove_file(tools.path("image"));
+        let create =
+            format!("create -q {KEY} -f qcow -o encrypt.format=aes,encrypt.key-secret=s {backing}image 1050112");
+        tools.done(&img, &create);
+        let named = "driver=qcow,encrypt.key-secret=s,file.driver=file,file.filename=image";
+        for write in ["write -P 1 0 3k", "write -P 2 64k 100k", "write -P 3 1024k 1536", "write -P 4 700k 512"] {
+            tools.done(&io, &format!("{KEY} --image-opts {named} -c '{write}'"));
+        }
+        tools.done(&img, &format!("convert {KEY} --image-opts -O raw {named} truth"));
+        tools.done(&tools.img, &format!("convert {KEY} --image-opts -O raw {named} out"));
+        let truth = fs::read(tools.path("truth")).unwrap();
+        assert!(fs::read(tools.path("out")).unwrap() == truth && truth[..3072] == [1; 3072]);
+        for seed in 1..=20 {
+            let random = &mut Random::new(seed);
+            let at = random.below((truth.len() / 512) as u64) as usize * 512;
+            let len = (1 + random.below(40) as usize) * 512;
+            let len = len.min(truth.len() - at);
+            let read =
+                format!("dd -U --image-opts {KEY} if={named} of=out bs=512 skip={} count={}", at / 512, len / 512);
+            tools.done(&tools.img, &read);
+            assert!(fs::read(tools.path("out")).unwrap() == truth[at..at + len], "seed {seed}");
+        }
+        // Both say the same of it without the key.
+        for line in ["info -f qcow image", "convert -f qcow -O raw image out"] {
+            let [ours, theirs] = [&tools.img, &img].map(|tool| tools.run(tool, &words(line)));
+            let said = |output: &Output| {
+                let text =
+                    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+                (output.status.code(), text)
+            };
+            assert_eq!(said(&ours), said(&theirs), "{line}");
+        }
+        let before = fs::read(tools.path("image")).unwrap();
+        for line in [
+            format!("{KEY} --image-opts {named} -c 'write 0 512'"),
+            format!("{KEY} --image-opts {named} -c 'write 900k 512'"),
+        ] {
+            let output = tools.run(&tools.io, &words(&line));
+            let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+            assert!(said.contains("can only be read"), "{said}");
+        }
+        assert!(fs::read(tools.path("image")).unwrap() == before);
+        // The method knows no wrong key.
+        tools.done(&tools.img, &format!("convert --object secret,id=s,data=other --image-opts -O raw {named} out"));
+        assert!(fs::read(tools.path("out")).unwrap() != truth);
+        tools.done(&tools.img, &format!("convert {KEY} --image-opts -O qcow2 {named} out.qcow2"));
+        tools.done(&img, "compare -f raw -F qcow2 truth out.qcow2");
+    }
+}

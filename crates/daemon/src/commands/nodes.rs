@@ -5,7 +5,7 @@ use super::{Arguments, Group, activity, change, command, failed, names, nothing}
 use crate::state::Daemon;
 use crate::warnings;
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::graph::{Attachment, nodes_below};
+use cowshed_image::graph::{Attachment, below_filters, nodes_below};
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
@@ -262,7 +262,10 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     // Shrinking takes away a range that a request may be about to write to.
     let drained = daemon.graph.drain(&[&node]).await;
+    let image = below_filters(&node);
+    let moving = image.moving_blocks();
     let result = node.resize(size, Preallocation::Off).await;
+    drop(moving);
     drop(drained);
     result.map_err(|error| match error.kind() {
         ErrorKind::ReadOnly => QmpError::generic("Image is read-only"),

@@ -21,6 +21,7 @@ mod failed_jobs;
 mod fleecing;
 mod format_overlays;
 mod grouped;
+mod grown_vdi;
 mod header_names;
 mod ids;
 mod internal;

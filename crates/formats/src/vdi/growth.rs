@@ -11,6 +11,7 @@ use cowshed_layout::vdi::{ALLOCATED_AT, ENTRY_BYTES, HEADER_BYTES, VdiBlock, Vdi
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result, slip};
+use std::sync::atomic::Ordering;
 
 /// Entries and data are copied in parts of this many bytes.
 const PART_BYTES: u64 = 1 << 20;
@@ -35,9 +36,9 @@ impl Vdi {
         let next = usage.end.saturating_sub(shape.data_offset).div_ceil(block_bytes);
         let counts = Counts { before: shape.size.div_ceil(block_bytes), after: size.div_ceil(block_bytes), next };
         let moves = shape.map.offset + counts.after * ENTRY_BYTES > shape.data_offset;
-        if moves && !self.may_move {
-            let message = "the block map has no room for so many blocks, and is moved only by 'resize' on an image that \
-                           nothing else uses";
+        if moves && !self.may_move.load(Ordering::Relaxed) {
+            let message = "the block map has no room for so many blocks, and is moved only by 'resize' and \
+                           'block_resize'";
             return Err(Error::unsupported(message).field("offset_bmap").value(shape.map.offset));
         }
         self.expect_room(&shape, &counts, size, moves)?;

@@ -167,6 +167,15 @@ pub trait LiveOptions: Send + Sync {
 /// Applies options to the node that they were checked for. It can't fail.
 pub type Apply = Box<dyn FnOnce(&Node)>;
 
+/// See [`Node::moving_blocks`].
+pub struct MovingBlocks<'a>(&'a Node);
+
+impl Drop for MovingBlocks<'_> {
+    fn drop(&mut self) {
+        self.0.driver.let_blocks_move(false);
+    }
+}
+
 impl Node {
     /// The dirty bitmaps that the image keeps. A writable image has none of a format that only reads them: the first write
     /// makes them wrong.
@@ -177,6 +186,13 @@ impl Node {
     /// The same, where the format has a way to store and change bitmaps.
     pub fn changeable_bitmaps(&self) -> Option<&dyn Bitmaps> {
         self.stored_bitmaps().filter(|stored| stored.can_change())
+    }
+
+    /// While the guard lives, a resize may move data to other places of the file, where a longer table needs theirs. The node is
+    /// drained for that time: a request in flight has the old places.
+    pub fn moving_blocks(&self) -> MovingBlocks<'_> {
+        self.driver.let_blocks_move(true);
+        MovingBlocks(self)
     }
 
     /// The mark of the image's content, where the format has one.

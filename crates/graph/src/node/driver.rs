@@ -176,6 +176,9 @@ pub trait Driver: Any + Send + Sync {
         done(Err(self.refusal()))
     }
 
+    /// See [`Node::moving_blocks`].
+    fn let_blocks_move(&self, _allowed: bool) {}
+
     /// See [`Node::block_status`].
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>>;
 

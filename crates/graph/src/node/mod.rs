@@ -30,7 +30,7 @@ mod watch;
 pub use below::Below;
 pub use bitmaps::{BitmapUse, NodeBitmap, SavedBitmap};
 pub use capabilities::{Apply, Backing, BackingLink, LiveOptions, Snapshots, VmState};
-pub use capabilities::{BackingName, Compressing, EncryptedVolume, HeaderName, Marks, Metadata};
+pub use capabilities::{BackingName, Compressing, EncryptedVolume, HeaderName, Marks, Metadata, MovingBlocks};
 pub use chain::{Chain, Holder};
 pub(crate) use deadline::Deadline;
 pub use description::Described;

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `block_resize` of a VDI disk in use: its map grows where there is room, and else moves while the disk is drained.
+
+use super::running::Running;
+use cowshed_testkit::qemu::Qemu;
+use serde_json::json;
+use std::time::Duration;
+
+/// Rounds of a client, each of 40 requests.
+const ROUNDS: u64 = 16;
+
+#[test]
+fn a_vdi_grows_under_a_client_that_writes() {
+    for options in ["", "static=on"] {
+        let daemon = Running::start(Vec::new());
+        let mut client = daemon.client();
+        let path = daemon.path("a.vdi");
+        Qemu::newest().create(&path, "vdi", options, 8 << 20);
+        let node = json!({"driver": "vdi", "node-name": "v", "file": {"driver": "file", "filename": path}});
+        client.command("blockdev-add", node);
+        let socket = daemon.path("n.sock");
+        client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+        client.command(
+            "block-export-add",
+            json!({"type": "nbd", "id": "v", "name": "v", "node-name": "v", "writable": true}),
+        );
+        let uri = format!("nbd+unix:///v?socket={}", socket.display());
+        let writer = std::thread::spawn(move || {
+            for round in 1..=ROUNDS {
+                let mut words = vec!["-f".to_owned(), "raw".to_owned()];
+                for step in 0..20 {
+                    let place = format!("{} {}k 100k", (round * 20 + step) & 0xff, (step * 7 % 20) * 400 + round);
+                    words.extend(["-c".to_owned(), format!("write -P {place}")]);
+                    words.extend(["-c".to_owned(), format!("read -P {place}")]);
+                }
+                words.push(uri.clone());
+                let output = Qemu::newest().io(words);
+                let text = output.stdout + &output.stderr;
+                assert!(!text.contains("failed"), "round {round}: {text}");
+            }
+        });
+        // The map has room for 128 blocks, then it moves: into the place of one block, and of a second one.
+        for size in [16 << 20, 64 << 20, 100 << 20, 3 << 30, 400u64 << 30] {
+            if options.is_empty() || size < 1 << 32 {
+                client.command("block_resize", json!({"node-name": "v", "size": size}));
+                // A load: the client writes meanwhile.
+                std::thread::sleep(Duration::from_millis(150));
+            }
+        }
+        writer.join().expect("no request fails");
+        let (folder, stopped) = daemon.keep_after_stop();
+        stopped.expect("stopped in order");
+        let path = folder.path().join("a.vdi");
+        Qemu::newest().img(["check".as_ref(), "-f".as_ref(), "vdi".as_ref(), path.as_os_str()]).expect_ok();
+        let mut words: Vec<String> = ["-r", "-f", "vdi"].map(str::to_owned).to_vec();
+        for step in 0..20 {
+            let place = format!("{} {}k 100k", (ROUNDS * 20 + step) & 0xff, (step * 7 % 20) * 400 + ROUNDS);
+            words.extend(["-c".to_owned(), format!("read -P {place}")]);
+        }
+        words.extend(["-c".to_owned(), "length".to_owned(), path.display().to_string()]);
+        let output = Qemu::newest().io(words);
+        assert!(!output.stdout.contains("failed") && output.stderr.is_empty(), "{}{}", output.stdout, output.stderr);
+        let length = if options.is_empty() { "400 GiB" } else { "3 GiB" };
+        assert!(output.stdout.contains(length), "{}", output.stdout);
+    }
+}
