@@ -18,10 +18,10 @@ fn description(libvirt: &Libvirt, volume: &str) -> Vec<String> {
     lines.map(|line| line.replace(&folder, "")).collect()
 }
 
-/// The story of a pool; returns libvirt's descriptions of its volumes.
 /// Formats of other programs.
 const OTHERS: [&str; 5] = ["vmdk", "vdi", "vpc", "qed", "qcow"];
 
+/// The story of a pool; returns libvirt's descriptions of its volumes.
 fn use_pool(libvirt: &Libvirt) -> Vec<String> {
     let pool = format!(
         "<pool type='dir'><name>p</name><target><path>{}</path></target></pool>",
