@@ -5,8 +5,7 @@
 use super::replay::Entry;
 use cowshed_codec::{unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_layout::bochs::BochsHeader;
-use cowshed_layout::bytes::le32_at;
-use cowshed_layout::bytes::{be32_at, be64_at, be64_entries};
+use cowshed_layout::bytes::{array_at, be32_at, be64_at, be64_entries, le32_at};
 use cowshed_layout::cloop::CloopHeader;
 use cowshed_layout::crc32c::crc32;
 use cowshed_layout::dmg::{DmgPacking, DmgTrailer};
@@ -18,6 +17,7 @@ use cowshed_layout::qcow2::{
 };
 
 use cowshed_layout::parallels::ParallelsHeader;
+use cowshed_layout::parents;
 use cowshed_layout::partitions::{ScanStep, Search};
 use cowshed_layout::qcow::{QcowCluster, QcowHeader};
 use cowshed_layout::qed::QedHeader;
@@ -273,6 +273,12 @@ pub fn block_formats(data: &[u8]) {
         }
         if let Ok(parent) = VpcParent::parse(header) {
             assert!(parent.relative.is_none_or(|(_, len)| len <= MAX_LOCATOR_BYTES));
+            let text = parent.relative.and_then(|(at, len)| {
+                let at = usize::try_from(at).ok()?;
+                data.get(at..at.checked_add(usize::try_from(len).ok()?)?)
+            });
+            let name = text.and_then(|text| parents::beside(Some(&parents::utf16(text, false)), &[]));
+            assert!(name.is_none_or(|name| !name.starts_with('/') && !name.contains(['\\', ':', '\0'])));
         }
         let _ = VpcFooter::parse(data);
     }
@@ -292,7 +298,26 @@ pub fn block_formats(data: &[u8]) {
         assert!(words.clone().all(|entry| parallels.cluster(entry as u32).is_none_or(|host| host <= LARGEST)));
     }
     vhdx_pieces(data);
+    vhdx_log(data);
     packed_formats(data);
+}
+
+/// Entries of a log from the first byte on. Their checksums are made right.
+fn vhdx_log(data: &[u8]) {
+    let sectors = data.len() / vhdx::LOG_SECTOR_BYTES;
+    let mut log = data[..sectors * vhdx::LOG_SECTOR_BYTES].to_vec();
+    let Some(guid) = array_at::<16>(&log, 32).filter(|_| log.starts_with(b"loge")) else { return };
+    for at in (0..log.len()).step_by(vhdx::LOG_SECTOR_BYTES) {
+        let len = le32_at(&log, at + 8).map_or(0, |len| len as usize);
+        let entry = log.get_mut(at..at.saturating_add(len)).filter(|entry| entry.starts_with(b"loge") && len >= 8);
+        if let Some(entry) = entry {
+            let sum = vhdx::checksum(entry);
+            entry[4..8].copy_from_slice(&sum.to_le_bytes());
+        }
+    }
+    if let Ok(Some(replay)) = vhdx::replay_of(&log, vhdx::Guid::of(guid), 1 << 20) {
+        assert!(replay.writes.iter().all(|write| write.range().end <= i64::MAX as u64));
+    }
 }
 
 /// Formats that are only read.
