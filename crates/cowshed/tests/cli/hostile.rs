@@ -464,6 +464,45 @@ fn cyclic_and_long_chains() {
     bench.expect_refused("map --untrusted --allow backing layer16", "longer than 16");
 }
 
+#[test]
+fn parents_of_other_formats_that_loop_or_never_end() {
+    let bench = Bench::new();
+    bench.make("create -q -f vmdk layer00 1M");
+    for layer in 1..=16 {
+        bench.make(&format!("create -q -f vmdk -F vmdk -b layer{:02} layer{layer:02}", layer - 1));
+    }
+    bench.expect_ok("map layer16");
+    bench.expect_ok("map --untrusted --allow backing layer15");
+    bench.expect_refused("map --untrusted --allow backing layer16", "longer than 16");
+    for (name, parent) in [("one.vmdk", "two.vmdk"), ("two.vmdk", "one.vmdk"), ("own.vmdk", "own.vmdk")] {
+        let text = format!(
+            "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=1\ncreateType=\"custom\"\n\
+             parentFileNameHint=\"{parent}\"\nRW 2048 ZERO\n"
+        );
+        std::fs::write(bench.path(name), text).unwrap();
+    }
+    for (allow, name) in [("", "one.vmdk"), ("", "own.vmdk"), (" --untrusted --allow backing", "one.vmdk")] {
+        bench.expect_refused(&format!("convert{allow} -f vmdk -O raw {name} out"), "loops");
+        bench.expect_refused(&format!("info{allow} --backing-chain {name}"), "loops");
+    }
+    // A VHD that is its own parent, by its UUID as well.
+    let sample = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/images/windows-fat-differential.vhd.gz");
+    let output = Command::new("gzip").arg("-dc").arg(sample).output().unwrap();
+    let mut child = output.stdout;
+    let header = u64::from_be_bytes(child[16..24].try_into().unwrap()) as usize;
+    let end = child.len() - 512;
+    let uuid = child[end + 68..end + 84].to_vec();
+    child[header + 40..header + 56].copy_from_slice(&uuid);
+    child[header + 36..header + 40].fill(0);
+    let sum: u32 = child[header..header + 1024].iter().map(|byte| u32::from(*byte)).sum();
+    child[header + 36..header + 40].copy_from_slice(&(!sum).to_be_bytes());
+    std::fs::write(bench.path("fat-parent.vhd"), child).unwrap();
+    for allow in ["", " --untrusted --allow backing"] {
+        bench.expect_refused(&format!("convert{allow} -f vpc -O raw fat-parent.vhd out"), "loops");
+        bench.expect_refused(&format!("info{allow} -f vpc --backing-chain fat-parent.vhd"), "loops");
+    }
+}
+
 /// The verdict of `inspect`, which opens nothing but the file.
 #[test]
 fn inspection() {

@@ -278,3 +278,35 @@ fn odd_lengths_and_wrong_compression_are_named() {
     ok(&oracle, "convert -q --force -O raw m.ova out.raw");
     assert!(!oracle.work().join("x").exists());
 }
+
+/// The schemas of DMTF can't be copied here: `ovf_schema.py` has their rules for the elements that a package may have.
+#[test]
+fn descriptors_of_new_packages_have_the_structure_of_the_schema() {
+    let oracle = disks();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/ovf_schema.py");
+    let check = |name: &str| tool(&oracle, "python3", &format!("{} {name}", script.display()));
+    for options in [
+        "a.qcow2",
+        "--for vmware --vm-firmware efi a.qcow2 b.raw",
+        "--for virtualbox --vm-network none a.qcow2",
+        "--for virtualbox --vm-cpus 2 --vm-memory 512M a.qcow2 b.raw b.raw",
+        "--for both --vm-name 'a&b<c>' --vm-network lan --vm-network 'wan&' --vm-network lan b.raw",
+    ] {
+        ok(&oracle, &format!("convert --force -q -O ova {options} m.ova"));
+        tool(&oracle, "tar", "-xf m.ova m.ovf");
+        assert_eq!(check("m.ovf"), "\n", "{options}");
+    }
+    // It sees faults.
+    let ovf = fs::read_to_string(oracle.work().join("m.ovf")).unwrap();
+    for (from, to, fault) in [
+        ("<rasd:InstanceID>4</rasd:InstanceID>", "", "Item has 0 of InstanceID"),
+        ("ovf:diskId=", "ovf:diskID=", "Disk lacks the attribute diskId"),
+        ("<References>", "<NetworkSection><Info/></NetworkSection><References>", "Envelope have another order"),
+        ("<rasd:Parent>3", "<rasd:Parent>99", "a Parent is no instance"),
+        ("</Info>", "</Info><Info/>", "has 2 of Info"),
+    ] {
+        fs::write(oracle.work().join("bad.ovf"), ovf.replacen(from, to, 1)).unwrap();
+        let said = check("bad.ovf");
+        assert!(said.contains(fault), "{fault}: {said}");
+    }
+}

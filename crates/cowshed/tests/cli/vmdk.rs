@@ -149,9 +149,9 @@ fn streams_with_their_directory_at_the_end_are_read() {
     assert!(said.code == Some(1) && said.err.contains("cut short"), "{}", said.err);
 }
 
-/// A disk of one extent of ESX' older sparse kind: grains of one sector. `data` is at sector 5, and at sector 5000,
-/// which the second grain table describes.
-fn esx(folder: &Path, data: &[u8; 512]) {
+/// A disk of one extent of ESX' older sparse kind: grains of one sector. `data` is at sector `first`, and at sector 5000,
+/// which the second grain table describes. `parent`: its content id, and the name.
+fn esx(folder: &Path, name: &str, parent: (&str, &str), first: usize, data: &[u8; 512]) {
     let mut extent = b"COWD".to_vec();
     for word in [1u32, 3, 8192, 1, 4, 2, 80] {
         extent.extend(word.to_le_bytes());
@@ -160,14 +160,17 @@ fn esx(folder: &Path, data: &[u8; 512]) {
     let mut put = |at: usize, word: u32| extent[at..at + 4].copy_from_slice(&word.to_le_bytes());
     put(4 * 512, 8);
     put(4 * 512 + 4, 40);
-    put(8 * 512 + 5 * 4, 80);
+    put(8 * 512 + first * 4, 80);
     put(40 * 512 + (5000 - 4096) * 4, 81);
     extent.extend(data);
     extent.extend(data);
-    fs::write(folder.join("esx-delta.vmdk"), extent).unwrap();
-    let descriptor = "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"vmfsSparse\"\n\
-                      RW 8192 VMFSSPARSE \"esx-delta.vmdk\"\n";
-    fs::write(folder.join("esx.vmdk"), descriptor).unwrap();
+    fs::write(folder.join(format!("{name}-delta.vmdk")), extent).unwrap();
+    let (cid, hint) = parent;
+    let descriptor = format!(
+        "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID={cid}\ncreateType=\"vmfsSparse\"\n{hint}\
+         RW 8192 VMFSSPARSE \"{name}-delta.vmdk\"\n"
+    );
+    fs::write(folder.join(format!("{name}.vmdk")), descriptor).unwrap();
 }
 
 #[test]
@@ -175,7 +178,7 @@ fn esx_kinds_are_read() {
     let oracle = Oracle::new();
     let work = oracle.work();
     let data: [u8; 512] = std::array::from_fn(|index| index as u8);
-    esx(&work, &data);
+    esx(&work, "esx", ("ffffffff", ""), 5, &data);
     let mut expected = vec![0; 8192 * 512];
     expected[5 * 512..6 * 512].copy_from_slice(&data);
     expected[5000 * 512..5001 * 512].copy_from_slice(&data);
@@ -184,6 +187,15 @@ fn esx_kinds_are_read() {
     ours(&oracle, "compare expected.raw esx.vmdk");
     oracle.compare("info esx.vmdk");
     oracle.compare("map --output=json esx.vmdk");
+    // A snapshot over it.
+    esx(&work, "top", ("fffffffe", "parentFileNameHint=\"esx.vmdk\"\n"), 7, &[0xee; 512]);
+    let mut above = expected.clone();
+    above[7 * 512..8 * 512].fill(0xee);
+    above[5000 * 512..5001 * 512].fill(0xee);
+    fs::write(work.join("above.raw"), &above).unwrap();
+    oracle.make("compare -F vmdk above.raw top.vmdk");
+    ours(&oracle, "compare above.raw top.vmdk");
+    oracle.compare("map --output=json top.vmdk");
     // Flat extents of ESX, with windows into one file and a part without a file.
     fs::write(work.join("disk-flat.vmdk"), &expected).unwrap();
     let descriptor = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
@@ -288,18 +300,6 @@ fn a_disk_of_more_files_than_the_soft_limit_opens() {
     }
 }
 
-/// A chain of three with data in each, and the content of the top.
-fn chain(oracle: &Oracle) {
-    oracle.make("create -q -f vmdk base.vmdk 4M");
-    oracle.io(&["write -P 1 0 1M"], "base.vmdk");
-    oracle.make("create -q -f vmdk -b base.vmdk -F vmdk mid.vmdk");
-    oracle.io(&["write -P 2 512k 1M"], "mid.vmdk");
-    oracle.make("create -q -f vmdk -b mid.vmdk -F vmdk top.vmdk");
-    oracle.io(&["write -P 3 1M 1M"], "top.vmdk");
-    oracle.make("convert -f vmdk -O raw top.vmdk top.raw");
-}
-
-/// A commit changes the parent, and the overlays above it read as before.
 /// VMware on Windows writes names in the encoding of the machine. A name is its bytes, as in QEMU.
 #[test]
 fn descriptors_in_other_encodings_name_files_by_their_bytes() {
@@ -349,6 +349,18 @@ fn descriptors_in_other_encodings_name_files_by_their_bytes() {
     }
 }
 
+/// A chain of three with data in each, and the content of the top.
+fn chain(oracle: &Oracle) {
+    oracle.make("create -q -f vmdk base.vmdk 4M");
+    oracle.io(&["write -P 1 0 1M"], "base.vmdk");
+    oracle.make("create -q -f vmdk -b base.vmdk -F vmdk mid.vmdk");
+    oracle.io(&["write -P 2 512k 1M"], "mid.vmdk");
+    oracle.make("create -q -f vmdk -b mid.vmdk -F vmdk top.vmdk");
+    oracle.io(&["write -P 3 1M 1M"], "top.vmdk");
+    oracle.make("convert -f vmdk -O raw top.vmdk top.raw");
+}
+
+/// A commit changes the parent, and the overlays above it read as before.
 #[test]
 fn overlays_follow_a_parent_that_a_commit_changes() {
     for line in ["commit -q mid.vmdk", "commit -q top.vmdk", "commit -q -b base.vmdk top.vmdk"] {

@@ -389,6 +389,53 @@ fn large_sparse_disk_opens_without_reading_its_tables() {
     }
 }
 
+/// An opening for reading takes the headers; a read then takes the pages of the tables that lead to it.
+#[test]
+fn opening_for_reading_takes_no_whole_tables() {
+    let folder = cowshed_testkit::qemu::temp_dir();
+    for (format, options, size) in [
+        ("vdi", "static=off", "2T"),
+        ("vdi", "static=on", "2T"),
+        ("vpc", "subformat=dynamic", "2000G"),
+        ("vhdx", "block_size=1M", "2T"),
+        ("parallels", "cluster_size=1M", "2T"),
+        ("vmdk", "subformat=monolithicSparse", "2T"),
+        ("qed", "cluster_size=64k", "2T"),
+        ("qcow", "", "1T"),
+    ] {
+        let mut arguments = vec!["create", "-q", "-f", format];
+        if !options.is_empty() {
+            arguments.extend(["-o", options]);
+        }
+        run("qemu-img", folder.path(), &[&arguments[..], &["image", size]].concat());
+        let path = folder.path().join("image");
+        rt::block_on(async {
+            let node = open(OpenRequest::file(path.to_str().unwrap()).format(format)).await.unwrap();
+            let below = node.children().into_iter().find(|child| child.role == ChildRole::File).unwrap().node;
+            let count = || {
+                let statistics = below.statistics();
+                let read = statistics.kind(IoKind::Read);
+                (read.operations, read.bytes)
+            };
+            // The directory of VMDK is read whole: 4 bytes for 32 MiB of the disk, and its copy. The region tables of VHDX are 64 KiB each.
+            let most = match format {
+                "vmdk" => 600 << 10,
+                "vhdx" => 160 << 10,
+                _ => 64 << 10,
+            };
+            let (operations, bytes) = count();
+            assert!(operations < 12 && bytes < most, "{format} {options}: {operations} reads of {bytes} bytes");
+            let (result, read) = node.read(1 << 39, IoBuf::zeroed(4096)).await;
+            result.unwrap();
+            assert!(read.iter().all(|byte| *byte == 0), "{format} {options}");
+            let (operations, bytes) = (count().0 - operations, count().1 - bytes);
+            assert!(operations < 6 && bytes < 200 << 10, "{format} {options}, a read: {operations} of {bytes} bytes");
+            node.close().await.unwrap();
+        });
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
 /// The first bytes of a disk.
 fn start_of(node: &Node, len: usize) -> Vec<u8> {
     let (result, bytes) = rt::block_on(node.read(0, IoBuf::zeroed(len)));
