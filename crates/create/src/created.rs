@@ -2,7 +2,12 @@
 //! The files that a creation makes, and how they go again when it fails.
 
 use cowshed_storage::{File, FileIdentity};
+use cowshed_types::Error;
+use std::io;
 use std::path::{Path, PathBuf};
+
+/// The words before the error of a job whose target stays, with a part of its contents or with none.
+pub const INCOMPLETE: &str = "the target is incomplete";
 
 /// Files that were not there before. They stay, unless [`Created::remove`] takes them away.
 #[derive(Clone, Debug, Default)]
@@ -37,15 +42,28 @@ impl Created {
             remove(path, *identity);
         }
     }
+
+    /// As [`Created::remove`] after this error, which says so where a file could only be emptied.
+    pub fn take_back(self, error: Error) -> Error {
+        let left = self.files.iter().filter(|(path, identity)| !remove(path, *identity)).count();
+        if left == 0 { error } else { error.context(INCOMPLETE) }
+    }
 }
 
-fn remove(path: &Path, identity: FileIdentity) {
+/// False when the file is still there. A confined process may remove none: it is empty then.
+fn remove(path: &Path, identity: FileIdentity) -> bool {
     if FileIdentity::of_path(path) != Some(identity) || !matches!(identity, FileIdentity::Inode(..)) {
-        return;
+        return true;
     }
-    if let Err(error) = std::fs::remove_file(path) {
+    let Err(error) = std::fs::remove_file(path) else { return true };
+    let emptied = match error.kind() {
+        io::ErrorKind::PermissionDenied => std::fs::OpenOptions::new().write(true).truncate(true).open(path).map(drop),
+        _ => Err(error),
+    };
+    if let Err(error) = emptied {
         tracing::warn!(path = %path.display(), %error, "could not remove an unfinished image");
     }
+    false
 }
 
 /// The fate of a file whose creation failed.
@@ -57,18 +75,19 @@ pub(super) enum Failed {
     Empty,
 }
 
-/// Gives back the file of a creation that failed. `is_new`: there was no such file.
-pub(super) async fn take_back(path: &Path, file: &File, is_new: bool, failed: Failed) {
+/// Gives back the file of a creation that failed with this error. `is_new`: there was no such file.
+pub(super) async fn take_back(path: &Path, file: &File, is_new: bool, failed: Failed, error: Error) -> Error {
     if file.is_device() {
-        return;
+        return error;
     }
     // Another program may hold it open: its space is given back all the same.
     if let Err(error) = file.set_len(0).await {
         tracing::warn!(%error, "could not empty an unfinished image");
     }
-    if is_new || failed == Failed::Remove {
-        let mut created = Created::default();
-        created.add(path, file);
-        created.remove();
+    if !is_new && failed == Failed::Empty {
+        return error;
     }
+    let mut created = Created::default();
+    created.add(path, file);
+    created.take_back(error)
 }

@@ -87,10 +87,7 @@ impl<'a> NewName<'a> {
                 }
                 Ok(created)
             }
-            Err(error) => {
-                take_back(self.path, &file, self.is_new, self.failed).await;
-                Err(error)
-            }
+            Err(error) => Err(take_back(self.path, &file, self.is_new, self.failed, error).await),
         }
     }
 
@@ -185,10 +182,7 @@ pub(super) async fn create_qcow2(path: &Path, options: &Qcow2CreateOptions, how:
     let filled = name.fill(layout.file_bytes, options.hints, async |file| write_fresh_qcow2(file, options).await).await;
     match filled {
         Ok(created) => Ok(created.and(data_file)),
-        Err(error) => {
-            data_file.remove();
-            Err(error)
-        }
+        Err(error) => Err(data_file.take_back(error)),
     }
 }
 

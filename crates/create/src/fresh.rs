@@ -132,22 +132,19 @@ impl FreshFormat {
             match made.await {
                 Ok(part) => created = created.and(part),
                 Err(error) => {
-                    created.remove();
                     // A folder that is missing is missing for the descriptor, too.
-                    return Err(match error.errno() {
+                    let error = match error.errno() {
                         Errno::ENOENT => Error::os(Errno::ENOENT, "could not create").file(text_of_path(&image)),
                         _ => error.file(text_of_path(&path)),
-                    });
+                    };
+                    return Err(created.take_back(error));
                 }
             }
         }
         let name = NewName::new(&image, how, Failed::Remove);
         match name.fill(fresh.image.len, hints, async |file| write(file, &fresh.image).await).await {
             Ok(image) => Ok(created.and(image)),
-            Err(error) => {
-                created.remove();
-                Err(error)
-            }
+            Err(error) => Err(created.take_back(error)),
         }
     }
 }

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-pub use created::Created;
+pub use created::{Created, INCOMPLETE};
 pub use encryption::{ImageEncryption, NewEncryption};
 pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
 

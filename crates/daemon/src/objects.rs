@@ -9,7 +9,7 @@ use cowshed_image::secret;
 use cowshed_nbd::ServerTls;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use cowshed_storage::rt::PollLimit;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -150,6 +150,7 @@ impl Object {
         let mut limits = group.limits();
         match (property, value) {
             ("limits", Value::Object(given)) => {
+                check_limits(given)?;
                 // Limits that aren't named stay as they are.
                 let mut all = limits.to_json();
                 for (name, value) in given {
@@ -160,13 +161,21 @@ impl Object {
             ("limits", _) => {
                 return Err(QmpError::generic("Invalid parameter type for 'limits', expected: object"));
             }
-            (name, value) => {
-                let number = value.as_u64();
-                let wrong = || QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"));
-                limits.set(name, number.ok_or_else(wrong)?).map_err(failed)?;
-            }
+            _ => return Err(QmpError::generic("Property cannot be set after initialization")),
         }
         group.set_limits(limits).map_err(failed)
+    }
+}
+
+/// Refuses keys and types of values that limits don't have.
+fn check_limits(given: &Map<String, Value>) -> QmpResult<()> {
+    let known: Vec<String> = Limits::option_names().collect();
+    if let Some(name) = known.iter().find(|name| given.get(*name).is_some_and(|value| !value.is_i64())) {
+        return Err(QmpError::generic(format!("Invalid parameter type for 'limits.{name}', expected: integer")));
+    }
+    match given.keys().find(|key| !known.contains(key)) {
+        Some(key) => Err(QmpError::generic(format!("Parameter 'limits.{key}' is unexpected"))),
+        None => Ok(()),
     }
 }
 
@@ -184,6 +193,14 @@ fn set_monitor(properties: &MonitorProperties, property: &str, value: &Value) ->
         }
     }
     Ok(())
+}
+
+/// A place in the tree of objects.
+pub(crate) enum Place {
+    /// One with others in it; its path, empty for the root.
+    Container(&'static str),
+    /// An object, with its id.
+    Object(String, Object),
 }
 
 /// A type of objects, or one that others are built on.
@@ -459,15 +476,17 @@ impl Objects {
         self.all.borrow().iter().map(|(id, object)| (id.clone(), object.kind())).collect()
     }
 
-    /// The object that a path means: its id, or `/objects/ID`.
-    pub fn at_path(&self, path: &str) -> QmpResult<(String, Object)> {
+    /// The place that a path means: from the root, or the end of such a path.
+    pub fn at_path(&self, path: &str) -> QmpResult<Place> {
         // Empty parts count for nothing.
-        let mut parts = path.split('/').filter(|part| !part.is_empty());
-        let id = match (path.starts_with('/'), parts.next(), parts.next(), parts.next()) {
-            (true, Some("objects"), Some(id), None) => id,
-            _ => path,
+        let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+        let id = match (path.starts_with('/'), parts.as_slice()) {
+            (true, []) => return Ok(Place::Container("")),
+            (_, ["objects"]) => return Ok(Place::Container("/objects")),
+            (_, ["objects", id]) | (false, [id]) => *id,
+            _ => "",
         };
-        let found = self.find(id).map(|object| (id.to_owned(), object));
+        let found = self.find(id).map(|object| Place::Object(id.to_owned(), object));
         found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{path}' not found")))
     }
 

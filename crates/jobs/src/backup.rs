@@ -93,6 +93,14 @@ pub struct Backup {
     selected: OnceLock<Vec<Range<u64>>>,
 }
 
+/// The filter could not take its place. Conflicts with other users show in QEMU when the filter is there.
+fn not_replaced(error: Error) -> Error {
+    match error.sentence().starts_with("Permission conflict on node") {
+        true => error,
+        false => error.context("Could not replace node"),
+    }
+}
+
 impl Backup {
     /// Starts it: the target will hold the disk as it is now.
     pub async fn start(graph: &Arc<Graph>, id: &str, request: BackupRequest) -> Result<Backup> {
@@ -136,7 +144,7 @@ impl Backup {
             if let Err(error) = graph.delete(filter.name()).await {
                 tracing::warn!("{error}");
             }
-            return Err(error.context("Could not replace node"));
+            return Err(not_replaced(error));
         }
         drop(drained);
         let permissions = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
@@ -148,7 +156,7 @@ impl Backup {
                 backup.saver()?.set_discard_source(backup.request.discard_source);
                 Ok(backup)
             }
-            Err(error) => graph.remove_filter(&filter).await.and(Err(error.context("Could not replace node"))),
+            Err(error) => graph.remove_filter(&filter).await.and(Err(not_replaced(error))),
         }
     }
 

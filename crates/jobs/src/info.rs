@@ -290,8 +290,9 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
         }
     }
     let format = node.driver_name();
-    // As in QEMU, which asks no further here.
-    let actual_size = actual_size.filter(|_| format != "blkdebug");
+    // As in QEMU, which asks no further there.
+    let is_asked = children.iter().all(|child| child.name != "file" || child.info.format != "blkdebug");
+    let actual_size = actual_size.filter(|_| is_asked && format != "blkdebug");
     // Raw nodes and filters report the facts of the node below them. A filter's clusters are those of the image below
     // it.
     let below = if node.driver_name() == "blkdebug" { "image" } else { "file" };
@@ -299,7 +300,7 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     let cluster_size = children.iter().find(|child| child.name == below && passes);
     let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
-        Some(below) => below.info.dirty_flag.is_some(),
+        Some(below) => below.info.dirty_flag.is_some() && format != "snapshot-access",
         None => !["nbd", "null-co", "null-aio", "quorum", "vvfat"].contains(&format),
     };
     Ok(ImageInfo {

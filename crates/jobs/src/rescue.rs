@@ -6,7 +6,7 @@ mod map;
 
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
-use cowshed_create::CreateRequest;
+use cowshed_create::{CreateRequest, INCOMPLETE};
 use cowshed_image::Node;
 use cowshed_image::open::resolve_name;
 use cowshed_layout::qcow2::SnapshotName;
@@ -102,7 +102,7 @@ async fn rescue(options: &RescueOptions, job: &JobHandle, opened: &mut Vec<Arc<N
     let mut copy = Copy { wreck: &wreck, target: target.as_deref(), map: &mut map, run: Vec::new(), start: 0 };
     let copied = copy.all(job).await;
     copied.map_err(|error| match &target {
-        Some(_) => error.context("the target is incomplete"),
+        Some(_) => error.context(INCOMPLETE),
         None => error,
     })?;
     if let Some(target) = &target {

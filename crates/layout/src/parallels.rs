@@ -261,6 +261,11 @@ impl NewParallels {
             let error = Error::invalid_argument("Cluster size is too large");
             return Err(error.field("cluster_size").value(self.cluster_bytes));
         }
+        // An entry counts clusters in 32 bits.
+        if self.size / cluster_bytes > u64::from(u32::MAX) {
+            let error = Error::invalid_argument("Image size is too large for this cluster size");
+            return Err(error.field("size").value(self.size));
+        }
         let entries = self.size.div_ceil(cluster_bytes);
         let bat_end = HEADER_BYTES as u64 + entries * ENTRY_BYTES;
         // QEMU's bound: the table is at most 2 GiB long.

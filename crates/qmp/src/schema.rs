@@ -455,10 +455,13 @@ fn number_of(text: &str, of: &Type) -> Option<Value> {
         Some(rest) => (true, rest),
         None => (false, text.strip_prefix('+').unwrap_or(text)),
     };
-    let (digits, radix) = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        Some(digits) => (digits, 16),
-        None if text.len() > 1 && text.starts_with('0') => (text, 8),
-        None => (text, 10),
+    let behind = |small: &str, large: &str| text.strip_prefix(small).or_else(|| text.strip_prefix(large));
+    let (digits, radix) = match (behind("0x", "0X"), behind("0b", "0B")) {
+        (Some(digits), _) => (digits, 16),
+        // As the C library has it since C23.
+        (None, Some(digits)) => (digits, 2),
+        (None, None) if text.len() > 1 && text.starts_with('0') => (text, 8),
+        (None, None) => (text, 10),
     };
     if !digits.starts_with(|digit: char| digit.is_digit(radix)) {
         return None;

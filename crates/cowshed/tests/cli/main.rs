@@ -34,6 +34,7 @@ mod onto_itself;
 mod oracle;
 mod ova;
 mod ova_edges;
+mod own_name;
 mod package;
 mod packed_formats;
 mod pages;

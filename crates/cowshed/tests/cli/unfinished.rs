@@ -143,6 +143,61 @@ fn a_signal_takes_the_new_file_away() {
     }
 }
 
+/// A confined process may remove no file.
+#[test]
+fn a_confined_copy_that_fails_leaves_empty_files() {
+    for line in [
+        "convert -O raw bad a",
+        "convert -O qcow2 bad a",
+        "convert -O qcow2 -o data_file=d bad a",
+        "convert -O vmdk -o subformat=monolithicFlat bad a",
+        "dd -O raw if=bad of=a",
+    ] {
+        let folder = temp_dir();
+        source(folder.path());
+        let made = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args("convert -f raw -O qcow2 source bad".split(' '))
+            .current_dir(folder.path())
+            .output();
+        assert!(made.expect("our own binary").status.success());
+        // The last clusters are not in the file.
+        let bad = std::fs::OpenOptions::new().write(true).open(folder.path().join("bad")).expect("a file");
+        bad.set_len(bad.metadata().expect("a file").len() - (2 << 20)).expect("cut");
+        let (verb, rest) = line.split_once(' ').expect("a verb");
+        let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args([verb, "--untrusted"].into_iter().chain(rest.split(' ')))
+            .current_dir(folder.path())
+            .output()
+            .expect("our own binary");
+        assert_eq!(output.status.code(), Some(1), "{line}: {}", said(&output));
+        assert!(said(&output).contains("the target is incomplete"), "{line}: {}", said(&output));
+        for len in lengths(folder.path(), &["a", "d", "a-flat"]).into_iter().flatten() {
+            assert_eq!(len, 0, "{line}: {}", said(&output));
+        }
+    }
+}
+
+#[test]
+fn a_signal_empties_the_file_of_a_confined_copy() {
+    let folder = temp_dir();
+    source(folder.path());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    command.args("convert --untrusted -r 64k -f raw -O qcow2 source a".split(' '));
+    let mut child = command.current_dir(folder.path()).stderr(Stdio::piped()).spawn().expect("our own binary");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while lengths(folder.path(), &["a"]).iter().flatten().all(|len| *len < 1 << 16) {
+        assert!(Instant::now() < deadline, "the copy doesn't begin");
+        assert!(child.try_wait().expect("a child").is_none(), "the copy has ended");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let sent = Command::new("kill").args(["-s", "INT", &child.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+    let output = child.wait_with_output().expect("a child");
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+    assert!(said(&output).contains("is incomplete"), "{}", said(&output));
+    assert_eq!(lengths(folder.path(), &["a"]), [Some(0)]);
+}
+
 /// Each format and each of its kinds: one line, no file of the target, and QEMU's words.
 #[test]
 fn a_conversion_without_space_leaves_no_file() {

@@ -373,12 +373,57 @@ fn a_new_stream_takes_a_whole_conversion() {
     }
     fs::write(tools.path("source"), &disk).unwrap();
     for options in ["", "-S 0 ", "-C ", "-W "] {
+        // Made by us, and by both QEMUs; filled by us.
+        for maker in 0..3 {
+            tools.img(maker, &format!("create -q -f vmdk -o subformat=streamOptimized image {}", disk.len()));
+            tools.img(0, &format!("convert -n {options}-f raw -O vmdk source image"));
+            let bytes = fs::read(tools.path("image")).unwrap();
+            assert_eq!(&bytes[bytes.len() - 1024..bytes.len() - 1020], b"KDMV", "{options}: the footer");
+            for reader in 0..3 {
+                tools.img(reader, "compare -f raw -F vmdk source image");
+            }
+            fs::remove_file(tools.path("image")).unwrap();
+        }
+    }
+    // Made by us, filled by QEMU.
+    for filler in 1..3 {
         tools.img(0, &format!("create -q -f vmdk -o subformat=streamOptimized image {}", disk.len()));
-        tools.img(0, &format!("convert -n {options}-f raw -O vmdk source image"));
+        tools.img(filler, "convert -n -f raw -O vmdk source image");
         for reader in 0..3 {
             tools.img(reader, "compare -f raw -F vmdk source image");
         }
         fs::remove_file(tools.path("image")).unwrap();
+    }
+}
+
+/// Importers want a footer.
+#[test]
+fn a_stream_of_zeroes_has_a_footer_too() {
+    let tools = Tools::new();
+    fs::write(tools.path("source"), vec![0; 1 << 20]).unwrap();
+    tools.img(0, "convert -f raw -O vmdk -o subformat=streamOptimized source image");
+    let bytes = fs::read(tools.path("image")).unwrap();
+    assert_eq!((&bytes[bytes.len() - 1024..bytes.len() - 1020], &bytes[56..64]), (&b"KDMV"[..], &[0xff; 8][..]));
+    for reader in 0..3 {
+        tools.img(reader, "compare -f raw -F vmdk source image");
+    }
+}
+
+/// QEMU makes them, and ends with an assertion when it opens one.
+#[test]
+fn vmdk_disks_of_no_bytes_are_made_and_read() {
+    let tools = Tools::new();
+    fs::write(tools.path("source"), []).unwrap();
+    for kind in ["monolithicSparse", "monolithicFlat", "twoGbMaxExtentSparse", "twoGbMaxExtentFlat", "streamOptimized"]
+    {
+        for line in
+            ["convert -f raw -O vmdk -o subformat=KIND source image", "create -q -f vmdk -o subformat=KIND image 0"]
+        {
+            tools.img(0, &line.replace("KIND", kind));
+            tools.img(0, "convert -f vmdk -O raw image back");
+            assert_eq!(fs::read(tools.path("back")).unwrap(), b"", "{kind}");
+            tools.clear();
+        }
     }
 }
 

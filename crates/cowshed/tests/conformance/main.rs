@@ -79,11 +79,14 @@ fn lines() -> Vec<String> {
 #[test]
 fn the_suite_is_as_large_as_promised() {
     const LINES: usize = 1500;
-    const SESSIONS: usize = 400;
+    const IO_SESSIONS: usize = 400;
+    const QMP_SESSIONS: usize = 150;
     let lines = lines();
-    let sessions = lines.iter().filter(|line| line.contains("qemu-io ")).count();
-    println!("{} command lines, {sessions} of them sessions of qemu-io", lines.len());
-    assert!(lines.len() >= LINES && sessions >= SESSIONS, "{} lines, {sessions} sessions", lines.len());
+    let io = lines.iter().filter(|line| line.contains("qemu-io ")).count();
+    let generated = (0..SESSIONS).flat_map(sessions::generated).flat_map(|case| case.lines);
+    let qmp = lines.iter().cloned().chain(generated).filter(|line| session::is_session(line)).count();
+    println!("{} command lines, {io} of them sessions of qemu-io; {qmp} sessions of QMP", lines.len());
+    assert!(lines.len() >= LINES && io >= IO_SESSIONS && qmp >= QMP_SESSIONS, "{} lines, {io}, {qmp}", lines.len());
 }
 
 /// QEMU's own help lists the commands and flags.

@@ -2,18 +2,19 @@
 //! Starting the jobs that move data between nodes.
 
 use super::names;
-use super::snapshot::free_name;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::jobs::{Closing, Job, JobFilter, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, below_filters};
+use cowshed_image::node::ChildRole;
 use cowshed_jobs::backup::{Backup, BackupBitmap, BackupRequest, BitmapMode};
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
 use cowshed_jobs::faults::OnError;
 use cowshed_jobs::mirror::{Mirror, MirrorOptions, Sync};
 use cowshed_jobs::stream::{StreamJob, StreamRequest};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
+use cowshed_types::Error;
 use serde_json::{Value, json};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -58,14 +59,33 @@ pub(super) struct Common {
     auto_dismiss: bool,
 }
 
+/// The moment of the look whether another job has the id.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Checks {
+    Id,
+    /// Behind the nodes, as with a backup in QEMU.
+    IdLater,
+}
+
 impl Common {
     pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Common> {
+        Self::checked(daemon, arguments, Checks::Id)
+    }
+
+    fn check_unused(daemon: &Daemon, id: &str) -> QmpResult<()> {
+        match daemon.jobs.find(id) {
+            Ok(_) => Err(QmpError::generic(format!("Job ID '{id}' already in use"))),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn checked(daemon: &Daemon, arguments: &Arguments, checks: Checks) -> QmpResult<Common> {
         // As in QEMU, where a disk's name serves too, and a node's doesn't.
         let device = arguments.maybe_text("device").filter(|device| daemon.find_export(device).is_some());
         let id = arguments.maybe_text("job-id").or(device).unwrap_or_default().to_owned();
         names::check_job_id(&id)?;
-        if daemon.jobs.find(&id).is_ok() {
-            return Err(QmpError::generic(format!("Job ID '{id}' already in use")));
+        if checks == Checks::Id {
+            Self::check_unused(daemon, &id)?;
         }
         let speed = speed(arguments).inspect_err(|_| Self::was_there(daemon, &id))?;
         Ok(Common {
@@ -81,6 +101,23 @@ impl Common {
         for status in ["created", "null"] {
             daemon.events.emit("JOB_STATUS_CHANGE", json!({"status": status, "id": id}));
         }
+    }
+
+    /// The refusal of a job that could not start. Where others use its nodes, QEMU has created it by then.
+    fn not_started(&self, daemon: &Daemon, error: Error) -> QmpError {
+        let refused = failed(error);
+        if refused.description.starts_with("Permission conflict on node") {
+            Self::was_there(daemon, &self.id);
+        }
+        refused
+    }
+
+    /// The same of a job for which it opens no node for writing before.
+    fn not_started_on(&self, daemon: &Daemon, error: Error) -> QmpError {
+        if error.sentence() == "Block node is read-only" {
+            Self::was_there(daemon, &self.id);
+        }
+        self.not_started(daemon, error)
     }
 
     pub fn spec(self, kind: &'static str, nodes: Vec<Arc<Node>>, on_error: (OnError, OnError)) -> JobSpec {
@@ -170,7 +207,8 @@ pub(super) async fn prepare_mirror(
         Some(_) => None,
         None => named_filter(daemon, arguments, "mirror_top", source)?,
     };
-    let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await.map_err(failed)?;
+    let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await;
+    let mirror = mirror.map_err(|error| common.not_started_on(daemon, error))?;
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
     let mut nodes = mirror.nodes();
     if !nodes.iter().any(|node| Arc::ptr_eq(node, disk)) {
@@ -277,7 +315,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
             ..MirrorOptions::default()
         };
         let filter = named_filter(&daemon, &arguments, "mirror_top", &top)?;
-        let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await.map_err(failed)?;
+        let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await;
+        let mirror = mirror.map_err(|error| common.not_started(&daemon, error))?;
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));
         return MirrorPrepared { mirror, spec, filter }.start(&daemon, None);
     };
@@ -289,7 +328,8 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     // As in QEMU the job holds the disk that was named, and not the layer above the top.
     let lent = if Arc::ptr_eq(&overlay, &device) { Vec::new() } else { vec![Arc::clone(&overlay)] };
     let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
-    let merge = Merge::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
+    let merge = Merge::start(&daemon.graph, &common.id, request).await;
+    let merge = merge.map_err(|error| common.not_started_on(&daemon, error))?;
     let mut nodes = merge.nodes();
     nodes.push(device);
     let job = daemon.jobs.add(common.spec("commit", nodes, (policy, policy)).lending(lent), &daemon.events)?;
@@ -316,20 +356,25 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         return Err(QmpError::generic("backing file specified, but streaming the entire chain"));
     }
     check_chain_free(&daemon, &Chain::between(&node, base.as_ref()).map_err(failed)?)?;
+    let free = arguments.maybe_text("filter-node-name").map(|name| daemon.graph.hold_name(name).map(drop));
+    free.transpose().map_err(|error| failed(error.context("Could not create node")))?;
     let filter_name = filter_name(&daemon, &arguments);
-    let free = daemon.graph.hold_name(&filter_name).map(drop);
-    free.map_err(|error| failed(error.context("Could not create node")))?;
     let common = Common::of(&daemon, &arguments)?;
     let has_nothing = match (layers.get(1), &base) {
         (Some(next), Some(base)) => Arc::ptr_eq(next, base),
         (next, _) => next.is_none(),
     };
+    let storage = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    if has_nothing && storage.map(|child| child.node).any(|below| below.stays_read_only()) {
+        return Err(QmpError::generic("Block node is read-only"));
+    }
     let ends_at_once = has_nothing && common.auto_finalize;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let request = StreamRequest { node, base, backing_file, mask_protocol, filter_name };
     let base: Vec<Arc<Node>> = request.base.iter().cloned().collect();
-    let stream = StreamJob::start(&daemon.graph, &common.id, request).await.map_err(failed)?;
+    let stream = StreamJob::start(&daemon.graph, &common.id, request).await;
+    let stream = stream.map_err(|error| common.not_started(&daemon, error))?;
     let policy = on_error(&arguments, "on-error");
     let spec = common.spec("stream", stream.nodes(), (policy, policy)).lending(base);
     let job = daemon.jobs.add(spec, &daemon.events)?;
@@ -371,7 +416,7 @@ fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> 
 
 /// The node-name of a job's filter.
 fn filter_name(daemon: &Daemon, arguments: &Arguments) -> String {
-    arguments.maybe_text("filter-node-name").map_or_else(|| free_name(daemon, "job-filter"), str::to_owned)
+    arguments.maybe_text("filter-node-name").map_or_else(|| daemon.graph.generate_name(), str::to_owned)
 }
 
 async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -424,7 +469,7 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
         bitmap,
     };
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
-    Ok(BackupPlan { common: Common::of(daemon, arguments)?, request, policies })
+    Ok(BackupPlan { common: Common::checked(daemon, arguments, Checks::IdLater)?, request, policies })
 }
 
 /// Bounds of QEMU's own steps: checked as there, and without effect, because the copy sizes its steps itself.
@@ -508,8 +553,10 @@ impl BackupPlan {
         }
         daemon.jobs.check_readable(&self.request.source)?;
         daemon.jobs.check_disk_free(&self.request.target)?;
+        Common::check_unused(daemon, &self.common.id)?;
         let (is_idle, empties_source) = (self.request.sync == Sync::None, self.request.discard_source);
-        let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await.map_err(failed)?;
+        let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await;
+        let backup = backup.map_err(|error| self.common.not_started(daemon, error))?;
         let (nodes, source) = (backup.nodes(), vec![Arc::clone(backup.source())]);
         let spec = self.common.spec("backup", nodes, self.policies).lending(source);
         match daemon.jobs.add(spec, &daemon.events) {

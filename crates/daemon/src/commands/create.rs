@@ -174,7 +174,8 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
     if is_file && size.is_some_and(|size| i64::try_from(size).is_err()) {
         return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
     }
-    if !is_file && !is_vdi && size.is_some_and(|size| !size.is_multiple_of(512)) {
+    let rounds = is_file || is_vdi || options.text("driver") == "luks";
+    if !rounds && size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument(match options.text("driver") {
             "vpc" => "The requested image size cannot be represented in CHS geometry",
             "qed" => "QED image size must be a non-zero multiple of cluster size and less than 70368744177664 bytes",

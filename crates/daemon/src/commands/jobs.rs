@@ -2,7 +2,7 @@
 //! Jobs: starting, steering, listing.
 
 use super::block_jobs::speed;
-use super::{Arguments, Group, change, command, failed, free_name, nothing};
+use super::{Arguments, Group, change, command, failed, nothing};
 use crate::jobs::{Status, Wish};
 use crate::state::Daemon;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -168,7 +168,7 @@ async fn block_job_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
                 job.id
             )));
         }
-        ("write-blocking", false) => job.hold_writes(&free_name(&daemon, "job-filter")).await.map_err(failed)?,
+        ("write-blocking", false) => job.hold_writes(&daemon.graph.generate_name()).await.map_err(failed)?,
         ("write-blocking", true) | ("background", false) => {}
         _ => return Err(QmpError::generic("Change to copy mode 'background' is not implemented")),
     }

@@ -200,24 +200,21 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     let node = daemon.node(name)?;
     check_deletable(&daemon, &node)?;
-    let deleted = match daemon.graph.take_out(node.name()).await {
-        Ok(node) => close_last(&daemon, &arguments, &node).await,
-        Err(error) => Err(failed(error)),
-    };
-    if daemon.graph.find(node.name()).is_none() {
-        daemon.untrusted.forget(node.name());
-    }
-    deleted?;
+    let node = daemon.graph.take_out(node.name()).await.map_err(failed)?;
+    daemon.untrusted.forget(node.name());
+    close_last(&daemon, &arguments, &node).await;
     nothing()
 }
 
 /// Closes a node that is out of the graph, as the last step of a command. A disk that never answers keeps the commands for other
-/// nodes from nothing.
-async fn close_last(daemon: &Daemon, arguments: &Arguments, node: &Arc<Node>) -> QmpResult<()> {
+/// nodes from nothing. The node is gone, whatever becomes of its last flush: a client must not take it for there.
+async fn close_last(daemon: &Daemon, arguments: &Arguments, node: &Arc<Node>) {
     if let Some(turn) = arguments.turn {
         daemon.commands.narrow(turn, node.name());
     }
-    node.close().await.map_err(failed)
+    if let Err(error) = node.close().await {
+        tracing::warn!(node = node.name(), %error, "a node is gone that could not be closed in order");
+    }
 }
 
 /// Refuses to delete a node that is in use, in QEMU's order of reasons.
@@ -366,7 +363,7 @@ async fn insert(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
 async fn remove(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let filter = filter_named(&daemon, arguments.text("node-name"))?;
     let filter = daemon.graph.take_filter_out(&filter).await.map_err(failed)?;
-    close_last(&daemon, &arguments, &filter).await?;
+    close_last(&daemon, &arguments, &filter).await;
     nothing()
 }
 
@@ -392,12 +389,12 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     }
     for job in daemon.jobs.list() {
         let entry = |list: &[Map<String, Value>], name: &str| list.iter().position(|entry| entry["node-name"] == name);
-        let filter = job.listed_filter(|below| entry(&list, below.name()).map(|at| list[at].clone()));
+        let filter = job.listed_filter(flat, |below| entry(&list, below.name()).map(|at| list[at].clone()));
         let Some(filter) = filter else { continue };
         for (parent, role) in names::parents(&daemon, &filter.below) {
             let Some(at) = entry(&list, parent.name()) else { continue };
             let children = list[at].get_mut("children").and_then(Value::as_array_mut);
-            for child in children.into_iter().flatten().filter(|child| child["child"] == role.as_str()) {
+            for child in children.into_iter().flatten().filter(|child| child["child"] == role.name()) {
                 child["node-name"] = json!(filter.name);
             }
         }
@@ -419,32 +416,32 @@ fn hide_limits(described: &mut Map<String, Value>) {
     }
 }
 
-/// All nodes, the newest first, as in QEMU: there a backing file that an image names is opened behind the image.
+/// All nodes, the newest first, as in QEMU: there the files that an image names are opened behind the image.
 fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
+    fn is_in(list: &[Arc<Node>], node: &Arc<Node>) -> bool {
+        list.iter().any(|one| Arc::ptr_eq(one, node))
+    }
+    /// The nodes of the files that an image names, in the order in which QEMU opens them.
+    fn named_by(node: &Arc<Node>, owned: &[Arc<Node>]) -> Vec<Arc<Node>> {
+        let parts = node.children().into_iter();
+        let parts = parts.filter(|child| matches!(child.role, ChildRole::DataFile | ChildRole::Extent(_)));
+        let named = parts.map(|child| child.node).chain(node.backing()).filter(|named| !is_in(owned, named));
+        named.flat_map(|named| nodes_below(&named).into_iter().rev()).filter(|below| !is_in(owned, below)).collect()
+    }
     fn add(node: &Arc<Node>, owned: &[Arc<Node>], found: &mut Vec<Arc<Node>>) {
-        let is_in = |list: &[Arc<Node>], node: &Arc<Node>| list.iter().any(|one| Arc::ptr_eq(one, node));
         if is_in(found, node) {
             return;
         }
         found.push(Arc::clone(node));
-        let backing = node.backing().filter(|backing| !is_in(owned, backing));
-        if let Some(backing) = backing {
-            nodes_below(&backing)
-                .iter()
-                .rev()
-                .filter(|below| !is_in(owned, below))
-                .for_each(|below| add(below, owned, found));
-        }
+        named_by(node, owned).iter().for_each(|below| add(below, owned, found));
     }
     let owned = daemon.graph.owned_nodes();
     let mut nodes: Vec<Arc<Node>> = daemon.graph.snapshot().nodes().collect();
     nodes.sort_by_key(|node| node.number());
-    let is_owned = |node: &Arc<Node>| owned.iter().any(|owned| Arc::ptr_eq(owned, node));
-    let named = nodes.iter().filter_map(|node| node.backing()).filter(|backing| !is_owned(backing));
-    let named: Vec<Arc<Node>> = named.flat_map(|backing| nodes_below(&backing)).collect();
+    let named: Vec<Arc<Node>> = nodes.iter().flat_map(|node| named_by(node, &owned)).collect();
     let mut found = Vec::new();
     for node in &nodes {
-        let comes_with_overlay = !is_owned(node) && named.iter().any(|below| Arc::ptr_eq(below, node));
+        let comes_with_overlay = !is_in(&owned, node) && is_in(&named, node);
         if !comes_with_overlay {
             add(node, &owned, &mut found);
         }
@@ -456,7 +453,12 @@ fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
 
 /// The next node of a chain: the one below a filter, or the backing file.
 fn next_below(node: &Arc<Node>) -> Option<Arc<Node>> {
-    if node.is_filter() { node.child(ChildRole::File) } else { node.backing() }
+    match node.driver_name() {
+        "blkdebug" => node.child(ChildRole::Image),
+        "blkverify" => node.child(ChildRole::Raw),
+        _ if node.is_filter() => node.child(ChildRole::File),
+        _ => node.backing(),
+    }
 }
 
 /// A `BlockDeviceInfo`. `flat`: without the images below.
@@ -467,10 +469,11 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
         false => std::iter::successors(next_below(node), next_below).count(),
     };
     let mut children = node.children();
-    // As in QEMU the child linked last comes first.
+    // As in QEMU the child linked last comes first: the backing file, which may be another one than at first.
+    children.reverse();
     children.sort_by_key(|child| child.role != ChildRole::Backing);
     let children: Vec<Value> =
-        children.iter().map(|child| json!({"child": child.role.as_str(), "node-name": child.node.name()})).collect();
+        children.iter().map(|child| json!({"child": child.role.name(), "node-name": child.node.name()})).collect();
     let cache = cache_of(node);
     let mut info = json!({
         "file": node.reference(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),

@@ -5,8 +5,8 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
 use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
-    IoThreadProperties, MAIN_LOOP, Object, REFUSED_OBJECTS, Secret, TYPES, TypeInfo, check_tls_options, duplicate,
-    properties_of,
+    IoThreadProperties, MAIN_LOOP, Object, Place, REFUSED_OBJECTS, Secret, TYPES, TypeInfo, check_tls_options,
+    duplicate, properties_of,
 };
 use crate::state::Daemon;
 use cowshed_image::filters::throttle::Limits;
@@ -237,27 +237,40 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
 /// Its name and its type.
 type Property = (String, String);
 
-/// Names and types of the properties at a path, and the object itself where it is one.
-fn properties_at(daemon: &Daemon, path: &str) -> QmpResult<(Vec<Property>, Option<Object>)> {
+/// Names and types of the properties of a place.
+fn properties_at(daemon: &Daemon, place: &Place) -> Vec<Property> {
     let mut properties = vec![("type".to_owned(), "string".to_owned())];
-    match path.trim_end_matches('/') {
-        "" => properties.push(("objects".to_owned(), "child<container>".to_owned())),
-        "/objects" => {
+    match place {
+        Place::Container("") => properties.push(("objects".to_owned(), "child<container>".to_owned())),
+        Place::Container(_) => {
             let objects = daemon.objects.list().into_iter();
             properties.extend(objects.map(|(id, kind)| (id, format!("child<{kind}>"))));
         }
-        path => {
-            let (_, object) = daemon.objects.at_path(path)?;
+        Place::Object(_, object) => {
             let own = object.properties().into_iter();
             properties.extend(own.map(|(name, kind)| (name, kind.to_owned())));
-            return Ok((properties, Some(object)));
         }
     }
-    Ok((properties, None))
+    properties
+}
+
+/// The value of a property of a place. A child is named by its path.
+fn value_at(daemon: &Daemon, place: &Place, name: &str) -> Option<Value> {
+    match (place, name) {
+        (Place::Container(_), "type") => Some(json!("container")),
+        (Place::Container(""), "objects") => Some(json!("/objects")),
+        (Place::Container(""), _) => None,
+        (Place::Container(path), name) => daemon.objects.find(name).map(|_| json!(format!("{path}/{name}"))),
+        (Place::Object(_, object), "type") => Some(json!(object.kind())),
+        (Place::Object(_, object), name) => object.get(name),
+    }
 }
 
 async fn qom_list(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let (properties, _) = properties_at(&daemon, arguments.text("path"))?;
+    if arguments.text("path").is_empty() {
+        return Err(QmpError::generic("Path '' is ambiguous"));
+    }
+    let properties = properties_at(&daemon, &daemon.objects.at_path(arguments.text("path"))?);
     Ok(properties.into_iter().map(|(name, kind)| json!({"name": name, "type": kind})).collect())
 }
 
@@ -266,22 +279,17 @@ async fn qom_list_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let paths = arguments.get("paths").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
     let mut list = Vec::new();
     for path in paths {
-        let (properties, object) = properties_at(&daemon, path)?;
+        let place = daemon.objects.at_path(path)?;
         let with_value = |(name, kind): Property| {
             let mut property = json!({"name": name, "type": kind});
-            let value = match (&object, name.as_str()) {
-                (Some(object), "type") => Some(json!(object.kind())),
-                (Some(object), name) => object.get(name),
-                (None, "type") => Some(json!("container")),
-                // A child is named by its path.
-                (None, name) => Some(json!(format!("{}/{name}", path.trim_end_matches('/')))),
-            };
-            if let Some(value) = value {
+            if let Some(value) = value_at(&daemon, &place, &name) {
                 property["value"] = value;
             }
             property
         };
-        list.push(json!({"properties": properties.into_iter().map(with_value).collect::<Vec<_>>()}));
+        list.push(
+            json!({"properties": properties_at(&daemon, &place).into_iter().map(with_value).collect::<Vec<_>>()}),
+        );
     }
     Ok(Value::Array(list))
 }
@@ -313,22 +321,33 @@ async fn qom_list_properties(_daemon: Rc<Daemon>, arguments: Arguments) -> QmpRe
 }
 
 async fn qom_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let (_, object) = daemon.objects.at_path(arguments.text("path"))?;
+    let place = daemon.objects.at_path(arguments.text("path"))?;
     let name = arguments.text("property");
-    let value = if name == "type" { Some(json!(object.kind())) } else { object.get(name) };
-    value.ok_or_else(|| no_property(&object, name))
+    value_at(&daemon, &place, name).ok_or_else(|| refused(&place, name, "not found"))
 }
 
-fn no_property(object: &Object, name: &str) -> QmpError {
-    QmpError::new(ErrorClass::Generic, format!("Property '{}.{name}' not found", object.kind()))
+fn refused(place: &Place, property: &str, why: &str) -> QmpError {
+    let kind = match place {
+        Place::Container(_) => "container",
+        Place::Object(_, object) => object.kind(),
+    };
+    QmpError::generic(format!("Property '{kind}.{property}' {why}"))
 }
 
 async fn qom_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
-    let (id, object) = daemon.objects.at_path(arguments.text("path"))?;
+    let place = daemon.objects.at_path(arguments.text("path"))?;
     let name = arguments.text("property");
-    if object.get(name).is_none() {
-        return Err(no_property(&object, name));
+    if value_at(&daemon, &place, name).is_none() {
+        return Err(refused(&place, name, "not found"));
     }
-    daemon.objects.set(&id, &object, name, arguments.get("value").unwrap_or(&Value::Null))?;
+    match &place {
+        Place::Object(id, object) if !READ_ONLY.contains(&name) => {
+            daemon.objects.set(id, object, name, arguments.get("value").unwrap_or(&Value::Null))?;
+        }
+        _ => return Err(refused(&place, name, "is not writable")),
+    }
     nothing()
 }
+
+/// Properties that no object lets change.
+const READ_ONLY: [&str; 2] = ["type", "thread-id"];

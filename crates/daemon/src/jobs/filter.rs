@@ -22,9 +22,13 @@ impl JobFilter {
         self.held.name()
     }
 
-    /// `below`: the `BlockDeviceInfo` of the node below it.
-    fn describe(&self, mut below: Map<String, Value>) -> Map<String, Value> {
+    /// `below`: the `BlockDeviceInfo` of the node below it. `flat`: without the images below.
+    fn describe(&self, flat: bool, mut below: Map<String, Value>) -> Map<String, Value> {
         let is_mirror = self.driver == "mirror_top";
+        let image_below = below.get("image").cloned().filter(|_| !flat);
+        if let Some(depth) = below.get("backing_file_depth").and_then(Value::as_u64).filter(|_| !flat) {
+            below.insert("backing_file_depth".to_owned(), json!(depth + 1));
+        }
         for (key, value) in [
             ("node-name", json!(self.name())),
             ("drv", json!(self.driver)),
@@ -48,6 +52,7 @@ impl JobFilter {
             let limits =
                 json!({"request-alignment": 1, "min-mem-alignment": 512, "opt-mem-alignment": 4096, "max-iov": 1024});
             image.insert("limits".to_owned(), limits);
+            image.extend(image_below.map(|below| ("backing-image".to_owned(), below)));
         }
         below
     }
@@ -66,10 +71,14 @@ impl Job {
 
     /// The entry of its filter in the list: its name, the node below, and the entry. `described`: the entry of that
     /// node.
-    pub fn listed_filter(&self, described: impl Fn(&Node) -> Option<Map<String, Value>>) -> Option<ListedFilter> {
+    pub fn listed_filter(
+        &self,
+        flat: bool,
+        described: impl Fn(&Node) -> Option<Map<String, Value>>,
+    ) -> Option<ListedFilter> {
         let filter = self.filter.borrow();
         let filter = filter.as_ref()?;
-        let mut entry = filter.describe(described(&filter.below)?);
+        let mut entry = filter.describe(flat, described(&filter.below)?);
         if let Some(mirror) = self.mirror.borrow().as_ref() {
             let (granularity, count) = mirror.missing();
             let map = json!({"granularity": granularity, "count": count, "recording": false, "busy": false,

@@ -99,6 +99,8 @@ pub(crate) struct Job {
     /// A `BlockDeviceIoStatus`.
     io_status: Cell<&'static str>,
     status: Cell<Status>,
+    /// An error has paused it.
+    is_stopped: Cell<bool>,
     wish: Cell<Wish>,
     finalize: Cell<bool>,
     /// It has nothing to do by itself.
@@ -237,6 +239,7 @@ impl Job {
             _ => return Err(QmpError::generic("Can't resume a job that was not paused")),
         }
         self.io_status.set("ok");
+        self.is_stopped.set(false);
         self.handle.resume();
         Ok(())
     }
@@ -287,18 +290,20 @@ impl Job {
         }
     }
 
-    /// Cancels it. As in QEMU the answer comes behind the end of all but mirrors, unless that takes long.
+    /// Cancels it. As in QEMU the answer comes behind the end of all but mirrors and jobs that an error has paused, unless
+    /// that takes long.
     pub async fn cancel(&self) -> QmpResult<()> {
         match self.status() {
             Status::Concluded | Status::Null | Status::Aborting => return Err(self.cannot("cancel")),
             status => {
+                let is_stopped = self.is_stopped.get() && matches!(status, Status::Paused | Status::Standby);
                 self.go_on();
                 self.handle.cancel();
                 let group = self.group.borrow().clone();
                 if let Some(group) = group.filter(|_| status == Status::Waiting) {
                     group.fail(&self.id);
                 }
-                if status == Status::Pending || !self.is_mirror() {
+                if status == Status::Pending || !(self.is_mirror() || is_stopped) {
                     self.ended(END_PATIENCE).await;
                 }
             }
@@ -403,6 +408,7 @@ impl Judge for Job {
         self.events.emit("BLOCK_JOB_ERROR", json!({"device": self.id, "operation": operation, "action": word}));
         if action == ErrorAction::Stop {
             self.io_status.set(if failure.error.kind() == ErrorKind::NoSpace { "nospace" } else { "failed" });
+            self.is_stopped.set(true);
             match self.status() {
                 Status::Running => self.enter(Status::Paused),
                 Status::Ready => self.enter(Status::Standby),
@@ -518,6 +524,7 @@ impl Jobs {
             on_error: spec.on_error,
             io_status: Cell::new("ok"),
             status: Cell::new(Status::Created),
+            is_stopped: Cell::new(false),
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
             is_idle: Cell::new(false),

@@ -105,7 +105,8 @@ impl Chardevs {
             "socket" => socket(&mut pairs)?,
             "null" => BackendOptions::Null,
             "ringbuf" | "memory" => {
-                let size = pairs.remove("size").map(|text| parse_size(&text)).transpose()?;
+                // 0 is no size, as in QEMU.
+                let size = pairs.remove("size").map(|text| parse_size(&text)).transpose()?.filter(|size| *size > 0);
                 BackendOptions::ring(size).map_err(Error::invalid_argument)?
             }
             other => {
@@ -309,6 +310,7 @@ mod tests {
             ("pty,id=a", "'pty'"),
             ("stdio,id=a,foo=1", "Invalid parameter 'foo'"),
             ("ringbuf,id=a,size=1000", "power of two"),
+            ("ringbuf,id=a,size=16E", "Value '16E' is out of range for parameter 'size'"),
             ("null,id=a,logfile=x,logappend=maybe", "Parameter 'logappend' expects 'on' or 'off'"),
         ] {
             let error = Chardevs::default().add(wrong).unwrap_err().to_string();

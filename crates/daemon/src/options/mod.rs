@@ -210,6 +210,14 @@ fn worded(error: QmpError) -> Error {
     Error::invalid_argument(whole).qemu(sentence)
 }
 
+/// Paths of missing parameters as they were given.
+fn with_dots(error: QmpError) -> QmpError {
+    match error.description.ends_with(" is missing") {
+        true => QmpError { description: error.description.replace('[', ".").replace(']', ""), ..error },
+        false => error,
+    }
+}
+
 impl Step {
     fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {
         let (arguments, strictness) =
@@ -417,10 +425,14 @@ impl Step {
                 return daemon.add_first_monitor(&chardev, pretty).map_err(|error| error.file(self.option));
             }
             What::Command { name, object, arguments, strictness } => {
-                match daemon.schema.check(object, arguments, strictness) {
+                let done = match daemon.schema.check(object, arguments, strictness) {
                     Ok(arguments) => commands::call(daemon, name, arguments).await.map(drop),
                     Err(error) => Err(error),
-                }
+                };
+                done.map_err(|error| match strictness {
+                    Strictness::Texts => with_dots(error),
+                    _ => error,
+                })
             }
         };
         result.map_err(|error| worded(error).file(self.option))

@@ -41,6 +41,8 @@ fn cases() -> Vec<Value> {
         json!({"driver": "vmdk", "size": 3u64 << 30, "subformat": "twoGbMaxExtentFlat", "extents": ["e1", "e2"]}),
         json!({"driver": "vmdk", "size": 3u64 << 30, "subformat": "twoGbMaxExtentSparse", "extents": ["e1", "e2"]}),
         json!({"driver": "vmdk", "size": 4 << 20, "backing-file": "parent.vmdk"}),
+        json!({"driver": "vmdk", "size": 3u64 << 30, "subformat": "streamOptimized"}),
+        json!({"driver": "vmdk", "size": 4 << 20, "subformat": "streamOptimized", "zeroed-grain": true}),
         // Refused.
         json!({"driver": "vmdk", "size": 4 << 20, "subformat": "monolithicFlat"}),
         json!({"driver": "vmdk", "size": 3u64 << 30, "subformat": "twoGbMaxExtentSparse", "extents": ["e1"]}),
@@ -171,6 +173,37 @@ fn images_of_other_formats_are_created_as_by_qemu() {
             }
         }
     }
+    daemon.stop().expect("stopped in order");
+}
+
+/// As in QEMU, which cuts the disks of other formats.
+#[test]
+fn a_luks_volume_of_odd_size_is_rounded_up() {
+    let daemon = Running::start(Vec::new());
+    let (_theirs, mut of_theirs) = Theirs::start_newest();
+    let mut of_ours = daemon.client();
+    let sizes = [&mut of_ours, &mut of_theirs].map(|client| {
+        client.files_in(daemon.folder.path());
+        client.command("object-add", json!({"qom-type": "secret", "id": "s", "data": "x"}));
+        let file = json!({"driver": "file", "filename": "volume"});
+        client.command(
+            "blockdev-create",
+            json!({"job-id": "f", "options": {"driver": "file", "filename": "volume", "size": 0}}),
+        );
+        assert_eq!(concluded(client, "f"), None);
+        let options =
+            json!({"driver": "luks", "file": file, "size": (1 << 20) + 1, "key-secret": "s", "iter-time": 10});
+        client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+        assert_eq!(concluded(client, "c"), None);
+        client.command("blockdev-add", json!({"driver": "luks", "node-name": "v", "file": file, "key-secret": "s"}));
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let nodes = nodes.as_array().expect("a list");
+        let volume = nodes.iter().find(|node| node["node-name"] == "v").expect("the node");
+        let size = volume["image"]["virtual-size"].as_u64();
+        client.command("blockdev-del", json!({"node-name": "v"}));
+        size
+    });
+    assert_eq!(sizes, [Some((1 << 20) + 512); 2]);
     daemon.stop().expect("stopped in order");
 }
 

@@ -124,7 +124,8 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
         let message = "VMDK disks of this type are not supported";
         return Err(Error::unsupported(message).field("createType").value(descriptor.create_type.escape_default()));
     }
-    if descriptor.extents.is_empty() {
+    // A disk of 0 bytes has none, and says so by its geometry.
+    if descriptor.extents.is_empty() && !descriptor.has_no_cylinders {
         return Err(Error::invalid_image("extents", 0, "the VMDK descriptor names no extents"));
     }
     opener.policy().check_size(bytes(descriptor.total_sectors()?)?)?;

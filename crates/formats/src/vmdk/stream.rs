@@ -11,11 +11,17 @@ use futures_util::future::join_all;
 use futures_util::lock::Mutex as Turn;
 use std::collections::BTreeMap;
 
+/// The header of a stream.
+pub(super) struct StreamHeader {
+    pub bytes: Vec<u8>,
+    /// False: the file has one with another place of the directory.
+    pub is_in_file: bool,
+}
+
 /// The part that writes to a disk without grains.
 pub(super) struct StreamWriter {
     file: File,
     header: SparseHeader,
-    /// The bytes of the header in the file.
     header_bytes: Vec<u8>,
     len: u64,
     state: Turn<State>,
@@ -29,14 +35,16 @@ struct State {
     tables: BTreeMap<u64, Box<[u32]>>,
     /// The end is not behind the last grain.
     is_open: bool,
+    /// The header in the file is that of a stream.
+    has_header: bool,
 }
 
 impl StreamWriter {
     /// `first`: the sector where grains begin.
-    pub(super) fn new(file: File, header: SparseHeader, header_bytes: Vec<u8>, len: u64, first: u64) -> StreamWriter {
-        let codec = Codec::new(Compression::Zlib);
-        let state = Turn::new(State { codec, next: first, tables: BTreeMap::new(), is_open: false });
-        StreamWriter { file, header, header_bytes, len, state }
+    pub(super) fn new(file: File, header: SparseHeader, new: StreamHeader, len: u64, first: u64) -> StreamWriter {
+        let (codec, has_header) = (Codec::new(Compression::Zlib), new.is_in_file);
+        let state = Turn::new(State { codec, next: first, tables: BTreeMap::new(), is_open: false, has_header });
+        StreamWriter { file, header, header_bytes: new.bytes, len, state }
     }
 
     /// True once a grain was written: the tables of the file know nothing of it.
@@ -44,7 +52,7 @@ impl StreamWriter {
         !self.state.lock().await.tables.is_empty()
     }
 
-    /// Writes whole grains, each for the first time.
+    /// Writes whole grains, each for the first time. None at all make the disk one with a footer.
     pub(super) async fn write(&self, grains: Vec<(u64, IoBuf)>) -> Result<()> {
         let grain_bytes = self.header.grain_bytes();
         for (at, grain) in &grains {
@@ -74,6 +82,14 @@ impl StreamWriter {
             self.file.set_len(state.next * SECTOR_BYTES).await?;
             self.file.sync().await?;
             state.is_open = true;
+        }
+        if !state.has_header {
+            self.file.write_at(IoBuf::copy_from(&self.header_bytes), 0).await.0?;
+            self.file.sync().await?;
+            state.has_header = true;
+        }
+        if packed.is_empty() {
+            return Ok(());
         }
         let mut run = Vec::new();
         let start = state.next;

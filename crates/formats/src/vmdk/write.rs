@@ -2,9 +2,9 @@
 //! Writes to the extents of a disk. A flat one is written as it is; a sparse one allocates grains as every format in blocks
 //! does (`formats/writer.rs`). The first write gives the disk another content id, so that disks made of it notice.
 
-use super::Vmdk;
 use super::extent::{Extent, Sparse, Storage};
-use super::stream::StreamWriter;
+use super::stream::{StreamHeader, StreamWriter};
+use super::{Piece, Vmdk};
 use crate::blocks::{BlockFormat, ImageFile, Table};
 use crate::mapped::{MappedWriter, Place};
 use crate::units::{Units, check_metadata};
@@ -14,7 +14,7 @@ use cowshed_graph::node::Description;
 use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::protocols::{discard_file, zero_file};
 use cowshed_layout::vmdk::{
-    Grain, HEADER_BYTES, SECTOR_BYTES, parent_cid_bits, sectors_to_bytes, with_cid, with_parent_cid,
+    Grain, HEADER_BYTES, SECTOR_BYTES, parent_cid_bits, sectors_to_bytes, stream_end, with_cid, with_parent_cid,
 };
 use cowshed_storage::{File, FileIdentity, IoBuf};
 use cowshed_types::memory::try_push;
@@ -194,21 +194,10 @@ impl VmdkWriter {
             extents.push(match &piece.extent.storage {
                 Storage::Zero => ExtentWriter::Zero,
                 Storage::Flat { file, .. } => ExtentWriter::Flat(node_of(&vmdk.files, *file)?.storage()),
-                Storage::Sparse(sparse) if is_empty_stream(vmdk, sparse) => {
-                    let file = node_of(&vmdk.files, sparse.file)?.storage();
-                    let (result, header) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
-                    result?;
-                    let end = sparse.header.descriptor.map_or(1, |(start, sectors)| start.saturating_add(sectors));
-                    let first = end.max(1).checked_next_multiple_of(sparse.header.grain_sectors);
-                    let there = file.len() / SECTOR_BYTES;
-                    let first = first.filter(|first| *first <= there).ok_or_else(|| {
-                        Error::invalid_image("descriptorSize", end, "the descriptor is not in the file")
-                    })?;
-                    let (header, len) = (header.to_vec(), piece.extent.len);
-                    let stream = StreamWriter::new(file, sparse.header.clone(), header, len, first);
-                    ExtentWriter::Stream(Box::new(stream))
-                }
-                Storage::Sparse(sparse) if sparse.header.compressed => ExtentWriter::Finished,
+                Storage::Sparse(sparse) if sparse.header.compressed => match empty_stream(vmdk, piece, sparse).await? {
+                    Some(stream) => ExtentWriter::Stream(Box::new(stream)),
+                    None => ExtentWriter::Finished,
+                },
                 Storage::Sparse(sparse) => {
                     let image = ImageFile::of(Arc::clone(node_of(&vmdk.files, sparse.file)?));
                     let grains = Grains { sparse, files: &vmdk.files, len: piece.extent.len, start: piece.start };
@@ -344,11 +333,39 @@ impl VmdkWriter {
     }
 }
 
-/// True for a disk that is one stream-optimised file without grains: those can be added.
-fn is_empty_stream(vmdk: &Vmdk, sparse: &Sparse) -> bool {
+/// The writer of a disk that is one stream-optimised file without grains: those can be added. A new disk has its
+/// directories in front of the grains, as QEMU lays it out. With its first grain it becomes one with a footer.
+async fn empty_stream(vmdk: &Vmdk, piece: &Piece, sparse: &Sparse) -> Result<Option<StreamWriter>> {
     let is_alone = vmdk.pieces.len() == 1 && vmdk.descriptor.create_type == "streamOptimized";
-    let is_empty = sparse.directory.iter().all(|table| *table == 0);
-    is_alone && sparse.header.compressed && sparse.is_stream && is_empty && !vmdk.descriptor.has_parent()
+    if !is_alone || vmdk.descriptor.has_parent() {
+        return Ok(None);
+    }
+    let file = node_of(&vmdk.files, sparse.file)?.storage();
+    let (described, there) =
+        (sparse.header.descriptor.map_or(1, |(start, sectors)| start.saturating_add(sectors)), file.len());
+    let is_empty = match sparse.is_stream {
+        true => sparse.directory.iter().all(|table| *table == 0),
+        // No grain is in the file, whatever the tables say.
+        false => {
+            let ends_there = sectors_to_bytes(sparse.header.first_grain_sector) == Some(there);
+            ends_there && described <= sparse.header.first_grain_sector && vmdk.is_empty().await?
+        }
+    };
+    if !is_empty {
+        return Ok(None);
+    }
+    let first = match sparse.is_stream {
+        true => described.max(1).checked_next_multiple_of(sparse.header.grain_sectors),
+        false => Some(sparse.header.first_grain_sector),
+    };
+    let first = first
+        .filter(|first| *first <= there / SECTOR_BYTES)
+        .ok_or_else(|| Error::invalid_image("descriptorSize", described, "the descriptor is not in the file"))?;
+    let (result, header) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
+    result?;
+    let bytes = if sparse.is_stream { header.to_vec() } else { stream_end::header(&header.to_vec()) };
+    let header = StreamHeader { bytes, is_in_file: sparse.is_stream };
+    Ok(Some(StreamWriter::new(file, sparse.header.clone(), header, piece.extent.len, first)))
 }
 
 /// Refuses extents that share bytes of a file: a write to one would change the other.

@@ -54,9 +54,9 @@ use crate::secret::Secret;
 use cowshed_types::{Error, ErrorKind, Result};
 use owned::Owned;
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 /// Longest node-name in bytes, as QEMU has it.
 const MAX_NAME_BYTES: usize = 31;
@@ -68,6 +68,8 @@ pub struct Graph {
     schemas: &'static dyn Schemas,
     snapshot: RwLock<Arc<GraphSnapshot>>,
     generated: AtomicU32,
+    /// Generated names of nodes that are added later.
+    given_out: Mutex<BTreeSet<String>>,
     owned: Mutex<Owned>,
     /// TLS credentials by the id that options name them with.
     credentials: Mutex<BTreeMap<String, ClientTls>>,
@@ -135,6 +137,7 @@ impl Graph {
             schemas,
             snapshot: RwLock::default(),
             generated: AtomicU32::default(),
+            given_out: Mutex::default(),
             owned: Mutex::default(),
             credentials: Mutex::default(),
             secrets: Mutex::default(),
@@ -183,15 +186,30 @@ impl Graph {
         result
     }
 
+    fn next_name(&self) -> String {
+        format!("#block{:03}", self.generated.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn given_out(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.given_out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A name as nodes without one have, for a node that is added later.
+    pub fn generate_name(&self) -> String {
+        let name = self.next_name();
+        self.given_out().insert(name.clone());
+        name
+    }
+
     /// Takes a name: the given one, or a generated `#blockNNN`.
     pub(crate) fn reserve(self: &Arc<Self>, wanted: Option<&str>) -> Result<Reservation> {
-        if let Some(name) = wanted {
+        if let Some(name) = wanted.filter(|name| !self.given_out().contains(*name)) {
             check_name(name)?;
         }
         let name = self.change(|nodes| {
             let name = match wanted {
                 Some(name) => name.to_owned(),
-                None => format!("#block{:03}", self.generated.fetch_add(1, Ordering::Relaxed)),
+                None => self.next_name(),
             };
             if nodes.contains_key(&name) {
                 return Err(Error::new(ErrorKind::InvalidArgument, format!("Duplicate nodes with node-name='{name}'")));
@@ -211,6 +229,7 @@ impl Graph {
     }
 
     pub(crate) fn remove(&self, name: &str) {
+        self.given_out().remove(name);
         self.change(|nodes| nodes.remove(name));
     }
 }

@@ -38,7 +38,7 @@ impl Node {
 
     /// True where the options of this node, or of a node that stores it, say that it is read-only: nodes above can't make
     /// it writable.
-    pub(crate) fn stays_read_only(&self) -> bool {
+    pub fn stays_read_only(&self) -> bool {
         let mut storage = self.children().into_iter().filter(|child| child.role != ChildRole::Backing);
         self.is_read_only() && (self.settings.stays_read_only() || storage.any(|child| child.node.stays_read_only()))
     }

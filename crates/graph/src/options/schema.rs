@@ -230,7 +230,8 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
             Err(match words_of_value(key, value) {
                 Some(sentence) => error.qemu(sentence),
                 None if matches!(key.value, KeyType::Size) => {
-                    error.qemu(size_refused(path, value.as_str().unwrap_or_default()))
+                    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                    error.qemu(size_refused(path, &text))
                 }
                 None => error,
             })
@@ -269,8 +270,10 @@ fn size_expected(parameter: &str) -> String {
 
 /// QEMU's sentence for a text that is no size, or too large a one.
 pub fn size_refused(parameter: &str, text: &str) -> String {
-    let digits = text.strip_prefix('-').unwrap_or(text);
-    match !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let with_suffix = text.strip_suffix(|letter: char| "bBkKmMgGtTpPeE".contains(letter));
+    let digits = with_suffix.unwrap_or(text.strip_prefix('-').unwrap_or(text));
+    match is_number(digits) {
         true => format!("Value '{text}' is out of range for parameter '{parameter}'"),
         false => size_expected(parameter),
     }

@@ -250,7 +250,12 @@ fn as_list(map: Map<String, Value>, path: &str) -> Result<Value> {
     if map.is_empty() || !map.keys().all(is_index) {
         return Ok(Value::Object(map));
     }
-    let gap = || Error::invalid_argument(format!("the elements of list '{path}' must be numbered from 0 on"));
+    let is_there = |index: &usize| map.contains_key(&index.to_string());
+    let missing = (0..map.len()).find(|index| !is_there(index)).unwrap_or_default();
+    let gap = || {
+        let error = Error::invalid_argument(format!("the elements of list '{path}' must be numbered from 0 on"));
+        error.qemu(format!("Parameter '{path}.{missing}' missing"))
+    };
     let mut items: Vec<Option<Value>> = vec![None; map.len().min(MAX_LIST)];
     for (key, value) in map {
         let slot = key.parse::<usize>().ok().and_then(|index| items.get_mut(index)).ok_or_else(gap)?;

@@ -10,6 +10,7 @@ mod turn;
 
 use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};
+use cowshed_create::INCOMPLETE;
 use cowshed_types::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
@@ -230,8 +231,7 @@ pub(crate) async fn convert_sources(
         Ok(settings) => settings,
         Err(error) => {
             let _ = target.node.close().await;
-            target.created.remove();
-            return Err(error);
+            return Err(target.created.take_back(error));
         }
     };
     let copied = Copy::new(sources, &target.node, settings, job).await.run().await;
@@ -253,18 +253,15 @@ pub(crate) async fn convert_sources(
         Ok(outcome) => {
             Ok(ConvertOutcome { size, source_bytes: sources.size(), unknown: sources.take_unknown(), ..outcome })
         }
-        Err(error) if target.created.is_empty() => Err(error.context("the target is incomplete")),
-        Err(error) => {
-            // A part of a disk that resembles a whole one, on a disk that may be full.
-            target.created.remove();
-            Err(error)
-        }
+        Err(error) if target.created.is_empty() => Err(error.context(INCOMPLETE)),
+        // A part of a disk that resembles a whole one, on a disk that may be full.
+        Err(error) => Err(target.created.take_back(error)),
     }
 }
 
 fn settings(options: &ConvertOptions, target: &Target) -> Result<CopySettings> {
     let (cluster, compressed) = (target.cluster_bytes, target.is_compressed);
-    if compressed && cluster.is_none() {
+    if compressed && cluster.is_none() && target.node.size() > 0 {
         return Err(Error::unsupported("Compression not supported for this file format").file(target.node.filename()));
     }
     let has_backing = target.has_backing;

@@ -46,12 +46,13 @@ impl Target {
         };
         let node = match (ImageSpec { extra, ..writable(&options.target) }).open_for_writing().await {
             Ok(node) => node,
-            Err(error) => {
-                created.remove();
-                return Err(error);
-            }
+            Err(error) => return Err(created.take_back(error)),
         };
-        let result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
+        let mut result = check_target(&node, sources, options).and_then(|()| set_codec(&node, options));
+        if result.is_ok() && is_stream(options) {
+            // Importers expect a footer of a disk without data, too.
+            result = node.write_compressed(Vec::new()).await;
+        }
         match result {
             Ok(()) => {
                 let geometry = crate::layer::geometry(&node);
@@ -74,8 +75,7 @@ impl Target {
             }
             Err(error) => {
                 let _ = node.close().await;
-                created.remove();
-                Err(error)
+                Err(created.take_back(error))
             }
         }
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New disks, laid out as QEMU lays them out.
 
-use super::{NO_PARENT, SECTOR_BYTES, stream_end};
+use super::{NO_PARENT, SECTOR_BYTES};
 use crate::fresh::{FreshFile, Piece};
 use cowshed_types::{Error, Result, name_of_text};
 use std::fmt::Write as _;
@@ -10,8 +10,11 @@ const GRAIN_SECTORS: u64 = 128;
 const TABLE_ENTRIES: u64 = 512;
 /// A grain table in sectors.
 const TABLE_SECTORS: u64 = TABLE_ENTRIES * 4 / SECTOR_BYTES;
-/// The line ends are tested; grains are compressed, and follow markers.
-const STREAM_FLAGS: u32 = 1 | 1 << 16 | 1 << 17;
+/// The line ends are tested, and there is a second directory.
+const SPARSE_FLAGS: u32 = 1 | 1 << 1;
+const FLAG_ZEROED_GRAINS: u32 = 1 << 2;
+/// Grains are compressed, and follow markers.
+const STREAM_FLAGS: u32 = 1 << 16 | 1 << 17;
 const DESCRIPTOR_SECTOR: u64 = 1;
 const DESCRIPTOR_SECTORS: u64 = 20;
 /// A part of a split disk: 2 GiB.
@@ -122,7 +125,7 @@ impl NewVmdk<'_> {
         if is_one_file {
             let text = self.descriptor(&format!("RW {sectors} SPARSE \"{}\"\n", self.name));
             let text = name_of_text(&text).into_owned();
-            let mut image = if self.kind.is_stream { self.stream(sectors) } else { self.sparse(sectors) };
+            let mut image = self.sparse(sectors);
             if text.len() as u64 > DESCRIPTOR_SECTORS * SECTOR_BYTES {
                 return Err(Error::invalid_argument("the descriptor would be too long for the image"));
             }
@@ -204,29 +207,8 @@ impl NewVmdk<'_> {
         )
     }
 
-    /// A stream without grains, as VMware lays it out: the header leads to the footer at the end.
-    fn stream(&self, sectors: u64) -> FreshFile {
-        let mut header = vec![0; SECTOR_BYTES as usize];
-        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, b"KDMV");
-        put(4, &3u32.to_le_bytes());
-        put(8, &STREAM_FLAGS.to_le_bytes());
-        put(12, &sectors.to_le_bytes());
-        put(20, &GRAIN_SECTORS.to_le_bytes());
-        put(28, &DESCRIPTOR_SECTOR.to_le_bytes());
-        put(36, &DESCRIPTOR_SECTORS.to_le_bytes());
-        put(44, &(TABLE_ENTRIES as u32).to_le_bytes());
-        put(56, &u64::MAX.to_le_bytes());
-        put(64, &GRAIN_SECTORS.to_le_bytes());
-        put(73, b"\n \r\n");
-        put(77, &1u16.to_le_bytes());
-        let tables = sectors.div_ceil(GRAIN_SECTORS * TABLE_ENTRIES);
-        let end = stream_end::directory(&vec![0; tables as usize], GRAIN_SECTORS, &header);
-        let start = GRAIN_SECTORS * SECTOR_BYTES;
-        FreshFile { len: start + end.len() as u64, pieces: vec![(start, Piece::Bytes(end))], mark: Some((0, header)) }
-    }
-
-    /// A sparse extent: header, room for a descriptor, the second directory and its tables, the first ones.
+    /// A sparse extent: header, room for a descriptor, the second directory and its tables, the first ones. A stream
+    /// without grains has the same parts.
     fn sparse(&self, sectors: u64) -> FreshFile {
         let tables = sectors.div_ceil(GRAIN_SECTORS * TABLE_ENTRIES);
         let directory_sectors = (tables * 4).div_ceil(SECTOR_BYTES);
@@ -242,7 +224,13 @@ impl NewVmdk<'_> {
         let mut header = vec![0; SECTOR_BYTES as usize];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, b"KDMV");
-        let (version, flags) = if self.zeroed_grains { (2u32, 7u32) } else { (1, 3) };
+        let version: u32 = match (self.kind.is_stream, self.zeroed_grains) {
+            (true, _) => 3,
+            (false, true) => 2,
+            (false, false) => 1,
+        };
+        let zeroed = if self.zeroed_grains { FLAG_ZEROED_GRAINS } else { 0 };
+        let flags = SPARSE_FLAGS | zeroed | if self.kind.is_stream { STREAM_FLAGS } else { 0 };
         put(4, &version.to_le_bytes());
         put(8, &flags.to_le_bytes());
         put(12, &sectors.to_le_bytes());
@@ -254,6 +242,7 @@ impl NewVmdk<'_> {
         put(56, &first.to_le_bytes());
         put(64, &end.to_le_bytes());
         put(73, b"\n \r\n");
+        put(77, &u16::from(self.kind.is_stream).to_le_bytes());
         FreshFile {
             len: end * SECTOR_BYTES,
             pieces: vec![(second * SECTOR_BYTES, directory(second)), (first * SECTOR_BYTES, directory(first))],
@@ -360,7 +349,7 @@ fn is_one_sector(old: &[u8], new: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Descriptor, SparseHeader};
+    use super::super::{Descriptor, SparseHeader, stream_end};
     use super::*;
 
     fn disk(size: u64, kind: &str) -> NewVmdk<'static> {
@@ -390,6 +379,18 @@ mod tests {
         let descriptor = Descriptor::parse(text).unwrap();
         assert_eq!((*at, descriptor.cid, descriptor.parent_cid), (512, 0x1234, 7));
         assert_eq!(descriptor.parent_hint.as_deref(), Some("base.vmdk"));
+    }
+
+    #[test]
+    fn a_new_stream_becomes_one_with_a_footer() {
+        let files = disk(5 << 30, "streamOptimized").lay_out().unwrap();
+        let header = files.image.mark.unwrap().1;
+        let parsed = SparseHeader::parse(&header).unwrap();
+        assert_eq!((parsed.version, parsed.compressed, parsed.directory_sector), (3, true, Some(0x297)));
+        assert_eq!((parsed.first_grain_sector, files.image.len), (0x580, 0x580 * 512));
+        let stream = SparseHeader::parse(&stream_end::header(&header)).unwrap();
+        let (directory_sector, redundant_directory_sector) = (None, None);
+        assert_eq!(stream, SparseHeader { directory_sector, redundant_directory_sector, ..parsed });
     }
 
     #[test]

@@ -32,6 +32,8 @@ pub struct Descriptor {
     pub change_track: Option<String>,
     /// The extents, in the order of the disk.
     pub extents: Vec<ExtentLine>,
+    /// `ddb.geometry.cylinders` is 0: a disk without extents is meant so.
+    pub has_no_cylinders: bool,
 }
 
 /// One line of the section "Extent description".
@@ -152,6 +154,7 @@ struct Keys {
     create_type: Option<String>,
     parent_hint: Option<String>,
     change_track: Option<String>,
+    cylinders: Option<String>,
 }
 
 impl Keys {
@@ -165,6 +168,7 @@ impl Keys {
             "createtype" => &mut self.create_type,
             "parentfilenamehint" => &mut self.parent_hint,
             "changetrackpath" => &mut self.change_track,
+            "ddb.geometry.cylinders" => &mut self.cylinders,
             _ => return Ok(()),
         };
         let value = value.trim();
@@ -205,6 +209,7 @@ impl Keys {
             parent_hint,
             change_track: self.change_track.filter(|path| !path.is_empty()),
             extents,
+            has_no_cylinders: self.cylinders.as_deref() == Some("0"),
         })
     }
 }

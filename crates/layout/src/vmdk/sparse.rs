@@ -56,6 +56,8 @@ pub struct SparseHeader {
     pub directory_sector: Option<u64>,
     /// The sector of the copy of the directory.
     pub redundant_directory_sector: Option<u64>,
+    /// The sector that grains begin at (`overHead`); 0 where the header doesn't say.
+    pub first_grain_sector: u64,
     /// Place and length of the embedded descriptor.
     pub descriptor: Option<(u64, u64)>,
     /// Entry 1 of a grain table means zeroes.
@@ -139,6 +141,7 @@ impl SparseHeader {
                 && redundant != 0
                 && redundant != DIRECTORY_AT_END)
                 .then_some(redundant),
+            first_grain_sector: le64_at(bytes, 64)?,
             descriptor: (start != 0 && sectors != 0).then_some((start, sectors)),
             zeroed_grains: flags & FLAG_ZEROED_GRAINS != 0,
             compressed,
@@ -159,6 +162,7 @@ impl SparseHeader {
             table_entries: ESX_TABLE_ENTRIES,
             directory_sector: Some(u64::from(le32_at(bytes, 20)?)),
             redundant_directory_sector: None,
+            first_grain_sector: 0,
             descriptor: None,
             zeroed_grains: false,
             compressed: false,

@@ -8,8 +8,14 @@ const SECTOR: usize = SECTOR_BYTES as usize;
 const MARKER_TABLE: u32 = 1;
 const MARKER_DIRECTORY: u32 = 2;
 const MARKER_FOOTER: u32 = 3;
+/// Offset of the header's flags.
+const FLAGS_AT: usize = 8;
+/// Offset of the header's field for the second grain directory.
+const REDUNDANT_AT: usize = 48;
 /// Offset of the header's field for the grain directory.
 const DIRECTORY_AT: usize = 56;
+/// The only flag of the lowest byte that is for streams: the line ends are tested.
+const FLAG_NEWLINE_TEST: u8 = 1;
 /// Deflate with a window of 32 KiB at most, no dictionary: RFC 1950.
 const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];
 /// Longest stored block of deflate.
@@ -66,12 +72,25 @@ fn marker(sectors: u64, kind: u32) -> Vec<u8> {
 
 /// The parts of the file behind the grains.
 pub mod stream_end {
-    use super::{DIRECTORY_AT, MARKER_DIRECTORY, MARKER_FOOTER, MARKER_TABLE, SECTOR, marker};
+    use super::{
+        DIRECTORY_AT, FLAG_NEWLINE_TEST, FLAGS_AT, MARKER_DIRECTORY, MARKER_FOOTER, MARKER_TABLE, REDUNDANT_AT, SECTOR,
+        marker,
+    };
 
     fn words(words: &[u32]) -> Vec<u8> {
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.resize(bytes.len().next_multiple_of(SECTOR), 0);
         bytes
+    }
+
+    /// A header of a sector whose directories are given up for one behind the grains.
+    pub fn header(old: &[u8]) -> Vec<u8> {
+        let mut header = old.to_vec();
+        header.resize(SECTOR, 0);
+        header[FLAGS_AT] &= FLAG_NEWLINE_TEST;
+        header[REDUNDANT_AT..REDUNDANT_AT + 8].fill(0);
+        header[DIRECTORY_AT..DIRECTORY_AT + 8].fill(0xff);
+        header
     }
 
     /// A grain table behind its marker.
