@@ -43,6 +43,20 @@ const SERVED: &[Served] = &[
         is_ready: "grep -q http out",
         client: "curl -sS -OJ \"$(cat out)\"; cowshed compare -F raw overlay.qcow2 overlay.raw",
     },
+    Served {
+        page: "daemon.md",
+        command: "serve disk.qcow2",
+        prepare: DISK,
+        is_ready: "grep -q nbd+unix out",
+        client: "qemu-io -f raw -c 'read -P 7 0 64k' \"$(cat out)\"",
+    },
+    Served {
+        page: "daemon.md",
+        command: "serve --monitor qmp.sock --drive",
+        prepare: DISK,
+        is_ready: "test -S qmp.sock",
+        client: "cowshed top --count 1 qmp.sock | grep -q '^disk'",
+    },
     // 100 requests at 500 a second: a tenth of a second's may go at once.
     Served {
         page: "limits.md",
