@@ -19,7 +19,7 @@ pub const SERVE: &str = "--serve-bare";
 
 /// Behind socket and files: past the page cache.
 const DIRECT: &str = "direct";
-/// Each of several files has every this many of these: the served disk takes one after the other.
+/// Several files hold pieces of this length in turn: the served disk takes one after the other.
 pub const GRANULE_BYTES: u64 = 64 << 10;
 /// Multiple that memory for direct I/O needs, in bytes.
 const ALIGNMENT: usize = 4096;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The command line tool. Called by the name `qemu-img` it has that tool's manners.
+//! The command line tool. Called by the name `qemu-img` it has that tool's words, streams and exit codes.
 
 mod commands;
 mod invocation;

@@ -19,7 +19,7 @@ enum Backend {
     Outgoing(Outgoing),
     /// Takes everything and has nothing.
     Null,
-    /// The last this many bytes that were written.
+    /// The bytes that were written last.
     Ring(Ring),
 }
 

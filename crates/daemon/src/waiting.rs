@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Commands that wait: each runs in a task of its own, and whatever takes long is reported. Commands that change the same part of
-//! the graph take turns. A disk that never answers so keeps only the commands for its own part waiting, and no monitor.
+//! the graph take turns. So a disk that never answers delays only the commands for its own part, and no monitor.
 
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::rt::{self, JoinHandle, within};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A simple benchmark: many requests of one kind, so many at a time.
+//! A simple benchmark: many requests of one kind, a fixed number of them at a time.
 
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_image::Node;

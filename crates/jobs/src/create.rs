@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Creates images: a thin door to `cowshed_create`.
+//! Creates images: a thin call of `cowshed_create`.
 
 use crate::JobHandle;
 pub use cowshed_create::{CreatePlan, CreateRequest, prepare};

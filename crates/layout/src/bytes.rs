@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Numbers in byte slices, read without panics: big-endian, and little-endian for formats from other houses.
+//! Numbers in byte slices, read without panics: big-endian, and little-endian for most formats of other programs.
 
 /// The `N` bytes at `offset`, or `None` where the slice is too short.
 #[inline]

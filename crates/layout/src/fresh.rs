@@ -8,7 +8,7 @@ pub enum Piece {
     Bytes(Vec<u8>),
     /// One byte, this many times.
     Fill(u8, u64),
-    /// The little-endian numbers of 32 bits from 0 on, this many.
+    /// This many little-endian numbers of 32 bits, from 0 on.
     Count(u32),
     /// This many little-endian numbers of 64 bits, each larger than the one before by a step.
     Numbers {

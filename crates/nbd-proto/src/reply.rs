@@ -212,7 +212,7 @@ impl ReplyHeader {
         }
     }
 
-    /// From this many bytes as [`ReplyHeader::bytes_needed`] returns.
+    /// From as many bytes as [`ReplyHeader::bytes_needed`] returns.
     pub fn parse(bytes: &[u8]) -> Result<ReplyHeader, Malformed> {
         let mut cursor = Cursor::new(bytes);
         let magic = cursor.u32()?;

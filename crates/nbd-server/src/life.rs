@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether anything more is begun for a client.
+//! Whether further requests of a client may begin.
 
 use cowshed_nbd::Stream;
 use cowshed_storage::HangUp;

@@ -91,7 +91,7 @@ impl Receiver {
         self.start = (self.start + len).min(self.end);
     }
 
-    /// Receives exactly this many bytes as an array has.
+    /// Receives exactly as many bytes as an array has.
     pub async fn array<const N: usize>(&mut self, stream: &Stream) -> Result<[u8; N]> {
         let mut bytes = [0; N];
         match self.peek(stream, N).await? {

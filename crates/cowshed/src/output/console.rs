@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Standard output and standard error, as one place that knows the manners and never panics.
+//! Standard output and standard error. All output goes through here, in the form of the tool's name, and never panics.
 
 use crate::invocation::Persona;
 use cowshed_types::{in_lines, name_of_text};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The drivers `null-co` and `null-aio`: disks that are nothing.
+//! The drivers `null-co` and `null-aio`: disks without storage. Reads are zeroes, and writes go nowhere.
 
 use crate::node::Driver;
 use crate::options::{BlockdevOptions, NullOptions};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Latencies over the last this many seconds.
+//! Latencies over intervals of a given length, up to the present moment.
 
 use super::{IoKind, KINDS};
 

@@ -63,7 +63,7 @@ impl Fixture {
         node.throttle().expect("a throttle filter").waits().waiting
     }
 
-    /// A client leaves this many writes behind that all but the first wait.
+    /// A client leaves so many writes behind that all but the first wait.
     fn leave_writes(&self, node: &str) {
         let (mut wire, _) = Wire::enter(&self.socket(), ReplyStyle::Simple, "", &[]);
         for number in 0..REQUESTS {

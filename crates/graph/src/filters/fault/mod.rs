@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A disk that fails on demand: requests that an armed rule hits fail, wait, are torn, lost or led astray.
+//! A disk that fails on demand: requests that an armed rule hits fail, wait, are torn, lost or misdirected.
 //!
 //! - `rules`: which requests, and how
 //! - `arguments`: rules of a command line

@@ -63,7 +63,7 @@ const PARTS: [(Part, &str, &str); 3] =
 pub struct Limits {
     /// By [`Limited`] as index.
     pub limits: [Limit; 6],
-    /// A larger request counts as this many operations as it holds this many bytes; 0: every request is one.
+    /// A larger request counts as one operation for each of this many bytes; 0: every request is one.
     pub iops_size: u64,
 }
 
