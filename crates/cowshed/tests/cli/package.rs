@@ -4,6 +4,7 @@
 use cowshed_testkit::programs::tool;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository is there")
@@ -35,6 +36,24 @@ fn packages_are_reproducible_and_work_installed() {
     }
     let said = tool(root().join("scripts/try-package"), &[made[0].to_str().expect("a name")]);
     assert!(said.contains("installed, used and removed"), "{said}");
+}
+
+/// Not every machine has systemd's tool.
+#[test]
+fn systemd_takes_the_units_of_the_package() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    for kind in ["service", "socket"] {
+        let unit = root().join(format!("packaging/cowshed@.{kind}"));
+        let text = std::fs::read_to_string(unit).expect("the unit is there");
+        let here = text.replace("/usr/local/bin/cowshed", env!("CARGO_BIN_EXE_cowshed"));
+        std::fs::write(folder.path().join(format!("cowshed@web.{kind}")), here).expect("a unit is written");
+    }
+    let verify = Command::new("systemd-analyze").arg("verify").arg(folder.path().join("cowshed@web.service")).output();
+    let Ok(output) = verify else { return };
+    // Units of the machine may have faults of their own.
+    let said = String::from_utf8_lossy(&output.stderr);
+    let ours: Vec<&str> = said.lines().filter(|line| line.contains("cowshed@web")).collect();
+    assert!(ours.is_empty(), "{ours:#?}");
 }
 
 #[test]
