@@ -4,7 +4,7 @@
 
 mod disk;
 
-use cowshed_qcow2::{Budget, Cache, Stall, Tail, ZeroMode};
+use cowshed_qcow2::{Budget, BudgetedCache, Stall, Tail, ZeroMode};
 use cowshed_types::{GuestOffset, HostOffset};
 use disk::{Disk, Shape};
 use std::sync::Arc;
@@ -252,7 +252,7 @@ fn images_share_a_budget_and_what_is_idle_goes_first() {
 #[derive(Debug)]
 struct Bytes(Arc<Budget>, AtomicU64);
 
-impl Cache for Bytes {
+impl BudgetedCache for Bytes {
     fn give_up(&self, bytes: u64) -> u64 {
         let left = self.1.load(Ordering::Relaxed).saturating_sub(bytes);
         let freed = self.1.swap(left, Ordering::Relaxed) - left;

@@ -7,7 +7,7 @@
 //! A reader puts a cluster in while it holds the cluster's pin. The cluster is taken out before its host cluster may get
 //! another owner (`flush.rs`, `reclaim`). So the store always agrees with the mapping.
 
-use cowshed_qcow2::{Budget, Cache};
+use cowshed_qcow2::{Budget, BudgetedCache};
 use cowshed_types::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -63,7 +63,7 @@ fn store() -> &'static Store {
     STORE.get_or_init(Store::default)
 }
 
-impl Cache for Store {
+impl BudgetedCache for Store {
     fn give_up(&self, bytes: u64) -> u64 {
         let mut freed = 0;
         for _ in 0..SHARDS {

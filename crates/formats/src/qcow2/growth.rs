@@ -59,7 +59,7 @@ impl Drop for Turn<'_> {
 
 /// The space that a growing file gets ahead of its clusters.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ahead {
+pub(super) enum SpaceAhead {
     /// Blocks of the file system.
     Blocks,
     /// Length alone: what is not written stays a hole.
@@ -68,7 +68,7 @@ pub(super) enum Ahead {
 
 impl Qcow2Driver {
     /// The kind of space to reserve, where less than half a piece lies ahead of an allocation.
-    pub(super) fn lacks_ahead(&self, allocation: &Allocation) -> Option<Ahead> {
+    pub(super) fn lacks_ahead(&self, allocation: &Allocation) -> Option<SpaceAhead> {
         if !self.file.cache_mode().direct || allocation.file != StoredIn::Image {
             return None;
         }
@@ -83,7 +83,7 @@ impl Qcow2Driver {
             && self.file.is_plain()
             && !self.file.is_device();
         let blocks = is_filled && (copies(allocation) || !self.growth.has_holes.load(Ordering::Relaxed));
-        lacks.then_some(if blocks { Ahead::Blocks } else { Ahead::Length })
+        lacks.then_some(if blocks { SpaceAhead::Blocks } else { SpaceAhead::Length })
     }
 
     fn piece_bytes(&self, clusters: u64) -> u64 {
@@ -91,7 +91,7 @@ impl Qcow2Driver {
     }
 
     /// Reserves the next piece, unless another request does. Without it a write only takes longer, so no error comes of it.
-    pub(super) async fn reserve_ahead(&self, ahead: Ahead) {
+    pub(super) async fn reserve_ahead(&self, ahead: SpaceAhead) {
         if self.growth.is_busy.swap(true, Ordering::Acquire) {
             return;
         }
@@ -99,8 +99,8 @@ impl Qcow2Driver {
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         let (end, piece) = (self.file.len(), self.piece_bytes(clusters));
         let (start, bytes) = match ahead {
-            Ahead::Blocks => (end, piece),
-            Ahead::Length => (end + piece - LENGTH_BYTES, LENGTH_BYTES),
+            SpaceAhead::Blocks => (end, piece),
+            SpaceAhead::Length => (end + piece - LENGTH_BYTES, LENGTH_BYTES),
         };
         if self.file.free_bytes().is_none_or(|free| free >= PIECES_FREE * bytes) {
             let next = match self.file.allocate(start, bytes).await {

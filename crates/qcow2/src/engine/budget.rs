@@ -17,8 +17,8 @@ const STEPS_PER_TURN: usize = 64;
 const BYTES_PER_TURN: u64 = 256 << 10;
 
 /// A cache of other data that counts in a budget, such as inflated clusters.
-pub trait Cache: std::fmt::Debug + Send + Sync {
-    /// Drops about so many bytes, those first that weren't used since the last call. Returns the bytes that went.
+pub trait BudgetedCache: std::fmt::Debug + Send + Sync {
+    /// Drops about this many bytes, those first that weren't used since the last call. Returns the bytes that went.
     fn give_up(&self, bytes: u64) -> u64;
 }
 
@@ -28,7 +28,7 @@ pub struct Budget {
     limit_bytes: AtomicU64,
     used_bytes: AtomicU64,
     members: Mutex<Vec<Weak<Engine>>>,
-    cache: OnceLock<&'static dyn Cache>,
+    cache: OnceLock<&'static dyn BudgetedCache>,
     /// The image where the hand is.
     hand: AtomicUsize,
 }
@@ -68,7 +68,7 @@ impl Budget {
     }
 
     /// Takes the cache in. Only the first call has an effect.
-    pub fn join_cache(&self, cache: &'static dyn Cache) {
+    pub fn join_cache(&self, cache: &'static dyn BudgetedCache) {
         let _ = self.cache.set(cache);
     }
 

@@ -12,7 +12,7 @@ mod room;
 mod tables;
 mod tuning;
 
-pub use budget::{Budget, Cache};
+pub use budget::{Budget, BudgetedCache};
 pub(crate) use damage::Purpose;
 pub(crate) use reclaim::Freed;
 pub use reclaim::Reclaim;
