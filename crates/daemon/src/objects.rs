@@ -195,8 +195,8 @@ fn set_monitor(properties: &MonitorProperties, property: &str, value: &Value) ->
     Ok(())
 }
 
-/// A place in the tree of objects.
-pub(crate) enum Place {
+/// A node of the tree of objects.
+pub(crate) enum TreeNode {
     /// One with others in it; its path, empty for the root.
     Container(&'static str),
     /// An object, with its id.
@@ -477,16 +477,16 @@ impl Objects {
     }
 
     /// The place that a path means: from the root, or the end of such a path.
-    pub fn at_path(&self, path: &str) -> QmpResult<Place> {
+    pub fn at_path(&self, path: &str) -> QmpResult<TreeNode> {
         // Empty parts count for nothing.
         let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
         let id = match (path.starts_with('/'), parts.as_slice()) {
-            (true, []) => return Ok(Place::Container("")),
-            (_, ["objects"]) => return Ok(Place::Container("/objects")),
+            (true, []) => return Ok(TreeNode::Container("")),
+            (_, ["objects"]) => return Ok(TreeNode::Container("/objects")),
             (_, ["objects", id]) | (false, [id]) => *id,
             _ => "",
         };
-        let found = self.find(id).map(|object| Place::Object(id.to_owned(), object));
+        let found = self.find(id).map(|object| TreeNode::Object(id.to_owned(), object));
         found.ok_or_else(|| QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{path}' not found")))
     }
 

@@ -5,7 +5,7 @@ use super::{Arguments, Group, command, failed, nothing};
 use crate::authorization::{Authorization, Rules};
 use crate::monitor_properties::MonitorProperties;
 use crate::objects::{
-    IoThreadProperties, MAIN_LOOP, Object, Place, REFUSED_OBJECTS, Secret, TYPES, TypeInfo, check_tls_options,
+    IoThreadProperties, MAIN_LOOP, Object, REFUSED_OBJECTS, Secret, TYPES, TreeNode, TypeInfo, check_tls_options,
     duplicate, properties_of,
 };
 use crate::state::Daemon;
@@ -238,15 +238,15 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
 type Property = (String, String);
 
 /// Names and types of the properties of a place.
-fn properties_at(daemon: &Daemon, place: &Place) -> Vec<Property> {
+fn properties_at(daemon: &Daemon, place: &TreeNode) -> Vec<Property> {
     let mut properties = vec![("type".to_owned(), "string".to_owned())];
     match place {
-        Place::Container("") => properties.push(("objects".to_owned(), "child<container>".to_owned())),
-        Place::Container(_) => {
+        TreeNode::Container("") => properties.push(("objects".to_owned(), "child<container>".to_owned())),
+        TreeNode::Container(_) => {
             let objects = daemon.objects.list().into_iter();
             properties.extend(objects.map(|(id, kind)| (id, format!("child<{kind}>"))));
         }
-        Place::Object(_, object) => {
+        TreeNode::Object(_, object) => {
             let own = object.properties().into_iter();
             properties.extend(own.map(|(name, kind)| (name, kind.to_owned())));
         }
@@ -255,14 +255,14 @@ fn properties_at(daemon: &Daemon, place: &Place) -> Vec<Property> {
 }
 
 /// The value of a property of a place. A child is named by its path.
-fn value_at(daemon: &Daemon, place: &Place, name: &str) -> Option<Value> {
+fn value_at(daemon: &Daemon, place: &TreeNode, name: &str) -> Option<Value> {
     match (place, name) {
-        (Place::Container(_), "type") => Some(json!("container")),
-        (Place::Container(""), "objects") => Some(json!("/objects")),
-        (Place::Container(""), _) => None,
-        (Place::Container(path), name) => daemon.objects.find(name).map(|_| json!(format!("{path}/{name}"))),
-        (Place::Object(_, object), "type") => Some(json!(object.kind())),
-        (Place::Object(_, object), name) => object.get(name),
+        (TreeNode::Container(_), "type") => Some(json!("container")),
+        (TreeNode::Container(""), "objects") => Some(json!("/objects")),
+        (TreeNode::Container(""), _) => None,
+        (TreeNode::Container(path), name) => daemon.objects.find(name).map(|_| json!(format!("{path}/{name}"))),
+        (TreeNode::Object(_, object), "type") => Some(json!(object.kind())),
+        (TreeNode::Object(_, object), name) => object.get(name),
     }
 }
 
@@ -326,10 +326,10 @@ async fn qom_get(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     value_at(&daemon, &place, name).ok_or_else(|| refused(&place, name, "not found"))
 }
 
-fn refused(place: &Place, property: &str, why: &str) -> QmpError {
+fn refused(place: &TreeNode, property: &str, why: &str) -> QmpError {
     let kind = match place {
-        Place::Container(_) => "container",
-        Place::Object(_, object) => object.kind(),
+        TreeNode::Container(_) => "container",
+        TreeNode::Object(_, object) => object.kind(),
     };
     QmpError::generic(format!("Property '{kind}.{property}' {why}"))
 }
@@ -341,7 +341,7 @@ async fn qom_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
         return Err(refused(&place, name, "not found"));
     }
     match &place {
-        Place::Object(id, object) if !READ_ONLY.contains(&name) => {
+        TreeNode::Object(id, object) if !READ_ONLY.contains(&name) => {
             daemon.objects.set(id, object, name, arguments.get("value").unwrap_or(&Value::Null))?;
         }
         _ => return Err(refused(&place, name, "is not writable")),
