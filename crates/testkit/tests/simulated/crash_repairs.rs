@@ -116,7 +116,7 @@ fn power_cut_during_a_repair_loses_no_more() {
 
 /// Behind the old end the disk is zeroes: neither the longer file below shows, nor the rest of a cluster.
 #[test]
-fn power_cut_leaves_a_qed_disk_with_its_old_size_or_its_new() {
+fn power_cut_leaves_a_qed_disk_old_or_longer() {
     let (kind, _) = kinds().into_iter().find(|(kind, _)| kind.format == "qed").expect("it is there");
     let mut total = CrashReport::default();
     let end = SECTORS * SECTOR;
