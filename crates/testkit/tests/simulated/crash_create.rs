@@ -164,7 +164,7 @@ async fn look(format: &str) -> cowshed_types::Result<(u64, bool)> {
 }
 
 #[test]
-fn a_cut_creation_of_any_format_leaves_a_whole_image_or_none() {
+fn a_cut_creation_of_any_format_is_whole_or_none() {
     let (mut total, mut distinct) = (CrashReport::default(), 0);
     for (format, option_lists) in OTHERS {
         for options in *option_lists {
