@@ -36,6 +36,7 @@ pub use control::{
     MIN_REQUEST_MEMORY_BYTES, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Setup, TURN_LIMIT, run, run_with,
 };
 pub use cowshed_fuse::GuardProgram;
+pub use cowshed_nbd_server::{LOG_LOST, LOG_REFUSED};
 pub use inbox::Sender;
 pub use message::{Message, StopReason};
 pub use monitor::MonitorAddress;

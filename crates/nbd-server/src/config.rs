@@ -9,6 +9,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// The target of the log's lines about clients that get no export. The field `sentence` is QEMU's.
+pub const LOG_REFUSED: &str = "refused";
+/// The target of the log's lines about clients whose requests end with an error.
+pub const LOG_LOST: &str = "lost";
+
 /// The settings of a [`crate::Server`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {

@@ -59,6 +59,9 @@ impl<D: Disk> Export<D> {
         if name.len() > MAX_STRING_BYTES {
             return Err(Error::invalid_argument(format!("export name '{name}' too long")));
         }
+        if self.description.len() > MAX_STRING_BYTES {
+            return Err(Error::invalid_argument(format!("description '{}' too long", self.description)));
+        }
         if !is_string(name) || !is_string(&self.description) {
             let message = "the name and the description of an export have no NUL and at most 4096 bytes";
             return Err(Error::invalid_argument(message));

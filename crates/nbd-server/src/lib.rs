@@ -26,6 +26,7 @@ mod outbox;
 mod pieces;
 mod pool;
 mod queue;
+mod refusal;
 mod registry;
 mod server;
 mod session;
@@ -33,7 +34,7 @@ mod signal;
 mod sparse;
 mod status;
 
-pub use config::{Authorizer, Check, Event, EventHandler, Limits, ServerConfig};
+pub use config::{Authorizer, Check, Event, EventHandler, LOG_LOST, LOG_REFUSED, Limits, ServerConfig};
 pub use disk::{DirtyRun, Disk, DiskQueue, DiskRun};
 pub use export::{Export, ExportInfo, Removal};
 pub use pool::PoolStats;

@@ -3,6 +3,7 @@
 
 use crate::admission::{Haggling, Slot};
 use crate::config::Authorizer;
+use crate::refusal::{self, broken, refused};
 use crate::registry::{ClientGuard, Registry, Served};
 use crate::{Disk, Export};
 use cowshed_nbd::{Receiver, Stream};
@@ -13,7 +14,7 @@ use cowshed_nbd_proto::option::{
     BlockSizes, InfoRequest, MetaContextRequest, OPTION_HEADER_BYTES, OptionHeader, OptionReply, code,
     parse_export_name, rep,
 };
-use cowshed_nbd_proto::{HeaderStyle, Malformed, ReplyStyle};
+use cowshed_nbd_proto::{HeaderStyle, MAX_STRING_BYTES, Malformed, ReplyStyle};
 use cowshed_storage::{Dispatch, IoBuf, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
@@ -24,8 +25,8 @@ use std::time::Duration;
 
 /// Options with more data than that are refused.
 const MAX_OPTION_BYTES: u32 = 32 << 10;
-/// Options with more data than that cost the connection.
-const MAX_SKIPPED_BYTES: u32 = 1 << 20;
+/// Options with more data than that cost the connection, as with QEMU.
+const MAX_SKIPPED_BYTES: u32 = 32 << 20;
 /// More options than a client needs: a flood.
 const MAX_OPTIONS: u32 = 4096;
 /// Names of exports in a line of the log.
@@ -72,7 +73,7 @@ pub(crate) struct NegotiatedOptions {
     pub writethrough: bool,
 }
 
-/// Haggles until the client has chosen an export; `None` when it sent a goodbye before, or when the server stops. With
+/// Haggles until the client has chosen an export; `None` when it sent a goodbye or nothing before, or when the server stops. With
 /// its first option a connection that is counted takes a place; the wait for that doesn't count as the client's time.
 pub(crate) async fn negotiate<D: Disk>(
     registry: &Arc<Registry<D>>,
@@ -155,42 +156,54 @@ enum Next<D: Disk> {
     Goodbye,
 }
 
-fn broken(why: Malformed) -> Error {
-    Error::new(ErrorKind::Io, format!("the client breaks the protocol: {why}"))
-}
-
-fn refused(why: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidArgument, why)
-}
-
 impl<D: Disk> Negotiation<'_, D> {
     /// Greets the client and waits for its first option with its data; `None` when it goes.
     async fn greet(&mut self) -> Result<Option<()>> {
         self.out.extend_from_slice(&greeting::encode(HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES));
         self.send().await?;
-        if self.receiver.peek(self.stream, 4).await?.is_none() {
+        // As in QEMU, one that sends no flags is no client.
+        if !matches!(self.receiver.peek(self.stream, 4).await, Ok(Some(_))) {
             return Ok(None);
         }
-        let flags = greeting::parse_client_flags(self.receiver.array(self.stream).await?).map_err(broken)?;
+        let bytes = self.receiver.array(self.stream).await?;
+        let unknown = u32::from_be_bytes(bytes) & !ClientFlags::ALL.0;
+        let flags = greeting::parse_client_flags(bytes)
+            .map_err(|why| broken(why).qemu(format!("Unknown client flags {unknown:#x} received")))?;
         self.fixed = flags.contains(ClientFlags::FIXED_NEWSTYLE);
         self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
-        let Some(header) = self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await? else { return Ok(None) };
-        let len = match header.try_into().map(OptionHeader::parse) {
-            Ok(Ok(header)) if header.len <= MAX_OPTION_BYTES => header.len as usize,
-            // Its fault is reported when it has its turn.
-            _ => 0,
-        };
+        let header = self.await_header().await?;
+        // Its fault is reported when it has its turn.
+        let longest = if header.option == code::EXPORT_NAME { MAX_STRING_BYTES } else { MAX_OPTION_BYTES as usize };
+        let len = if header.len as usize <= longest { header.len as usize } else { 0 };
         let len = if slip!("half_options_take_places") { 0 } else { len };
-        Ok(self.receiver.peek(self.stream, OPTION_HEADER_BYTES + len).await?.map(drop))
+        match self.receiver.peek(self.stream, OPTION_HEADER_BYTES + len).await {
+            Ok(data) => Ok(data.map(drop)),
+            Err(error) => Err(error.qemu(refusal::ENDED)),
+        }
+    }
+
+    /// The header of the next option, which stays where it is.
+    async fn await_header(&mut self) -> Result<OptionHeader> {
+        match self.receiver.peek(self.stream, 8).await {
+            Ok(None) => return Err(refusal::left()),
+            Ok(Some(magic)) if magic != greeting::OPTION_MAGIC.to_be_bytes() => {
+                let why = Malformed("an option doesn't start with its magic number");
+                return Err(broken(why).qemu("Bad magic received"));
+            }
+            Ok(Some(_)) => {}
+            Err(error) => return Err(error.qemu(format!("Failed to read opts magic: {}", refusal::ENDED))),
+        }
+        let incomplete = |error: Error| error.qemu(format!("Failed to read option: {}", refusal::ENDED));
+        let header = self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await.map_err(incomplete)?;
+        let header = header.and_then(|bytes| bytes.try_into().ok()).ok_or_else(refusal::left)?;
+        OptionHeader::parse(header).map_err(broken)
     }
 
     /// Answers options until one ends the negotiation.
     async fn run(&mut self) -> Result<Option<(ClientGuard<D>, NegotiatedOptions)>> {
         for _ in 0..MAX_OPTIONS {
-            if self.receiver.peek(self.stream, OPTION_HEADER_BYTES).await?.is_none() {
-                return Ok(None);
-            }
-            let header = OptionHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
+            let header = self.await_header().await?;
+            self.receiver.consume(OPTION_HEADER_BYTES);
             self.note_progress();
             let next = self.option(header).await?;
             self.send().await?;
@@ -231,28 +244,25 @@ impl<D: Disk> Negotiation<'_, D> {
 
     async fn option(&mut self, header: OptionHeader) -> Result<Next<D>> {
         let OptionHeader { option, len } = header;
-        if len > MAX_OPTION_BYTES {
-            if len > MAX_SKIPPED_BYTES || option == code::EXPORT_NAME {
-                return Err(refused(format!("the client sent an option of {len} bytes")));
-            }
-            self.receiver.skip(self.stream, len.into()).await?;
-            return self.refuse(option, rep::ERR_TOO_BIG, "the option is too long").await;
-        }
-        let data = match self.receiver.peek(self.stream, len as usize).await? {
-            Some(data) => data.to_vec(),
-            None if len == 0 => Vec::new(),
-            None => return Err(refused("the client left in the middle of an option")),
-        };
-        self.receiver.consume(data.len());
         let config = &self.registry.config;
         let must_encrypt = config.tls.is_some() && config.tls_required && !self.stream.is_encrypted();
-        if must_encrypt && !matches!(option, code::STARTTLS | code::ABORT) {
-            if option == code::EXPORT_NAME {
-                return Err(refused("the client didn't start TLS, which is required"));
+        self.check_header(header, must_encrypt)?;
+        let data = match len > MAX_OPTION_BYTES {
+            true => {
+                self.receiver.skip(self.stream, len.into()).await.map_err(|error| error.qemu(refusal::ENDED))?;
+                None
             }
-            let message = format!("Option {option:#x} not permitted before TLS");
-            return self.refuse(option, rep::ERR_TLS_REQD, &message).await;
+            false => Some(self.option_data(len as usize).await?),
+        };
+        if must_encrypt && !matches!(option, code::STARTTLS | code::ABORT) {
+            return self.refuse(option, rep::ERR_TLS_REQD, &refusal::too_early(option)).await;
         }
+        let Some(data) = data else {
+            return match refusal::name(option) {
+                Some(_) => self.refuse(option, rep::ERR_TOO_BIG, "the option is too long").await,
+                None => self.refuse(option, rep::ERR_UNSUP, &refusal::unsupported(option)).await,
+            };
+        };
         match option {
             code::EXPORT_NAME => self.export_name(&data).await,
             code::ABORT => {
@@ -265,27 +275,68 @@ impl<D: Disk> Negotiation<'_, D> {
             code::STARTTLS if data.is_empty() => self.start_tls().await,
             code::STRUCTURED_REPLY if data.is_empty() => self.structured_reply().await,
             code::EXTENDED_HEADERS if data.is_empty() => {
+                if self.replies == ReplyStyle::Extended {
+                    return self.refuse(option, rep::ERR_INVALID, refusal::EXTENDED_ALREADY).await;
+                }
                 self.replies = ReplyStyle::Extended;
                 self.reply(option, OptionReply::Ack).await?;
                 Ok(Next::Option)
             }
             code::LIST | code::STARTTLS | code::STRUCTURED_REPLY | code::EXTENDED_HEADERS => {
-                self.refuse(option, rep::ERR_INVALID, "this option has no data").await
+                self.refuse(option, rep::ERR_INVALID, &refusal::too_long(option)).await
             }
             code::INFO | code::GO => self.info(option, &data).await,
             code::LIST_META_CONTEXT | code::SET_META_CONTEXT => self.meta_context(option, &data).await,
-            _ => self.refuse(option, rep::ERR_UNSUP, "unknown option").await,
+            _ => self.refuse(option, rep::ERR_UNSUP, &refusal::unsupported(option)).await,
         }
     }
 
-    async fn export_name(&mut self, data: &[u8]) -> Result<Next<D>> {
-        let name = parse_export_name(data).map_err(broken)?;
-        if self.replies == ReplyStyle::Extended {
-            return Err(refused("the client asks for an export in the old way after extended headers"));
+    /// Refuses options that cost the connection before their data has come.
+    fn check_header(&self, header: OptionHeader, must_encrypt: bool) -> Result<()> {
+        let OptionHeader { option, len } = header;
+        let is_name = option == code::EXPORT_NAME;
+        if !self.fixed && !is_name {
+            let why = "the client sends an option without the fixed newstyle protocol";
+            return Err(refused(why).qemu(match must_encrypt {
+                true => format!("Unsupported option {option:#x}"),
+                false => refusal::unsupported(option),
+            }));
         }
-        let served = self.find(name).ok_or_else(|| refused(format!("there is no export '{name}'")))?;
+        if must_encrypt && is_name {
+            let why = "the client didn't start TLS, which is required";
+            return Err(refused(why).qemu(refusal::too_early(option)));
+        }
+        if len > MAX_SKIPPED_BYTES || (is_name && len as usize > MAX_STRING_BYTES) {
+            let why = refused(format!("the client sent an option of {len} bytes"));
+            return Err(why.qemu(match len > MAX_SKIPPED_BYTES {
+                true => format!("len ({len}) is larger than max len ({MAX_SKIPPED_BYTES})"),
+                false => "Bad length received".to_owned(),
+            }));
+        }
+        Ok(())
+    }
+
+    async fn option_data(&mut self, len: usize) -> Result<Vec<u8>> {
+        let data = match self.receiver.peek(self.stream, len).await {
+            Ok(Some(data)) => data.to_vec(),
+            Ok(None) if len == 0 => Vec::new(),
+            Ok(None) => return Err(refused("the client left in the middle of an option").qemu(refusal::ENDED)),
+            Err(error) => return Err(error.qemu(refusal::ENDED)),
+        };
+        self.receiver.consume(data.len());
+        Ok(data)
+    }
+
+    async fn export_name(&mut self, data: &[u8]) -> Result<Next<D>> {
+        let missing = |why: Error| why.qemu("export not found");
+        let name = parse_export_name(data).map_err(|why| missing(broken(why)))?;
+        if self.replies == ReplyStyle::Extended {
+            let why = "the client asks for an export in the old way after extended headers";
+            return Err(refused(why).qemu("Extended headers already negotiated"));
+        }
+        let served = self.find(name).ok_or_else(|| missing(refused(format!("there is no export '{name}'"))))?;
         let Some((stay, terms)) = self.enter(&served) else {
-            return Err(refused(format!("export '{name}' is being removed")));
+            return Err(missing(refused(format!("export '{name}' is being removed"))));
         };
         self.out.extend_from_slice(&greeting::encode_export(served.export.disk.size(), terms.flags));
         if !self.no_zeroes {
@@ -309,15 +360,16 @@ impl<D: Disk> Negotiation<'_, D> {
             return self.refuse(option, rep::ERR_POLICY, "TLS not configured").await;
         };
         if self.stream.is_encrypted() {
-            return self.refuse(option, rep::ERR_INVALID, "TLS was started already").await;
+            return self.refuse(option, rep::ERR_INVALID, "TLS already enabled").await;
         }
         if !self.receiver.is_empty() {
             // An attacker in between could have put it there; it must not count as sent under TLS.
-            return Err(refused("the client went on without waiting for TLS"));
+            let why = "the client went on without waiting for TLS";
+            return Err(refused(why).qemu(format!("TLS handshake failed: {why}")));
         }
         self.reply(option, OptionReply::Ack).await?;
         self.send().await?;
-        self.stream.start_server_tls(&credentials).await?;
+        self.stream.start_server_tls(&credentials).await.map_err(refusal::of_tls)?;
         if let Some(Authorizer(check)) = &self.registry.config.authorizer {
             let identity = self.stream.peer_identity();
             let identity = identity.ok_or_else(|| refused("the client has no certificate with a name"))?;
@@ -331,8 +383,10 @@ impl<D: Disk> Negotiation<'_, D> {
     async fn structured_reply(&mut self) -> Result<Next<D>> {
         let option = code::STRUCTURED_REPLY;
         if self.replies == ReplyStyle::Extended {
-            let message = "extended headers were chosen already";
-            return self.refuse(option, rep::ERR_EXT_HEADER_REQD, message).await;
+            return self.refuse(option, rep::ERR_EXT_HEADER_REQD, refusal::EXTENDED_ALREADY).await;
+        }
+        if self.replies == ReplyStyle::Structured {
+            return self.refuse(option, rep::ERR_INVALID, "structured reply already negotiated").await;
         }
         self.replies = ReplyStyle::Structured;
         self.reply(option, OptionReply::Ack).await?;
@@ -342,7 +396,7 @@ impl<D: Disk> Negotiation<'_, D> {
     async fn info(&mut self, option: u32, data: &[u8]) -> Result<Next<D>> {
         let request = match InfoRequest::parse(data) {
             Ok(request) => request,
-            Err(Malformed(why)) => return self.refuse(option, rep::ERR_INVALID, why).await,
+            Err(why) => return self.refuse(option, rep::ERR_INVALID, &refusal::malformed(option, data, why)).await,
         };
         if self.registry.is_stopping() {
             return self.refuse(option, rep::ERR_SHUTDOWN, "the server is stopping").await;
@@ -386,12 +440,12 @@ impl<D: Disk> Negotiation<'_, D> {
         if purpose == Purpose::Set {
             self.chosen = None;
         }
-        if self.replies == ReplyStyle::Simple {
-            return self.refuse(option, rep::ERR_INVALID, "this needs structured replies").await;
+        if purpose == Purpose::Set && self.replies == ReplyStyle::Simple {
+            return self.refuse(option, rep::ERR_INVALID, &refusal::unstructured(option)).await;
         }
         let request = match MetaContextRequest::parse(data) {
             Ok(request) => request,
-            Err(Malformed(why)) => return self.refuse(option, rep::ERR_INVALID, why).await,
+            Err(why) => return self.refuse(option, rep::ERR_INVALID, &refusal::malformed(option, data, why)).await,
         };
         if request.too_many {
             return self.refuse(option, rep::ERR_TOO_BIG, "too many queries").await;
@@ -423,7 +477,7 @@ impl<D: Disk> Negotiation<'_, D> {
             let names = exports.iter().flat_map(|served| [Some(&served.export.name), served.export.alias.as_ref()]);
             let names: BTreeSet<&String> = names.flatten().take(NAMES_SHOWN).collect();
             let message = "there is no export of the name that a client asks for";
-            tracing::info!(target: "refused", peer, name, ?names, "{message}");
+            tracing::info!(peer, name, ?names, "{message}");
         }
         found
     }

@@ -3,7 +3,7 @@
 
 use crate::Disk;
 use crate::admission::{PARKED, Slot};
-use crate::config::Event;
+use crate::config::{Event, LOG_LOST, LOG_REFUSED};
 use crate::negotiation::negotiate;
 use crate::registry::Registry;
 use crate::session;
@@ -210,7 +210,11 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
         }
         Err(reason) => {
             stream.socket().shutdown();
-            tracing::info!(target: "refused", peer, %reason, "client refused");
+            let sentence = reason.sentence();
+            match reason.kind() {
+                ErrorKind::Cancelled => tracing::debug!(target: LOG_REFUSED, peer, sentence, "{reason}"),
+                _ => tracing::info!(target: LOG_REFUSED, peer, %reason, sentence, "client refused"),
+            }
             config.tell(Event::ClientRefused { peer, reason: reason.to_string() });
             return;
         }
@@ -222,7 +226,7 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
     let error = result.err().map(|error| error.to_string());
     match &error {
         None => tracing::info!(peer, export, "client left"),
-        Some(error) => tracing::warn!(peer, export, error, "client lost"),
+        Some(error) => tracing::warn!(target: LOG_LOST, peer, export, error, "client lost"),
     }
     config.tell(Event::ClientDisconnected { export, peer, error });
 }

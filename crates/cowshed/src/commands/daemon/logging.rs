@@ -2,7 +2,9 @@
 //! The log: lines on standard error, as text or as JSON. `RUST_LOG` chooses its lines.
 
 use super::floods::{Bounded, Bounds, LEFT_OUT};
-use crate::output::Failure;
+use super::qemu_lines::QemuLines;
+use crate::invocation::Persona;
+use crate::output::{Failure, warning};
 use clap::ValueEnum;
 use tracing_subscriber::EnvFilter;
 
@@ -50,6 +52,10 @@ pub fn start(format: LogFormat, level: &str) -> Result<Log, Failure> {
     let log = Log(Bounds::default());
     let bounds = log.0.clone();
     let started = match format {
+        LogFormat::Text if warning::persona() != Persona::Cowshed => builder
+            .with_target(false)
+            .map_event_format(|form| Bounded { form: QemuLines { program: warning::persona().name(), form }, bounds })
+            .try_init(),
         LogFormat::Text => builder.with_target(false).map_event_format(|form| Bounded { form, bounds }).try_init(),
         LogFormat::Json => {
             builder.json().flatten_event(true).map_event_format(|form| Bounded { form, bounds }).try_init()

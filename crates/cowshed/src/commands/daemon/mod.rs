@@ -10,17 +10,19 @@ mod logging;
 pub mod mount;
 pub mod nbd;
 mod pid_file;
+mod qemu_lines;
 pub mod serve;
 pub mod storage_daemon;
 pub mod top;
 
 use super::{Verb, work};
-use crate::invocation::has_name_of_qemu;
+use crate::invocation::{Persona, has_name_of_qemu};
 use crate::output::{Console, Failure, warning};
 use background::Background;
 use clap::Args;
 use cowshed_daemon::{
-    GuardProgram, MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender, Setup, StopReason,
+    GuardProgram, LOG_REFUSED, MIN_REQUEST_MEMORY_BYTES, Message, REQUEST_MEMORY_BYTES, Ready, STOP_LIMIT, Sender,
+    Setup, StopReason,
 };
 use cowshed_image::graph::CORRUPTION;
 use cowshed_image::options::parse_size;
@@ -110,9 +112,12 @@ const STUCK_CONTROL: Duration = Duration::from_secs(3);
 
 impl Running {
     /// The filter of the log. QEMU's programs are silent about writable exports on the network, and so are ours under
-    /// their names. Their messages about images are printed there as well, in place of lines of the log.
+    /// their names. Their messages about images and clients are printed there as well, in place of lines of the log.
     fn log_filter(&self) -> String {
         let mut filter = self.log_level.to_owned();
+        if warning::persona() != Persona::Cowshed {
+            filter += &format!(",{LOG_REFUSED}=debug");
+        }
         if !has_name_of_qemu() {
             return filter;
         }
