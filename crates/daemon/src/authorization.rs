@@ -182,8 +182,11 @@ impl Loaded {
         let name = path.display();
         // Before the content: one that changes meanwhile is read again.
         let stamp = stamp(path);
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| QmpError::generic(format!("Unable to read '{name}': {error}")))?;
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            let words = error.to_string();
+            let words = words.split(" (os error ").next().unwrap_or_default();
+            QmpError::generic(format!("Unable to read '{name}': {words}"))
+        })?;
         let unreadable = |error: &str| QmpError::generic(format!("Unable to parse '{name}': {error}"));
         let parsed = match parse_json(text.as_bytes()).map_err(|error| unreadable(&error))? {
             Value::Object(map) => map,

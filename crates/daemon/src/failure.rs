@@ -2,7 +2,7 @@
 //! Errors of the lower layers on their way to a client.
 
 use cowshed_qmp::QmpError;
-use cowshed_types::Error;
+use cowshed_types::{Error, ErrorKind};
 
 /// QEMU's sentence; for a lock it names neither its holder nor the image that asks for it.
 fn in_qemus_words(error: &Error) -> String {
@@ -43,5 +43,10 @@ pub(crate) fn failed(error: Error) -> QmpError {
     if error.message() != sentence {
         tracing::info!(%error, "refused");
     }
-    QmpError::generic(sentence).with_whole(format!("{error:#}"))
+    let is_locked = error.kind() == ErrorKind::Busy && sentence.ends_with(" lock");
+    let failure = QmpError::generic(sentence).with_whole(format!("{error:#}"));
+    match error.file_name().filter(|_| is_locked) {
+        Some(file) => failure.with_hint(format!("Is another process using the image [{file}]?")),
+        None => failure,
+    }
 }

@@ -5,6 +5,7 @@
 use crate::commands::{GROUPS, REFUSED_BACKENDS};
 use crate::objects::OBJECTS_OF_MACHINES;
 use cowshed_image::DRIVERS;
+use cowshed_image::open::SERVED_BY_NBDKIT;
 use cowshed_image::options::{COMMON, Key, KeyType, REQUIRED};
 use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
 use cowshed_types::{Error, Result};
@@ -25,6 +26,9 @@ pub(crate) fn build() -> Result<Schema> {
     add_drivers(&mut schema);
     for kind in OBJECTS_OF_MACHINES {
         schema.refuse_as("ObjectType", kind, format!("invalid object type: {kind}"));
+    }
+    for (driver, server) in SERVED_BY_NBDKIT {
+        schema.refuse("BlockdevDriver", driver, server);
     }
     for (kind, reason) in REFUSED_EXPORTS {
         schema.refuse("BlockExportType", kind, *reason);
@@ -158,6 +162,10 @@ mod tests {
         assert!(check(json!({"driver": "qcow2", "file": "f", "overlap-check": {"template": "all"}})).is_ok());
         for (options, refusal) in [
             (json!({"driver": "zzz"}), "Parameter 'driver' does not accept value 'zzz'"),
+            (
+                json!({"driver": "raw", "file": {"driver": "ssh", "path": "a"}}),
+                "Parameter 'driver' does not accept value 'ssh': 'nbdkit ssh HOST:PATH' serves what is there over NBD",
+            ),
             (json!({"node-name": "q"}), "Parameter 'driver' is missing"),
             (json!({"driver": "qcow2", "file": file, "foo": 1}), "Parameter 'foo' is unexpected"),
             (json!({"driver": "qcow2", "file": {"driver": "file"}}), "Parameter 'file.filename' is missing"),

@@ -8,6 +8,16 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+/// The port that a text means. An error is in QEMU's words, where it isn't a number too high.
+pub fn port(host: &str, text: &str, key: &str) -> std::result::Result<u16, String> {
+    text.parse().map_err(|_| match text.parse::<u64>() {
+        Err(_) if !text.is_empty() => {
+            format!("address resolution failed for {host}:{text}: Servname not supported for ai_socktype")
+        }
+        _ => format!("{key} expects a number up to 65535, not '{text}'"),
+    })
+}
+
 /// The name of a socket that we bound. Dropping it removes the name, if it still is the one that we made.
 #[derive(Debug)]
 pub struct SocketFile {

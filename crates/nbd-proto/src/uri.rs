@@ -50,7 +50,11 @@ impl NbdUri {
     pub fn parse(name: &str) -> Result<NbdUri> {
         let wrong = |why: &str| {
             let error = Error::invalid_argument(format!("not a valid NBD address: {why}")).file(name);
-            error.qemu(if why == NO_PATH { NO_PATH_SENTENCE } else { "No valid URL specified" })
+            error.qemu(match why {
+                NO_PATH => NO_PATH_SENTENCE,
+                LONG_EXPORT => LONG_EXPORT_SENTENCE,
+                _ => "No valid URL specified",
+            })
         };
         let Some((scheme, rest)) = name.split_once(':') else { return Err(wrong("no scheme")) };
         let Some(rest) = rest.strip_prefix("//") else {
@@ -73,6 +77,10 @@ impl NbdUri {
     }
 }
 
+/// The error for a name of an export that doesn't fit into a message.
+const LONG_EXPORT: &str = "the export's name is too long";
+/// QEMU's sentence for it.
+pub const LONG_EXPORT_SENTENCE: &str = "export name too long to send to server";
 /// The error for an address with an empty path.
 const NO_PATH: &str = "the path of the socket is missing";
 /// QEMU finds that out when it connects.
@@ -128,8 +136,9 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
 }
 
 fn check_export(name: &str) -> Result<(), String> {
-    match name.contains('\0') || name.len() > crate::MAX_STRING_BYTES {
-        true => Err("the export's name holds a NUL or is too long".into()),
+    match name.contains('\0') {
+        _ if name.len() > crate::MAX_STRING_BYTES => Err(LONG_EXPORT.into()),
+        true => Err("the export's name holds a NUL".into()),
         false => Ok(()),
     }
 }
@@ -176,7 +185,10 @@ fn parse_legacy(rest: &str) -> Result<NbdUri, (String, String)> {
         Some(parts) => parts,
         None => (rest, ""),
     };
-    check_export(export).map_err(|why| (why.clone(), why))?;
+    check_export(export).map_err(|why| match why == LONG_EXPORT {
+        true => (why, LONG_EXPORT_SENTENCE.to_owned()),
+        false => (why.clone(), why),
+    })?;
     let place = match rest.strip_prefix("unix:") {
         Some("") => return Err((NO_PATH.into(), NO_PATH_SENTENCE.into())),
         Some(path) => Place::Unix { path: path.to_owned() },

@@ -44,18 +44,27 @@ pub struct QmpError {
     pub description: String,
     /// For logs and command lines: more than the description, where there is more.
     pub whole: Option<String>,
+    /// For command lines: the line that QEMU prints behind the description.
+    pub hint: Option<String>,
 }
 
 impl QmpError {
     /// An error of any class.
     pub fn new(class: ErrorClass, description: impl Into<String>) -> Self {
-        QmpError { class, description: description.into(), whole: None }
+        QmpError { class, description: description.into(), whole: None, hint: None }
     }
 
     /// With more for logs and command lines, which begins anew.
     #[must_use]
     pub fn with_whole(mut self, whole: impl Into<String>) -> Self {
         self.whole = Some(whole.into());
+        self
+    }
+
+    /// With a line for command lines.
+    #[must_use]
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
         self
     }
 

@@ -4,6 +4,7 @@
 use super::{Arguments, Group, command, failed, nothing};
 use crate::chardevs::{BackendOptions, ChardevOptions, check_pauses};
 use crate::monitor::{ClientAddress, LogOptions, MonitorAddress};
+use crate::socket::port;
 use crate::state::Daemon;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -113,8 +114,7 @@ fn socket(data: &Map<String, Value>) -> QmpResult<BackendOptions> {
         Some("unix") if is_server => Ok(BackendOptions::Place(MonitorAddress::Unix(text("path").into()))),
         Some("unix") => Ok(BackendOptions::Outgoing { address: ClientAddress::Unix(text("path").into()), reconnect }),
         Some("inet") => {
-            let wrong = || QmpError::generic(format!("'port' expects a number up to 65535, not '{}'", text("port")));
-            let port = text("port").parse().map_err(|_| wrong())?;
+            let port = port(text("host"), text("port"), "'port'").map_err(QmpError::generic)?;
             let host = text("host").to_owned();
             Ok(match is_server {
                 true => BackendOptions::Place(MonitorAddress::Tcp { host, port }),

@@ -7,6 +7,7 @@ use super::{Arguments, Group, activity, change, command, failed, fuse, http, not
 use crate::nbd::{ExportSpec, ListenPlace, NBD, Nbd, NbdSetup, STOP_LIMIT};
 use crate::objects::Object;
 use crate::servers::VHOST_USER_BLK;
+use crate::socket::port;
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
@@ -164,10 +165,7 @@ pub(super) fn place(given: Option<&Map<String, Value>>, is_starting: bool) -> Qm
             Ok((ListenPlace::Address(address), ListenOptions::default()))
         }
         "inet" => {
-            let wrong = || {
-                QmpError::generic(format!("Parameter 'addr.port' expects a number up to 65535, not '{}'", text("port")))
-            };
-            let port = text("port").parse().map_err(|_| wrong())?;
+            let port = port(text("host"), text("port"), "Parameter 'addr.port'").map_err(QmpError::generic)?;
             let address = SocketAddress::Tcp { host: text("host").to_owned(), port };
             Ok((ListenPlace::Address(address), listen_options(members)?))
         }

@@ -30,7 +30,7 @@ mod vhost;
 pub(crate) use arguments::Arguments;
 pub(crate) use chardevs::REFUSED_BACKENDS;
 pub(crate) use exports::{Access, start_nbd};
-pub(crate) use objects::{NO_IDENTIFIER, check_kind};
+pub(crate) use objects::{NO_IDENTIFIER, NO_TYPE, check_kind};
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;
 pub(crate) use throttle::throttle_export;

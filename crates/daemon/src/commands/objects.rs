@@ -153,9 +153,12 @@ async fn object_add(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
     nothing()
 }
 
+/// A type of objects whose options QEMU's schema has, and that it has none of.
+pub(crate) const NO_TYPE: &str = "colo-compare";
+
 /// Refuses a type of objects whose options QEMU knows, and that there are none of.
 pub(crate) fn check_kind(kind: &str) -> QmpResult<()> {
-    if kind == "colo-compare" {
+    if kind == NO_TYPE {
         return Err(QmpError::generic(format!("invalid object type: {kind}")));
     }
     match REFUSED_OBJECTS.iter().find(|(name, _)| *name == kind) {

@@ -208,7 +208,10 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
         check_pauses(true, reconnect.is_some(), false).map_err(Error::invalid_argument)?;
         return Ok(BackendOptions::Place(match (path, port, fd) {
             (Some(path), ..) => MonitorAddress::Unix(path.into()),
-            (None, Some(port), _) => MonitorAddress::Tcp { host: host.unwrap_or_default(), port: number(&port)? },
+            (None, Some(port), _) => MonitorAddress::Tcp {
+                port: number(host.as_deref().unwrap_or_default(), &port)?,
+                host: host.unwrap_or_default(),
+            },
             (None, None, Some(fd)) => MonitorAddress::Passed(descriptor(&fd)?),
             (None, None, None) => return refused("one of 'path' and 'port' is needed".to_owned()),
         }));
@@ -221,7 +224,7 @@ fn socket(pairs: &mut BTreeMap<String, String>) -> Result<BackendOptions> {
     };
     let address = match (path, host, port, fd) {
         (Some(path), ..) => ClientAddress::Unix(path.into()),
-        (None, Some(host), Some(port), _) => ClientAddress::Tcp { host, port: number(&port)? },
+        (None, Some(host), Some(port), _) => ClientAddress::Tcp { port: number(&host, &port)?, host },
         (.., fd) => ClientAddress::Passed(descriptor(&fd.unwrap_or_default())?),
     };
     Ok(BackendOptions::Outgoing { address, reconnect })
@@ -231,9 +234,8 @@ fn descriptor(text: &str) -> Result<i32> {
     text.parse().map_err(|_| Error::invalid_argument(format!("Unable to parse FD number {text}")))
 }
 
-fn number(port: &str) -> Result<u16> {
-    let wrong = |_| Error::invalid_argument(format!("'port' expects a number up to 65535, not '{port}'"));
-    port.parse().map_err(wrong)
+fn number(host: &str, text: &str) -> Result<u16> {
+    crate::socket::port(host, text, "'port'").map_err(Error::invalid_argument)
 }
 
 #[cfg(test)]

@@ -2,15 +2,16 @@
 //! `--object help`, `--object TYPE,help`, `--chardev help` and `--chardev BACKEND,help`, in QEMU's form.
 
 use super::chardev::OPTIONS;
+use crate::commands::NO_TYPE;
 use cowshed_image::options::{BareKey, parse_list};
 use cowshed_qmp::Type;
 use cowshed_types::Result;
 
 /// The backends of `--chardev`.
-const CHARDEVS: &[&str] = &["null", "ringbuf", "socket", "stdio"];
+const CHARDEVS: &[&str] = &["memory", "null", "ringbuf", "socket", "stdio"];
 
 /// The first word of options that ask for help; `None` when they don't.
-fn asked(text: &str) -> Option<String> {
+pub(super) fn asked(text: &str) -> Option<String> {
     let is_help = |word: &str| matches!(word, "help" | "?");
     let pairs = if text.trim_start().starts_with('{') { Vec::new() } else { parse_list(text, BareKey::On).ok()? };
     let asks = pairs.iter().enumerate().any(|(index, (key, value))| is_help(key) || (index == 0 && is_help(value)));
@@ -33,9 +34,10 @@ pub fn object_help(text: &str) -> Result<Option<String>> {
     let Some(kind) = asked(text) else { return Ok(None) };
     let schema = crate::schema::build()?;
     let Some(options) = schema.object("ObjectOptions") else { return Ok(None) };
-    let variant = options.variants.iter().find(|(name, _)| *name == kind);
+    let known = || options.variants.iter().filter(|(name, _)| name != NO_TYPE);
+    let variant = known().find(|(name, _)| *name == kind);
     let Some(object) = variant.and_then(|(_, object)| schema.object(object)) else {
-        let kinds = options.variants.iter().map(|(name, _)| name.clone());
+        let kinds = known().map(|(name, _)| name.clone());
         return Ok(Some(listed("List of user creatable objects:", kinds)));
     };
     let type_of = |of: &Type| match of {
@@ -73,7 +75,8 @@ mod tests {
                 && all.contains("\n  secret\n"),
             "{all}"
         );
-        for text in ["?", "nosuch,help", "qom-type=help"] {
+        assert!(!all.contains("colo-compare"), "{all}");
+        for text in ["?", "nosuch,help", "qom-type=help", "colo-compare,help"] {
             assert_eq!(object_help(text).unwrap().as_ref(), Some(&all), "{text}");
         }
         let secret = "secret options:\n  data=<string>\n  file=<string>\n  format=<QCryptoSecretFormat>\n  iv=<string>\n  \
@@ -86,7 +89,7 @@ mod tests {
 
     #[test]
     fn character_devices_have_one_list_of_options() {
-        let all = "Available chardev backend types: \n  null\n  ringbuf\n  socket\n  stdio";
+        let all = "Available chardev backend types: \n  memory\n  null\n  ringbuf\n  socket\n  stdio";
         for text in ["help", "?", "help,id=a", "backend=help"] {
             assert_eq!(chardev_help(text), Some((all.to_owned(), 0)), "{text}");
         }

@@ -28,6 +28,8 @@ use std::rc::Rc;
 
 /// The start of the option of a character device.
 const CHARDEV: &str = "--chardev ";
+/// The error of a user that writes to an image in use.
+const WRITE_LOCK: &str = "Failed to get \"write\" lock";
 
 /// One step of the start.
 #[derive(Clone, Debug)]
@@ -206,6 +208,9 @@ fn worded(error: QmpError) -> Error {
     if sentence == commands::NO_IDENTIFIER {
         sentence = format!("{sentence}{LINE_END}{IDENTIFIERS}");
     }
+    if let Some(hint) = &error.hint {
+        sentence = format!("{sentence}{LINE_END}{hint}");
+    }
     let whole = error.whole.unwrap_or_else(|| sentence.clone());
     Error::invalid_argument(whole).qemu(sentence)
 }
@@ -218,20 +223,27 @@ fn with_dots(error: QmpError) -> QmpError {
     }
 }
 
+/// Refuses a word that asks for help, of an option that has none.
+fn refuse_help(text: &str, option: &str) -> Result<()> {
+    match help::asked(text) {
+        Some(_) => Err(Error::invalid_argument("Help is not available for this option").file(option)),
+        None => Ok(()),
+    }
+}
+
 impl Step {
     fn command(option: &str, text: &str, implied: &str, name: &'static str, object: &'static str) -> Result<Step> {
+        let whole = format!("{option} {text}");
+        refuse_help(text, &whole)?;
         let (arguments, strictness) =
-            parse(text, implied, BareKey::Refused).map_err(|error| error.file(format!("{option} {text}")))?;
-        let what = What::Command { name, object, arguments, strictness };
-        Ok(Step { option: format!("{option} {text}"), what })
+            parse(text, implied, BareKey::Refused).map_err(|error| error.file(whole.clone()))?;
+        Ok(Step { option: whole, what: What::Command { name, object, arguments, strictness } })
     }
 
     /// `--blockdev [driver=]DRIVER,node-name=NAME,…` or JSON.
     pub fn blockdev(text: &str) -> Result<Step> {
         let option = format!("--blockdev {text}");
-        if text.split(',').next() == Some("help") {
-            return Err(Error::invalid_argument("Help is not available for this option").file(option));
-        }
+        refuse_help(text, &option)?;
         let (arguments, strictness) =
             parse(text, "driver", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
         let object = crate::schema::BLOCKDEV_OPTIONS;
@@ -296,6 +308,7 @@ impl Step {
     /// `--monitor [chardev=]ID[,mode=control][,pretty=on|off]`: the character device must have been named before.
     pub fn monitor(text: &str, chardevs: &Chardevs) -> Result<Step> {
         let option = format!("--monitor {text}");
+        refuse_help(text, &option)?;
         let refused = |message: String| Err(Error::invalid_argument(message).file(option.clone()));
         let (map, _) = parse(text, "chardev", BareKey::Refused).map_err(|error| error.file(option.clone()))?;
         if let Some(id) = map.get("id").and_then(Value::as_str) {
@@ -435,7 +448,14 @@ impl Step {
                 })
             }
         };
-        result.map_err(|error| worded(error).file(self.option))
+        // As QEMU, whose export of a writable image asks for its locks anew.
+        let is_export = self.option.starts_with("--export ");
+        result.map_err(|mut error| {
+            if is_export && error.description == WRITE_LOCK {
+                error.hint = None;
+            }
+            worded(error).file(self.option)
+        })
     }
 }
 

@@ -69,6 +69,9 @@ async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
         let message = "Failed to remove snapshot from snapshot list: Operation not permitted";
         return Err(Error::new(ErrorKind::ReadOnly, message));
     }
+    if node.driver().snapshots().is_none() {
+        return Err(Error::unsupported("Failed to get a snapshot list: Operation not supported"));
+    }
     writable(node)?.delete(wanted, &node.options(), node.discards()).await
 }
 

@@ -106,7 +106,8 @@ impl Edge {
         if self.spares(other) || other.spares(self) {
             return Ok(());
         }
-        let both = [(self, other), (other, self)];
+        // As QEMU, where the rights that the newer user denies come first.
+        let both = [(other, self), (self, other)];
         let plain = both.map(|(one, two)| (one, two, !two.permissions.shared));
         let of_length = both.map(|(one, two)| (one, two, two.keeps_length_from(one)));
         for (one, two, unshared) in plain.into_iter().chain(of_length) {

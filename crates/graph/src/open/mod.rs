@@ -24,7 +24,7 @@ pub use children::BackingReference;
 pub use drivers::Drivers;
 pub use filters::FILTERS;
 pub use line::{DriverLine, FirstUse, Telling};
-pub use names::{check_file_name, resolve as resolve_name};
+pub use names::{SERVED_BY_NBDKIT, check_file_name, resolve as resolve_name};
 pub use naming::check_header_name;
 pub use nbd::{TlsCredentials, is_nbd_name, open_nbd_file};
 pub use policy::{FileKind, Files, HostFiles, Policy};

@@ -116,13 +116,20 @@ fn folder_options(name: &str) -> BlockdevOptions {
     options.with("floppy", is_floppy).with("rw", writes)
 }
 
+const CURL: &str = "'nbdkit curl URL' serves what is there over NBD";
+
+/// Drivers of QEMU whose files no driver here reaches, and the server for each.
+pub const SERVED_BY_NBDKIT: [(&str, &str); 5] = [
+    ("http", CURL),
+    ("https", CURL),
+    ("ftp", CURL),
+    ("ftps", CURL),
+    ("ssh", "'nbdkit ssh HOST:PATH' serves what is there over NBD"),
+];
+
 /// The server for files that no driver here reaches.
 pub(super) fn instead_of(protocol: &str) -> Option<&'static str> {
-    match protocol {
-        "http" | "https" | "ftp" | "ftps" => Some("'nbdkit curl URL' serves what is there over NBD"),
-        "ssh" => Some("'nbdkit ssh HOST:PATH' serves what is there over NBD"),
-        _ => None,
-    }
+    SERVED_BY_NBDKIT.iter().find(|(known, _)| *known == protocol).map(|(_, server)| *server)
 }
 
 fn no_file_name(name: &str) -> Error {

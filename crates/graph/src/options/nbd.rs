@@ -3,8 +3,8 @@
 
 use super::BlockdevOptions;
 use crate::nbd_client::{ClientOptions, ClientTls};
-use cowshed_nbd_proto::uri::Place;
-use cowshed_nbd_proto::{DEFAULT_PORT, NbdUri};
+use cowshed_nbd_proto::uri::{LONG_EXPORT_SENTENCE, Place};
+use cowshed_nbd_proto::{DEFAULT_PORT, MAX_STRING_BYTES, NbdUri};
 use cowshed_storage::{SocketAddress, path_of_text};
 use cowshed_types::{Error, Result};
 use serde_json::Value;
@@ -41,7 +41,11 @@ pub(crate) fn nbd_client(
     options: &BlockdevOptions,
     credentials: impl FnOnce(&str) -> Result<ClientTls>,
 ) -> Result<ClientOptions> {
-    let mut client = ClientOptions::new(address(options)?, options.text("export").unwrap_or_default());
+    let export = options.text("export").unwrap_or_default();
+    if export.len() > MAX_STRING_BYTES {
+        return Err(Error::invalid_argument("the export's name is too long").qemu(LONG_EXPORT_SENTENCE));
+    }
+    let mut client = ClientOptions::new(address(options)?, export);
     let seconds = |key| Duration::from_secs(options.number(key).unwrap_or(0));
     client.reconnect_delay = seconds("reconnect-delay");
     client.open_timeout = seconds("open-timeout");

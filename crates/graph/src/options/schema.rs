@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The values that a key may have, and the check of an option tree against a driver's keys.
 
-use super::schemas::COMMON;
+use super::schemas::{CACHE, COMMON};
 use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
 use cowshed_types::{Error, LINE_END, Result};
@@ -105,6 +105,11 @@ impl DriverSchema {
             let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
                 return Err(self.does_not_support(&first_leaf(name, value), &full));
             };
+            let known = |leaf: &String| CACHE.iter().any(|key| key.name == leaf);
+            let unknown = value.as_object().and_then(|map| map.keys().find(|leaf| !known(leaf)));
+            if let Some(leaf) = unknown.filter(|_| name == "cache") {
+                return Err(self.does_not_support(&format!("{name}.{leaf}"), &format!("{full}.{leaf}")));
+            }
             check_value(key, value, &full)?;
         }
         Ok(())

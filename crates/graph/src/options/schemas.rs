@@ -22,7 +22,7 @@ pub const COMMON: &[Key] = &[
     key("cache", KeyType::Struct(CACHE), "", "use of the host's page cache"),
 ];
 
-const CACHE: &[Key] = &[
+pub(super) const CACHE: &[Key] = &[
     key("direct", KeyType::Bool, "as the parent", "bypass the page cache (O_DIRECT)"),
     key("no-flush", KeyType::Bool, "as the parent", "ignore flushes"),
 ];

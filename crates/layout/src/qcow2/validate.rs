@@ -281,7 +281,8 @@ fn l1_table(header: &Header) -> Result<()> {
     if needed > u64::from(header.l1_size) {
         let message = format!("L1 table is too small: {needed} entries for {} bytes of virtual disk", header.size);
         let error = Error::invalid_image("l1_size", header.l1_size, message).offset(offset::L1_SIZE);
-        return Err(error.qemu("L1 table is too small"));
+        let is_too_big = needed > i32::MAX as u64;
+        return Err(error.qemu(if is_too_big { "Image is too big" } else { "L1 table is too small" }));
     }
     if header.l1_size != 0 {
         aligned("l1_table_offset", header.l1_table_offset, header)?;

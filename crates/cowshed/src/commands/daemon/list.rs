@@ -40,9 +40,10 @@ fn print(export: &ListedExport, console: &mut Console) {
         console.line(format_args!("  description: {}", facts.description));
     }
     if facts.flags.contains(TransmissionFlags::HAS_FLAGS) {
-        let names = FLAGS.iter().filter(|(flag, _)| facts.flags.contains(*flag)).map(|(_, name)| *name);
+        let flags = FLAGS.iter().filter(|(flag, _)| facts.flags.contains(*flag));
+        let names: String = flags.map(|(_, name)| format!("{name} ")).collect();
         console.line(format_args!("  size:  {}", facts.size));
-        console.line(format_args!("  flags: {:#x} ( {} )", facts.flags.0, names.collect::<Vec<_>>().join(" ")));
+        console.line(format_args!("  flags: {:#x} ( {names})", facts.flags.0));
     }
     if export.has_block_sizes {
         console.line(format_args!("  min block: {}", facts.block_sizes.minimum));

@@ -156,6 +156,9 @@ struct NbdArgs {
     file: Vec<String>,
 }
 
+/// The longest name or description of an export.
+const MAX_NAME_BYTES: usize = 4096;
+
 /// Options whose values QEMU checks while it reads them, by the parser's names.
 const CHECKED: &[&str] = &[
     "nocache",
@@ -168,6 +171,8 @@ const CHECKED: &[&str] = &[
     "shared",
     "socket",
     "handshake_limit",
+    "export_name",
+    "description",
     "objects",
 ];
 
@@ -208,6 +213,12 @@ impl NbdArgs {
                 "load_snapshot" => drop(SnapshotName::parse(value).map_err(of_snapshot)?),
                 "shared" => drop(self.shared()?),
                 "handshake_limit" => drop(self.handshake_limit()?),
+                "export_name" if value.len() > MAX_NAME_BYTES => {
+                    return Err(Failure::new(format!("export name '{value}' too long")));
+                }
+                "description" if value.len() > MAX_NAME_BYTES => {
+                    return Err(Failure::new(format!("export description '{value}' too long")));
+                }
                 "socket" if has_name_of_qemu() && !value.starts_with('/') => {
                     return Err(Failure::new("socket path must be absolute"));
                 }
@@ -222,6 +233,14 @@ impl NbdArgs {
             known.push(name);
         }
         Ok(())
+    }
+
+    /// True where the options say that the image is raw.
+    fn is_raw(&self, file: &str) -> bool {
+        match self.image_opts {
+            true => file.split(',').any(|item| item == "driver=raw"),
+            false => self.format.as_deref() == Some("raw"),
+        }
     }
 
     /// Checks the options beside each other.
@@ -474,6 +493,19 @@ fn unstarted(file: &str, error: &Error) -> Failure {
     }
 }
 
+/// As [`unopened`], for an image that is only read. A reader of a raw image keeps the size, which QEMU asks of other processes once
+/// the image is open; of another format it asks that nothing is written.
+fn unread(file: &str, is_raw: bool, error: &Error) -> Failure {
+    const KEPT: &str = "shared \"resize\" lock";
+    let failure = unstarted(file, error);
+    let reworded =
+        failure.sentence.as_deref().filter(|sentence| sentence.contains(KEPT)).map(|sentence| match is_raw {
+            true => sentence.replacen(&format!("Failed to blk_new_open '{file}': "), "", 1),
+            false => sentence.replacen(KEPT, "shared \"write\" lock", 1),
+        });
+    Failure { sentence: reworded.or_else(|| failure.sentence.clone()), ..failure }
+}
+
 /// The port that a text means: a number, of which the low 16 bits count, as in C, or the name of a service.
 fn port_of(text: &str) -> Option<u16> {
     let text = text.trim_start();
@@ -535,6 +567,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
                         "bitmaps": args.bitmap});
     steps.push(Step::call(EXPORT, "block-export-add", "BlockExportOptions", export));
     let late = RefCell::new(late);
+    let (is_written, is_raw) = (args.is_writable(), args.is_raw(file));
     let running = Running {
         setup: Setup {
             steps,
@@ -554,11 +587,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         pid_file: args.pid_file.clone(),
         takes_over: false,
         log: LogFormat::Text,
-        // As QEMU's: of clients it names those that are refused.
-        log_level: if args.verbose { "warn,refused=info" } else { "warn" },
+        log_level: "warn",
         worded: Box::new(move |error| match error.file_name() {
             Some(LATE) => late.take().unwrap_or_else(|| Failure::from(error.clone())),
-            _ => unstarted(&image, error),
+            _ if is_written => unstarted(&image, error),
+            _ => unread(&image, is_raw, error),
         }),
     };
     running.run(|_| ())
