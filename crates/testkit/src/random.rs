@@ -53,6 +53,24 @@ pub fn seeds(default: u64) -> std::ops::Range<u64> {
     }
 }
 
+/// As [`seeds`], but with `COWSHED_FIRST_SEED=N` the default is N to N + `default` - 1. CI derives N from the commit, so that each
+/// commit tries other cases. The output names the seeds.
+pub fn new_seeds(default: u64) -> std::ops::Range<u64> {
+    let chosen = ["COWSHED_SEED", "COWSHED_SEEDS"].iter().any(|name| std::env::var_os(name).is_some());
+    let first = std::env::var("COWSHED_FIRST_SEED").ok().filter(|_| !chosen);
+    let seeds = match first.map(|text| text.trim().parse::<u64>().unwrap_or_else(|_| panic!("`{text}` is no seed"))) {
+        Some(first) => first..first + default,
+        None => seeds(default),
+    };
+    println!("seeds {}; {}", seeds.start, again(&seeds));
+    seeds
+}
+
+/// The words that say how the same seeds run again.
+pub fn again(seeds: &std::ops::Range<u64>) -> String {
+    format!("COWSHED_SEEDS={}..{} runs the same cases again", seeds.start, seeds.end)
+}
+
 /// Runs `test` with each of [`seeds`], goes on after a failure, and at the end panics with the seeds that failed.
 #[track_caller]
 pub fn for_each_seed(default: u64, test: impl Fn(u64)) {

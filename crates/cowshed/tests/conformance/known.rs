@@ -5,8 +5,10 @@
 //! whose command line is COMMAND and of whose two texts one contains TEXT. `*` stands for anything, `*WORDS*` for a command
 //! line that contains the words. The command of a difference of files is the case's name; that of a session, and of a format, is
 //! its name or its lines. A reason that begins with `varies:` is of a difference that QEMU doesn't show in each run.
+//! Each reason names its place in COMPAT.md: `COMPAT:` with the words of a row, or `COMPAT N:` with a number of a section there.
 
 use crate::runner::Difference;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// All rows.
@@ -69,4 +71,25 @@ impl Row {
         let text = |text: &str| self.text == "*" || text.contains(&self.text);
         self.part == difference.part && command && (text(&difference.theirs) || text(&difference.ours))
     }
+}
+
+/// The numbers of COMPAT.md's differences that this suite lists, and those that its rows name.
+#[test]
+fn reasons_and_numbers_of_compat_agree() {
+    let page = include_str!("../../../../COMPAT.md");
+    let (_, section) = page.split_once("\n## Differences that the suite lists\n").expect("the section");
+    let section = section.split_once("\n## ").map_or(section, |(section, _)| section);
+    let listed: BTreeSet<u32> =
+        section.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")?.0.parse().ok()).collect();
+    let mut named = BTreeSet::new();
+    for line in include_str!("known.txt").lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let reason = line.rsplit_once(" || ").map_or("", |(_, reason)| reason);
+        let reason = reason.strip_prefix("varies: ").unwrap_or(reason);
+        let place = reason.strip_prefix("COMPAT").unwrap_or_else(|| panic!("no place in COMPAT.md: '{line}'"));
+        if let Some((number, _)) = place.strip_prefix(' ').and_then(|rest| rest.split_once(':')) {
+            named.insert(number.parse().unwrap_or_else(|_| panic!("no number: '{line}'")));
+        }
+    }
+    assert_eq!(listed, named);
+    assert!(listed.len() > 10, "{listed:?}");
 }

@@ -15,10 +15,11 @@ mod sessions;
 
 use case::{Case, parse};
 use cowshed_testkit::qemu::Qemu;
-use cowshed_testkit::random::seeds;
+use cowshed_testkit::random::{again, new_seeds};
 use known::Known;
 use runner::{Difference, Runner};
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -56,7 +57,7 @@ fn formats() {
     compare("formats", &formats::cases());
 }
 
-/// Cases of each generator; `COWSHED_SEED` and `COWSHED_SEEDS` choose others.
+/// Cases of each generator. `COWSHED_FIRST_SEED`, which CI sets by the commit, `COWSHED_SEED` and `COWSHED_SEEDS` choose others.
 const GENERATED: u64 = 60;
 
 fn generated_cases(seeds: &[u64]) -> Vec<Case> {
@@ -67,7 +68,8 @@ fn generated_cases(seeds: &[u64]) -> Vec<Case> {
 
 #[test]
 fn generated() {
-    compare("generated", &generated_cases(&seeds(GENERATED).collect::<Vec<_>>()));
+    let seeds = new_seeds(GENERATED);
+    compare_seeded("generated", &seeds, &generated_cases(&seeds.clone().collect::<Vec<_>>()));
 }
 
 /// All command lines that are compared.
@@ -131,12 +133,23 @@ const SESSIONS: u64 = 20;
 
 #[test]
 fn sessions() {
-    let cases: Vec<Case> = seeds(SESSIONS).flat_map(sessions::generated).collect();
-    compare("sessions", &cases);
+    let seeds = new_seeds(SESSIONS);
+    compare_seeded("sessions", &seeds, &seeds.clone().flat_map(sessions::generated).collect::<Vec<_>>());
+}
+
+/// As [`compare`]. A failure says how the same cases run again.
+fn compare_seeded(title: &str, seeds: &Range<u64>, cases: &[Case]) {
+    if let Err(failure) = find_differences(title, cases) {
+        panic!("{failure}\n{}: cargo test -p cowshed --test conformance {title}", again(seeds));
+    }
 }
 
 /// Runs all cases by both sets of tools and fails when a difference is not known.
 fn compare(title: &str, cases: &[Case]) {
+    find_differences(title, cases).unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+fn find_differences(title: &str, cases: &[Case]) -> Result<(), String> {
     let filter = std::env::var("COWSHED_CASES").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.contains(&filter)).collect();
     assert!(!cases.is_empty(), "no case contains '{filter}'");
@@ -180,11 +193,13 @@ fn compare(title: &str, cases: &[Case]) {
     // The rows that the generated lines need depend on their seeds.
     let stale =
         if filter.is_empty() && matches!(title, "tables" | "formats") { known.stale(title) } else { Vec::new() };
-    assert!(
-        found.is_empty() && stale.is_empty(),
-        "{} differences, all in {}:\n{shown}\nknown.txt has rows that cover nothing:\n{}",
-        found.len(),
-        path.display(),
-        stale.join("\n")
-    );
+    match found.is_empty() && stale.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
+            "{} differences, all in {}:\n{shown}\nknown.txt has rows that cover nothing:\n{}",
+            found.len(),
+            path.display(),
+            stale.join("\n")
+        )),
+    }
 }
