@@ -8,7 +8,7 @@
 //!
 //! - `server`: the owner's side; `queue`: the threads; `registry`: exports and their clients; `signal`: waiting across
 //!   threads
-//! - `negotiation`: from the greeting to the transmission phase
+//! - `negotiation`: from the greeting to the transmission phase; `refusal`: the words of its refusals
 //! - `session`: requests of one client. `intake` reads them, `life` decides whether any more may begin. `outbox` sends
 //!   the replies, `budget` bounds their memory (`pool`: that of all connections). `commands` carries them out, `sparse`
 //!   words reads, `status` answers block status

@@ -209,12 +209,13 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
             return;
         }
         Err(reason) => {
-            stream.socket().shutdown();
             let sentence = reason.sentence();
             match reason.kind() {
                 ErrorKind::Cancelled => tracing::debug!(target: LOG_REFUSED, peer, sentence, "{reason}"),
                 _ => tracing::info!(target: LOG_REFUSED, peer, %reason, sentence, "client refused"),
             }
+            // The next client's line stands behind this one's.
+            stream.socket().shutdown();
             config.tell(Event::ClientRefused { peer, reason: reason.to_string() });
             return;
         }

@@ -231,6 +231,21 @@ pub fn masked(text: &str) -> String {
     masked
 }
 
+/// The text without the lengths of files below images: a generated session doesn't choose the places of clusters.
+pub fn without_file_lengths(text: &str) -> String {
+    const KEY: &str = "\"virtual-size\": ";
+    let mut parts = text.split(KEY);
+    let mut kept = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        kept += KEY;
+        let format = part.split_once("\"format\": \"").map_or("", |(_, format)| format);
+        let digits = part.find(|character: char| !character.is_ascii_digit()).unwrap_or(part.len());
+        kept += if format.starts_with("file\"") { "…" } else { &part[..digits] };
+        kept += &part[digits..];
+    }
+    kept
+}
+
 fn without_value(line: &str, key: &str, ends: &str) -> String {
     let mut parts = line.split(key);
     let mut kept = parts.next().unwrap_or_default().to_owned();

@@ -9,8 +9,8 @@ use cowshed_types::Result;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// For "no threshold": nothing ends behind it.
-const NO_THRESHOLD: u64 = u64::MAX;
+/// For "no threshold": nothing ends behind it. The largest one is a client's, and is shown.
+const NO_THRESHOLD: u64 = u64::MAX - 1;
 
 #[derive(Debug)]
 pub(super) struct Watch {

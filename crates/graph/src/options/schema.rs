@@ -105,9 +105,7 @@ impl DriverSchema {
             let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
                 return Err(self.does_not_support(&first_leaf(name, value), &full));
             };
-            let known = |leaf: &String| CACHE.iter().any(|key| key.name == leaf);
-            let unknown = value.as_object().and_then(|map| map.keys().find(|leaf| !known(leaf)));
-            if let Some(leaf) = unknown.filter(|_| name == "cache") {
+            if let Some(leaf) = unknown_of_cache(name, value) {
                 return Err(self.does_not_support(&format!("{name}.{leaf}"), &format!("{full}.{leaf}")));
             }
             check_value(key, value, &full)?;
@@ -156,10 +154,17 @@ pub(crate) fn first_leaf(name: &str, value: &Value) -> String {
     name
 }
 
-/// Checks the keys that every driver takes, before the driver is known.
+/// The key of the option `cache` that no driver has.
+fn unknown_of_cache<'a>(name: &str, value: &'a Value) -> Option<&'a String> {
+    let keys = value.as_object().filter(|_| name == "cache")?.keys();
+    keys.into_iter().find(|leaf| !CACHE.iter().any(|key| key.name == *leaf))
+}
+
+/// Checks the keys that every driver takes, before the driver is known. It is the driver that refuses unknown ones.
 pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<()> {
     for (name, value) in options.values_mut() {
-        if let Some(key) = COMMON.iter().find(|key| key.name == name) {
+        let is_refused_later = unknown_of_cache(name, value).is_some();
+        if let Some(key) = COMMON.iter().find(|key| key.name == name && !is_refused_later) {
             check_value(key, value, &format!("{path}{name}"))?;
         }
     }

@@ -493,8 +493,8 @@ fn unstarted(file: &str, error: &Error) -> Failure {
     }
 }
 
-/// As [`unopened`], for an image that is only read. A reader of a raw image keeps the size, which QEMU asks of other processes once
-/// the image is open; of another format it asks that nothing is written.
+/// As [`unstarted`], for an image that is only read. Of a raw image QEMU opens the file first, and then asks that its size stays. Of
+/// another format it asks that nothing is written.
 fn unread(file: &str, is_raw: bool, error: &Error) -> Failure {
     const KEPT: &str = "shared \"resize\" lock";
     let failure = unstarted(file, error);
@@ -587,7 +587,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         pid_file: args.pid_file.clone(),
         takes_over: false,
         log: LogFormat::Text,
-        log_level: "warn",
+        log_level: match args.verbose && !has_name_of_qemu() {
+            // The line names the exports, where a client asks for another one.
+            true => "warn,cowshed_nbd_server::negotiation=info",
+            false => "warn",
+        },
         worded: Box::new(move |error| match error.file_name() {
             Some(LATE) => late.take().unwrap_or_else(|| Failure::from(error.clone())),
             _ if is_written => unstarted(&image, error),
