@@ -363,7 +363,7 @@ async fn empty_stream(vmdk: &Vmdk, piece: &Piece, sparse: &Sparse) -> Result<Opt
         .ok_or_else(|| Error::invalid_image("descriptorSize", described, "the descriptor is not in the file"))?;
     let (result, header) = file.read_at(IoBuf::try_zeroed(HEADER_BYTES)?, 0).await;
     result?;
-    let bytes = if sparse.is_stream { header.to_vec() } else { stream_end::header(&header.to_vec()) };
+    let bytes = if sparse.is_stream { header.to_vec() } else { stream_end::header(&header) };
     let header = StreamHeader { bytes, is_in_file: sparse.is_stream };
     Ok(Some(StreamWriter::new(file, sparse.header.clone(), header, piece.extent.len, first)))
 }
