@@ -7,6 +7,7 @@ use super::upgrade::Writer;
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
 use cowshed_testkit::vhost::{FRONT_END, FrontEnd, GUEST, MEMORY_BYTES};
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::path::Path;
@@ -38,6 +39,9 @@ fn clients_go_on_when_their_exports_come_back() {
     let folder = folder.path();
     let (daemon, mut monitor) = start(folder, "");
     let mut writer = Writer::start(folder, "f");
+    writer.write();
+    // QEMU's client waits for an export that it has had once, not for its first one.
+    await_that("the client's first write", || std::fs::read(folder.join("d.raw")).expect("the disk")[8 << 20] == 1);
     let heads: Vec<u16> = (0..CHAINS).map(|chain| chain * 3).collect();
     let mut notes = None;
     let mut driver = FrontEnd::resume(&folder.join("v.sock"), None, &mut notes);
