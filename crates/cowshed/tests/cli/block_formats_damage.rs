@@ -161,7 +161,6 @@ fn qcow() {
         (24, &[0xff; 8], "(size"),
         (32, &[8], "cluster_bits"),
         (33, &[14], "l2_bits"),
-        (39, &[1], "crypt_method"),
         (39, &[2], "crypt_method"),
         (40, &[0xff; 8], "l1_table_offset"),
         (40, &[0, 1], "points after EOF"),

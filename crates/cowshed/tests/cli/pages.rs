@@ -125,6 +125,10 @@ const PAGES: &[(&str, &[Case])] = &[
             ("create -f qcow2 fs.qcow2", None, 0),
             ("mount", None, 0),
             ("umount", None, 0),
+            // `guest_faults.rs` of the daemon's tests runs these with a guest.
+            ("convert -f raw -O qcow2 disk.raw", None, 0),
+            ("serve --fault seed=7", None, 0),
+            ("convert -f qcow2 -O raw disk.qcow2 after.raw", None, 0),
         ],
     ),
     ("formats/vmdk.md", &[("convert", Some("cowshed create -q -f vmdk disk.vmdk 1M"), 0)]),

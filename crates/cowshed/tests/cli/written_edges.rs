@@ -325,3 +325,29 @@ fn a_necessary_format_extension_forbids_every_write() {
         assert!(fs::read(oracle.work().join("disk.hds")).unwrap() == before);
     }
 }
+
+/// The old magic counts sectors, so clusters can lie on each other in part.
+#[test]
+fn repaired_parallels_clusters_that_overlap_keep_their_data() {
+    const CLUSTER: u32 = 2 << 20;
+    let oracle = Oracle::new();
+    for starts in [&[2048, 4096][..], &[2048, 4096, 5120], &[6144, 4096, 2048, 2048, 7168]] {
+        let mut image = b"WithoutFreeSpace".to_vec();
+        let sectors = CLUSTER / 512;
+        for word in [2, 16, 1, sectors, starts.len() as u32, sectors * starts.len() as u32] {
+            image.extend(u32::to_le_bytes(word));
+        }
+        image.resize(64, 0);
+        image.extend(starts.iter().flat_map(|start: &u32| start.to_le_bytes()));
+        image.resize(1 << 20, 0);
+        image.extend((0..7 << 20).map(|byte: u32| (byte >> 18) as u8 + 1));
+        fs::write(oracle.work().join("twins.hds"), &image).unwrap();
+        ours(&oracle, "convert -f parallels -O raw twins.hds before");
+        assert_eq!(oracle.ours(&oracle.work(), &words("check -f parallels twins.hds")).code, Some(2), "{starts:?}");
+        ours(&oracle, "check -r all -f parallels twins.hds");
+        oracle.make("check -q -f parallels twins.hds");
+        ours(&oracle, "convert -f parallels -O raw twins.hds after");
+        let [before, after] = ["before", "after"].map(|name| fs::read(oracle.work().join(name)).unwrap());
+        assert!(before == after, "{starts:?}");
+    }
+}

@@ -259,7 +259,7 @@ fn values_ask_for_help() {
         }
     }
     let said = tool(COWSHED, &["qemu-storage-daemon", "--chardev", "help"]);
-    assert_eq!(said, "Available chardev backend types: \n  null\n  ringbuf\n  socket\n  stdio\n");
+    assert_eq!(said, "Available chardev backend types: \n  memory\n  null\n  ringbuf\n  socket\n  stdio\n");
     // QEMU ends with 1 there.
     let said =
         Command::new(COWSHED).args(["qemu-storage-daemon", "--chardev", "socket,help"]).output().expect("a program");

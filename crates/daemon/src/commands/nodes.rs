@@ -251,15 +251,17 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let refused = || QmpError::generic("Parameter 'size' expects a >0 size");
     let size = arguments.number("size").map_err(|_| refused())?.unwrap_or(0);
     check_users(&daemon, &node)?;
+    let image = below_filters(&node);
     if size < node.size() {
         check_clients(&daemon, &node)?;
+        check_clients(&daemon, &image)?;
     }
     if node.driver_name() == "qcow2" && !size.is_multiple_of(512) {
         return Err(QmpError::generic("The new size must be a multiple of 512"));
     }
-    // Shrinking takes away a range that a request may be about to write to.
-    let drained = daemon.graph.drain(&[&node]).await;
-    let image = below_filters(&node);
+    // Shrinking takes away a range that a request may be about to write to, and a map may move. Users of the image itself
+    // wait, too, not only those of a filter above it.
+    let drained = daemon.graph.drain(&[&image]).await;
     let moving = image.moving_blocks();
     let result = node.resize(size, Preallocation::Off).await;
     drop(moving);

@@ -10,9 +10,18 @@ use cowshed_types::Result;
 /// The backends of `--chardev`.
 const CHARDEVS: &[&str] = &["memory", "null", "ringbuf", "socket", "stdio"];
 
+fn is_help(word: &str) -> bool {
+    matches!(word, "help" | "?")
+}
+
+/// True where a word of its own asks for help. The value of a key, as in `driver=help`, doesn't.
+pub(super) fn is_asked(text: &str) -> bool {
+    let is_json = text.trim_start().starts_with('{');
+    !is_json && parse_list(text, BareKey::On).is_ok_and(|pairs| pairs.iter().any(|(key, _)| is_help(key)))
+}
+
 /// The first word of options that ask for help; `None` when they don't.
-pub(super) fn asked(text: &str) -> Option<String> {
-    let is_help = |word: &str| matches!(word, "help" | "?");
+fn asked(text: &str) -> Option<String> {
     let pairs = if text.trim_start().starts_with('{') { Vec::new() } else { parse_list(text, BareKey::On).ok()? };
     let asks = pairs.iter().enumerate().any(|(index, (key, value))| is_help(key) || (index == 0 && is_help(value)));
     let (key, value) = pairs.first()?;
@@ -31,7 +40,7 @@ fn listed(title: &str, lines: impl Iterator<Item = String>) -> String {
 /// The text that `--object` prints when its value asks for help: the types, or the options of one. `None` when it
 /// doesn't.
 pub fn object_help(text: &str) -> Result<Option<String>> {
-    let Some(kind) = asked(text) else { return Ok(None) };
+    let Some(kind) = asked(text).filter(|_| is_asked(text)) else { return Ok(None) };
     let schema = crate::schema::build()?;
     let Some(options) = schema.object("ObjectOptions") else { return Ok(None) };
     let known = || options.variants.iter().filter(|(name, _)| name != NO_TYPE);

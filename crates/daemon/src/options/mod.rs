@@ -225,9 +225,9 @@ fn with_dots(error: QmpError) -> QmpError {
 
 /// Refuses a word that asks for help, of an option that has none.
 fn refuse_help(text: &str, option: &str) -> Result<()> {
-    match help::asked(text) {
-        Some(_) => Err(Error::invalid_argument("Help is not available for this option").file(option)),
-        None => Ok(()),
+    match help::is_asked(text) {
+        true => Err(Error::invalid_argument("Help is not available for this option").file(option)),
+        false => Ok(()),
     }
 }
 

@@ -11,13 +11,15 @@ const ROUNDS: u64 = 16;
 
 #[test]
 fn a_vdi_grows_under_a_client_that_writes() {
-    for options in ["", "static=on"] {
+    // By the node itself, and by a filter that the client's requests don't pass.
+    for (options, resized) in [("", "v"), ("static=on", "v"), ("", "f")] {
         let daemon = Running::start(Vec::new());
         let mut client = daemon.client();
         let path = daemon.path("a.vdi");
         Qemu::newest().create(&path, "vdi", options, 8 << 20);
         let node = json!({"driver": "vdi", "node-name": "v", "file": {"driver": "file", "filename": path}});
         client.command("blockdev-add", node);
+        client.command("blockdev-add", json!({"driver": "copy-on-read", "node-name": "f", "file": "v"}));
         let socket = daemon.path("n.sock");
         client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
         client.command(
@@ -42,7 +44,7 @@ fn a_vdi_grows_under_a_client_that_writes() {
         // The map has room for 128 blocks, then it moves: into the place of one block, and of a second one.
         for size in [16 << 20, 64 << 20, 100 << 20, 3 << 30, 400u64 << 30] {
             if options.is_empty() || size < 1 << 32 {
-                client.command("block_resize", json!({"node-name": "v", "size": size}));
+                client.command("block_resize", json!({"node-name": resized, "size": size}));
                 // A load: the client writes meanwhile.
                 std::thread::sleep(Duration::from_millis(150));
             }

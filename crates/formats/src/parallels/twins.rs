@@ -7,7 +7,7 @@ use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Result, slip};
 
-/// Data are copied in parts of so many bytes.
+/// Data are copied in parts of this many bytes.
 const PART_BYTES: u64 = 1 << 20;
 
 impl Parallels {
@@ -23,12 +23,14 @@ impl Parallels {
             }
         }
         places.sort_unstable();
-        let (mut kept, mut twins) = (Vec::new(), Vec::new());
+        // Twins keep their places until all of them are copied: in an image of the old magic they lie on another one in part.
+        let (mut kept_end, mut twins, mut taken) = (0, Vec::new(), Vec::new());
         for (start, cluster) in places {
-            match kept.last().is_some_and(|last| start < last + cluster_bytes) {
+            match start < kept_end {
                 true => try_push(&mut twins, (cluster, start))?,
-                false => try_push(&mut kept, start)?,
+                false => kept_end = start + cluster_bytes,
             }
+            try_push(&mut taken, start)?;
         }
         if twins.is_empty() {
             return Ok((0, 0));
@@ -36,10 +38,10 @@ impl Parallels {
         // The clusters of the format extension are free then.
         self.mark(file, was_in_use).await?;
         twins.sort_unstable();
-        let (mut kept, mut next, mut entries) = (kept.into_iter().peekable(), first, Vec::new());
+        let (mut taken, mut next, mut entries) = (taken.into_iter().peekable(), first, Vec::new());
         for (cluster, start) in twins {
-            while let Some(taken) = kept.next_if(|taken| *taken < next + cluster_bytes) {
-                next = next.max(taken + cluster_bytes);
+            while let Some(start) = taken.next_if(|start| *start < next + cluster_bytes) {
+                next = next.max(start + cluster_bytes);
             }
             let mut at = 0;
             while at < cluster_bytes {

@@ -288,12 +288,7 @@ impl Qcow2Driver {
                 break;
             }
         }
-        if !self.wrote_metadata.load(Ordering::Relaxed) {
-            // Without it the file is only longer.
-            if let Err(error) = self.cut_space_of_a_crash().await {
-                tracing::debug!("space behind the image stays: {error}");
-            }
-        } else if !self.file.is_device() {
+        if self.wrote_metadata.load(Ordering::Relaxed) && !self.file.is_device() {
             let mut passed = u64::MAX;
             let needed = self.plan(|engine| engine.needed_file_len(&mut passed)).await?;
             if needed < self.file.len() {

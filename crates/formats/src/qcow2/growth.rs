@@ -4,23 +4,18 @@
 //! Past the page cache each write behind the end of the file changes its length. The file system makes these changes
 //! one at a time. A file that is longer than its clusters takes such writes side by side. Where requests leave holes in
 //! their clusters the file gets length ahead, and blocks otherwise. The space holds zeroes and
-//! nothing refers to it. A close cuts it off. After a crash the next writer cuts it off when it closes.
+//! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes.
 
 use super::Qcow2Driver;
 use super::allocate::written_bytes;
 use cowshed_qcow2::{Allocation, Fill};
-use cowshed_storage::IoBuf;
-use cowshed_types::{Result, StoredIn};
+use cowshed_types::StoredIn;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The first and the largest piece, in clusters; the largest in bytes. Each piece is twice the one before.
 const FIRST_CLUSTERS: u64 = 16;
 const MOST_CLUSTERS: u64 = 4096;
 const MOST_BYTES: u64 = 64 << 20;
-/// The most that a crash leaves: a piece, half of the one before it, and what alignment adds.
-const MOST_LEFT_BYTES: u64 = 2 * MOST_BYTES;
-/// Bytes that one read looks at for the end of the data.
-const LOOK_BYTES: u64 = 128 << 10;
 /// A piece is reserved where the file system has room for this many. Some file systems keep what a failed reservation
 /// took.
 const PIECES_FREE: u64 = 8;
@@ -97,6 +92,10 @@ impl Qcow2Driver {
         }
         let turn = Turn(&self.growth);
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
+        // Another request's reservation may have failed meanwhile.
+        if clusters == 0 {
+            return;
+        }
         let (end, piece) = (self.file.len(), self.piece_bytes(clusters));
         let (start, bytes) = match ahead {
             SpaceAhead::Blocks => (end, piece),
@@ -115,45 +114,6 @@ impl Qcow2Driver {
             self.growth.clusters.store(next, Ordering::Relaxed);
         }
         drop(turn);
-    }
-
-    /// Cuts off the space ahead that a crash has left, after an opening that changed no metadata. Only zeroes go that no
-    /// count includes: bytes behind the counted clusters may be all that a damaged image has left of its data.
-    pub(super) async fn cut_space_of_a_crash(&self) -> Result<()> {
-        if !self.file.is_plain() || self.file.is_device() {
-            return Ok(());
-        }
-        let len = self.file.len();
-        let zeroes = self.zeroes_at_the_end(len).await?;
-        if zeroes == len {
-            return Ok(());
-        }
-        let mut passed = u64::MAX;
-        let end = self.plan(|engine| engine.needed_file_len(&mut passed)).await?.max(zeroes);
-        if end < len {
-            self.file.set_len(end).await?;
-            self.engine.truncated(end);
-        }
-        Ok(())
-    }
-
-    /// The first cluster from which on the file holds zeroes up to `len`, its end. `len` where there are none, or more than
-    /// a crash leaves.
-    async fn zeroes_at_the_end(&self, len: u64) -> Result<u64> {
-        let from = len.saturating_sub(MOST_LEFT_BYTES);
-        let mut end = len;
-        while end > from {
-            let start = from.max((end - 1) / LOOK_BYTES * LOOK_BYTES);
-            if self.file.next_data(start).await?.is_some_and(|data| data.start < end) {
-                let (result, bytes) = self.file.read_at(IoBuf::scratch((end - start) as usize), start).await;
-                result?;
-                if let Some(last) = bytes.iter().rposition(|byte| *byte != 0) {
-                    return Ok((start + last as u64 + 1).next_multiple_of(self.cluster_size()).min(len));
-                }
-            }
-            end = start;
-        }
-        Ok(len)
     }
 }
 

@@ -334,7 +334,8 @@ mod tests {
             let error = parse(&text).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
-        let foreign = [with("RW 1 FLAT \"").as_bytes(), b"\xff\" 0"].concat();
+        let line = with("RW 1 FLAT \"~\" 0");
+        let foreign: Vec<u8> = line.bytes().map(|byte| if byte == b'~' { 0xff } else { byte }).collect();
         let foreign = Descriptor::parse(&foreign).unwrap();
         assert_eq!(foreign.extents[0].name, text_of_name(b"\xff"));
         let many = parse(&with(&"RW 9007199254740991 ZERO\n".repeat(4))).unwrap();

@@ -193,8 +193,11 @@ pub fn raw_base() -> Vec<u8> {
     (0..SECTORS).flat_map(|sector| [base_value(sector); SECTOR]).collect()
 }
 
+/// Files by name, with their bytes.
+type Files = Vec<(String, Vec<u8>)>;
+
 /// An empty overlay of each format that is written to, with the file under it.
-pub fn overlays() -> Vec<(Kind, Vec<(String, Vec<u8>)>)> {
+pub fn overlays() -> Vec<(Kind, Files)> {
     let size = SECTORS as u64 * SECTOR as u64;
     let small = |format| Kind { format, block_bytes: u64::from(BLOCK_BYTES) };
     let qcow = bytes_of(&NewQcow { size, backing: Some(BASE) }.lay_out().expect("a layout"));
