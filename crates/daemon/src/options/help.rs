@@ -74,7 +74,14 @@ mod tests {
 
     #[test]
     fn help_is_asked_for_by_a_word_of_its_own() {
-        for text in ["secret,id=help", "secret,id=s,data=help", "{\"qom-type\": \"secret\"}", "", "helper,id=a"] {
+        for text in [
+            "qom-type=help",
+            "secret,id=help",
+            "secret,id=s,data=help",
+            "{\"qom-type\": \"secret\"}",
+            "",
+            "helper,id=a",
+        ] {
             assert_eq!(object_help(text).unwrap(), None, "{text}");
         }
         let all = object_help("help").unwrap().unwrap();
@@ -85,7 +92,7 @@ mod tests {
             "{all}"
         );
         assert!(!all.contains("colo-compare"), "{all}");
-        for text in ["?", "nosuch,help", "qom-type=help", "colo-compare,help"] {
+        for text in ["?", "nosuch,help", "colo-compare,help"] {
             assert_eq!(object_help(text).unwrap().as_ref(), Some(&all), "{text}");
         }
         let secret = "secret options:\n  data=<string>\n  file=<string>\n  format=<QCryptoSecretFormat>\n  iv=<string>\n  \

@@ -76,7 +76,7 @@ fn left_by_a_crash() -> (tempfile::TempDir, PathBuf) {
 }
 
 #[test]
-fn space_ahead_of_a_crash_goes_at_the_close_of_a_writer() {
+fn space_of_a_crash_goes_at_a_writers_close() {
     for cache in ["cache.direct=off", "cache.direct=on"] {
         let (_folder, left) = left_by_a_crash();
         let node = open_now(&left, cache);

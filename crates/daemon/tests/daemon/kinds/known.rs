@@ -49,9 +49,14 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "what other nodes read would change under them",
     },
     Difference {
-        names: &["mirror-target", "add-copy-before-write", "add-copy-before-write-target"],
+        names: &["add-copy-before-write", "add-copy-before-write-target"],
         kinds: &["file"],
         why: "the sizes are compared first, and must be equal for a filter too",
+    },
+    Difference {
+        names: &["create"],
+        kinds: &["file"],
+        why: "the conflict is the same, told from the other user's side",
     },
     Difference {
         names: &["add-copy-before-write-target", "create"],
