@@ -53,8 +53,8 @@ pub fn seeds(default: u64) -> std::ops::Range<u64> {
     }
 }
 
-/// As [`seeds`], but with `COWSHED_FIRST_SEED=N` the default is N to N + `default` - 1. CI derives N from the commit, so that each
-/// commit tries other cases. The output names the seeds.
+/// As [`seeds`], but with `COWSHED_FIRST_SEED=N` the default is N to N + `default` - 1. `COWSHED_NEW_SEEDS=1 .ci/run` derives N
+/// from the commit. The output names the seeds.
 pub fn new_seeds(default: u64) -> std::ops::Range<u64> {
     let chosen = ["COWSHED_SEED", "COWSHED_SEEDS"].iter().any(|name| std::env::var_os(name).is_some());
     let first = std::env::var("COWSHED_FIRST_SEED").ok().filter(|_| !chosen);
