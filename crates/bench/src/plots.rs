@@ -62,6 +62,7 @@ fn group(row: &Row) -> Option<Group<'_>> {
         }
         Outcome::Failed(_)
         | Outcome::Requests { .. }
+        | Outcome::Bounds { .. }
         | Outcome::Scaling { .. }
         | Outcome::Memory { .. }
         | Outcome::Options { .. }

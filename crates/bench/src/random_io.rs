@@ -96,7 +96,8 @@ async fn stream(target: Target, bytes: u64, write: bool, mut random: Random) -> 
     Ok(())
 }
 
-fn cpu_nanoseconds() -> i128 {
+/// CPU time of this process so far.
+pub fn cpu_nanoseconds() -> i128 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec)
 }

@@ -105,6 +105,15 @@ pub enum Outcome {
         /// Ours on a raw file of the same kind; where requests copy blocks, whole blocks, in requests of the case.
         limit: Option<Vec<Written>>,
     },
+    /// A load on our server beside a ring of the load's own program on the raw file.
+    Bounds {
+        /// The server, one value a round.
+        ours: Vec<Served>,
+        /// The ring.
+        ring: Vec<Served>,
+        /// CPU time of the load's program for each request to the server, in microseconds.
+        driver_microseconds: Vec<f64>,
+    },
     /// Requests per second from one and from two queues.
     Scaling {
         /// From one, one value a round.
@@ -266,6 +275,13 @@ fn line(result: &Outcome) -> String {
             let limit = beside(&ours, limit.as_ref().map(|limit| served(limit)).as_deref());
             let peak = peaks(&ours, &theirs);
             format!("{} | {} | {rate} | {cpu} | {peak} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
+        }
+        Outcome::Bounds { ours, ring, driver_microseconds } => {
+            let rate = spread(quotients(ours, ring, |run| run.per_second));
+            let cpu = median(quotients(ours, ring, |run| run.cpu_microseconds));
+            let driver = median(driver_microseconds.iter().copied());
+            let (ours, ring) = (loaded(ours), loaded(ring));
+            format!("{ours}, the driver {driver:.1} µs | ring: {ring} | {rate} × the ring's rate | {cpu:.2} | –")
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));

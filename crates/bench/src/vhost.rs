@@ -5,12 +5,16 @@ use crate::Settings;
 use crate::driver::{self, DEPTH, Kind};
 use crate::fixture;
 use crate::nbd::{Served, Server};
+use crate::random_io::cpu_nanoseconds;
 use crate::table::{Outcome, Row};
+use cowshed_storage::{CacheMode, File, IoBuf, OpenOptions, rt};
+use cowshed_testkit::random::Random;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+const BLOCK_BYTES: u64 = 4096;
 const ALLOCATING: &str = "vhost-user-blk cached: random 4k writes to an empty image";
 
 /// A server with one disk of `bytes` bytes in a qcow2 image.
@@ -94,13 +98,17 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
     let ours = Disk::start(settings, Program::Ours, &images[0], bytes, direct)?;
     let theirs = Disk::start(settings, Program::Theirs, &images[1], bytes, direct)?;
     let mut runs = [Vec::new(), Vec::new(), Vec::new()];
-    let mut limit = Vec::new();
+    let (mut limit, mut rings, mut driver_microseconds) = (Vec::new(), Vec::new(), Vec::new());
     let mut one = |which: usize| -> Result<(), String> {
+        let before = cpu_nanoseconds();
         let run = match which {
             0 => ours.run(settings, Kind::Read, 1)?,
             1 => theirs.run(settings, Kind::Read, 1)?,
             _ => ours.run(settings, Kind::Read, 2)?,
         };
+        if which == 0 {
+            driver_microseconds.push((cpu_nanoseconds() - before) as f64 / 1e3 / run.operations);
+        }
         runs[which].push(run);
         Ok(())
     };
@@ -108,6 +116,7 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
         for turn in 0..3 {
             one((round + turn) % 3)?;
         }
+        rings.push(ring(settings, raw, direct)?);
         if direct {
             limit.push(fio(settings, raw)?);
         }
@@ -115,6 +124,7 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
     let [ours, theirs, two] = runs;
     let rate = |runs: &[Served]| runs.iter().map(|run| run.per_second).collect::<Vec<_>>();
     let scaling = Outcome::Scaling { one: rate(&ours), two: rate(&two) };
+    let bounds = Outcome::Bounds { ours: ours.clone(), ring: rings, driver_microseconds };
     let (target, outcome) = if direct {
         let target = "≥ 0.95 of fio's io_uring on the raw file";
         (target, Outcome::Beside { ours, theirs, limit: Some(limit) })
@@ -124,7 +134,44 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
     Ok(vec![
         Row::new(name.clone(), target, outcome),
         Row::new(format!("{name}, one and two queues"), "≥ 1.8×", scaling),
+        Row::new(format!("{name}, a bare ring on the raw file"), "CPU ≤ 1.5×", bounds),
     ])
+}
+
+/// The same reads of a file through a ring in this program, without a device or another process: the least that they can cost.
+fn ring(settings: &Settings, path: &Path, direct: bool) -> Result<Served, String> {
+    let cache = CacheMode { direct, no_flush: false };
+    let file = File::open(path, &OpenOptions { cache, ..OpenOptions::default() }).map_err(|e| e.to_string())?;
+    let blocks = file.len() / BLOCK_BYTES;
+    let (started, before) = (Instant::now(), cpu_nanoseconds());
+    let end = started + Duration::from_secs(settings.seconds);
+    let operations = rt::block_on(async {
+        let tasks: Vec<_> =
+            (0..u64::from(DEPTH)).map(|task| rt::spawn(stream(file.clone(), blocks, task, end))).collect();
+        let mut operations = 0.0;
+        for task in tasks {
+            operations += task.await?;
+        }
+        Ok::<f64, cowshed_types::Error>(operations)
+    })
+    .map_err(|e| e.to_string())?;
+    let cpu_microseconds = (cpu_nanoseconds() - before) as f64 / 1e3 / operations;
+    let per_second = operations / started.elapsed().as_secs_f64();
+    Ok(Served { per_second, cpu_microseconds, peak_bytes: 0, written_bytes: None, operations })
+}
+
+/// One read after the other until `end`: their number.
+async fn stream(file: File, blocks: u64, seed: u64, end: Instant) -> cowshed_types::Result<f64> {
+    let mut random = Random::new(seed);
+    let mut buffer = IoBuf::zeroed(BLOCK_BYTES as usize);
+    let mut operations = 0.0;
+    while Instant::now() < end {
+        let (result, returned) = file.read_at(buffer, random.below(blocks) * BLOCK_BYTES).await;
+        buffer = returned;
+        result?;
+        operations += 1.0;
+    }
+    Ok(operations)
 }
 
 /// Reads of a file by fio through io_uring, without a server: only its rate counts.
