@@ -194,9 +194,15 @@ impl<D: UblkDriver> Device<D> {
         if let (Recover::On | Recover::Auto, Some(number)) = (config.recover, config.device) {
             let calls = Calls { driver: &driver, device: number, with_path: config.unprivileged };
             match calls.info() {
-                Ok(info) if config.recover == Recover::Auto && is_spent(&calls, config, info) => {
-                    let deleted = calls.order(UblkCall::DeleteDevice, 0);
-                    deleted.map_err(worded("could not delete the ublk device that has ended with its server"))?;
+                Ok(info) if config.recover == Recover::Auto && is_own(config, &info) => {
+                    match outlived(&driver, &calls, info)? {
+                        true => {
+                            let deleted = calls.order(UblkCall::DeleteDevice, 0);
+                            deleted
+                                .map_err(worded("could not delete the ublk device that has ended with its server"))?;
+                        }
+                        false => return Self::take_over(driver, config, attachment, on_end, info),
+                    }
                 }
                 Ok(info) => return Self::take_over(driver, config, attachment, on_end, info),
                 Err(failure) if failure.is(Number::NODEV) && config.recover == Recover::Auto => {}
@@ -459,23 +465,55 @@ fn still_served(info: &DeviceInfo) -> Error {
 /// The time limit for the end of a device's last server: short where it seems to be alive.
 fn patience<D: UblkDriver>(calls: &Calls<'_, D>, before: &DeviceInfo) -> Duration {
     let now = calls.info().unwrap_or(*before);
-    match now.state == State::Live && is_alive(now.process) {
+    match matches!(now.state, State::Live | State::Dead) && is_alive(now.process) {
         true => DYING_PATIENCE,
         false => DEATH_PATIENCE,
     }
 }
 
-/// The export's device of a user, which the kernel stops a moment after its server has died. It is in the way of the next one.
-fn is_spent<D: UblkDriver>(calls: &Calls<'_, D>, config: &Config, mut info: DeviceInfo) -> bool {
-    if info.note != note_of(&config.id) || info.features & features::USER_RECOVERY != 0 {
-        return false;
-    }
+/// The export's own device.
+fn is_own(config: &Config, info: &DeviceInfo) -> bool {
+    info.note == note_of(&config.id)
+}
+
+/// Its server has made the device and has not started it yet. The kernel gives a device that was stopped no process.
+fn is_starting(info: &DeviceInfo) -> bool {
+    info.state == State::Dead && is_alive(info.process)
+}
+
+/// True where the device has ended and is only in the way of the next one. The kernel stops a user's device a moment after
+/// its server has died. False: it waits for a server.
+///
+/// # Errors
+/// A server has it.
+fn outlived<D: UblkDriver>(driver: &D, calls: &Calls<'_, D>, mut info: DeviceInfo) -> Result<bool> {
     let begin = Instant::now();
-    while info.state != State::Dead && begin.elapsed() < patience(calls, &info) {
+    let waits = |info: &DeviceInfo| match info.features & features::USER_RECOVERY {
+        0 => info.state != State::Dead || is_starting(info),
+        _ => is_starting(info),
+    };
+    while waits(&info) {
+        if begin.elapsed() > patience(calls, &info) {
+            return Err(still_served(&info));
+        }
         std::thread::sleep(PAUSE);
         info = calls.info().unwrap_or(info);
     }
-    info.state == State::Dead
+    if info.state != State::Dead {
+        return Ok(false);
+    }
+    // The driver deletes a device when it isn't open any more, and waits for that without end.
+    while let Err(Errno(number)) = driver.open(info.device) {
+        if number != Number::BUSY.raw_os_error() {
+            break;
+        }
+        if begin.elapsed() > DYING_PATIENCE {
+            let message = format!("the ublk device {} has ended, and another process has it open", info.device);
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        std::thread::sleep(PAUSE);
+    }
+    Ok(true)
 }
 
 /// Refuses a device whose last server has promised more than the next one can keep.
@@ -483,8 +521,11 @@ fn check_takeover(config: &Config, info: &DeviceInfo, params: &Params, size: u64
     let number = info.device;
     let refused =
         |why: String| Err(Error::invalid_argument(format!("the ublk device {number} can't be taken over: {why}")));
-    if info.note != note_of(&config.id) {
+    if !is_own(config, info) {
         return refused(format!("no export with the id '{}' has made it", config.id));
+    }
+    if is_starting(info) {
+        return Err(still_served(info));
     }
     if info.features & features::UNPRIVILEGED_DEV != 0 && info.features & features::USER_RECOVERY == 0 {
         return refused("the kernel ends a user's device with its server; 'recover=auto' makes it anew".to_owned());

@@ -113,6 +113,12 @@ impl Dev {
         }
     }
 
+    /// Without a block device, as the kernel leaves it: no server has it.
+    fn end(&mut self) {
+        self.info.state = State::Dead;
+        self.info.process = -1;
+    }
+
     /// Does as the kernel when the server's process has gone.
     fn lose_server(&mut self) {
         self.life += 1;
@@ -218,6 +224,11 @@ impl Fake {
         self.device(number).unwrap().change(Dev::lose_server);
     }
 
+    /// A process keeps the char device open.
+    pub fn hold(&self, number: u32) -> FakeDevice {
+        self.open(number).unwrap_or_else(|errno| panic!("error {}", errno.0))
+    }
+
     /// Waits until the char device isn't open any more.
     pub fn wait_closed(&self, number: u32) {
         let dev = self.device(number).unwrap();
@@ -294,7 +305,7 @@ impl Fake {
                 dev.change(|dev| dev.is_stopping = true);
                 rt::block_on(dev.wait(|dev| (dev.is_idle() || dev.info.state != State::Live).then_some(())));
                 dev.change(|dev| {
-                    dev.info.state = State::Dead;
+                    dev.end();
                     for line in &mut dev.lines {
                         let left = std::mem::take(&mut line.pending);
                         let end = |job: Job| job.ticket.change(|answer| *answer = Some((-5, Vec::new())));
@@ -368,7 +379,7 @@ fn note_closed(dev: &mut Dev) {
             dev.info.state = State::Quiesced;
             return;
         }
-        dev.info.state = State::Dead;
+        dev.end();
         for job in dev.lines.iter_mut().flat_map(|line| std::mem::take(&mut line.pending)) {
             job.ticket.change(|answer| *answer = Some((-5, Vec::new())));
         }

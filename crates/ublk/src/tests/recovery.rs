@@ -151,3 +151,59 @@ fn auto_makes_or_takes_over_a_device() {
     assert_eq!((count(&served, UblkCall::AddDevice), count(&served, UblkCall::EndRecovery)), (1, 1));
     assert_eq!(served.read(0, 512), (512, vec![1; 512]));
 }
+
+/// Between the two commands the driver has no more of it than of a device that was stopped.
+#[test]
+fn a_device_that_is_being_started_is_left_alone() {
+    for unprivileged in [false, true] {
+        let fake = Fake::new(ALL);
+        let mut served = Served::unserved(RAW, fake.clone(), |config| config.unprivileged = unprivileged);
+        served.start().unwrap();
+        let live = fake.info(0);
+        fake.change_info(0, |info| info.state = State::Dead);
+        let mut second = Served::unserved(RAW, fake.clone(), |config| {
+            (config.unprivileged, config.device, config.recover) = (unprivileged, Some(0), Recover::Auto);
+        });
+        for recover in [Recover::Auto, Recover::On] {
+            second.config.recover = recover;
+            let error = second.start().unwrap_err();
+            let words = format!("the ublk device 0 is served by process {}", std::process::id());
+            assert!(error.to_string().contains(&words), "{error}");
+        }
+        fake.change_info(0, |info| *info = live);
+        assert_eq!(served.write(0, vec![1; 512]), 512, "it goes on");
+    }
+}
+
+/// Its server died before it had started it, or a tool has stopped it.
+#[test]
+fn auto_makes_a_device_anew_that_never_started() {
+    for process in [-1, i32::MAX] {
+        let fake = Fake::new(ALL);
+        let mut served = Served::unserved(RAW, fake.clone(), |config| {
+            (config.device, config.recover) = (Some(0), Recover::Auto);
+        });
+        served.start().unwrap();
+        served.die();
+        fake.change_info(0, |info| (info.state, info.process) = (State::Dead, process));
+        let error = served.start().unwrap_err();
+        assert!(error.to_string().contains("it was stopped"), "{error}");
+        served.config.recover = Recover::Auto;
+        served.start().unwrap();
+        assert_eq!(served.write(0, vec![1; 512]), 512);
+    }
+}
+
+/// The driver would wait for it without end.
+#[test]
+fn an_ended_device_that_is_open_is_not_waited_for() {
+    let mut served = Served::new(|config| config.unprivileged = true);
+    served.die();
+    served.config.recover = Recover::Auto;
+    let held = served.fake.hold(0);
+    let error = served.start().unwrap_err();
+    assert!(error.to_string().contains("has ended, and another process has it open"), "{error}");
+    drop(held);
+    served.start().unwrap();
+    assert_eq!(served.write(0, vec![1; 512]), 512);
+}
