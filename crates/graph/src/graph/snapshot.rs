@@ -64,7 +64,7 @@ impl Graph {
         let was_read_only = node.is_read_only();
         self.make_read_only(node, change).await?;
         if !was_read_only {
-            node.put_below_snapshot();
+            change.put_below_snapshot(node);
         }
         overlay.check_backing(Some(node)).await?;
         self.set_backing_drained(overlay, Some(node), change)?;

@@ -11,6 +11,9 @@ use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::sync::Arc;
 
+#[cfg(test)]
+mod tests;
+
 /// The steps of one change so far.
 #[derive(Default)]
 pub(super) struct Transaction {
@@ -45,11 +48,14 @@ enum Undo {
     StoppedWriting(Arc<Node>),
     /// A node took no writes.
     StartedWriting(Arc<Node>),
+    /// A node was read-only for another reason than a snapshot above it, or for none.
+    PutBelowSnapshot(Arc<Node>),
 }
 
 impl Transaction {
     /// Gives a user its permissions on a node.
     pub(super) fn attach(&mut self, node: &Arc<Node>, edge: Edge) -> Result<()> {
+        may_step()?;
         let user = edge.user.clone();
         node.attach(edge)?;
         self.undo.push(Undo::Attached(Arc::clone(node), user));
@@ -64,6 +70,7 @@ impl Transaction {
 
     /// Changes the permissions of a user on a node.
     pub(super) fn change_user(&mut self, node: &Arc<Node>, user: &str, permissions: Permissions) -> Result<()> {
+        may_step()?;
         let before = node.edge_of(user).map(|edge| edge.permissions);
         node.change_user(user, permissions)?;
         self.undo.extend(before.map(|before| Undo::Granted(Arc::clone(node), user.to_owned(), before)));
@@ -74,6 +81,7 @@ impl Transaction {
     pub(super) fn pass_permissions(&mut self, node: &Arc<Node>) -> Result<()> {
         // Also where it fails half-way.
         self.undo.push(Undo::Passed(Arc::clone(node)));
+        may_step()?;
         node.pass_permissions()
     }
 
@@ -97,14 +105,20 @@ impl Transaction {
         self.set_option(image, "backing", name);
     }
 
+    /// A step is about to change an option. Noted before the step itself, it comes back after that.
+    fn note_option(&mut self, node: &Arc<Node>, key: &'static str) {
+        self.undo.push(Undo::Option(Arc::clone(node), key, node.options().get(key).cloned()));
+    }
+
     /// Notes the new value of an option.
     pub(super) fn set_option(&mut self, node: &Arc<Node>, key: &'static str, value: Value) {
-        self.undo.push(Undo::Option(Arc::clone(node), key, node.options().get(key).cloned()));
+        self.note_option(node, key);
         node.set_option(key, value);
     }
 
     /// Changes how a file uses the page cache.
     pub(super) fn set_cache_mode(&mut self, file: &File, mode: CacheMode) -> Result<()> {
+        may_step()?;
         let before = file.cache_mode();
         file.set_cache_mode(mode)?;
         self.undo.push(Undo::Cache(file.clone(), before));
@@ -123,6 +137,7 @@ impl Transaction {
         name: Option<&str>,
         format: Option<&str>,
     ) -> Result<()> {
+        may_step()?;
         let before = image.backing_name().map(|backing| (backing.name(), backing.format()));
         image.change_backing_file(name, format).await?;
         self.undo.extend(before.map(|(name, format)| Undo::Named(Arc::clone(image), name, format)));
@@ -131,6 +146,8 @@ impl Transaction {
 
     /// Refuses writes to a node from now on. [`Node::complete`] has run.
     pub(super) fn stop_writing(&mut self, node: &Arc<Node>) -> Result<()> {
+        may_step()?;
+        self.note_option(node, "read-only");
         node.stop_writing()?;
         self.undo.push(Undo::StoppedWriting(Arc::clone(node)));
         Ok(())
@@ -138,13 +155,24 @@ impl Transaction {
 
     /// Has a node take writes. The nodes that store its data take writes already.
     pub(super) async fn start_writing(&mut self, node: &Arc<Node>) -> Result<()> {
+        may_step()?;
+        self.note_option(node, "read-only");
         node.start_writing().await?;
         self.undo.push(Undo::StartedWriting(Arc::clone(node)));
         Ok(())
     }
 
+    /// A node is read-only because of a snapshot above it from now on.
+    pub(super) fn put_below_snapshot(&mut self, node: &Arc<Node>) {
+        if !node.was_put_below_snapshot() {
+            self.undo.push(Undo::PutBelowSnapshot(Arc::clone(node)));
+            node.put_below_snapshot(true);
+        }
+    }
+
     /// Keeps the steps where `result` is no error, and takes them back otherwise.
     pub(super) async fn end<T>(self, graph: &Graph, result: Result<T>) -> Result<T> {
+        let result = result.and_then(|value| may_step().map(|()| value));
         if result.is_err() {
             self.take_back(graph).await;
         }
@@ -182,6 +210,7 @@ impl Undo {
                 }
             }
             Undo::Named(image, name, format) => image.change_backing_file(name.as_deref(), format.as_deref()).await?,
+            Undo::PutBelowSnapshot(node) => node.put_below_snapshot(false),
             Undo::StoppedWriting(node) => node.start_writing().await?,
             Undo::StartedWriting(node) => {
                 // Its writes since then are to be complete on disk.
@@ -192,6 +221,13 @@ impl Undo {
         }
         Ok(())
     }
+}
+
+/// Refuses the step that a test wants to fail.
+fn may_step() -> Result<()> {
+    #[cfg(test)]
+    tests::fail_in_turn()?;
+    Ok(())
 }
 
 fn set_backing(image: &Arc<Node>, backing: Option<Arc<Node>>) {

@@ -43,9 +43,14 @@ impl Node {
         self.is_read_only() && (self.settings.stays_read_only() || storage.any(|child| child.node.stays_read_only()))
     }
 
-    /// From now on it is read-only for no other reason, until it is reopened.
-    pub(crate) fn put_below_snapshot(&self) {
-        self.settings.set_below_snapshot(true);
+    /// With `below` it is read-only for no other reason from now on, until it is reopened.
+    pub(crate) fn put_below_snapshot(&self, below: bool) {
+        self.settings.set_below_snapshot(below);
+    }
+
+    /// True from [`Node::put_below_snapshot`] on, whether it is read-only or not.
+    pub(crate) fn was_put_below_snapshot(&self) -> bool {
+        self.settings.is_below_snapshot()
     }
 
     /// Sets other options; the steps that can fail have been taken.
