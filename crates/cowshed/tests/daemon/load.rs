@@ -203,3 +203,45 @@ fn full_disk_reaches_the_client_and_the_daemon_survives() {
     assert_eq!(verdict.corruptions, 0, "{verdict:?}");
     qemu.io_commands(&image, "qcow2", &["read -P 3 0 512k".into()]);
 }
+
+/// The most memory that the server of a compressed image took, in KiB, without the pages of its program: those depend on the build.
+/// It serves `count` reads of 4 KiB, each `step` behind the one before, `depth` at a time.
+fn peak_kib(folder: &Path, qemu: &Qemu, (count, step, depth): (&str, &str, &str)) -> u64 {
+    let arguments = ["serve", "-x", "disk", "-k", "n.sock", "--read-only", "disk.qcow2"];
+    let mut serving = Serving::start(folder, &arguments);
+    assert_eq!(serving.line(), "nbd+unix:///disk?socket=n.sock");
+    let uri = uri(folder);
+    qemu.img(["bench", "-q", "-f", "raw", "-c", count, "-d", depth, "-s", "4k", "-S", step, &uri]).expect_ok();
+    let status = fs::read_to_string(format!("/proc/{}/status", serving.child().id())).expect("a status");
+    serving.stop();
+    let kib = |name: &str| -> u64 {
+        let size = status.lines().find_map(|line| line.strip_prefix(name)).expect("a size");
+        size.trim().trim_end_matches(" kB").parse().expect("a number")
+    };
+    kib("VmHWM:") - kib("RssFile:")
+}
+
+/// The inflated clusters that are kept, and those that are being inflated.
+#[test]
+fn random_reads_of_a_compressed_image_take_little_memory() {
+    const KEPT_AND_REST_KIB: u64 = 28 << 10;
+    let (folder, qemu) = (temp_dir(), Qemu::newest());
+    let [raw, image] = ["disk.raw", "disk.qcow2"].map(|name| folder.path().join(name));
+    let words = (0..5 << 20).flat_map(|number: u64| format!("{:08x}", number * number).into_bytes());
+    let words: Vec<u8> = words.take(40 << 20).collect();
+    fs::write(&raw, words.repeat(4)).expect("a disk");
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    for (kind, cluster_kib, reads) in [
+        // Each cluster once, and the last part of them again.
+        ("zlib", 64, ("4000", "68k", "8")),
+        ("zstd", 64, ("4000", "68k", "8")),
+        // As many clusters are to be inflated at a time as the store keeps several times over.
+        ("zstd", 2048, ("160", "2052k", "64")),
+    ] {
+        let options = format!("compression_type={kind},cluster_size={cluster_kib}k");
+        qemu.convert((&raw, "raw"), (&image, "qcow2"), &["-c", "-o", &options]);
+        let kib = peak_kib(folder.path(), &qemu, reads);
+        let inflating_kib = (8 << 10).max(cores * 2 * cluster_kib);
+        assert!(kib < KEPT_AND_REST_KIB + inflating_kib, "{kind}, clusters of {cluster_kib} KiB: {kib} KiB");
+    }
+}

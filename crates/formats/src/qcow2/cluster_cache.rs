@@ -8,6 +8,7 @@
 //! another owner (`flush.rs`, `reclaim`). So the store always agrees with the mapping.
 
 use cowshed_qcow2::{Budget, BudgetedCache};
+use cowshed_storage::SCRATCH_POISON;
 use cowshed_types::{HostOffset, without};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -17,6 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// The default limit of the store in bytes.
 const DEFAULT_BYTES: usize = 24 << 20;
 const SHARDS: usize = 16;
+/// The most memory of clusters that left the store, in bytes, which waits for the next ones.
+const SPARE_BYTES: usize = 4 << 20;
 
 /// The place of compressed data: the offset in the image file and the length by its descriptor, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +50,14 @@ struct Shard {
     clock: VecDeque<Place>,
 }
 
+/// Memory of clusters that left. One thread inflates a cluster and another drops it, so an allocator would keep pages for
+/// every thread.
+#[derive(Debug, Default)]
+struct Spare {
+    clusters: VecDeque<Vec<u8>>,
+    bytes: usize,
+}
+
 /// The store of all images.
 #[derive(Debug, Default)]
 struct Store {
@@ -56,6 +67,7 @@ struct Store {
     images: AtomicU64,
     /// The shard that loses clusters next.
     hand: AtomicUsize,
+    spare: Mutex<Spare>,
 }
 
 fn store() -> &'static Store {
@@ -65,17 +77,9 @@ fn store() -> &'static Store {
 
 impl BudgetedCache for Store {
     fn give_up(&self, bytes: u64) -> u64 {
-        let mut freed = 0;
-        for _ in 0..SHARDS {
-            let mut shard = self.lock(self.hand.fetch_add(1, Ordering::Relaxed) % SHARDS);
-            let mut steps = shard.clock.len();
-            while steps > 0 && freed < bytes {
-                steps -= 1;
-                freed += self.step(&mut shard) as u64;
-            }
-            if freed >= bytes {
-                break;
-            }
+        let mut freed = self.drop_spare() as u64;
+        if freed < bytes {
+            freed += self.take_out(bytes - freed, drop);
         }
         freed
     }
@@ -103,6 +107,68 @@ impl Store {
         Budget::process_wide().change(before as u64, after as u64);
     }
 
+    /// Takes about this many bytes of clusters out, and hands each to `leaves`. Returns the bytes that went.
+    fn take_out(&self, bytes: u64, leaves: impl Fn(Arc<Vec<u8>>)) -> u64 {
+        let mut freed = 0;
+        for _ in 0..SHARDS {
+            let mut shard = self.lock(self.hand.fetch_add(1, Ordering::Relaxed) % SHARDS);
+            let mut steps = shard.clock.len();
+            while steps > 0 && freed < bytes {
+                steps -= 1;
+                if let Some(cluster) = self.step(&mut shard) {
+                    freed += cluster.len() as u64;
+                    leaves(cluster);
+                }
+            }
+            if freed >= bytes {
+                break;
+            }
+        }
+        freed
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Spare> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the memory of a cluster that no reader has any more.
+    fn reuse(&self, cluster: Arc<Vec<u8>>) {
+        let Some(memory) = Arc::into_inner(cluster) else { return };
+        let mut spare = self.spare();
+        let before = spare.bytes;
+        spare.bytes += memory.len();
+        spare.clusters.push_back(memory);
+        while spare.bytes > SPARE_BYTES
+            && let Some(oldest) = spare.clusters.pop_front()
+        {
+            spare.bytes -= oldest.len();
+        }
+        Budget::process_wide().change(before as u64, spare.bytes as u64);
+    }
+
+    /// Memory for a cluster of `len` bytes, with any content.
+    fn memory(&self, len: usize) -> Vec<u8> {
+        let mut spare = self.spare();
+        let known = spare.clusters.iter().rposition(|memory| memory.len() == len);
+        let Some(mut memory) = known.and_then(|index| spare.clusters.swap_remove_back(index)) else {
+            return vec![0; len];
+        };
+        spare.bytes -= len;
+        drop(spare);
+        Budget::process_wide().change(len as u64, 0);
+        if cfg!(debug_assertions) {
+            memory.fill(SCRATCH_POISON);
+        }
+        memory
+    }
+
+    /// Returns the bytes that went.
+    fn drop_spare(&self) -> usize {
+        let Spare { bytes, .. } = std::mem::take(&mut *self.spare());
+        Budget::process_wide().change(bytes as u64, 0);
+        bytes
+    }
+
     /// Drops clusters until all together take no more than the limit. The caller holds no shard.
     fn keep_limit(&self) {
         // The first round takes what was not used since the last one.
@@ -110,29 +176,28 @@ impl Store {
             let limit = self.limit().load(Ordering::Relaxed);
             match self.used_bytes.load(Ordering::Relaxed).saturating_sub(limit) {
                 0 => return,
-                over => self.give_up(over as u64),
+                over => self.take_out(over as u64, |cluster| self.reuse(cluster)),
             };
         }
     }
 
-    /// Moves the hand of a shard over one cluster. Returns the bytes that went.
-    fn step(&self, shard: &mut Shard) -> usize {
-        let Some(place) = shard.clock.pop_front() else { return 0 };
+    /// Moves the hand of a shard over one cluster. Returns it where it goes.
+    fn step(&self, shard: &mut Shard) -> Option<Arc<Vec<u8>>> {
+        let place = shard.clock.pop_front()?;
         match shard.kept.get_mut(&place) {
             Some(kept) if kept.referenced => {
                 kept.referenced = false;
                 shard.clock.push_back(place);
-                0
+                None
             }
-            Some(_) => self.remove(shard, &place),
-            None => 0,
+            _ => self.remove(shard, &place),
         }
     }
 
-    fn remove(&self, shard: &mut Shard, place: &Place) -> usize {
-        let Some(kept) = shard.kept.remove(place) else { return 0 };
+    fn remove(&self, shard: &mut Shard, place: &Place) -> Option<Arc<Vec<u8>>> {
+        let kept = shard.kept.remove(place)?;
         self.change(kept.cluster.len(), 0);
-        kept.cluster.len()
+        Some(kept.cluster)
     }
 }
 
@@ -146,6 +211,18 @@ pub fn usage_bytes() -> (usize, usize) {
 pub fn set_limit_bytes(limit_bytes: usize) {
     store().limit().store(limit_bytes, Ordering::Relaxed);
     store().keep_limit();
+    store().drop_spare();
+}
+
+/// Memory for a cluster of `len` bytes with any content, perhaps of another client: all of it is overwritten before a
+/// byte leaves.
+pub(super) fn memory(len: usize) -> Vec<u8> {
+    store().memory(len)
+}
+
+/// Ends a reader's use of a cluster. Its memory serves another one where the store has it no more.
+pub(super) fn release(cluster: Arc<Vec<u8>>) {
+    store().reuse(cluster);
 }
 
 /// The clusters that one image has in the store.
@@ -323,6 +400,33 @@ mod tests {
             let hits = (0..count).filter(is_kept).count();
             assert!(hits * cluster_bytes > 20 << 20, "most of what fits is there: {hits}");
         }
+    }
+
+    #[test]
+    fn clusters_that_leave_give_their_memory() {
+        let _turn = TURN.lock();
+        let image = Inflated::new();
+        let fill = |count: u64| {
+            for number in 0..count {
+                let mut memory = memory(CLUSTER);
+                memory.fill(1);
+                image.put(number << 21, 512, Arc::new(memory));
+            }
+        };
+        fill((DEFAULT_BYTES / CLUSTER) as u64 + 8);
+        let (spare, used) = (store().spare().bytes, Budget::process_wide().used_bytes());
+        assert!((CLUSTER..=SPARE_BYTES).contains(&spare), "{spare}");
+        let taken = memory(CLUSTER);
+        assert_eq!(store().spare().bytes, spare - CLUSTER);
+        assert!(Budget::process_wide().used_bytes() < used);
+        assert!(!cfg!(debug_assertions) || taken.iter().all(|byte| *byte == SCRATCH_POISON));
+        let held = image.get(0, 512, false);
+        release(Arc::new(taken));
+        assert_eq!(store().spare().bytes, spare);
+        held.into_iter().for_each(release);
+        assert_eq!(store().spare().bytes, spare, "a cluster in the store keeps its memory");
+        assert!(store().give_up(1) >= spare as u64);
+        assert_eq!(store().spare().bytes, 0);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod cleaner;
 pub mod cluster_cache;
 mod compressed;
 mod cut_short;
+mod decode_memory;
 mod driver;
 mod encryption;
 mod extent_io;

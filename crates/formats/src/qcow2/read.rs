@@ -3,7 +3,7 @@
 
 use super::extent_io::MapSpan;
 use super::readahead::{DecodeGuard, Next};
-use super::{Cipher, Qcow2Driver};
+use super::{Cipher, Qcow2Driver, cluster_cache};
 use cowshed_graph::encryption::{SECTOR_BYTES, decrypt};
 use cowshed_graph::node::{Intent, Mapped};
 use cowshed_qcow2::{Engine, Stall};
@@ -196,6 +196,7 @@ impl Qcow2Driver {
             Next::Copy(cluster) => {
                 let wanted = skip..skip + out.len();
                 out.copy_from_slice(&cluster[wanted]);
+                cluster_cache::release(cluster);
                 return (Ok(()), out);
             }
             Next::Inflate(turn) => turn,
@@ -215,27 +216,36 @@ impl Qcow2Driver {
         if let Err(error) = self.count_decompressed() {
             return (Err(error), out);
         }
-        let (result, bytes) = self.file.read_at(IoBuf::scratch(len as usize), host).await;
+        let cluster_size = self.cluster_size() as usize;
+        let whole = out.len() == cluster_size;
+        // Few sizes of memory: each is used again.
+        let room = (len as usize).next_power_of_two();
+        let kept = if whole { 0 } else { cluster_size };
+        let share = self.ahead.memory.share((room + kept) as u64).await;
+        let mut bytes = IoBuf::scratch(room);
+        bytes.truncate(len as usize);
+        let (result, bytes) = self.file.read_at(bytes, host).await;
         if result.is_err() {
             return (result, out);
         }
         let codec = self.codec();
-        let cluster_size = self.cluster_size() as usize;
-        let whole = out.len() == cluster_size;
-        // The compressed bytes come back too: this thread uses their memory again.
+        // The compressed bytes come back too: this thread uses their memory again. Their share stays as long.
         let inflate = move || {
             if whole {
                 let result = codec.decompress(&bytes, &mut out);
-                return (result, out, bytes, None);
+                return (result, out, (bytes, share), None);
             }
-            let mut cluster = vec![0; cluster_size];
+            let mut cluster = cluster_cache::memory(cluster_size);
             let result = codec.decompress(&bytes, &mut cluster);
+            // After an error the memory has bytes of other clusters.
             let wanted = skip..skip + out.len();
-            out.copy_from_slice(&cluster[wanted]);
-            let cluster = result.is_ok().then(|| Arc::new(cluster));
-            (result, out, bytes, cluster)
+            let cluster = result.is_ok().then(|| {
+                out.copy_from_slice(&cluster[wanted]);
+                Arc::new(cluster)
+            });
+            (result, out, (bytes, share), cluster)
         };
-        let (result, out, _, cluster) =
+        let (result, out, _held, cluster) =
             if cluster_size as u64 > OFFLOAD_BYTES { rt::run_on_cpu_pool(inflate).await } else { inflate() };
         // The request holds its pin until it is over.
         if let Some(cluster) = cluster {

@@ -5,7 +5,8 @@
 //! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
 
 use super::Qcow2Driver;
-use super::cluster_cache::Inflated;
+use super::cluster_cache::{self, Inflated};
+use super::decode_memory::DecodeMemory;
 use cowshed_codec::Codec;
 use cowshed_graph::events::Events;
 use cowshed_qcow2::{Engine, ExtentList, Stall};
@@ -45,6 +46,7 @@ pub(super) struct Ahead {
     tasks: AtomicUsize,
     is_off: AtomicBool,
     ended: Events,
+    pub(super) memory: Arc<DecodeMemory>,
 }
 
 /// A reader that goes from cluster to cluster.
@@ -110,6 +112,7 @@ impl Ahead {
             tasks: AtomicUsize::new(0),
             is_off: AtomicBool::new(false),
             ended: Events::default(),
+            memory: DecodeMemory::new(),
         })
     }
 
@@ -127,8 +130,8 @@ impl Ahead {
     }
 
     /// Looks for a cluster, and waits for an inflation in progress. `whole`: the read is for all of it, so it isn't
-    /// kept for others. The wait is for one read and one inflation, which the caller would have to do otherwise; an
-    /// inflation itself waits for no other.
+    /// kept for others. The wait is for one read and one inflation, which the caller would have to do otherwise. An
+    /// inflation itself waits only for the memory of others.
     pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
         loop {
             if let Some(cluster) = inflated.get(place.0, place.1, whole) {
@@ -312,19 +315,20 @@ impl Reader {
     async fn inflate(&self, run: Vec<Inflating>) {
         let Some(start) = run.first().map(|first| first.place.0) else { return };
         let end = run.iter().map(|inflating| inflating.place.0 + inflating.place.1).max().unwrap_or(start);
+        let cluster_bytes = self.engine.geometry().cluster_size() as usize;
+        let _share = self.ahead.memory.share(end - start + (run.len() * cluster_bytes) as u64).await;
         let (result, bytes) = self.file.read_at(IoBuf::scratch((end - start) as usize), start).await;
         // A read of these clusters meets the error again.
         if result.is_err() {
             return;
         }
         let bytes = Arc::new(bytes);
-        let cluster_bytes = self.engine.geometry().cluster_size() as usize;
         let work = run.into_iter().map(|inflating| {
             let (bytes, inflated, codec) = (Arc::clone(&bytes), Arc::clone(&self.inflated), self.codec);
             rt::run_on_cpu_pool(move || {
                 let (host, len) = inflating.place;
                 let from = (host - start) as usize;
-                let mut cluster = vec![0; cluster_bytes];
+                let mut cluster = cluster_cache::memory(cluster_bytes);
                 if codec.decompress(&bytes[from..from + len as usize], &mut cluster).is_ok() {
                     inflated.put_ahead(host, len, Arc::new(cluster));
                 }
