@@ -3,11 +3,13 @@
 //! this driver does the I/O for all of them. A new one needs no other code between `Node` and the files. Formats that
 //! can be written to are a [`MappedWriter`], too.
 
+mod at_once;
+
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
-    Backing, BackingLink, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Link,
-    LocalFuture, MappedCheck, Marks, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
-    below_filters, done,
+    Backing, BackingLink, BackingName, BitmapChange, BitmapStatus, Bitmaps, Described, Description, Driver, Intent,
+    Link, LocalFuture, Mapped, MappedCheck, Marks, NamedBacking, Node, Preallocation, StatusExtent, Transfer, Work,
+    ZeroFlags, below_filters, done,
 };
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_storage::IoBuf;
@@ -251,7 +253,7 @@ impl MappedDriver {
     }
 
     /// The runs of the format, checked against its promise: a bug there must not become an endless loop here.
-    async fn map(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<Run>> {
+    async fn runs(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<Run>> {
         let runs = self.format.map(offset, len, max_runs).await.map_err(|error| self.named(error))?;
         let mut at = offset;
         for run in &runs {
@@ -291,7 +293,7 @@ impl MappedDriver {
                 let unpacked = match self.unpacked(block).await {
                     Ok(unpacked) => unpacked,
                     // Another request wrote to it meanwhile, and it isn't packed any more.
-                    Err(error) => match self.map(run.start, run.len, 1).await {
+                    Err(error) => match self.runs(run.start, run.len, 1).await {
                         Ok(runs) if runs.first().is_some_and(|now| now.place != run.place) => {
                             return self.read(run.start, part).await;
                         }
@@ -370,12 +372,16 @@ impl Driver for MappedDriver {
         Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
     }
 
+    fn map(&self, offset: u64, len: u64, intent: Intent) -> Mapped<'_> {
+        self.look_at_once(offset, len, intent)
+    }
+
     fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(async move {
             let end = offset + buf.len() as u64;
             let (mut at, mut rest, mut done) = (offset, buf, None);
             while at < end {
-                let runs = match self.map(at, end - at, MAX_RUNS).await {
+                let runs = match self.runs(at, end - at, MAX_RUNS).await {
                     Ok(runs) => runs,
                     Err(error) => return (Err(error), join(done, rest)),
                 };
@@ -402,7 +408,7 @@ impl Driver for MappedDriver {
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
         Box::pin(async move {
             let mut statuses: Vec<StatusExtent> = Vec::new();
-            for run in self.map(offset, len, max_runs).await? {
+            for run in self.runs(offset, len, max_runs).await? {
                 if statuses.len() >= max_runs {
                     break;
                 }

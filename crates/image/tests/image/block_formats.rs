@@ -2,7 +2,7 @@
 //! Images of other formats, damaged in thousands of ways. A read returns data, or one error that names the file. It
 //! never panics, and no image gets memory or time for the asking. A write changes its own bytes, or is refused.
 
-use cowshed_image::node::ChildRole;
+use cowshed_image::node::{ChildRole, Intent, Mapped};
 use cowshed_image::stats::IoKind;
 use cowshed_image::{Node, OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_layout::{vhdx, vpc};
@@ -433,6 +433,32 @@ fn opening_for_reading_takes_no_whole_tables() {
             node.close().await.unwrap();
         });
         std::fs::remove_file(path).unwrap();
+    }
+}
+
+/// Such a read takes the way of images with an engine, by the node alone.
+#[test]
+fn a_range_whose_table_is_in_memory_has_a_place() {
+    let others: [Kind; 2] = [("vmdk", &[], &[]), ("vmdk", &["-o", "subformat=monolithicFlat"], &[])];
+    for (format, options, _) in KINDS.iter().chain(&others) {
+        let folder = cowshed_testkit::qemu::temp_dir();
+        let node = open_image(&make(folder.path(), format, options), format).unwrap();
+        rt::block_on(async {
+            for at in [3 << 20, 2 << 20] {
+                node.read(at, IoBuf::zeroed(4096)).await.0.unwrap();
+            }
+            match node.driver().map(3 << 20, 4096, Intent::Read) {
+                Mapped::File { file, host, .. } => {
+                    let (result, bytes) = file.read_at(IoBuf::zeroed(4096), host).await;
+                    result.unwrap();
+                    assert!(bytes.iter().all(|byte| *byte == 2), "{format} {options:?}");
+                }
+                _ => panic!("{format} {options:?}: no place"),
+            }
+            let hole = node.driver().map(2 << 20, 4096, Intent::Read);
+            assert!(matches!(hole, Mapped::Zeroes | Mapped::File { .. }), "{format} {options:?}: a hole");
+            node.close().await.unwrap();
+        });
     }
 }
 
