@@ -31,7 +31,7 @@ mod zero;
 pub use allocate::{Allocation, Fill};
 pub use compressed::{CompressedAllocation, CompressedPlace};
 pub use config::EngineConfig;
-pub use engine::{Budget, BudgetedCache, Engine, Reclaim, Statistics};
+pub use engine::{Budget, BudgetedCache, Engine, Reclaim};
 pub use grow::RefcountGrowth;
 pub use interleaving::set_interleaving_hook;
 pub use map::{ExtentList, MAX_EXTENTS};

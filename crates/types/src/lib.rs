@@ -3,6 +3,7 @@
 //!
 //! Nothing here does I/O, and nothing here depends on another crate of the workspace.
 
+mod cache_statistics;
 mod check;
 mod count_guard;
 mod dirty_bits;
@@ -16,6 +17,7 @@ mod offset;
 #[doc(hidden)]
 pub mod switches;
 
+pub use cache_statistics::CacheStatistics;
 pub use check::{CheckCounters, Repair};
 pub use count_guard::CountGuard;
 pub use dirty_bits::{BitsPiece, DirtyBits};

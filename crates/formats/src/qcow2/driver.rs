@@ -12,10 +12,9 @@ use cowshed_graph::node::{
     StatusExtent, Transfer, VmState, Work, ZeroFlags, whole_sectors,
 };
 use cowshed_graph::options::BlockdevOptions;
-use cowshed_graph::stats::CacheStatistics;
 use cowshed_layout::qcow2::{Header, Snapshot, SnapshotName};
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Compression, DirtyBits, Result};
+use cowshed_types::{CacheStatistics, Compression, DirtyBits, Result};
 use std::sync::Arc;
 
 /// Options that change while the image is in use.
@@ -185,21 +184,7 @@ impl Driver for Qcow2Driver {
     }
 
     fn cache_statistics(&self) -> Option<CacheStatistics> {
-        let engine = self.statistics();
-        Some(CacheStatistics {
-            l2_slices: engine.l2_slices,
-            l2_dirty: engine.l2_dirty,
-            l2_hits: engine.l2_hits,
-            l2_misses: engine.l2_misses,
-            l2_bytes: engine.l2_bytes,
-            l2_limit_bytes: engine.l2_limit_bytes,
-            refcount_hits: engine.refcount_hits,
-            refcount_misses: engine.refcount_misses,
-            refcount_bytes: engine.refcount_bytes,
-            refcount_limit_bytes: engine.refcount_limit_bytes,
-            refcount_blocks: engine.refcount_blocks,
-            quarantined: engine.quarantined,
-        })
+        Some(self.statistics())
     }
 
     fn is_corrupt(&self) -> bool {

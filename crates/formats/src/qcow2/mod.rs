@@ -52,10 +52,10 @@ use cowshed_graph::events::Events;
 use cowshed_graph::node::{Link, OnCorruption};
 use cowshed_layout::qcow2::Header;
 use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
-use cowshed_qcow2::{Engine, Load, Planned, Stall, Statistics, TableId};
+use cowshed_qcow2::{Engine, Load, Planned, Stall, TableId};
 use cowshed_storage::fault::{Event, as_metadata};
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Errno, Error, ErrorKind, Result, StoredIn};
+use cowshed_types::{CacheStatistics, Errno, Error, ErrorKind, Result, StoredIn};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -139,7 +139,7 @@ impl Qcow2Driver {
     }
 
     /// Counters of the metadata cache.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> CacheStatistics {
         self.engine.statistics()
     }
 

@@ -4,12 +4,11 @@
 use super::{Bitmaps, LocalFuture, Node, Transfer, Work, done};
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
-use crate::stats::CacheStatistics;
 use cowshed_codec::Codec;
 use cowshed_layout::luks::LuksHeader;
 use cowshed_layout::qcow2::{Header, Snapshot, SnapshotName};
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Compression, Error, Result};
+use cowshed_types::{CacheStatistics, Compression, Error, Result};
 use std::sync::Arc;
 
 /// A backing file, whose name the image holds.

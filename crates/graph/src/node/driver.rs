@@ -8,9 +8,8 @@ use super::{
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
-use crate::stats::CacheStatistics;
 use cowshed_storage::{File, IoBuf, Permissions};
-use cowshed_types::{CountGuard, Error, HostOffset, Result};
+use cowshed_types::{CacheStatistics, CountGuard, Error, HostOffset, Result};
 use std::any::Any;
 use std::future::{Future, ready};
 use std::ops::Range;

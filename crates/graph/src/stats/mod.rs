@@ -2,13 +2,11 @@
 //! Statistics: accumulators without clocks or threads of their own, and the snapshots that QMP, OpenMetrics and `top`
 //! render. Time is passed in, in nanoseconds from any fixed start.
 
-mod cache;
 mod counters;
 mod histogram;
 mod interval;
 mod observed;
 
-pub use cache::CacheStatistics;
 pub use counters::{Accounting, KindStats, NodeStats, RequestOutcome};
 pub(crate) use counters::{LaneCounters, NodeCounters, PassedCounters};
 pub use histogram::{Histogram, HistogramSnapshot};

@@ -5,9 +5,9 @@ use cowshed_image::formats::DriverOf;
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
-use cowshed_qcow2::Statistics;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::tool;
+use cowshed_types::CacheStatistics;
 use std::sync::Arc;
 
 fn image(folder: &tempfile::TempDir, name: &str, size: &str, options: &str) -> String {
@@ -113,7 +113,7 @@ fn sizes_and_cleaning_change_while_the_image_is_in_use() {
     assert_eq!(full.l2_misses, 64, "all of it fits");
     // Each slice is one run of clusters, which takes less than on disk.
     assert!(full.l2_hits >= 128 && full.l2_bytes >= 64 * 64 && full.l2_bytes < 64 * 512);
-    let is_small = |stats: Statistics| stats.l2_slices < 64 && stats.l2_bytes < 4096 + stats.l2_slices * 256;
+    let is_small = |stats: CacheStatistics| stats.l2_slices < 64 && stats.l2_bytes < 4096 + stats.l2_slices * 256;
     reopen("l2-cache-size=4096,cache-clean-interval=0");
     assert!(is_small(stats()) && stats().l2_limit_bytes == 4096);
     touch(&node, &graph);

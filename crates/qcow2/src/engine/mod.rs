@@ -30,7 +30,7 @@ use crate::pins::{EpochGuard, Pins};
 use crate::stall::{Load, Stall, TableId};
 use crate::structures::Structure;
 use cowshed_layout::qcow2::Geometry;
-use cowshed_types::{Error, GuestOffset, HostOffset, without};
+use cowshed_types::{CacheStatistics, Error, GuestOffset, HostOffset, without};
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
@@ -44,35 +44,6 @@ const MOST_FREED_BYTES: u64 = 32 << 20;
 const LEAST_FREED_CLUSTERS: u64 = 8;
 /// Most freed clusters that wait while nothing is allocated: only their memory counts then.
 const MOST_FREED_CLUSTERS: u64 = 1 << 16;
-
-/// Counters of an engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
-    /// L2 slices in memory.
-    pub l2_slices: u64,
-    /// Dirty L2 slices.
-    pub l2_dirty: u64,
-    /// Number of look-ups that found their slice in memory.
-    pub l2_hits: u64,
-    /// Number of slices read from the image since it was opened.
-    pub l2_misses: u64,
-    /// Memory of the L2 slices in bytes, bookkeeping included.
-    pub l2_bytes: u64,
-    /// Most bytes of L2 slices (`l2-cache-size`).
-    pub l2_limit_bytes: u64,
-    /// Look-ups that found their refcount block in memory.
-    pub refcount_hits: u64,
-    /// Refcount blocks read from the image since it was opened.
-    pub refcount_misses: u64,
-    /// Memory of the refcount blocks in bytes.
-    pub refcount_bytes: u64,
-    /// Most bytes of refcount blocks (`refcount-cache-size`).
-    pub refcount_limit_bytes: u64,
-    /// Refcount blocks in memory.
-    pub refcount_blocks: u64,
-    /// Number of freed host ranges that may not be used again yet.
-    pub quarantined: u64,
-}
 
 /// The state that only the holder of the engine's lock sees and changes.
 pub(crate) struct State {
@@ -267,10 +238,10 @@ impl Engine {
         }
     }
 
-    /// Counters.
-    pub fn statistics(&self) -> Statistics {
+    /// Counters of the cache.
+    pub fn statistics(&self) -> CacheStatistics {
         let state = self.own();
-        Statistics {
+        CacheStatistics {
             l2_slices: state.tables.cached() as u64,
             l2_dirty: state.tables.dirty_slices() as u64,
             l2_hits: self.pins.hits(),
