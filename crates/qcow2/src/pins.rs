@@ -6,31 +6,24 @@
 //! something else only when no pin of the tagged epoch or an older one is left. Pinning takes no lock.
 
 use crate::interleaving;
-use cowshed_types::CountGuard;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use cowshed_types::{CountGuard, Sharded};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Epochs that can have pins at the same time.
 const LIVE_EPOCHS: usize = 4;
-/// Counters are spread so that threads don't share a cache line.
+/// More than for other counters: every read changes a pin twice.
 const SHARDS: usize = 16;
 
-#[repr(align(64))]
 #[derive(Default)]
-struct Shard([AtomicU64; LIVE_EPOCHS], AtomicU64);
+struct Shard {
+    pins: [AtomicU64; LIVE_EPOCHS],
+    hits: AtomicU64,
+}
 
 /// The epoch counter and the pins per epoch.
 pub(crate) struct Pins {
     epoch: AtomicU64,
-    shards: [Shard; SHARDS],
-}
-
-/// The index of this thread among the shards.
-fn shard_of_thread() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local! {
-        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
-    }
-    SHARD.with(|shard| *shard)
+    shards: Sharded<Shard, SHARDS>,
 }
 
 /// Proof that a request planned in some epoch is still running; see [`crate::Engine::pin`]. A mapping is only good while
@@ -40,12 +33,12 @@ pub type EpochGuard<'a> = CountGuard<'a>;
 impl Pins {
     pub(crate) fn new() -> Self {
         // Starts high enough that `epoch - LIVE_EPOCHS` never underflows.
-        Pins { epoch: AtomicU64::new(LIVE_EPOCHS as u64), shards: std::array::from_fn(|_| Shard::default()) }
+        Pins { epoch: AtomicU64::new(LIVE_EPOCHS as u64), shards: Sharded::default() }
     }
 
     /// Pins the current epoch.
     pub(crate) fn pin(&self) -> EpochGuard<'_> {
-        let shard = &self.shards[shard_of_thread()].0;
+        let shard = &self.shards.mine().pins;
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
             let counter = &shard[epoch as usize % LIVE_EPOCHS];
@@ -62,16 +55,16 @@ impl Pins {
     /// Counts a look-up that found its table in memory, on the cache line that the pin has touched anyway.
     #[inline]
     pub(crate) fn count_hit(&self) {
-        self.shards[shard_of_thread()].1.fetch_add(1, Ordering::Relaxed);
+        self.shards.mine().hits.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The look-ups counted so far.
     pub(crate) fn hits(&self) -> u64 {
-        self.shards.iter().map(|shard| shard.1.load(Ordering::Relaxed)).sum()
+        self.shards.iter().map(|shard| shard.hits.load(Ordering::Relaxed)).sum()
     }
 
     fn is_slot_empty(&self, epoch: u64) -> bool {
-        self.shards.iter().all(|shard| shard.0[epoch as usize % LIVE_EPOCHS].load(Ordering::SeqCst) == 0)
+        self.shards.iter().all(|shard| shard.pins[epoch as usize % LIVE_EPOCHS].load(Ordering::SeqCst) == 0)
     }
 
     /// Ends the current epoch and returns its number, the tag for the clusters unmapped just now. Only the owner calls

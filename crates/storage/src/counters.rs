@@ -1,45 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Counters that many threads add to, spread so that they don't share cache lines; and those of a file.
 
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use cowshed_types::Sharded;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Threads share a shard when there are more of them than shards.
-const SHARDS: usize = 8;
-
+/// A table of counters that many threads add to.
 #[derive(Debug)]
-#[repr(align(64))]
-struct Shard<const ROWS: usize, const COLUMNS: usize>([[AtomicU64; COLUMNS]; ROWS]);
-
-/// A table of counters.
-#[derive(Debug)]
-pub struct ShardedCounters<const ROWS: usize, const COLUMNS: usize>([Shard<ROWS, COLUMNS>; SHARDS]);
+pub struct ShardedCounters<const ROWS: usize, const COLUMNS: usize>(Sharded<[[AtomicU64; COLUMNS]; ROWS], 8>);
 
 impl<const ROWS: usize, const COLUMNS: usize> Default for ShardedCounters<ROWS, COLUMNS> {
     fn default() -> Self {
-        let zeroes = |_| Shard(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
-        ShardedCounters(std::array::from_fn(zeroes))
-    }
-}
-
-/// The shard of this thread.
-#[inline]
-fn shard_of_thread() -> usize {
-    thread_local! {
-        /// `SHARDS` before the first request.
-        static SHARD: Cell<usize> = const { Cell::new(SHARDS) };
-    }
-    #[cold]
-    fn choose() -> usize {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let shard = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
-        SHARD.set(shard);
-        shard
-    }
-    match SHARD.get() {
-        shard if shard < SHARDS => shard,
-        _ => choose(),
+        ShardedCounters(Sharded::of(|| std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)))))
     }
 }
 
@@ -47,14 +19,14 @@ impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
     /// A row, for this thread to add to. A store could lose counts, because threads may share it.
     #[inline]
     pub fn row(&self, row: usize) -> &[AtomicU64; COLUMNS] {
-        &self.0[shard_of_thread()].0[row]
+        &self.0.mine()[row]
     }
 
     /// The sums over all threads.
     pub fn sums(&self) -> [[u64; COLUMNS]; ROWS] {
         let mut sums = [[0; COLUMNS]; ROWS];
-        for shard in &self.0 {
-            for (sums, counters) in sums.iter_mut().zip(&shard.0) {
+        for shard in self.0.iter() {
+            for (sums, counters) in sums.iter_mut().zip(shard) {
                 for (sum, counter) in sums.iter_mut().zip(counters) {
                     *sum += counter.load(Ordering::Relaxed);
                 }
@@ -65,7 +37,7 @@ impl<const ROWS: usize, const COLUMNS: usize> ShardedCounters<ROWS, COLUMNS> {
 
     /// The largest value that any thread has in this column: for columns that are stored, not added to.
     pub fn largest(&self, column: usize) -> u64 {
-        let rows = self.0.iter().flat_map(|shard| shard.0.iter());
+        let rows = self.0.iter().flat_map(|shard| shard.iter());
         rows.map(|row| row[column].load(Ordering::Relaxed)).max().unwrap_or(0)
     }
 }

@@ -13,6 +13,7 @@ pub mod keyval;
 pub mod memory;
 mod name;
 mod offset;
+mod sharded;
 #[cfg(any(mutants, ablation))]
 #[doc(hidden)]
 pub mod switches;
@@ -28,6 +29,7 @@ pub use name::{
     visible_name, with_line_ends,
 };
 pub use offset::{GuestOffset, HostOffset};
+pub use sharded::Sharded;
 
 /// True in a build with `--cfg mutants` while the environment has switched the mutant of this name on (`COWSHED_SLIP=NAME`): the code
 /// then makes that mistake. Elsewhere it is the literal `false`. `scripts/mutants` has the list of names.
