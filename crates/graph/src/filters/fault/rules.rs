@@ -129,6 +129,18 @@ impl FaultAction {
     fn name(self) -> &'static str {
         Self::NAMES[Self::ALL.iter().position(|known| *known == self).unwrap_or(0)]
     }
+
+    /// False where a request of this kind is carried out as it is, in spite of a hit.
+    fn changes(self, op: FaultOp) -> bool {
+        let has_place = !matches!(op, FaultOp::Flush | FaultOp::Resize);
+        match self {
+            FaultAction::Fail | FaultAction::Torn | FaultAction::Hang | FaultAction::Delay => true,
+            FaultAction::Corrupt => op == FaultOp::Read,
+            FaultAction::Lose => op != FaultOp::Read,
+            FaultAction::Short | FaultAction::Misdirect => has_place,
+            FaultAction::Stuck => has_place && op != FaultOp::Read,
+        }
+    }
 }
 
 /// One rule.
@@ -285,7 +297,12 @@ impl FaultRule {
             // No request touches a range without bytes, also where it lies within the request.
             Some(range) => !range.is_empty() && offset < range.end && offset.saturating_add(len) > range.start,
         };
-        (self.op == op || self.op == FaultOp::Any) && touches
+        (self.op == op || self.op == FaultOp::Any) && touches && self.has_effect_on(op)
+    }
+
+    /// A request that the rule would leave as it is doesn't count for it.
+    fn has_effect_on(&self, op: FaultOp) -> bool {
+        self.action.changes(op) || !self.delay.is_zero() || !self.jitter.is_zero()
     }
 
     fn counts_at(&self, age: Duration) -> bool {
@@ -509,6 +526,28 @@ mod tests {
         assert_eq!(hits(r#"{"op":"any"}"#), [true, true, true]);
         assert_eq!(hits(r#"{"op":"flush","offset":4096}"#), [true, false, false]);
         assert_eq!(hits(r#"{"op":"resize","offset":4096}"#), [false, true, false]);
+    }
+
+    #[test]
+    fn requests_without_effect_do_not_spend_a_rule() {
+        let hits = |text: &str| {
+            let table = Table::new(vec![rule(text)], 0);
+            [FaultOp::Flush, FaultOp::Resize, FaultOp::Read, FaultOp::Write, FaultOp::Discard, FaultOp::WriteZeroes]
+                .map(|op| table.decide(op, 0, 512).is_some())
+        };
+        let of = |action: &str| hits(&format!(r#"{{"op":"any","action":"{action}","once":true}}"#));
+        assert_eq!(of("corrupt"), [false, false, true, false, false, false]);
+        assert_eq!(of("lose"), [true, false, false, false, false, false]);
+        assert_eq!(of("short"), [false, false, true, false, false, false]);
+        assert_eq!(of("misdirect"), [false, false, true, false, false, false]);
+        assert_eq!(of("stuck"), [false, false, false, true, false, false]);
+        let after = hits(r#"{"op":"any","action":"stuck","after":1}"#);
+        assert_eq!(after, [false, false, false, false, true, true]);
+        // A delay is an effect on all of them.
+        assert_eq!(
+            hits(r#"{"op":"any","action":"corrupt","times":2,"delay-ms":1}"#),
+            [true, true, false, false, false, false]
+        );
     }
 
     #[test]
