@@ -26,6 +26,9 @@ const DOWNLOAD: &str = "download";
 /// The time that a client may take to send the head of a request while others wait for its place.
 const HEAD_PATIENCE: Duration = Duration::from_secs(1);
 
+/// The time that a client may take to receive the end of the encryption.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
 /// Received at once.
 const RECEIVE_BYTES: usize = 4096;
 
@@ -48,9 +51,17 @@ pub(crate) struct Clients {
     /// In the order of the last change between waiting and answering.
     seated: RefCell<Vec<Rc<Seat>>>,
     waiting: RefCell<Vec<Waker>>,
-    /// The version of which a host has had bytes, by the host and the path.
-    begun: RefCell<BTreeMap<(String, String), u64>>,
+    /// The versions of which a host has had bytes, by the host and the path.
+    begun: RefCell<BTreeMap<(String, String), Begun>>,
     is_closing: Cell<bool>,
+}
+
+/// The versions of a content of which a host has had bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Begun {
+    One(u64),
+    /// Which of them a file of this host has is unknown.
+    Several,
 }
 
 struct Seat {
@@ -130,13 +141,16 @@ impl Clients {
         if begun.len() >= MOST_HOSTS && !begun.contains_key(&key) {
             begun.pop_first();
         }
-        begun.insert(key, version);
+        let begun = begun.entry(key).or_insert(Begun::One(version));
+        if *begun != Begun::One(version) {
+            *begun = Begun::Several;
+        }
     }
 
     /// True where the client's host has bytes of another version.
     fn has_another_version(&self, peer: &str, path: &str, version: u64) -> bool {
         let key = (host_of(peer).to_owned(), path.to_owned());
-        self.begun.borrow().get(&key).is_some_and(|known| *known != version)
+        self.begun.borrow().get(&key).is_some_and(|known| *known != Begun::One(version))
     }
 
     /// The name of the export in log lines.
@@ -209,7 +223,10 @@ pub(crate) async fn serve(place: Place, socket: Socket) {
         Ok(()) => tracing::debug!(peer, "HTTP client left"),
         Err(error) => tracing::info!(peer, export = place.clients.export(), %error, "HTTP client lost"),
     }
-    stream.close().await;
+    // The client may take nothing any more, nor the end of the encryption.
+    if within(CLOSE_LIMIT, stream.close()).await.is_none() {
+        stream.socket().shutdown();
+    }
 }
 
 struct Connection<'a> {
@@ -300,6 +317,9 @@ impl Connection<'_> {
         if request.has_content && matches!(request.method.as_str(), "GET" | "HEAD") {
             return self.refuse(&message(413, "a request for reading has no content")).await;
         }
+        if self.config().only_local_names && !request.has_local_name() {
+            return self.refuse(&message(421, "this server is read by its address or as localhost")).await;
+        }
         let found = lock(&clients.site.contents).get(&request.path).cloned();
         let Some(place) = found else {
             tracing::info!(peer = self.peer, export = clients.export(), "HTTP request for a path that isn't there");
@@ -324,11 +344,13 @@ impl Connection<'_> {
         let version = reading.version().number;
         // A client that goes on without naming the version (curl -C -) would join two disks.
         let is_rest = request.range.as_deref().is_some_and(is_rest) && request.if_range.is_none();
-        let mut answer = match is_rest && clients.has_another_version(self.peer, &request.path, version) {
+        let is_refused = is_rest && clients.has_another_version(self.peer, &request.path, version);
+        let mut answer = match is_refused {
             true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
             false => response(request, &**content, &*reading),
         };
-        if matches!(&answer.body[..], [AnswerPart::Part(part)] if !part.is_empty()) {
+        // The client's file has the other version still: its next attempt is refused as well.
+        if !is_refused && matches!(&answer.body[..], [AnswerPart::Part(part)] if !part.is_empty()) {
             clients.note_version(self.peer, &request.path, version);
         }
         if place.page.is_some() {

@@ -101,7 +101,8 @@ fn check_lengths(node: &Arc<Node>) -> Result<()> {
 /// For contents whose version the files don't have: each process has versions of its own.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
-/// The version of a node's data: the stamps of its files, and the number of writes through it.
+/// The version of a node's data: the stamps of its files, and the number of writes through it. Nodes below it count where
+/// others write to them: the writes of their parent are those that were counted above, or change no data.
 fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
     let may_change = !node.is_read_only();
@@ -120,14 +121,27 @@ fn version_of(node: &Arc<Node>) -> Version {
     }
     if !is_told {
         PROCESS.hash(&mut hasher);
-        node.name().hash(&mut hasher);
-        let statistics = node.statistics();
-        for kind in [IoKind::Write, IoKind::WriteZeroes, IoKind::Discard] {
-            let kind = statistics.kind(kind);
-            (kind.operations, kind.failed).hash(&mut hasher);
+        let tree = nodes_below(node);
+        let names: Vec<&str> = tree.iter().map(|node| node.name()).collect();
+        for (at, below) in tree.iter().enumerate() {
+            // A writer may have come and gone since the last look.
+            below.grants_to_write().hash(&mut hasher);
+            if at == 0 || below.has_writer_beside(&names) {
+                hash_changes(below, &mut hasher);
+            }
         }
     }
     Version { number: hasher.finish(), may_change }
+}
+
+/// The number of changes that were made through a node.
+fn hash_changes(node: &Node, hasher: &mut Stable) {
+    node.name().hash(hasher);
+    let statistics = node.statistics();
+    for kind in [IoKind::Write, IoKind::WriteZeroes, IoKind::Discard] {
+        let kind = statistics.kind(kind);
+        (kind.operations, kind.failed).hash(hasher);
+    }
 }
 
 /// FNV-1a: the same from one process to the next, which the standard hasher isn't. No secret and no attack rests on it:

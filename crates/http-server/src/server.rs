@@ -6,7 +6,7 @@ use crate::content::Content;
 use cowshed_nbd::ServerTls;
 use cowshed_storage::rt::{self, JoinHandle, within};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
-use cowshed_storage::{Listener, Socket, SocketAddress};
+use cowshed_storage::{ListenOptions, Listener, Socket, SocketAddress};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,6 +28,9 @@ pub struct ServerConfig {
     pub events: Option<EventHandler>,
     /// The name of the export in log lines.
     pub export: Option<String>,
+    /// Requests of HTTP/1.1 are answered only where their field `Host` is an address, `localhost` or a name below it. A page of the
+    /// web whose name leads to this machine can't read anything then.
+    pub only_local_names: bool,
 }
 
 impl ServerConfig {
@@ -198,6 +201,15 @@ impl Server {
     /// When an address can't be bound; then none of them is.
     pub fn listen(&self, address: &SocketAddress) -> Result<Vec<SocketAddress>> {
         Ok(Listener::bind(address)?.into_iter().map(|listener| self.listen_on(listener)).collect())
+    }
+
+    /// As [`Server::listen`], with the options of QEMU's `InetSocketAddress`.
+    ///
+    /// # Errors
+    /// As for [`Server::listen`], and when the options contradict the address.
+    pub fn listen_with(&self, address: &SocketAddress, options: &ListenOptions) -> Result<Vec<SocketAddress>> {
+        let listeners = Listener::bind_with(address, options)?;
+        Ok(listeners.into_iter().map(|listener| self.listen_on(listener)).collect())
     }
 
     /// Takes clients from a socket that listens already; returns its address.

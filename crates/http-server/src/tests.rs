@@ -276,9 +276,30 @@ fn the_rest_of_another_version_is_no_rest() {
     served.content.version.store(7, Ordering::SeqCst);
     let all = client.get("/disk", "Range: bytes=1000-\r\n");
     assert_eq!((all.status(), all.body.len()), (200, 5000), "the client has bytes of the version before");
-    assert_eq!(client.get("/disk", "Range: bytes=2000-\r\n").status(), 206, "by now it has this one's");
+    // A loop of `curl -C -` keeps its file after such an answer, and asks again.
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 200, "its file is of the version before still");
+    let tag = all.field("ETag").expect("a tag").to_owned();
+    let named = format!("Range: bytes=2000-\r\nIf-Range: {tag}\r\n");
+    assert_eq!(client.get("/disk", &named).status(), 206, "it names this version");
+    assert_eq!(client.get("/disk", "").status(), 200);
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 200, "another file of this host may be older");
     served.content.version.store(8, Ordering::SeqCst);
     assert_eq!(client.get("/disk", "Range: bytes=5-9\r\n").status(), 206, "pieces of a disk in use are no rest");
+    served.stop();
+}
+
+#[test]
+fn names_of_other_hosts_are_refused_where_told() {
+    let config = ServerConfig { only_local_names: true, ..ServerConfig::default() };
+    let served =
+        listening(Server::start(config).expect("a thread"), Arc::new(Pattern { len: 5000, ..Pattern::default() }));
+    let status = |host: &str| {
+        let mut client = served.client();
+        client.send(&format!("GET /disk HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+        client.response(true).status()
+    };
+    assert_eq!([&served.address, "localhost:80", "[::1]"].map(|host| status(host)), [200; 3]);
+    assert_eq!(["rebound.example.org", "localhost.example.org:80"].map(status), [421; 2]);
     served.stop();
 }
 

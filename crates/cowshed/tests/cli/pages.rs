@@ -60,7 +60,13 @@ const PAGES: &[(&str, &[Case])] = &[
             ("convert -f vmdk", Some("cowshed create -q -f vmdk disk.vmdk 1M"), 0),
             ("convert -c", Some(RAW), 0),
             ("measure", Some(RAW), 0),
-            ("convert -B golden.qcow2", Some("cowshed create -q -f qcow2 golden.qcow2 1M; truncate -s 1M vm1.raw"), 0),
+            (
+                "convert -B golden.qcow2",
+                Some(
+                    "cowshed create -q -f qcow2 golden.qcow2 1M; cowshed create -q -f qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2",
+                ),
+                0,
+            ),
             ("convert -n", Some("cowshed create -q -f qcow2 disk.qcow2 1M; truncate -s 1M target.raw"), 0),
             ("convert -l", Some(SNAPSHOT), 0),
             ("compare", Some(DISK_AND_RAW), 0),

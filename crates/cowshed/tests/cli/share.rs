@@ -136,6 +136,16 @@ fn a_qcow2_file_is_made_while_it_is_sent() {
 }
 
 #[test]
+fn a_qcow2_file_of_no_bytes_is_whole() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 none.qcow2 0");
+    let share = Share::start(&oracle, &["--as", "qcow2", "--once", "none.qcow2"]);
+    download(&oracle, &["-o", "got.qcow2", &share.url]);
+    assert_eq!(share.exit_code(), Some(0));
+    oracle.qemu.expect_clean(&oracle.work().join("got.qcow2"));
+}
+
+#[test]
 fn a_zstd_file_is_made_while_it_is_sent() {
     let oracle = disk();
     let share = Share::start(&oracle, &["--as", "zstd", "--once", "disk.qcow2"]);

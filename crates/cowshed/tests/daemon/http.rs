@@ -129,6 +129,78 @@ fn a_write_makes_another_etag_of_the_disk() {
     daemon.stop();
 }
 
+/// The first line of a daemon that is the URI of its export.
+fn uri_of(daemon: &mut Serving) -> String {
+    loop {
+        let line = daemon.line();
+        if line.starts_with("http") {
+            return line;
+        }
+    }
+}
+
+#[test]
+fn writes_through_a_node_below_make_another_etag() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![b'A'; 4 << 20]).expect("an image");
+    let (socket, monitor) = (folder.join("h.sock"), folder.join("m.sock"));
+    let below = ["--blockdev", "file,node-name=f,filename=d.raw", "--blockdev", "raw,node-name=top,file=f"];
+    let http = format!("http,id=h,node-name=top,addr.type=unix,addr.path={}", text(&socket));
+    let start = ["serve", "-k", "n.sock", "--monitor", "m.sock", "--export", "nbd,id=e,node-name=f,writable=on"];
+    let mut daemon = Serving::start(folder, &[&start[..], &below, &["--export", &http]].concat());
+    daemon.line();
+    let etag = || {
+        tool(
+            "curl",
+            &["-sSf", "-o", "/dev/null", "-w", "%header{etag}", "--unix-socket", text(&socket), "http://localhost/top"],
+        )
+    };
+    let disk = format!("nbd+unix:///f?socket={}", text(&folder.join("n.sock")));
+    let mut seen = vec![etag()];
+    assert_eq!(etag(), seen[0], "nothing has changed");
+    for write in ["write -P 66 0 4k", "write -z 64k 64k", "discard 1M 64k"] {
+        tool("qemu-io", &["-f", "raw", "-c", write, &disk]);
+        seen.push(etag());
+    }
+    // The writer goes, and takes no version back.
+    Monitor::connect(&monitor).command("block-export-del", json!({"id": "e"}));
+    seen.push(etag());
+    let count = seen.len();
+    seen[..count - 1].sort();
+    seen[..count - 1].windows(2).for_each(|two| assert_ne!(two[0], two[1]));
+    assert!(!seen[..1].contains(&seen[count - 1]), "{seen:?}");
+    daemon.stop();
+}
+
+#[test]
+fn members_of_the_address_count() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![b'A'; 1 << 20]).expect("an image");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let serve = |members: &str| {
+        let export = format!("http,id=h,node-name=d,addr.type=inet,{members}");
+        let drive = ["--drive", "file=d.raw,id=d,format=raw"];
+        Serving::start(folder, &[&["serve", "-k", "n.sock"], &drive[..], &["--export", &export]].concat())
+    };
+    let last = port.saturating_add(20);
+    let mut daemon = serve(&format!("addr.host=127.0.0.1,addr.port={port},addr.to={last}"));
+    let uri = uri_of(&mut daemon);
+    assert!(!uri.contains(&format!(":{port}/")), "{uri}");
+    assert_eq!(tool("curl", &["-sSf", "-r", "0-3", &uri]), "AAAA");
+    let status = |host: &str| {
+        tool("curl", &["-sS", "-o", "/dev/null", "-w", "%{http_code}", "-H", &format!("Host: {host}"), &uri])
+    };
+    assert_eq!((status("rebound.example.org"), status("localhost")), ("421".to_owned(), "200".to_owned()));
+    daemon.stop();
+    let mut daemon = serve("addr.host=localhost,addr.port=0,addr.ipv6=off");
+    let uri = uri_of(&mut daemon);
+    assert!(uri.starts_with("http://127.0.0.1:") || uri.starts_with("http://localhost:"), "{uri}");
+    daemon.stop();
+}
+
 #[test]
 fn an_export_warns_of_readers_on_the_network() {
     const WORDS: &str = "any host that reaches this one can read the disk";

@@ -11,7 +11,7 @@ use cowshed_http_server::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::SocketAddress;
+use cowshed_storage::{ListenOptions, SocketAddress};
 use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::net::IpAddr;
@@ -31,7 +31,7 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     if arguments.flag("writable", false) {
         return Err(QmpError::generic("an export of the type 'http' is for reading only"));
     }
-    let (ListenPlace::Address(listen), _) = place(arguments.object("addr"), daemon.is_starting.get())? else {
+    let (ListenPlace::Address(listen), options) = place(arguments.object("addr"), daemon.is_starting.get())? else {
         return Err(QmpError::generic("Only socket address types 'inet' and 'unix' are supported"));
     };
     let tls = arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?;
@@ -44,8 +44,14 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     let request = AttachRequest::export(id.clone(), false);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let config = ServerConfig { tls, export: Some(id.clone()), ..ServerConfig::default() };
-    let started = start(config, &listen, &path, &attachment);
+    // A page of the web reaches what listens for this machine alone, by a name that leads here. With TLS the name must fit the
+    // certificate.
+    let only_local_names = match &listen {
+        SocketAddress::Tcp { host, .. } => is_of_this_machine(host) && tls.is_none(),
+        _ => false,
+    };
+    let config = ServerConfig { tls, export: Some(id.clone()), only_local_names, ..ServerConfig::default() };
+    let started = start(config, (&listen, &options), &path, &attachment);
     match started {
         Ok((server, bound)) => {
             let uris = bound.iter().map(|address| uri(scheme, address, &path)).collect();
@@ -62,13 +68,13 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
 
 fn start(
     config: ServerConfig,
-    listen: &SocketAddress,
+    (listen, options): (&SocketAddress, &ListenOptions),
     path: &str,
     attachment: &Arc<Attachment>,
 ) -> Result<(Server, Vec<SocketAddress>)> {
     let server = Server::start(config)?;
     server.add(path, Arc::new(Arc::clone(attachment)))?;
-    let bound = server.listen(listen).map_err(|error: Error| error.context("could not listen"))?;
+    let bound = server.listen_with(listen, options).map_err(|error: Error| error.context("could not listen"))?;
     Ok((server, bound))
 }
 

@@ -194,6 +194,8 @@ pub struct Node {
     given: Vec<(String, serde_json::Value)>,
     /// The users of this node (parents, exports, jobs), with their rights.
     users: Mutex<Vec<Edge>>,
+    /// The number of times that a user has got the right to write.
+    grants_to_write: AtomicU64,
     counters: NodeCounters,
     tracking: Tracking,
     watch: watch::Watch,
@@ -284,6 +286,7 @@ impl Node {
             options: Mutex::new(parts.options),
             given: parts.given,
             users: Mutex::default(),
+            grants_to_write: AtomicU64::default(),
             counters: NodeCounters::default(),
             tracking: Tracking::default(),
             watch: watch::Watch::default(),

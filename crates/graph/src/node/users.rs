@@ -70,6 +70,23 @@ impl Node {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))
     }
 
+    /// True when a user that is none of `parents` (node-names) may write to the node now.
+    pub fn has_writer_beside(&self, parents: &[&str]) -> bool {
+        let others = |edge: &&Edge| !parents.contains(&edge.user.as_str());
+        self.users().iter().filter(others).any(|edge| edge.permissions.used.contains(PermissionSet::WRITE))
+    }
+
+    /// The number of times so far that a user has got the right to write.
+    pub fn grants_to_write(&self) -> u64 {
+        self.grants_to_write.load(Ordering::Acquire)
+    }
+
+    fn note_grant(&self, granted: Permissions, before: Permissions) {
+        if granted.used.contains(PermissionSet::WRITE) && !before.used.contains(PermissionSet::WRITE) {
+            self.grants_to_write.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
     /// True when a user needs the content of the node.
     pub(crate) fn has_reader(&self) -> bool {
         self.users().iter().any(|edge| edge.permissions.used.contains(PermissionSet::CONSISTENT_READ))
@@ -83,6 +100,7 @@ impl Node {
             self.check_edge(&users, &edge, None)?;
             users.push(edge.clone());
         }
+        self.note_grant(edge.permissions, Permissions::NONE);
         let passed = self.pass_permissions();
         if passed.is_err() {
             let mut users = self.users();
@@ -110,6 +128,7 @@ impl Node {
             };
             let edge = Edge { permissions, held: held.unwrap_or(users[at].held), ..users[at].clone() };
             self.check_edge(&users, &edge, Some(at))?;
+            self.note_grant(edge.permissions, users[at].permissions);
             std::mem::replace(&mut users[at], edge)
         };
         let passed = self.pass_permissions();

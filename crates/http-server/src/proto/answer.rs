@@ -84,6 +84,7 @@ pub fn phrase(status: u16) -> &'static str {
         412 => "Precondition Failed",
         413 => "Content Too Large",
         416 => "Range Not Satisfiable",
+        421 => "Misdirected Request",
         431 => "Request Header Fields Too Large",
         500 => "Internal Server Error",
         503 => "Service Unavailable",

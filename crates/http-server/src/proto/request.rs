@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The head of a request.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 /// Longest head that is read, in bytes.
 pub const MAX_HEAD_BYTES: usize = 16 << 10;
 
@@ -24,6 +26,8 @@ pub struct Request {
     pub keeps_alive: bool,
     /// The head announces content (`Content-Length` above 0, or `Transfer-Encoding`), which no method here takes.
     pub has_content: bool,
+    /// The value of `Host`.
+    pub host: Option<String>,
     /// The value of `Range`.
     pub range: Option<String>,
     /// The value of `If-Range`.
@@ -32,6 +36,22 @@ pub struct Request {
     pub if_none_match: Option<String>,
     /// The values of `If-Match`, joined by commas.
     pub if_match: Option<String>,
+}
+
+impl Request {
+    /// True where `Host` is an address, `localhost` or a name below it (RFC 6761, 6.3), with a port or without; or is missing.
+    pub fn has_local_name(&self) -> bool {
+        let Some(host) = &self.host else { return true };
+        let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+        if let Some(rest) = host.strip_prefix('[') {
+            return rest.split_once(']').is_some_and(|(address, port)| {
+                address.parse::<Ipv6Addr>().is_ok() && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
+            });
+        }
+        let name = host.rsplit_once(':').filter(|(_, port)| is_port(port)).map_or(host.as_str(), |(name, _)| name);
+        let name = name.trim_end_matches('.').to_ascii_lowercase();
+        name == "localhost" || name.ends_with(".localhost") || name.parse::<Ipv4Addr>().is_ok()
+    }
 }
 
 /// The reason of refusing a head: the status, and a line for the client.
@@ -90,6 +110,7 @@ pub fn parse(bytes: &[u8]) -> Result<Option<(Request, usize)>, Refused> {
         let text = std::str::from_utf8(field.value).map_err(|_| refused(400, "a field isn't text"))?.trim();
         if is("Host") {
             hosts += 1;
+            request.host = Some(text.to_owned());
         } else if is("Accept") {
             let names_pages = |range: &str| range.split(';').next().is_some_and(|kind| kind.trim() == "text/html");
             request.shows_pages |= text.split(',').any(names_pages);
@@ -190,6 +211,27 @@ mod tests {
         assert_eq!(request.if_range.as_deref(), Some("\"a\""));
         assert_eq!(request.if_none_match.as_deref(), Some("\"a\", W/\"b\""));
         assert!(request.keeps_alive && !request.has_content && !request.is_old);
+    }
+
+    #[test]
+    fn names_of_this_machine_are_known() {
+        let is_local = |host: &str| Request { host: Some(host.to_owned()), ..Request::default() }.has_local_name();
+        for host in [
+            "localhost",
+            "LocalHost:80",
+            "localhost.",
+            "a.localhost:1",
+            "127.0.0.1",
+            "10.1.2.3:8080",
+            "[::1]",
+            "[::1]:80",
+        ] {
+            assert!(is_local(host), "{host}");
+        }
+        for host in ["", "example.org", "localhost.example.org:80", "notlocalhost", "[::1", "[x]", "[::1]x", "::1"] {
+            assert!(!is_local(host), "{host}");
+        }
+        assert!(Request::default().has_local_name());
     }
 
     #[test]

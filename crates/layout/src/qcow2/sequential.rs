@@ -89,8 +89,9 @@ impl Sequential {
             let last = (run.guest + run.count - 1) / ENTRIES;
             l2_of.extend(first.max(l2_of.last().map_or(0, |last| last + 1))..=last);
         }
-        let l1_entries = size.div_ceil(CLUSTER * ENTRIES);
-        let l1_clusters = l1_entries.div_ceil(ENTRIES).max(1);
+        // A table without entries takes no place, and its cluster would belong to nothing.
+        let l1_entries = size.div_ceil(CLUSTER * ENTRIES).max(1);
+        let l1_clusters = l1_entries.div_ceil(ENTRIES);
         let others = 1 + l1_clusters + l2_of.len() as u64 + before;
         let (mut table, mut blocks) = (1, 1);
         loop {

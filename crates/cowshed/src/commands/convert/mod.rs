@@ -45,8 +45,8 @@ pub const VERB: Verb = Verb {
       Faster and smaller, for readers that inflate whole clusters.
   cowshed convert -O raw vm1.qcow2 vm1.raw
       The whole backing chain of vm1 in one file.
-  cowshed convert -O qcow2 -b golden.qcow2 -F qcow2 vm1.raw vm1.qcow2
-      Only what differs from golden.qcow2.
+  cowshed convert -O qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2 copy.qcow2
+      A copy of an overlay on the same base: only the parts that vm1.qcow2 has itself.
   cowshed convert -n --target-is-zero -O raw disk.qcow2 /dev/vg/disk
       Into a device that exists already.
   cowshed convert --for azure disk.qcow2 disk.vhd

@@ -3,9 +3,11 @@
 //!
 //! - `contents`: the disk, a qcow2 file of it that is made while it is read, the page
 //! - `page`: the page's text
+//! - `sent_bytes`: the bytes that a client has
 
 mod contents;
 mod page;
+mod sent_bytes;
 
 use super::arguments::{FaultArgs, NamingArgs, one_file};
 use super::{Verb, work};
@@ -22,6 +24,7 @@ use cowshed_nbd::ServerTls;
 use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
 use cowshed_types::{Error, Result as BlockResult};
 use page::Facts;
+use sent_bytes::SentBytes;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -228,7 +231,8 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     }));
     let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
-    let server = Server::start(ServerConfig { tls: plan.tls.clone(), events: Some(events), limits, export: None })?;
+    let tls = plan.tls.clone();
+    let server = Server::start(ServerConfig { tls, events: Some(events), limits, ..ServerConfig::default() })?;
     let file_name = plan.file_name.clone();
     let file_bytes = (plan.shape != Shape::Zstd).then_some(len);
     let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes, digest: None, trouble: None };
@@ -283,8 +287,8 @@ struct Downloads(Mutex<Sent>);
 
 #[derive(Default)]
 struct Sent {
-    /// By the client's host and the version; ranges are apart and in order.
-    by_client: BTreeMap<(String, u64), Vec<Range<u64>>>,
+    /// By the client's host and the version.
+    by_client: BTreeMap<(String, u64), SentBytes>,
     is_complete: bool,
     /// The errors that were told. A client chooses the places that it reads, so they are bounded.
     told: BTreeSet<String>,
@@ -313,25 +317,13 @@ impl Downloads {
         if sent.by_client.len() >= MOST_CLIENTS && !sent.by_client.contains_key(&(host.clone(), version)) {
             sent.by_client.pop_first();
         }
-        let ranges = sent.by_client.entry((host, version)).or_default();
-        ranges.push(range);
-        ranges.sort_by_key(|range| range.start);
-        let mut joined: Vec<Range<u64>> = Vec::new();
-        for range in ranges.drain(..) {
-            match joined.last_mut() {
-                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-                _ => joined.push(range),
-            }
-        }
-        *ranges = joined;
-        ranges.iter().map(|range| range.end - range.start).sum()
+        sent.by_client.entry((host, version)).or_default().add(range)
     }
 
     /// A response has ended: a client that has all bytes by now has the whole content of `len` bytes.
     fn end(&self, len: u64) {
         let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sent.is_complete |=
-            len == 0 || sent.by_client.values().any(|ranges| matches!(&ranges[..], [all] if *all == (0..len)));
+        sent.is_complete |= len == 0 || sent.by_client.values().any(|ranges| ranges.is_all(len));
     }
 
     fn is_complete(&self) -> bool {
