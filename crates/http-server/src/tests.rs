@@ -298,7 +298,7 @@ fn names_of_other_hosts_are_refused_where_told() {
         client.send(&format!("GET /disk HTTP/1.1\r\nHost: {host}\r\n\r\n"));
         client.response(true).status()
     };
-    assert_eq!([&served.address, "localhost:80", "[::1]"].map(|host| status(host)), [200; 3]);
+    assert_eq!([&served.address, "localhost:80", "[::1]"].map(status), [200; 3]);
     assert_eq!(["rebound.example.org", "localhost.example.org:80"].map(status), [421; 2]);
     served.stop();
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Pieces that lie apart. A client that reads more of them reads at random: it downloads nothing whole.
 const MOST_PIECES: usize = 1 << 16;
 
-/// SentBytes that lie apart, with a bound on their number.
+/// Ranges that lie apart, with a bound on their number.
 #[derive(Debug, Default)]
 pub(super) struct SentBytes {
     /// The end of each range by its start.
