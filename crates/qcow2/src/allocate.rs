@@ -4,7 +4,7 @@
 //! [`Engine::begin_allocate`] reserves host clusters and locks the guest clusters; the caller writes data and filling in
 //! one go; [`Engine::commit`] points the mapping there. Nothing refers to the new clusters before that.
 
-use crate::engine::{Edit, Engine, Freed, Purpose, State};
+use crate::engine::{Edit, Engine, Purpose, State};
 use crate::map::subcluster_mapping;
 use crate::slice::Slice;
 use crate::stall::{Planned, Stall};
@@ -524,7 +524,7 @@ impl Engine {
     pub(crate) fn give_back(&self, state: &mut State, clusters: impl IntoIterator<Item = u64>) {
         let tag = self.pins.advance();
         for cluster in clusters {
-            state.freed.push_back(Freed { cluster, cycle: 0, tag });
+            state.epochs.give_back(cluster, tag);
         }
     }
 }

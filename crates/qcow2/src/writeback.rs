@@ -66,17 +66,13 @@ impl Engine {
     pub fn begin_cycle(&self, with_refcounts: bool) -> Cycle {
         let mut state = self.own();
         let state = &mut *state;
-        assert!(!state.cycle_runs, "two write-back cycles at once");
-        state.cycle_runs = true;
-        let number = state.open_cycle;
-        state.open_cycle += 1;
-        state.freed_in_cycle = 0;
+        let number = state.epochs.begin_cycle();
         let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
         let mut cycle = Cycle {
             number,
             // Decided here, under the lock: tables that became dirty since the caller last looked go out with this
             // cycle.
-            set_dirty_bit: std::mem::take(&mut state.want_dirty_bit) && holds_changes(state),
+            set_dirty_bit: state.epochs.take_dirty_bit() && holds_changes(state),
             stages: Default::default(),
             slices: Vec::new(),
             blocks: Vec::new(),
@@ -188,13 +184,8 @@ impl Engine {
     pub fn end_cycle(&self, cycle: Cycle, end: CycleEnd) {
         let mut state = self.own();
         let state = &mut *state;
-        state.cycle_runs = false;
         let success = end == CycleEnd::Durable;
-        if success {
-            state.durable_cycle = cycle.number;
-        } else {
-            state.want_dirty_bit |= cycle.set_dirty_bit;
-        }
+        state.epochs.end_cycle(cycle.number, success, cycle.set_dirty_bit);
         for number in cycle.slices {
             if let Some(meta) = state.tables.slices.get_mut(&number) {
                 meta.dirt = meta.dirt.cycle_ended(success);
@@ -224,12 +215,12 @@ impl Engine {
     /// True when a cycle would write something.
     pub fn is_dirty(&self) -> bool {
         let state = self.own();
-        state.want_dirty_bit || holds_changes(&state)
+        state.epochs.wants_dirty_bit() || holds_changes(&state)
     }
 
     /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.
     pub fn want_dirty_bit(&self) {
-        self.own().want_dirty_bit = true;
+        self.own().epochs.want_dirty_bit();
     }
 }
 

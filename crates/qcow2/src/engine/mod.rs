@@ -5,6 +5,7 @@
 mod budget;
 mod contiguous;
 mod damage;
+mod epochs;
 mod overlap;
 mod reclaim;
 mod refcounts;
@@ -14,7 +15,7 @@ mod tuning;
 
 pub use budget::{Budget, BudgetedCache};
 pub(crate) use damage::Purpose;
-pub(crate) use reclaim::Freed;
+pub(crate) use epochs::Epochs;
 pub use reclaim::Reclaim;
 pub(crate) use refcounts::Refcounts;
 pub(crate) use room::{Edit, Room};
@@ -31,7 +32,7 @@ use crate::stall::{Load, Stall, TableId};
 use crate::structures::Structure;
 use cowshed_layout::qcow2::Geometry;
 use cowshed_types::{CacheStatistics, Error, GuestOffset, HostOffset, without};
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
@@ -51,26 +52,14 @@ pub(crate) struct State {
     pub(crate) refcounts: Refcounts,
     pub(crate) inflight: Inflight,
     pub(crate) room: Room,
-    pub(crate) freed: VecDeque<Freed>,
-    /// The number of them that the open epoch has added.
-    pub(crate) freed_in_cycle: u64,
-    /// References that were taken to be reclaimed and are still counted, by host cluster.
-    pub(crate) reclaiming: BTreeMap<u64, u64>,
+    pub(crate) epochs: Epochs,
     /// Tables that requests are reading.
     pub(crate) loading: HashSet<TableId>,
-    /// Number of the epoch that collects edits now; counts up from 1.
-    pub(crate) open_cycle: u64,
-    /// Number of the last epoch whose stages are all durable.
-    pub(crate) durable_cycle: u64,
-    /// A cycle is between `begin_cycle` and its end.
-    pub(crate) cycle_runs: bool,
     /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster of
     /// ours.
     pub(crate) pack_next: Option<HostOffset>,
     /// Everything at or above this offset in the data file (if there is one) was never written.
     pub(crate) data_high_water: u64,
-    /// The dirty bit must be set in the header by the next cycle.
-    pub(crate) want_dirty_bit: bool,
     pub(crate) l2_misses: u64,
     pub(crate) refcount_misses: u64,
     /// The memory of the image as the budget last heard it, in bytes.
@@ -110,16 +99,10 @@ impl Engine {
             refcounts: Refcounts::new(&config),
             inflight: Inflight::default(),
             room: Room::default(),
-            freed: VecDeque::new(),
-            freed_in_cycle: 0,
-            reclaiming: BTreeMap::new(),
+            epochs: Epochs::new(),
             loading: HashSet::new(),
-            open_cycle: 1,
-            durable_cycle: 0,
-            cycle_runs: false,
             pack_next: None,
             data_high_water: config.data_file_len,
-            want_dirty_bit: false,
             l2_misses: 0,
             refcount_misses: 0,
             accounted_bytes: 0,
@@ -253,7 +236,7 @@ impl Engine {
             refcount_bytes: state.refcounts.memory_bytes(),
             refcount_limit_bytes: self.cache_limits().1,
             refcount_blocks: state.refcounts.cached() as u64,
-            quarantined: state.freed.len() as u64,
+            quarantined: state.epochs.waiting(),
         }
     }
 
@@ -264,7 +247,9 @@ impl Engine {
     }
 
     pub(crate) fn is_beyond_bound(&self, state: &State, allocates: bool) -> bool {
-        if state.freed_in_cycle > LEAST_FREED_CLUSTERS && self.holds_much_freed(state.freed_in_cycle, allocates) {
+        if state.epochs.freed_in_open() > LEAST_FREED_CLUSTERS
+            && self.holds_much_freed(state.epochs.freed_in_open(), allocates)
+        {
             return true;
         }
         let cache_bytes = self.cache_limits().0;

@@ -12,15 +12,6 @@ use crate::stall::Planned;
 use cowshed_types::{HostOffset, slip};
 use std::collections::BTreeMap;
 
-/// One lost reference to a host cluster.
-pub(crate) struct Freed {
-    pub(crate) cluster: u64,
-    /// The write-back epoch that makes the unmapping durable.
-    pub(crate) cycle: u64,
-    /// The request epoch in which it was still mapped.
-    pub(crate) tag: u64,
-}
-
 /// Clusters that may lose their references now: punch `holes`, then call [`Engine::reclaimed`].
 #[derive(Debug, Default)]
 pub struct Reclaim {
@@ -46,9 +37,7 @@ impl Engine {
                 let tag = self.pins.advance();
                 if slip!("epoch_not_closed") { tag - 1 } else { tag }
             });
-            let cycle = if slip!("unmapping_counts_as_durable") { 0 } else { state.open_cycle };
-            state.freed.push_back(Freed { cluster, cycle, tag });
-            state.freed_in_cycle += 1;
+            state.epochs.free(cluster, tag);
             // Never pack into a cluster that is on its way out.
             if state.pack_next.is_some_and(|next| self.geometry.host_cluster(next) == cluster) {
                 state.pack_next = None;
@@ -59,23 +48,11 @@ impl Engine {
     /// Takes the clusters that may be reclaimed now (possibly none).
     pub fn take_reclaimable(&self) -> Planned<Reclaim> {
         let mut state = self.own();
-        let durable = state.durable_cycle + if slip!("reuse_before_unmapping_is_durable") { 9 } else { 0 };
-        let mut lost: BTreeMap<u64, u64> = BTreeMap::new();
-        let mut drained: Option<u64> = None;
-        for freed in state.freed.iter().filter(|freed| freed.cycle <= durable) {
-            // Tags only rise along the queue, so the newest drained one speaks for the older ones.
-            if drained.is_none_or(|known| freed.tag > known) {
-                if !slip!("reuse_under_running_requests") && !self.pins.is_drained(freed.tag) {
-                    break;
-                }
-                drained = Some(freed.tag);
-            }
-            *lost.entry(freed.cluster).or_default() += 1;
-        }
-        let Some(drained) = drained else { return Ok(Reclaim::default()) };
+        let reclaimable = state.epochs.reclaimable(|tag| self.pins.is_drained(tag));
+        let Some(reclaimable) = reclaimable else { return Ok(Reclaim::default()) };
         let mut reclaim = Reclaim::default();
         let bits = self.geometry.cluster_bits();
-        for (cluster, by) in lost {
+        for (&cluster, &by) in &reclaimable.lost {
             let count = match self.refcount(&mut state, cluster) {
                 Ok(count) => count,
                 Err(stall) if reclaim.is_empty() => return Err(stall),
@@ -88,9 +65,8 @@ impl Engine {
             reclaim.counts.push((cluster, by));
             // Another call may be about to lower the same count: the one that takes the last reference sees to the
             // hole, and the count falls to zero only when that is done.
-            let taken = state.reclaiming.entry(cluster).or_default();
-            *taken = if slip!("two_last_parts_without_a_hole") { by } else { *taken + by };
-            if count == *taken || slip!("hole_in_a_shared_cluster") {
+            let taken = state.epochs.begin_reclaim(cluster, by);
+            if count == taken || slip!("hole_in_a_shared_cluster") {
                 let host = HostOffset(cluster << bits);
                 match reclaim.holes.last_mut() {
                     Some((start, len)) if *start + *len == host => *len += 1 << bits,
@@ -99,9 +75,7 @@ impl Engine {
             }
         }
         let taken: BTreeMap<u64, u64> = reclaim.counts.iter().copied().collect();
-        state
-            .freed
-            .retain(|freed| !(freed.cycle <= durable && freed.tag <= drained && taken.contains_key(&freed.cluster)));
+        state.epochs.forget(&reclaimable, |cluster| taken.contains_key(&cluster));
         Ok(reclaim)
     }
 
@@ -112,19 +86,14 @@ impl Engine {
         while let Some((cluster, by)) = reclaim.counts.last().copied() {
             self.lower(&mut state, cluster, by)?;
             reclaim.counts.pop();
-            if let Some(taken) = state.reclaiming.get_mut(&cluster) {
-                *taken = taken.saturating_sub(by);
-                if *taken == 0 {
-                    state.reclaiming.remove(&cluster);
-                }
-            }
+            state.epochs.end_reclaim(cluster, by);
         }
         Ok(())
     }
 
     /// True when freed clusters still wait for something.
     pub fn has_quarantined(&self) -> bool {
-        !self.own().freed.is_empty()
+        self.own().epochs.waiting() > 0
     }
 
     /// Length that the image file needs, in bytes. It ends with the last cluster that has a count, looking back from
