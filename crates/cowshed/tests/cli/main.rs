@@ -52,6 +52,7 @@ mod share;
 mod stacked;
 mod stranger;
 mod tls;
+mod uncounted_tail;
 mod unfinished;
 mod user_scripts;
 mod vmdk;

@@ -3,6 +3,7 @@
 
 use super::Qcow2Driver;
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
+use cowshed_offline::check::end_of_use;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::{Event, as_metadata};
@@ -290,7 +291,13 @@ impl Qcow2Driver {
         }
         if self.wrote_metadata.load(Ordering::Relaxed) && !self.file.is_device() {
             let mut passed = u64::MAX;
-            let needed = self.plan(|engine| engine.needed_file_len(&mut passed)).await?;
+            let mut needed = self.plan(|engine| engine.needed_file_len(&mut passed)).await?;
+            if needed < self.file.len()
+                && let Some(end) = self.engine.unknown_end(needed)
+            {
+                // Rare: a crash has left space, or counts are wrong.
+                needed = needed.max(end_of_use(&self.file).await.min(end));
+            }
             if needed < self.file.len() {
                 self.file.set_len(needed).await?;
                 self.engine.truncated(needed);

@@ -4,7 +4,8 @@
 //! Past the page cache each write behind the end of the file changes its length. The file system makes these changes
 //! one at a time. A file that is longer than its clusters takes such writes side by side. Where requests leave holes in
 //! their clusters the file gets length ahead, and blocks otherwise. The space holds zeroes and
-//! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes.
+//! nothing refers to it. A close cuts it off. After a crash the next writer that changes metadata cuts it off when it closes,
+//! once it has seen that nothing refers to it.
 
 use super::Qcow2Driver;
 use super::allocate::written_bytes;

@@ -122,6 +122,16 @@ fn leave_odd_ends_to_the_cache(session: &CheckSession<'_>) {
     }
 }
 
+/// The end in bytes of the last cluster that has a count, or that something refers to without one. `u64::MAX` where that
+/// can't be found out.
+pub async fn end_of_use(file: &File) -> u64 {
+    let options = CheckOptions { findings_max: 1, ..CheckOptions::default() };
+    match check(file, &options, &|_, _| true).await {
+        Ok(report) if report.counters.check_errors == 0 => report.counters.image_end_offset,
+        _ => u64::MAX,
+    }
+}
+
 async fn check_file(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) -> Result<CheckReport> {
     let named = |error: Error| error.file(file.name());
     let mut ledger = Ledger::new(options.findings_max);

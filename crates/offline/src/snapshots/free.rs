@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Looking for free host clusters, from the start of the file on.
 
+use crate::check::end_of_use;
 use cowshed_layout::qcow2::{Geometry, RefcountTableEntry, refcount};
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -133,6 +135,11 @@ pub(crate) async fn give_back(
             end -= 1;
         }
     }
+    let found = geometry.clusters(file.len());
+    if end < found && !covers(freed, end..found) {
+        // In an image that wants repair it may be in use without a count.
+        end = end.max(geometry.clusters(end_of_use(file).await)).min(found);
+    }
     if end << bits < file.len() {
         file.set_len(end << bits).await?;
     }
@@ -151,6 +158,20 @@ pub(crate) async fn give_back(
     Ok(())
 }
 
+/// True where each cluster of a range is in one of these.
+fn covers(ranges: &[Range<u64>], all: Range<u64>) -> bool {
+    let mut behind: Vec<&Range<u64>> = ranges.iter().filter(|range| range.end > all.start).collect();
+    behind.sort_unstable_by_key(|range| Reverse(range.end));
+    let mut rest = all.end;
+    for range in behind {
+        if range.end < rest {
+            break;
+        }
+        rest = rest.min(range.start);
+    }
+    rest <= all.start
+}
+
 /// A refcount block; `None` when the table has none there.
 pub(crate) async fn read_block(file: &File, geometry: Geometry, table: &[u64], index: u64) -> Result<Option<IoBuf>> {
     let raw = usize::try_from(index).ok().and_then(|index| table.get(index)).copied().unwrap_or(0);
@@ -162,4 +183,16 @@ pub(crate) async fn read_block(file: &File, geometry: Geometry, table: &[u64], i
     let (result, bytes) = file.read_at(IoBuf::zeroed(geometry.cluster_size() as usize), host.0).await;
     result.map_err(|error| error.offset(host.0))?;
     Ok(Some(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_cover_what_they_touch_together() {
+        let ranges = [7..9, 2..3, 5..7, 6..8];
+        assert!(covers(&ranges, 5..9) && covers(&ranges, 6..7) && covers(&ranges, 2..3) && covers(&[], 4..4));
+        assert!(!covers(&ranges, 4..9) && !covers(&ranges, 5..10) && !covers(&ranges, 2..9) && !covers(&[], 0..1));
+    }
 }

@@ -5,6 +5,7 @@
 mod budget;
 mod contiguous;
 mod damage;
+mod emptied;
 mod epochs;
 mod overlap;
 mod reclaim;

@@ -119,6 +119,15 @@ impl Engine {
         Ok(end << self.geometry.cluster_bits())
     }
 
+    /// The end in bytes of what the file had when it was opened. `None` where this opening has freed all of that from `len`
+    /// on. The rest may be in use without a count, in an image that wants repair.
+    pub fn unknown_end(&self, len: u64) -> Option<u64> {
+        let state = self.own();
+        let (bits, found) = (self.geometry.cluster_bits(), state.refcounts.found_clusters);
+        let is_known = state.refcounts.emptied.covers(len >> bits, found);
+        (!is_known).then_some(found << bits)
+    }
+
     /// Notes the length of the image's container in bytes, where it can't grow by itself; true when it has become
     /// longer.
     pub fn container_grew(&self, len: u64) -> bool {
@@ -137,6 +146,7 @@ impl Engine {
     pub fn truncated(&self, len: u64) {
         let mut state = self.own();
         state.refcounts.high_water = state.refcounts.high_water.min(len);
+        state.refcounts.found_clusters = state.refcounts.found_clusters.min(self.geometry.clusters(len));
         state.room.cut(len >> self.geometry.cluster_bits());
     }
 }

@@ -4,6 +4,7 @@
 use crate::config::EngineConfig;
 use crate::engine::contiguous::RunSearch;
 use crate::engine::damage::hex;
+use crate::engine::emptied::Emptied;
 use crate::engine::tables::Dirt;
 use crate::engine::{Engine, State};
 use crate::stall::{Load, Planned, Stall, TableId};
@@ -56,6 +57,10 @@ pub(crate) struct Refcounts {
     /// Everything at or above this offset was never used: the larger of the file's length and the end of all
     /// allocations so far.
     pub(crate) high_water: u64,
+    /// The clusters that the file had when it was opened.
+    pub(crate) found_clusters: u64,
+    /// Those of them that this opening has freed.
+    pub(crate) emptied: Emptied,
     /// Blocks that share their cluster with other metadata.
     pub(crate) overlapping: BTreeSet<u64>,
     /// The table is being moved: no new blocks meanwhile.
@@ -83,6 +88,8 @@ impl Refcounts {
             runs: RunSearch::default(),
             limit: if config.fixed_length { config.file_len / cluster_size } else { u64::MAX },
             high_water: config.file_len,
+            found_clusters: config.file_len.div_ceil(cluster_size),
+            emptied: Emptied::default(),
             overlapping: BTreeSet::new(),
             growing: false,
             tick: 0,
@@ -284,6 +291,9 @@ impl Engine {
                 state.refcounts.hint = state.refcounts.hint.min(cluster.max(1));
                 state.refcounts.runs.freed(cluster);
                 state.room.freed(cluster);
+                if cluster < state.refcounts.found_clusters {
+                    state.refcounts.emptied.add(cluster);
+                }
             }
         }
         Ok(())
