@@ -439,3 +439,36 @@ fn a_discard_of_nothing_leaves_the_content_id() {
     io(&oracle, "vmdk", "base.vmdk", &["discard 0 64k"]);
     assert!(oracle.refused("map top.vmdk").contains("was changed since"));
 }
+
+/// The header leads to the tables of the flush until others are whole.
+#[test]
+fn a_stream_reads_as_flushed_after_its_writer_died() {
+    let oracle = Oracle::new();
+    let io = |commands: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        command.current_dir(oracle.work()).args(["qemu-io", "-f", "vmdk"]);
+        for text in commands {
+            command.args(["-c", text]);
+        }
+        command.arg("a.vmdk").output().unwrap()
+    };
+    for flushes in 1..4 {
+        oracle.make("create -q -f vmdk -o subformat=streamOptimized a.vmdk 40M");
+        let mut commands = Vec::new();
+        for flush in 0..flushes {
+            commands.push(format!("write -P {} {}M 64k", flush + 1, flush * 8));
+            commands.push("flush".to_owned());
+        }
+        commands.extend(["write -P 200 39M 64k", "abort"].map(str::to_owned));
+        let died = io(&commands.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(died.status.code().is_none(), "{died:?}");
+        let mut model = vec![0; 40 << 20];
+        for flush in 0..flushes {
+            model[(flush * 8) << 20..][..64 << 10].fill(flush as u8 + 1);
+        }
+        fs::write(oracle.work().join("model"), &model).unwrap();
+        oracle.make("compare -q -f vmdk -F raw a.vmdk model");
+        ours(&oracle, "compare -q -f vmdk -F raw a.vmdk model");
+        ours(&oracle, "check -f vmdk a.vmdk");
+    }
+}

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the
-//! mark of the end follow when the disk is closed; without them the disk can't be read.
+//! mark of the end follow at a flush, or when the disk is closed. Without them the disk can't be read.
+//!
+//! A stream that grows behind a flush stays readable: until its next end is durable, its header leads to the directory
+//! of the last one.
 
 use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
@@ -31,19 +34,29 @@ struct State {
     codec: Codec,
     /// The sector that the next grain goes to.
     next: u64,
-    /// Where grains are, by their tables.
-    tables: BTreeMap<u64, Box<[u32]>>,
+    /// By their numbers.
+    tables: BTreeMap<u64, GrainTable>,
     /// The end is not behind the last grain.
     is_open: bool,
     /// The header in the file is that of a stream.
     has_header: bool,
+    /// The last footer that this opening has made durable. As the header it leads to the same directory.
+    footer: Option<Vec<u8>>,
+}
+
+struct GrainTable {
+    /// Where grains are, in sectors.
+    grains: Box<[u32]>,
+    /// The sector of this table in the file; `None`: the file has an older one, or none.
+    written: Option<u32>,
 }
 
 impl StreamWriter {
     /// `first`: the sector where grains begin.
     pub(super) fn new(file: File, header: SparseHeader, new: StreamHeader, len: u64, first: u64) -> StreamWriter {
         let (codec, has_header) = (Codec::new(Compression::Zlib), new.is_in_file);
-        let state = Turn::new(State { codec, next: first, tables: BTreeMap::new(), is_open: false, has_header });
+        let tables = BTreeMap::new();
+        let state = Turn::new(State { codec, next: first, tables, is_open: false, has_header, footer: None });
         StreamWriter { file, header, header_bytes: new.bytes, len, state }
     }
 
@@ -77,17 +90,7 @@ impl StreamWriter {
         });
         let packed = join_all(packed).await;
         let mut state = self.state.lock().await;
-        if !state.is_open {
-            // Without its end no part of the disk is taken for the whole.
-            self.file.set_len(state.next * SECTOR_BYTES).await?;
-            self.file.sync().await?;
-            state.is_open = true;
-        }
-        if !state.has_header {
-            self.file.write_at(IoBuf::copy_from(&self.header_bytes), 0).await.0?;
-            self.file.sync().await?;
-            state.has_header = true;
-        }
+        self.begin(&mut state).await?;
         if packed.is_empty() {
             return Ok(());
         }
@@ -98,7 +101,7 @@ impl StreamWriter {
             let number = at / grain_bytes;
             let entries = u64::from(self.header.table_entries);
             let (table, index) = (number / entries, (number % entries) as usize);
-            if state.tables.get(&table).is_some_and(|table| table[index] != 0) {
+            if state.tables.get(&table).is_some_and(|table| table.grains[index] != 0) {
                 let message = "a grain of a stream-optimised VMDK disk can't be written twice";
                 return Err(Error::unsupported(message).offset(at));
             }
@@ -111,10 +114,40 @@ impl StreamWriter {
         self.file.write_at(IoBuf::copy_from(&run), start * SECTOR_BYTES).await.0?;
         state.next = start + sectors;
         for (table, index, sector) in placed {
-            let entries = self.header.table_entries as usize;
-            let table = state.tables.entry(table).or_insert_with(|| vec![0; entries].into_boxed_slice());
-            table[index] = sector;
+            let grains = || vec![0; self.header.table_entries as usize].into_boxed_slice();
+            let table = state.tables.entry(table).or_insert_with(|| GrainTable { grains: grains(), written: None });
+            table.grains[index] = sector;
+            table.written = None;
         }
+        Ok(())
+    }
+
+    /// Makes room for grains at the end.
+    async fn begin(&self, state: &mut State) -> Result<()> {
+        if !state.is_open {
+            match &state.footer {
+                // The footer goes at the next write. Its directory and tables stay.
+                Some(footer) if !slip!("vmdk_stream_gives_up_its_flushed_end") => {
+                    state.has_header = false;
+                    self.file.write_at(IoBuf::copy_from(footer), 0).await.0?;
+                }
+                // Without its end no part of the disk is taken for the whole.
+                _ => self.file.set_len(state.next * SECTOR_BYTES).await?,
+            }
+            self.file.sync().await?;
+            state.is_open = true;
+        }
+        if !state.has_header && state.footer.is_none() {
+            self.write_header(state).await?;
+        }
+        Ok(())
+    }
+
+    /// Has readers look for a footer.
+    async fn write_header(&self, state: &mut State) -> Result<()> {
+        self.file.write_at(IoBuf::copy_from(&self.header_bytes), 0).await.0?;
+        self.file.sync().await?;
+        state.has_header = true;
         Ok(())
     }
 
@@ -124,12 +157,12 @@ impl StreamWriter {
         let grain_bytes = self.header.grain_bytes();
         let entries = u64::from(self.header.table_entries);
         let (first, end) = (at / grain_bytes, (at + len).div_ceil(grain_bytes));
-        for (table, grains) in state.tables.range(first / entries..end.div_ceil(entries)) {
+        for (number, table) in state.tables.range(first / entries..end.div_ceil(entries)) {
             let written = |index: &usize| {
-                let number = table * entries + *index as u64;
-                number >= first && number < end && grains[*index] != 0
+                let number = number * entries + *index as u64;
+                number >= first && number < end && table.grains[*index] != 0
             };
-            if (0..grains.len()).any(|index| written(&index)) {
+            if (0..table.grains.len()).any(|index| written(&index)) {
                 let message = "a grain of a stream-optimised VMDK disk can't be written twice";
                 return Err(Error::unsupported(message).offset(at));
             }
@@ -137,23 +170,33 @@ impl StreamWriter {
         Ok(())
     }
 
-    /// Writes tables, footer and end behind the grains.
+    /// Writes new tables, footer and end behind the grains, durably.
     pub(super) async fn complete(&self) -> Result<()> {
         let mut state = self.state.lock().await;
+        let state = &mut *state;
         if !state.is_open {
             return Ok(());
         }
         let mut at = state.next;
         let directory_entries = self.header.directory_bytes() / 4;
         let mut directory = vec![0; directory_entries as usize];
-        for (table, grains) in &state.tables {
-            let bytes = stream_end::table(grains);
-            self.file.write_at(IoBuf::copy_from(&bytes), at * SECTOR_BYTES).await.0?;
-            let sector = u32::try_from(at + 1).map_err(|_| Error::unsupported("a VMDK extent can be no longer"))?;
-            if let Some(entry) = directory.get_mut(*table as usize) {
+        let mut new_tables = Vec::new();
+        for (number, table) in &state.tables {
+            let sector = match table.written {
+                Some(sector) => sector,
+                None => {
+                    let bytes = stream_end::table(&table.grains);
+                    self.file.write_at(IoBuf::copy_from(&bytes), at * SECTOR_BYTES).await.0?;
+                    let sector =
+                        u32::try_from(at + 1).map_err(|_| Error::unsupported("a VMDK extent can be no longer"))?;
+                    at += bytes.len() as u64 / SECTOR_BYTES;
+                    try_push(&mut new_tables, (*number, sector))?;
+                    sector
+                }
+            };
+            if let Some(entry) = directory.get_mut(*number as usize) {
                 *entry = sector;
             }
-            at += bytes.len() as u64 / SECTOR_BYTES;
         }
         // With a footer the file is a disk.
         if !slip!("vmdk_stream_ends_before_its_grains_are_durable") {
@@ -161,9 +204,21 @@ impl StreamWriter {
         }
         let bytes = stream_end::directory(&directory, at, &self.header_bytes);
         self.file.write_at(IoBuf::copy_from(&bytes), at * SECTOR_BYTES).await.0?;
-        self.file.set_len(at * SECTOR_BYTES + bytes.len() as u64).await?;
+        let sectors = bytes.len() as u64 / SECTOR_BYTES;
+        self.file.set_len((at + sectors) * SECTOR_BYTES).await?;
         self.file.sync().await?;
+        if !state.has_header {
+            self.write_header(state).await?;
+        }
+        for (number, sector) in new_tables {
+            if let Some(table) = state.tables.get_mut(&number) {
+                table.written = Some(sector);
+            }
+        }
         state.is_open = false;
+        state.next = at + sectors - stream_end::FOOTER_SECTORS;
+        let footer = bytes.len() - 2 * SECTOR_BYTES as usize;
+        state.footer = Some(bytes[footer..footer + SECTOR_BYTES as usize].to_vec());
         Ok(())
     }
 }

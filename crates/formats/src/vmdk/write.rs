@@ -533,7 +533,7 @@ impl Vmdk {
                     }
                 }
                 (_, ExtentWriter::Flat(file)) => file.sync().await,
-                (_, ExtentWriter::Stream(stream)) if complete => stream.complete().await,
+                (_, ExtentWriter::Stream(stream)) => stream.complete().await,
                 _ => Ok(()),
             };
             // The others are made durable though one fails.

@@ -77,6 +77,9 @@ pub mod stream_end {
         marker,
     };
 
+    /// Sectors behind the grain directory: the footer behind its marker, and the mark of the end.
+    pub const FOOTER_SECTORS: u64 = 3;
+
     fn words(words: &[u32]) -> Vec<u8> {
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.resize(bytes.len().next_multiple_of(SECTOR), 0);

@@ -205,6 +205,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_parents", "power_cut_leaves_a_stream_empty_whole_or_refused"),
     },
     Mutant {
+        name: "vmdk_stream_gives_up_its_flushed_end",
+        about: "the first grain behind a flush of a stream-optimised disk takes the place of its footer at once",
+        test: ("crash_parents", "power_cut_keeps_the_flushed_grains_of_a_stream"),
+    },
+    Mutant {
         name: "vmdk_content_id_after_the_data",
         about: "the first write to a VMDK disk may reach the disk before the new content id",
         test: ("crash_parents", "power_cut_leaves_no_changed_disk_under_its_old_identity"),

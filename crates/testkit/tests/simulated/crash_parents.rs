@@ -214,3 +214,70 @@ fn power_cut_leaves_a_stream_empty_whole_or_refused() {
     println!("streams: {total}, {refused} refused, {whole} whole");
     assert!(refused > 30 && whole > 0, "{total}, {refused} refused, {whole} whole");
 }
+
+/// A stream that grows behind a flush is led to by its header until its next end is durable.
+#[test]
+fn power_cut_keeps_the_flushed_grains_of_a_stream() {
+    let (mut total, mut refused, mut partly) = (CrashReport::default(), 0, 0);
+    for seed in 1..=4 {
+        let world = World::new(Config::new(seed));
+        world.add_file(IMAGE, PageMap::from_bytes(&empty_stream(1600 * GRAIN_BYTES)));
+        let mut flushed = vec![(0, 0)];
+        let node = world.run(opened("vmdk", true));
+        for (index, group) in GRAINS.chunks(1 + seed as usize % 3).enumerate() {
+            world.run(async {
+                for number in group {
+                    let bytes = IoBuf::copy_from(&grain(*number, seed));
+                    node.write(number * GRAIN_BYTES, bytes).await.0.expect("it is written");
+                }
+            });
+            if index % 2 == 0 {
+                world.run(node.flush()).expect("it is flushed");
+                let count = (index + 1) * (1 + seed as usize % 3);
+                flushed.push((world.position(), count.min(GRAINS.len())));
+            }
+        }
+        world.run(node.close()).expect("it closes");
+        flushed.push((world.position(), GRAINS.len()));
+        let plan = CrashPlan { max_distinct: 600, per_change: 40, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let durable =
+                flushed.iter().rfind(|(position, _)| *position <= case.position).map_or(0, |(_, count)| *count);
+            let left = World::with_files(Config::new(0), &case.state.files);
+            let read = left.run(async {
+                let node = open(OpenRequest::file(IMAGE).format("vmdk")).await?;
+                let mut grains = Vec::new();
+                for number in GRAINS {
+                    let (result, bytes) = node.read(number * GRAIN_BYTES, IoBuf::zeroed(GRAIN_BYTES as usize)).await;
+                    result?;
+                    grains.push(bytes.to_vec());
+                }
+                let check = node.check_mapped(4).await.expect("a format with tables")?;
+                node.close().await?;
+                Ok::<_, cowshed_types::Error>((grains, check.map(|check| check.findings).unwrap_or_default()))
+            });
+            match read {
+                Err(_) if durable == 0 => {
+                    refused += 1;
+                    Ok(())
+                }
+                Err(error) => Err(format!("{durable} grains were flushed: {error}")),
+                Ok((_, findings)) if !findings.is_empty() => Err(format!("check: {}", findings[0])),
+                Ok((grains, _)) => {
+                    partly += u64::from(durable < GRAINS.len());
+                    let wrong = GRAINS.iter().zip(&grains).enumerate().find(|(index, (number, bytes))| {
+                        let is_empty = *index >= durable && bytes.iter().all(|byte| *byte == 0);
+                        !is_empty && **bytes != grain(**number, seed)
+                    });
+                    match wrong {
+                        Some((index, (number, _))) => Err(format!("grain {number}, {index} of {durable} flushed")),
+                        None => Ok(()),
+                    }
+                }
+            }
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
+    }
+    println!("growing streams: {total}, {refused} refused, {partly} in part");
+    assert!(refused > 10 && partly > 100, "{total}, {refused} refused, {partly} in part");
+}
