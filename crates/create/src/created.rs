@@ -57,7 +57,7 @@ fn remove(path: &Path, identity: FileIdentity) -> bool {
     }
     let Err(error) = std::fs::remove_file(path) else { return true };
     let emptied = match error.kind() {
-        io::ErrorKind::PermissionDenied => std::fs::OpenOptions::new().write(true).truncate(true).open(path).map(drop),
+        io::ErrorKind::PermissionDenied => identity.empty(path),
         _ => Err(error),
     };
     if let Err(error) = emptied {

@@ -4,8 +4,9 @@
 //! The process keeps a list of the files that it has open. Creating an image over one of them would empty it under its
 //! reader, so [`crate::File::open`] refuses that, even without locks on the file.
 
-use rustix::fs::{FileType, Stat};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
 use std::collections::BTreeMap;
+use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,6 +24,20 @@ impl FileIdentity {
     /// The identity of the file at `path` now, links followed; `None` where nothing is there, or it can't be looked at.
     pub fn of_path(path: &Path) -> Option<FileIdentity> {
         rustix::fs::stat(path).ok().map(|stat| Self::of(&stat))
+    }
+
+    /// Empties the file at `path`, where it is this one. Another one may have its name by now, or a link to another one:
+    /// that stays as it is.
+    ///
+    /// # Errors
+    /// Those of opening and of cutting the file.
+    pub fn empty(self, path: &Path) -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::empty())?;
+        if Self::of(&rustix::fs::fstat(&file)?) == self {
+            rustix::fs::ftruncate(&file, 0)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn of(stat: &Stat) -> FileIdentity {

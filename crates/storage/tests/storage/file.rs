@@ -2,7 +2,9 @@
 //! Files on a real disk, with each engine, with and without the page cache.
 
 use cowshed_storage::rt::{block_on, spawn, yield_now};
-use cowshed_storage::{CacheMode, DataRange, EndedOp, File, FileObserver, FileOp, IoBuf, IoEngine, OpenOptions};
+use cowshed_storage::{
+    CacheMode, DataRange, EndedOp, File, FileIdentity, FileObserver, FileOp, IoBuf, IoEngine, OpenOptions,
+};
 use cowshed_types::{Errno, ErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
@@ -544,4 +546,25 @@ fn a_file_that_others_cut_or_replace_goes_on() {
         assert!(std::fs::read(kept).expect("the old file") == expected);
         assert_eq!(std::fs::read(&path).expect("the new file"), [7; 4096]);
     });
+}
+
+#[test]
+fn another_file_of_the_name_is_not_emptied() {
+    let dir = disk_dir();
+    let [made, other] = ["made", "other"].map(|name| dir.path().join(name));
+    [&made, &other].map(|path| std::fs::write(path, b"data").unwrap());
+    let identity = FileIdentity::of_path(&made).unwrap();
+    identity.empty(&made).unwrap();
+    assert_eq!(std::fs::read(&made).unwrap(), b"");
+    identity.empty(&other).unwrap();
+    // A link to another file, or to the same one.
+    let moved = dir.path().join("moved");
+    std::fs::write(&made, b"data").unwrap();
+    std::fs::rename(&made, &moved).unwrap();
+    for target in [&other, &moved] {
+        std::os::unix::fs::symlink(target, &made).unwrap();
+        identity.empty(&made).unwrap_err();
+        assert_eq!(std::fs::read(target).unwrap(), b"data");
+        std::fs::remove_file(&made).unwrap();
+    }
 }
