@@ -6,7 +6,7 @@ use super::{Arguments, Group, change, failed, nothing};
 use crate::jobs::{Closing, Job, JobFilter, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use cowshed_image::Node;
-use cowshed_image::graph::{Chain, below_filters};
+use cowshed_image::graph::{Chain, GeneratedName, below_filters};
 use cowshed_image::node::ChildRole;
 use cowshed_jobs::backup::{Backup, BackupBitmap, BackupRequest, BitmapMode};
 use cowshed_jobs::commit::merge::{Merge, MergeRequest};
@@ -199,9 +199,9 @@ pub(super) async fn prepare_mirror(
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
     options.replaces = replaced(daemon, arguments, source)?.or_else(|| Some(Arc::clone(disk)));
-    if arguments.maybe_text("copy-mode") == Some("write-blocking") {
-        options.write_blocking = Some(filter_name(daemon, arguments));
-    }
+    let blocking = arguments.maybe_text("copy-mode") == Some("write-blocking");
+    let (name, _generated) = blocking.then(|| filter_name(daemon, arguments)).unzip();
+    options.write_blocking = name;
     let filter = match options.write_blocking {
         // It has one of its own.
         Some(_) => None,
@@ -358,7 +358,7 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     check_chain_free(&daemon, &Chain::between(&node, base.as_ref()).map_err(failed)?)?;
     let free = arguments.maybe_text("filter-node-name").map(|name| daemon.graph.hold_name(name).map(drop));
     free.transpose().map_err(|error| failed(error.context("Could not create node")))?;
-    let filter_name = filter_name(&daemon, &arguments);
+    let (filter_name, _generated) = filter_name(&daemon, &arguments);
     let common = Common::of(&daemon, &arguments)?;
     let has_nothing = match (layers.get(1), &base) {
         (Some(next), Some(base)) => Arc::ptr_eq(next, base),
@@ -414,9 +414,15 @@ fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> 
     }
 }
 
-/// The node-name of a job's filter.
-fn filter_name(daemon: &Daemon, arguments: &Arguments) -> String {
-    arguments.maybe_text("filter-node-name").map_or_else(|| daemon.graph.generate_name(), str::to_owned)
+/// The node-name of a job's filter. A generated one is taken as long as it is kept, and then by the filter.
+fn filter_name(daemon: &Daemon, arguments: &Arguments) -> (String, Option<GeneratedName>) {
+    match arguments.maybe_text("filter-node-name") {
+        Some(name) => (name.to_owned(), None),
+        None => {
+            let generated = daemon.graph.generate_name();
+            (generated.name().to_owned(), Some(generated))
+        }
+    }
 }
 
 async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -430,6 +436,8 @@ pub(super) struct BackupPlan {
     common: Common,
     request: BackupRequest,
     policies: (OnError, OnError),
+    /// The filter's name, until the filter has it.
+    _generated: Option<GeneratedName>,
 }
 
 /// A backup whose moment has come; it copies when it is run.
@@ -458,6 +466,7 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
     }
     let bitmap = backup_bitmap(arguments)?;
     check_perf(arguments)?;
+    let (filter_name, generated) = filter_name(daemon, arguments);
     let request = BackupRequest {
         source,
         target,
@@ -465,11 +474,12 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
         compress: arguments.flag("compress", false),
         discard_source: arguments.flag("discard-source", false),
         breaks_writes: arguments.maybe_text("on-cbw-error") != Some("break-snapshot"),
-        filter_name: filter_name(daemon, arguments),
+        filter_name,
         bitmap,
     };
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
-    Ok(BackupPlan { common: Common::checked(daemon, arguments, Checks::IdLater)?, request, policies })
+    let common = Common::checked(daemon, arguments, Checks::IdLater)?;
+    Ok(BackupPlan { common, request, policies, _generated: generated })
 }
 
 /// Bounds of QEMU's own steps: checked as there, and without effect, because the copy sizes its steps itself.

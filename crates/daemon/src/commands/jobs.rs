@@ -168,7 +168,7 @@ async fn block_job_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
                 job.id
             )));
         }
-        ("write-blocking", false) => job.hold_writes(&daemon.graph.generate_name()).await.map_err(failed)?,
+        ("write-blocking", false) => job.hold_writes(daemon.graph.generate_name().name()).await.map_err(failed)?,
         ("write-blocking", true) | ("background", false) => {}
         _ => return Err(QmpError::generic("Change to copy mode 'background' is not implemented")),
     }

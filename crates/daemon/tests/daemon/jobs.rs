@@ -437,3 +437,29 @@ fn an_amendment_is_a_job_that_is_no_block_job() {
     assert!(!client.events.iter().any(|event| event["event"] == "BLOCK_JOB_COMPLETED"));
     daemon.stop().expect("stopped in order");
 }
+
+/// Users can't take them, also when the job that was to have them has failed.
+#[test]
+fn generated_names_of_failed_jobs_stay_out_of_reach() {
+    let (_daemon, mut client) = with_target();
+    let job = |command: &str, client: &mut Client| {
+        let mut arguments = json!({"job-id": "j", "device": "q", "target": "q", "sync": "full"});
+        match command {
+            "blockdev-mirror" => arguments["copy-mode"] = json!("write-blocking"),
+            "block-stream" => arguments = json!({"job-id": "1", "device": "q"}),
+            _ => {}
+        }
+        client.refusal(command, arguments)
+    };
+    for command in ["blockdev-backup", "blockdev-mirror", "block-stream"] {
+        job(command, &mut client);
+    }
+    let null = |name: &str| json!({"driver": "null-co", "node-name": name, "size": 512});
+    for number in 0..64 {
+        let name = format!("#block{number:03}");
+        let refused = client.refusal("blockdev-add", null(&name));
+        let is_right = refused.contains(&format!("Invalid node-name: '{name}'"))
+            || refused.contains(&format!("Duplicate nodes with node-name='{name}'"));
+        assert!(is_right, "{refused}");
+    }
+}

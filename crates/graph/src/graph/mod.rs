@@ -194,11 +194,11 @@ impl Graph {
         self.given_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A name as nodes without one have, for a node that is added later.
-    pub fn generate_name(&self) -> String {
+    /// A name as nodes without one have, for a node that is added while this is kept.
+    pub fn generate_name(self: &Arc<Self>) -> GeneratedName {
         let name = self.next_name();
         self.given_out().insert(name.clone());
-        name
+        GeneratedName { graph: Arc::clone(self), name }
     }
 
     /// Takes a name: the given one, or a generated `#blockNNN`.
@@ -229,7 +229,6 @@ impl Graph {
     }
 
     pub(crate) fn remove(&self, name: &str) {
-        self.given_out().remove(name);
         self.change(|nodes| nodes.remove(name));
     }
 }
@@ -287,6 +286,25 @@ pub(crate) struct Reservation {
     graph: Arc<Graph>,
     name: String,
     kept: bool,
+}
+
+/// A name as `#blockNNN`, see [`Graph::generate_name`].
+pub struct GeneratedName {
+    graph: Arc<Graph>,
+    name: String,
+}
+
+impl GeneratedName {
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for GeneratedName {
+    fn drop(&mut self) {
+        self.graph.given_out().remove(&self.name);
+    }
 }
 
 /// A name that no node takes, see [`Graph::hold_name`].
