@@ -15,9 +15,48 @@ pub(crate) struct Survey {
     /// Allocated blocks that follow an allocated one on the disk, and not in the file: without those behind a gap, which
     /// count as fragmented, too.
     pub apart: u64,
-    /// Host blocks that are in use, a bit for each, 512 together.
-    used: HashMap<u64, [u64; 8]>,
+    used: Used,
     max: usize,
+}
+
+/// Host blocks that are in use, by their offset in blocks, rounded down.
+enum Used {
+    /// A bit for each, 512 together. Blocks begin at one distance from each other, so each has a number of its own.
+    OnGrid(HashMap<u64, [u64; 8]>),
+    /// Where it begins. Blocks begin anywhere, so those that share a number lie on each other.
+    Anywhere(HashMap<u64, u64>),
+}
+
+impl Default for Used {
+    fn default() -> Self {
+        Used::OnGrid(HashMap::new())
+    }
+}
+
+impl Used {
+    /// Notes a block; false where it lies on another one, which stays noted alone.
+    fn claim(&mut self, host: u64, block_bytes: u64) -> Result<bool> {
+        let number = host / block_bytes;
+        match self {
+            Used::OnGrid(used) => {
+                grow_map(used)?;
+                let words = used.entry(number / 512).or_default();
+                let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
+                let is_free = *word & bit == 0;
+                *word |= bit;
+                Ok(is_free)
+            }
+            Used::Anywhere(used) => {
+                let touches = |number| used.get(&number).is_some_and(|other| host.abs_diff(*other) < block_bytes);
+                if touches(number) || touches(number + 1) || number.checked_sub(1).is_some_and(touches) {
+                    return Ok(false);
+                }
+                grow_map(used)?;
+                used.insert(number, host);
+                Ok(true)
+            }
+        }
+    }
 }
 
 impl Survey {
@@ -28,7 +67,11 @@ impl Survey {
         block_bytes: u64,
         max: usize,
     ) -> Result<Survey> {
-        let mut survey = Survey { max, ..Survey::default() };
+        let used = match format.units() {
+            Some(units) if units.grid != block_bytes => Used::Anywhere(HashMap::new()),
+            _ => Used::default(),
+        };
+        let mut survey = Survey { used, max, ..Survey::default() };
         let (mut at, mut last_end, mut neighbour_end) = (0, None, None);
         // A block that is there in part comes in several runs.
         let mut last_block = None;
@@ -64,22 +107,18 @@ impl Survey {
 
     /// Notes that a block of the file is in use; twice is a corruption. `ENOMEM` where there is no memory to note it.
     pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<()> {
-        // Blocks begin at one distance from each other, so each has a number of its own.
-        let number = host / block_bytes;
-        grow_map(&mut self.used)?;
-        let words = self.used.entry(number / 512).or_default();
-        let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
-        if *word & bit != 0 {
+        if !self.used.claim(host, block_bytes)? {
             self.corruption(format!("{}: offset {host:#x} is in use already", whose()));
-            return Ok(());
         }
-        *word |= bit;
         Ok(())
     }
 
     /// Blocks of the file that are in use.
     pub(crate) fn used(&self) -> u64 {
-        self.used.values().flatten().map(|word| u64::from(word.count_ones())).sum()
+        match &self.used {
+            Used::OnGrid(used) => used.values().flatten().map(|word| u64::from(word.count_ones())).sum(),
+            Used::Anywhere(used) => used.len() as u64,
+        }
     }
 
     /// A finding that counts.
