@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VDI disks that grow, read by QEMU afterwards.
 
-use crate::oracle::{Oracle, ours};
+use crate::oracle::{Oracle, ours, words};
 use std::fs;
 
 /// A map with room for more blocks, and one that has to move: QEMU's has 128 entries in a sector.
@@ -88,4 +88,46 @@ fn chain_of_vdi_differences_is_told_and_mapped() {
     fs::remove_file(oracle.work().join("base.vdi")).unwrap();
     let message = oracle.refused(&format!("info --backing-chain {image}"));
     assert!(message.contains("is the parent of this disk"), "{message}");
+}
+
+/// The map of the base has room for the blocks of the overlay, or has to move.
+#[test]
+fn a_commit_lengthens_a_vdi_base() {
+    for (size, options) in [(100 << 20, ""), (150 << 20, ""), (1500 << 20, ""), (150 << 20, "-o static=on ")] {
+        let oracle = Oracle::new();
+        oracle.make(&format!("create -q -f vdi {options}base.vdi 2560k"));
+        oracle.io(&["write -P 1 0 1M", "write -P 2 2M 512k"], "base.vdi");
+        oracle.make(&format!("create -q -f qcow2 -b base.vdi -F vdi top.qcow2 {size}"));
+        let last = format!("write -P 5 {} 1M", size - (1 << 20));
+        oracle.io(&["write -P 3 64k 64k", "write -P 4 2500k 3M", &last], "top.qcow2");
+        oracle.make("convert -f qcow2 -O raw top.qcow2 model");
+        ours(&oracle, "commit -q top.qcow2");
+        for image in ["base.vdi", "top.qcow2"] {
+            oracle.make(&format!("compare -q -F raw {image} model"));
+            ours(&oracle, &format!("compare -q -F raw {image} model"));
+            oracle.make(&format!("check -q {image}"));
+            ours(&oracle, &format!("check {image}"));
+        }
+    }
+}
+
+/// Others can't be longer. A commit is refused before anything changes.
+#[test]
+fn a_commit_to_a_base_that_can_not_grow_changes_nothing() {
+    for format in ["vpc", "vhdx", "qed", "qcow", "parallels", "vmdk"] {
+        let oracle = Oracle::new();
+        oracle.make(&format!("create -q -f {format} base 4M"));
+        oracle.io(&["write -P 1 0 1M"], "base");
+        oracle.make(&format!("create -q -f qcow2 -b base -F {format} top.qcow2 64M"));
+        oracle.io(&["write -P 3 64k 64k", "write -P 4 63M 1M"], "top.qcow2");
+        oracle.make("convert -f qcow2 -O raw top.qcow2 model");
+        let before = fs::read(oracle.work().join("base")).unwrap();
+        let said = oracle.ours(&oracle.work(), &words("commit top.qcow2"));
+        let real = oracle.real(&oracle.work(), &words("commit top.qcow2"));
+        assert_eq!((said.code, real.code), (Some(1), Some(1)), "{format}: {}{}", said.err, real.err);
+        assert_eq!(said.err, real.err, "{format}");
+        assert!(fs::read(oracle.work().join("base")).unwrap() == before, "{format}");
+        oracle.make("compare -q -F raw top.qcow2 model");
+        ours(&oracle, "compare -q -F raw top.qcow2 model");
+    }
 }

@@ -37,8 +37,8 @@ impl Vdi {
         let counts = Counts { before: shape.size.div_ceil(block_bytes), after: size.div_ceil(block_bytes), next };
         let moves = shape.map.offset + counts.after * ENTRY_BYTES > shape.data_offset;
         if moves && !self.may_move.load(Ordering::Relaxed) {
-            let message = "the block map has no room for so many blocks, and is moved only by 'resize' and \
-                           'block_resize'";
+            let message = "the block map has no room for so many blocks, and is moved only by 'resize', \
+                           'block_resize' and a commit";
             return Err(Error::unsupported(message).field("offset_bmap").value(shape.map.offset));
         }
         self.expect_room(&shape, &counts, size, moves)?;

@@ -151,7 +151,11 @@ fn is_named(above: &Node, backing: &Node, wanted: &str) -> bool {
 
 async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandle) -> Result<()> {
     if base.size() < top.size() {
+        let image = below_filters(base);
+        // No request runs yet.
+        let moving = image.moving_blocks();
         base.resize(top.size(), Preallocation::Off).await?;
+        drop(moving);
     }
     job.set_len(top.size());
     // Also ranges that no layer holds: behind the end of a shorter layer the base must not show through.

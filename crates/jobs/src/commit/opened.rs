@@ -65,7 +65,13 @@ impl OpenedBase {
         if self.base.size() >= size {
             return Ok(());
         }
-        self.writer.queue().resize(size, Preallocation::Off).await?;
+        let image = below_filters(&self.base);
+        let drained = self.graph.drain(&[&image]).await;
+        let moving = image.moving_blocks();
+        let resized = self.base.resize(size, Preallocation::Off).await;
+        drop(moving);
+        drop(drained);
+        resized?;
         // The layer above must no longer take the range behind the old end for zeroes.
         let Some(lowest) = self.chain.lowest() else { return Ok(()) };
         let _drained = self.graph.drain(&[lowest]).await;
