@@ -5,6 +5,7 @@ use super::keyval::{BareKey, parse_list};
 use cowshed_types::keyval::next_item;
 use cowshed_types::{Error, LINE_END, Result, text_of_name};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 
 /// Deepest nesting of dotted keys; the JSON parser has a limit of its own (128).
 const MAX_DEPTH: usize = 64;
@@ -56,7 +57,11 @@ impl BlockdevOptions {
     pub fn from_image_opts(text: &str) -> Result<Self> {
         let (first, rest) = next_item(text);
         if text.is_empty() || first.contains('=') {
-            return Self::from_keyval(text);
+            let options = Self::from_keyval(text);
+            return match gap(text) {
+                Some(words) => Err(options.err().unwrap_or_else(|| Error::invalid_argument(&words)).qemu(words)),
+                None => options,
+            };
         }
         let error = Error::invalid_argument(format!("Cannot find device='{first}' nor node-name='{first}'"));
         // The word is the node of the child `file`, which takes no options then.
@@ -242,6 +247,38 @@ fn merge(map: &mut Map<String, Value>, key: &str, value: Value, path: &str) -> R
         }
     }
     Ok(())
+}
+
+/// QEMU's words for a list in `--image-opts` whose elements aren't numbered 0, 1, 2, …: each driver has its own.
+fn gap(text: &str) -> Option<String> {
+    let pairs = parse_list(text, BareKey::On).ok()?;
+    let mut lists: Vec<(&str, Vec<(&str, &str)>)> = Vec::new();
+    for (key, _) in &pairs {
+        for (at, _) in key.match_indices('.') {
+            let (list, rest) = (&key[..at], &key[at + 1..]);
+            let index = rest.split('.').next().unwrap_or_default();
+            match lists.iter_mut().find(|(known, _)| *known == list) {
+                Some((_, elements)) => elements.push((index, rest)),
+                None => lists.push((list, vec![(index, rest)])),
+            }
+        }
+    }
+    let is_list = |elements: &[(&str, &str)]| elements.iter().all(|(index, _)| index.parse::<u32>().is_ok());
+    for (list, elements) in lists.iter().filter(|(_, elements)| is_list(elements)) {
+        let has = |number: usize| elements.iter().any(|(index, _)| *index == number.to_string());
+        let count = (0..elements.len()).take_while(|number| has(*number)).count();
+        let is_left = |index: &str| !(0..count).any(|number| index == number.to_string());
+        let Some((_, left)) = elements.iter().find(|(index, _)| is_left(index)) else { continue };
+        let name = list.rsplit('.').next().unwrap_or(list);
+        let numbers: BTreeSet<u32> = elements.iter().filter_map(|(index, _)| index.parse().ok()).collect();
+        let (seen, largest) = (numbers.len(), numbers.last().copied().unwrap_or_default());
+        return Some(match name {
+            "inject-error" | "set-state" => format!("Unused option '{left}' for [{name}]"),
+            "children" => format!("Option {name} is not a valid array"),
+            _ => format!("List indices are not contiguous, saw {seen} elements but {largest} largest index"),
+        });
+    }
+    None
 }
 
 /// An object whose keys are 0, 1, 2, … is a list.
