@@ -31,11 +31,13 @@ struct State {
     changes: u64,
     /// Changes of an earlier life are lost, and the kernel doesn't know.
     is_lost: bool,
+    /// A request on its way to the kernel tells of that.
+    is_told: bool,
 }
 
 impl State {
     fn write(&mut self) {
-        let byte = if self.is_marked || self.is_lost { UNFLUSHED } else { CLEAN };
+        let byte = if self.is_marked || self.is_lost || self.is_told { UNFLUSHED } else { CLEAN };
         if let Some(note) = &self.note
             && let Err(error) = note.write_all_at(&[byte], 0)
         {
@@ -121,14 +123,20 @@ impl Ledger {
         }
     }
 
-    /// True once where changes of an earlier life are lost: the kernel is to hear of it.
+    /// True once where changes of an earlier life are lost: the kernel is to hear of it. The note says so until
+    /// [`Ledger::told_lost`].
     pub fn take_lost(&self) -> bool {
         let mut state = lock(&self.state);
         let is_lost = std::mem::take(&mut state.is_lost);
-        if is_lost {
-            state.write();
-        }
+        state.is_told |= is_lost;
         is_lost
+    }
+
+    /// The kernel has the request that tells of lost changes.
+    pub fn told_lost(&self) {
+        let mut state = lock(&self.state);
+        state.is_told = false;
+        state.write();
     }
 
     /// True where [`Ledger::take_lost`] would be.

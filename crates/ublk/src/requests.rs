@@ -27,6 +27,15 @@ pub(crate) struct Ways {
     pub ledger: Arc<Ledger>,
 }
 
+/// The end of a request.
+#[derive(Clone, Copy)]
+pub(crate) struct RequestEnd {
+    /// The result for the driver: bytes, or the negative number of an error.
+    pub result: i32,
+    /// It fails because changes of an earlier life are lost.
+    pub tells_loss: bool,
+}
+
 fn number_of(error: &Error) -> i32 {
     let number = match error.kind() {
         ErrorKind::Unsupported => Errno(Number::OPNOTSUPP.raw_os_error()),
@@ -42,8 +51,8 @@ fn lost() -> Error {
     Error::new(ErrorKind::Io, message)
 }
 
-/// Carries a request out. Its result for the driver: bytes, or the negative number of an error.
-pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: u16, request: Request) -> i32 {
+/// Carries a request out.
+pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: u16, request: Request) -> RequestEnd {
     let Request { operation, offset, len } = request;
     let is_durable = match operation {
         Operation::Write { is_durable } | Operation::WriteZeroes { is_durable, .. } => is_durable || ways.writethrough,
@@ -51,8 +60,10 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
         Operation::Read | Operation::Flush => false,
     };
     let promises = is_durable || operation == Operation::Flush;
+    let tells_loss = promises && ways.ledger.take_lost();
+    let began = ways.ledger.begin_flush();
     let result = match operation {
-        _ if promises && ways.ledger.take_lost() => Err(lost()),
+        _ if tells_loss => Err(lost()),
         Operation::Read => read(disk, queue, tag, offset, len).await,
         Operation::Write { .. } => write(disk, queue, tag, (offset, len), is_durable).await,
         Operation::Flush => flush(disk, ways).await,
@@ -66,10 +77,13 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
         Ok(()) if is_durable && !matches!(operation, Operation::Write { .. }) => disk.flush().await,
         result => result,
     };
+    if is_durable && result.is_ok() {
+        ways.ledger.end_flush(began);
+    }
     if operation.changes() && !is_durable {
         ways.ledger.note_change(|| disk.attachment().node().holds_changes());
     }
-    match result {
+    let result = match result {
         Ok(()) if matches!(operation, Operation::Read | Operation::Write { .. }) => {
             i32::try_from(len).unwrap_or(i32::MAX)
         }
@@ -78,7 +92,8 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
             tracing::warn!(export = &*ways.id, ?operation, offset, len, %error, "a request has failed");
             -number_of(&error)
         }
-    }
+    };
+    RequestEnd { result, tells_loss }
 }
 
 async fn flush(disk: &Queue, ways: &Ways) -> Result<()> {

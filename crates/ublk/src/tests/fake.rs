@@ -68,6 +68,8 @@ pub struct Dev {
     life: u32,
     lines: Vec<Line>,
     is_lost: bool,
+    /// The server dies before its next answer that is an error.
+    dies_at_error: bool,
 }
 
 impl Dev {
@@ -86,6 +88,7 @@ impl Dev {
             life: 0,
             lines,
             is_lost: false,
+            dies_at_error: false,
         }
     }
 
@@ -227,6 +230,11 @@ impl Fake {
     /// A process keeps the char device open.
     pub fn hold(&self, number: u32) -> FakeDevice {
         self.open(number).unwrap_or_else(|errno| panic!("error {}", errno.0))
+    }
+
+    /// The server's process dies before its next answer that is an error.
+    pub fn kill_at_error(&self, number: u32) {
+        self.device(number).unwrap().change(|dev| dev.dies_at_error = true);
     }
 
     /// Waits until the char device isn't open any more.
@@ -452,6 +460,9 @@ impl UblkQueue for FakeQueue {
 
     fn commit(&self, tag: u16, result: i32) -> impl Future<Output = i32> {
         self.dev.change(|dev| {
+            if dev.life == self.life && result < 0 && std::mem::take(&mut dev.dies_at_error) {
+                dev.lose_server();
+            }
             if dev.life == self.life {
                 let tag = &mut dev.lines[self.line].tags[usize::from(tag)];
                 let job = tag.job.take().expect("the server has a request");

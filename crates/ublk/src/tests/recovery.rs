@@ -95,6 +95,35 @@ fn a_flush_fails_once_where_changes_died_with_a_server() {
 }
 
 #[test]
+fn a_kill_before_a_failed_flush_arrives_forgets_no_loss() {
+    let mut served = Served::on(&RAW.replace("raw", "qcow2"), Fake::new(ALL), |_| ());
+    assert_eq!(served.write(65536, vec![1; 4096]), 4096);
+    served.die();
+    served.start().unwrap();
+    served.fake.kill_at_error(0);
+    let flush = served.send(Operation::Flush, 0, 0, Vec::new());
+    served.fake.wait_closed(0);
+    served.die();
+    served.start().unwrap();
+    assert_eq!((answer(&flush).0, served.flush()), (-5, 0));
+    let note = served.folder.path().join("notes/cowshed-ublk-0");
+    while std::fs::read(&note).unwrap() != b"-" {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_write_with_fua_leaves_no_note_of_unflushed_changes() {
+    let mut served = Served::on(&RAW.replace("raw", "qcow2"), Fake::new(ALL), |_| ());
+    assert_eq!(served.write(65536, vec![1; 4096]), 4096);
+    let durable = Operation::Write { is_durable: true };
+    assert_eq!(answer(&served.send(durable, 0, 4096, vec![1; 4096])).0, 4096);
+    served.die();
+    served.start().unwrap();
+    assert_eq!(served.flush(), 0, "the write was a flush");
+}
+
+#[test]
 fn a_device_is_taken_over_by_its_own_export_alone() {
     let refused = |served: &mut Served, change: &dyn Fn(&mut Config), words: &str| {
         let before = served.config.clone();
