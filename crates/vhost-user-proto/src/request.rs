@@ -37,7 +37,7 @@ pub enum Status {
 pub struct RequestLimits {
     /// Size of the disk in bytes, now.
     pub disk_bytes: u64,
-    /// Logical block size in bytes: requests are multiples of it.
+    /// Logical block size in bytes: requests begin at multiples of it.
     pub block_bytes: u32,
     /// Nothing may be changed.
     pub read_only: bool,
@@ -134,8 +134,12 @@ fn segments<P: Shared>(
     known_flags: u32,
 ) -> Result<Vec<Segment>, Status> {
     let count = sent / SEGMENT_BYTES as u64;
-    if count == 0 || count > limits.max_segments.into() || !sent.is_multiple_of(SEGMENT_BYTES as u64) {
+    if count == 0 || count > limits.max_segments.into() {
         return Err(Status::IoError);
+    }
+    // As QEMU's device answers.
+    if !sent.is_multiple_of(SEGMENT_BYTES as u64) {
+        return Err(Status::Unsupported);
     }
     let mut found = Vec::new();
     for number in 0..count {
@@ -162,15 +166,13 @@ fn segments<P: Shared>(
 }
 
 impl RequestLimits {
-    /// The offset in bytes of a range that lies on the disk, in whole blocks.
+    /// The offset in bytes of a range that lies on the disk: whole sectors from the start of a block on, as with QEMU's device.
     fn range(&self, sector: u64, len: u64) -> Result<u64, Status> {
         let disk_bytes = self.disk_bytes - self.disk_bytes % SECTOR_BYTES;
         let block = u64::from(self.block_bytes).max(SECTOR_BYTES);
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::IoError)?;
         let end = offset.checked_add(len).ok_or(Status::IoError)?;
-        // The last block may lie on the disk in part.
-        let is_whole = len.is_multiple_of(block) || end == disk_bytes && len.is_multiple_of(SECTOR_BYTES);
-        match end <= disk_bytes && offset.is_multiple_of(block) && is_whole {
+        match end <= disk_bytes && offset.is_multiple_of(block) && len.is_multiple_of(SECTOR_BYTES) {
             true => Ok(offset),
             false => Err(Status::IoError),
         }

@@ -112,6 +112,25 @@ fn config_space_is_read_and_written_in_parts() {
     assert_eq!(front_end.config(0, 8), (DISK_BYTES / 512).to_le_bytes());
 }
 
+/// QEMU's device takes such lengths, too.
+#[test]
+fn requests_begin_at_blocks_and_have_whole_sectors() {
+    let served = Served::new(|config| config.block_bytes = 4096);
+    let mut driver = served.driver();
+    assert_eq!(driver.request(1, 8, &[7; 1536], 0).0, 0);
+    assert_eq!(driver.request(0, 8, &[], 1536), (0, vec![7; 1536]));
+    assert_eq!(served.disk(0, 12288)[4096..][..2048], [[7; 1536].as_slice(), &[0; 512]].concat());
+    assert_eq!(driver.request(13, 0, &segments(&[(8, 1, 0)]), 0).0, 0);
+    assert_eq!(driver.request(11, 0, &segments(&[(8, 2, 0)]), 0).0, 0);
+    assert_eq!(driver.request(0, 9, &[], 512).0, 1, "not from the start of a block on");
+    assert_eq!(driver.request(13, 0, &segments(&[(1, 8, 0)]), 0).0, 1);
+    assert_eq!(driver.request(0, 8, &[], 513).0, 1);
+    assert_eq!(driver.request(0, DISK_BYTES / 512 - 8, &[], 4608).0, 1);
+    let half = [&segments(&[(0, 8, 0)])[..], &[0; 8]].concat();
+    assert_eq!((driver.request(11, 0, &half, 0).0, driver.request(13, 0, &half, 0).0), (2, 2));
+    assert_eq!(driver.request(11, 0, &half[16..], 0).0, 1);
+}
+
 /// File systems of the guest align to it.
 #[test]
 fn the_topology_tells_the_grain_of_allocation() {
