@@ -4,7 +4,7 @@
 use crate::socket::readable;
 use crate::sys;
 use cowshed_types::{Error, Result};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::io::IoSliceMut;
@@ -75,6 +75,12 @@ impl EventCounter {
         }
     }
 
+    /// True where the count is so high that a signal may block.
+    pub fn is_full(&self) -> bool {
+        let mut look = [PollFd::new(&self.0, PollFlags::OUT)];
+        matches!(poll(&mut look, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
+    }
+
     /// Counts: wakes the other side. A counter that is full wakes it anyway.
     pub fn signal(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
@@ -116,7 +122,9 @@ mod tests {
         let before = std::time::Instant::now();
         let waited = rt::block_on(rt::within(std::time::Duration::from_millis(50), ours.wait()));
         assert!(waited.is_none() && before.elapsed() < std::time::Duration::from_secs(20));
+        assert!(!ours.is_full());
         rustix::io::write(&theirs, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        assert!(ours.is_full());
         let signalling = ours.clone();
         let full = std::thread::spawn(move || signalling.signal());
         while !full.is_finished() {

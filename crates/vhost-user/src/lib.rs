@@ -5,11 +5,12 @@
 //! Server::start(config, listener, attachment) ─ look_at_size() … ─ stop()
 //! ```
 //! - `server`: the owner's view, and the thread that takes front ends; `session`: one front end and its messages
-//! - `queue`: the thread of one ring; `requests` carries one request out; `memory` is the guest's
+//! - `queue`: the thread of one ring; `requests` carries one request out; `line` wakes its front end; `memory` is the guest's
 //! - `ledger`: changes that die with this process
 //! - `simulated`: a ring on simulated memory, for tests
 
 mod ledger;
+mod line;
 mod memory;
 mod queue;
 mod requests;

@@ -2,6 +2,7 @@
 //! The thread of a ring, or of several.
 
 use crate::ledger::Ledger;
+use crate::line::Line;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
 use cowshed_image::graph::{Attachment, Queue as Disk};
@@ -49,32 +50,6 @@ pub(crate) struct Ways<P = MemoryPiece> {
 impl<P> Ways<P> {
     pub fn is_durable(&self) -> bool {
         self.writethrough || !self.writeback.load(Ordering::Acquire)
-    }
-}
-
-/// The descriptors that may change while a ring runs.
-#[derive(Debug, Default)]
-pub(crate) struct Line {
-    pub call: Mutex<Option<EventCounter>>,
-    pub error: Mutex<Option<EventCounter>>,
-}
-
-impl Line {
-    fn signal(counter: &Mutex<Option<EventCounter>>) {
-        // Without the lock: a front end can make its counter one that blocks.
-        let counter = lock(counter).clone();
-        if let Some(counter) = counter {
-            counter.signal();
-        }
-    }
-
-    /// Empties the counters, so that nothing blocks that signals.
-    pub fn take_signals(&self) {
-        for counter in [&self.call, &self.error] {
-            if let Some(counter) = &*lock(counter) {
-                counter.take();
-            }
-        }
     }
 }
 
@@ -444,8 +419,9 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     }
 
     fn call(&mut self) {
-        if self.ring.is_call_due() {
-            Line::signal(&self.start.line.call);
+        if self.ring.is_call_due() && !self.start.line.call() {
+            let what = "a call counter that is full and blocks, of the ring with this many places";
+            self.fail(Malformed { what, value: self.ring.size().into() });
         }
     }
 
@@ -453,7 +429,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     fn fail(&mut self, error: Malformed) {
         if !std::mem::replace(&mut self.is_broken, true) {
             tracing::warn!(export = &*self.start.ways.id, %error, "a ring is stopped: its driver breaks the protocol");
-            Line::signal(&self.start.line.error);
+            self.start.line.report_error();
         }
     }
 }

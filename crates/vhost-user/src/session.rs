@@ -2,8 +2,9 @@
 //! One front end: the agreed features, its memory, its rings.
 
 use crate::ledger::Ledger;
+use crate::line::{Line, SignalWatch};
 use crate::memory::{GuestMemory, MemoryPiece};
-use crate::queue::{Line, MemoryNow, Start, Ways};
+use crate::queue::{MemoryNow, Start, Ways};
 use crate::server::Shared;
 use cowshed_image::node::Node;
 use cowshed_storage::signal::lock;
@@ -17,14 +18,11 @@ use cowshed_vhost_user_proto::regions::MAX_REGIONS;
 use cowshed_vhost_user_proto::request::RequestLimits;
 use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Malformed, Message, MessageHeader, Region, inflight};
-use futures_util::future::{Either, select};
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// Segments of a request: a ring of the usual 128 places without those of the header and the status.
 const MAX_SEGMENTS: u32 = 126;
@@ -35,8 +33,6 @@ const MAX_RANGE_SECTORS: u32 = 1 << 21;
 
 /// The most memory of a front end, in bytes: 8 TiB of the 128 that a process can map.
 const MAX_GUEST_BYTES: u64 = 8 << 40;
-/// A ring that stops is looked after so often: a front end may keep its thread from going on.
-const STOP_LOOK: Duration = Duration::from_millis(50);
 
 /// A ring as the front end sets it up.
 #[derive(Debug, Default)]
@@ -94,13 +90,18 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
     // The announced sizes begin here, not where the task runs first: the disk may have another size by then.
     let (known, looks) = (shared.attachment.size(), shared.looks.look(|looks| *looks));
     let announcer = rt::spawn(announce_sizes(Arc::clone(shared), Rc::clone(&channel), known, looks));
+    let watch: Arc<SignalWatch> = Arc::default();
+    let ring = |_| RingSetup { line: Arc::new(Line::watched(&watch)), ..RingSetup::default() };
+    let rings: Vec<RingSetup> = (0..shared.config.queues).map(ring).collect();
+    let lines: Vec<Arc<Line>> = rings.iter().map(|ring| Arc::clone(&ring.line)).collect();
+    let looks = rt::spawn(async move { watch.look_after(&lines).await });
     let mut session = Session {
         shared,
         features: 0,
         protocol: 0,
         regions: GuestMemory::default(),
         memory: MemoryNow::default(),
-        rings: (0..shared.config.queues).map(|_| RingSetup::default()).collect(),
+        rings,
         notes: None,
         writeback: Arc::new(AtomicBool::new(!shared.config.writethrough)),
         ledger: Arc::default(),
@@ -114,6 +115,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
     for ring in 0..session.rings.len() {
         session.stop(ring).await;
     }
+    looks.cancel().await;
     session.flush().await;
     result
 }
@@ -317,14 +319,7 @@ impl Session<'_> {
     /// Stops a ring, where it runs; its requests have ended when this returns.
     async fn stop(&mut self, number: usize) {
         if std::mem::take(&mut self.rings[number].is_running) {
-            let mut stopping = pin!(self.shared.queues[number].stop(self.has_left));
-            self.rings[number].base = loop {
-                match select(stopping.as_mut(), pin!(rt::sleep(STOP_LOOK))).await {
-                    Either::Left((base, _)) => break base,
-                    // A full counter that blocks holds the thread where it signals, with all rings of the thread.
-                    Either::Right(_) => self.rings.iter().for_each(|ring| ring.line.take_signals()),
-                }
-            };
+            self.rings[number].base = self.shared.queues[number].stop(self.has_left).await;
         }
     }
 

@@ -2,7 +2,8 @@
 //! A ring on memory that a test simulates: a back end without sockets, threads and descriptors.
 
 use crate::ledger::Ledger;
-use crate::queue::{Line, Running, Start, Ways};
+use crate::line::Line;
+use crate::queue::{Running, Start, Ways};
 use cowshed_image::graph::Queue;
 use cowshed_storage::SharedMemory;
 use cowshed_storage::signal::Mailbox;

@@ -227,7 +227,7 @@ fn counters_that_block_keep_no_guest_out() {
     driver.stop_ring(0);
     drop(driver);
     assert_serves(&served);
-    // The call: a full one holds the thread that signals, and not longer than its front end is there.
+    // The call: a full one holds the thread that signals, and not for long.
     let mut driver = served.driver();
     let call = driver.call[0].clone();
     rt::block_on(call.wait()).unwrap();

@@ -126,6 +126,39 @@ fn stopping_a_ring_waits_for_its_requests() {
 }
 
 #[test]
+fn a_full_counter_that_blocks_keeps_no_drain_waiting() {
+    let served = Served::on(BLKDEBUG, |_| ());
+    let mut driver = served.connect();
+    driver.negotiate(!crate::proto::features::EVENT_IDX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    let faults = hold_read(&served);
+    driver.prepare(0, 0, READ, 0, &[], 512);
+    driver.offer(0, 0);
+    driver.kick(0);
+    wait_until_held(&faults);
+    // The end of another request blocks the thread, which has this one in flight.
+    let call = driver.call[0].clone();
+    rt::block_on(call.wait()).unwrap();
+    rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty()).unwrap();
+    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    driver.prepare(0, 3, GET_ID, 0, &[], ID_BYTES);
+    driver.offer(0, 3);
+    driver.kick(0);
+    driver.wait_used(0);
+    faults.remove_all_breaks();
+    let drained = rt::block_on(rt::within(Duration::from_secs(20), served.attachment.drain()));
+    assert!(drained.is_some(), "the drain waits for the front end");
+    drop(drained);
+    driver.wait_used(0);
+    driver.offer(0, 3);
+    driver.kick(0);
+    assert_eq!((driver.stop_ring(0), driver.used(0)), (2, 2), "the ring takes no more");
+    drop(driver);
+    assert_eq!(served.driver().request(READ, 0, &[], 512).0, 0);
+}
+
+#[test]
 fn memory_that_goes_before_a_transfer_lasts_until_its_end() {
     let served = Served::new(|_| ());
     let mut driver = served.driver();
