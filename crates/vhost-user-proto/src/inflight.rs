@@ -33,35 +33,78 @@ pub fn region_bytes(queues: u16, size: u16) -> usize {
 pub const NOTE_BYTES: usize = 64;
 /// The first number of a note that is in use.
 const NOTE_MARK: u16 = 0xc05e;
-const FLAG_AT: usize = 2;
+const FLAGS_AT: usize = 2;
+/// The guest heard of the end of changes that die with the life that has noted that.
+const UNFLUSHED: u16 = 1;
+/// Changes of an earlier life are lost, and the guest doesn't know.
+const LOST: u16 = 2;
+const CACHE_AT: usize = 4;
+/// Values of the write cache's switch; 0 is none.
+const CACHE_OFF: u16 = 1;
+const CACHE_ON: u16 = 2;
+/// The number of the life that keeps the note, of 8 bytes. 0: a version without such numbers.
+const LIFE_AT: usize = 8;
 
-/// Our own note: whether a guest heard of the end of changes that die with the back end's process. Other back ends
-/// neither know nor change it.
+/// The content of a note, for the life that takes it up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NoteState {
+    /// The guest heard of the end of changes that die with this life.
+    pub is_unflushed: bool,
+    /// Changes of an earlier life are lost, and the guest doesn't know.
+    pub is_lost: bool,
+    /// The guest's switch of the write cache, where it is noted.
+    pub write_cache: Option<bool>,
+}
+
+/// Our own note: whether a guest heard of the end of changes that die with the back end's process, and its write cache.
+/// Other back ends neither know nor change it.
 #[derive(Debug)]
 pub struct UnflushedNote<P>(P);
 
 impl<P: Shared> UnflushedNote<P> {
-    /// Takes the note up. True: an earlier life has left it set.
-    pub fn open(part: P) -> Result<(UnflushedNote<P>, bool), Malformed> {
+    /// Takes the note up for a life, whose number is its own. A front end passes the same region again to the same life:
+    /// the changes of that one are still there.
+    pub fn open(part: P, life: u64) -> Result<(UnflushedNote<P>, NoteState), Malformed> {
         if part.len() < NOTE_BYTES {
             return Err(Malformed::new("the note behind the queues is too short, bytes", part.len() as u64));
         }
         match part.load(0) {
-            0 => {
-                part.store(0, NOTE_MARK);
-                Ok((UnflushedNote(part), false))
-            }
-            NOTE_MARK => {
-                let is_set = part.load(FLAG_AT) != 0;
-                Ok((UnflushedNote(part), is_set))
-            }
-            mark => Err(Malformed::new("mark of the note behind the queues", mark)),
+            0 => part.store(0, NOTE_MARK),
+            NOTE_MARK => {}
+            mark => return Err(Malformed::new("mark of the note behind the queues", mark)),
         }
+        let mut keeper = [0; 8];
+        part.read(LIFE_AT, &mut keeper);
+        let (flags, is_own) = (part.load(FLAGS_AT), keeper == life.to_le_bytes());
+        let state = NoteState {
+            is_unflushed: is_own && flags & UNFLUSHED != 0,
+            is_lost: if is_own { flags & !UNFLUSHED != 0 } else { flags != 0 },
+            write_cache: match part.load(CACHE_AT) {
+                CACHE_OFF => Some(false),
+                CACHE_ON => Some(true),
+                _ => None,
+            },
+        };
+        let note = UnflushedNote(part);
+        // Before the number: a kill in between must not make the changes of another life those of this one.
+        note.set(state.is_unflushed, state.is_lost);
+        if !is_own {
+            note.0.write(LIFE_AT, &life.to_le_bytes());
+            fence(Ordering::SeqCst);
+        }
+        Ok((note, state))
     }
 
-    /// Sets or clears it, before later writes to memory.
-    pub fn set(&self, is_set: bool) {
-        self.0.store(FLAG_AT, is_set.into());
+    /// Sets both facts, before later writes to memory.
+    pub fn set(&self, is_unflushed: bool, is_lost: bool) {
+        let flag = |is_set: bool, flag: u16| if is_set { flag } else { 0 };
+        self.0.store(FLAGS_AT, flag(is_unflushed, UNFLUSHED) | flag(is_lost, LOST));
+        fence(Ordering::SeqCst);
+    }
+
+    /// Notes the guest's switch of the write cache, before later writes to memory.
+    pub fn set_write_cache(&self, is_on: bool) {
+        self.0.store(CACHE_AT, if is_on { CACHE_ON } else { CACHE_OFF });
         fence(Ordering::SeqCst);
     }
 }
@@ -210,5 +253,39 @@ mod tests {
         assert!(Inflight::open(part.clone(), SIZE, 1).is_err());
         part.store(VERSION_AT, 2);
         assert!(Inflight::open(part, SIZE, 0).is_err());
+    }
+
+    #[test]
+    fn a_note_means_a_loss_to_other_lives_alone() {
+        let part = Block::zeroed(NOTE_BYTES);
+        let open = |life: u64| UnflushedNote::open(part.clone(), life).unwrap();
+        let (note, none) = open(7);
+        assert_eq!(none, NoteState::default());
+        note.set(true, false);
+        note.set_write_cache(false);
+        let own = NoteState { is_unflushed: true, is_lost: false, write_cache: Some(false) };
+        assert_eq!((open(7).1, open(7).1), (own, own));
+        let lost = NoteState { is_unflushed: false, is_lost: true, write_cache: Some(false) };
+        // The guest has to hear of it, however often the region comes again.
+        assert_eq!((open(8).1, open(8).1, open(7).1), (lost, lost, lost));
+        open(8).0.set(false, false);
+        assert_eq!(open(9).1, NoteState { is_lost: false, ..lost });
+        // A version without numbers of lives.
+        part.write(LIFE_AT, &[0; 8]);
+        part.store(FLAGS_AT, 1);
+        assert!(open(9).1.is_lost);
+    }
+
+    #[test]
+    fn a_kill_while_a_note_is_taken_up_forgets_no_loss() {
+        let before = Block::zeroed(NOTE_BYTES);
+        UnflushedNote::open(before.clone(), 7).unwrap().0.set(true, false);
+        let mut bytes = vec![0; NOTE_BYTES];
+        before.read(0, &mut bytes);
+        // The flags are there, and the number of the life that has written them is not.
+        bytes[FLAGS_AT] = LOST as u8;
+        for life in [7, 8, 9] {
+            assert!(UnflushedNote::open(Block::new(bytes.clone()), life).unwrap().1.is_lost);
+        }
     }
 }

@@ -8,7 +8,7 @@ use crate::memory::MemoryPiece;
 use cowshed_storage::signal::lock;
 use cowshed_types::slip;
 use cowshed_vhost_user_proto::Shared;
-use cowshed_vhost_user_proto::inflight::UnflushedNote;
+use cowshed_vhost_user_proto::inflight::{NoteState, UnflushedNote};
 use std::sync::Mutex;
 
 /// The changes of one session.
@@ -34,25 +34,40 @@ impl<P> Default for Ledger<P> {
 impl<P: Shared> State<P> {
     fn write(&self) {
         if let Some(note) = &self.note {
-            note.set(self.is_marked || self.is_lost);
+            note.set(self.is_marked, self.is_lost);
         }
     }
 }
 
 impl<P: Shared> Ledger<P> {
-    /// Writes to this note from now on.
-    pub fn take_up(&self, note: UnflushedNote<P>, is_lost: bool) {
+    /// Writes to this note from now on, whose content was `found`. The facts of another note before it stay: a reset of the guest
+    /// brings a new one.
+    pub fn take_up(&self, note: UnflushedNote<P>, found: NoteState, write_cache: bool) {
         let mut state = lock(&self.0);
+        note.set_write_cache(write_cache);
         state.note = Some(note);
-        state.is_lost = is_lost;
+        state.is_marked |= found.is_unflushed;
+        state.is_lost |= found.is_lost;
         state.write();
+    }
+
+    /// The region has no place for a note.
+    pub fn lay_down(&self) {
+        lock(&self.0).note = None;
+    }
+
+    /// The guest has set the switch of its write cache.
+    pub fn note_write_cache(&self, is_on: bool) {
+        if let Some(note) = &lock(&self.0).note {
+            note.set_write_cache(is_on);
+        }
     }
 
     /// A change has ended and the guest hears of it next. `dies` is true if it dies with this process.
     pub fn note_change(&self, dies: impl FnOnce() -> bool) {
         let mut state = lock(&self.0);
         state.changes += 1;
-        if state.note.is_some() && !state.is_marked && dies() && !slip!("unflushed_changes_are_not_noted") {
+        if !state.is_marked && dies() && !slip!("unflushed_changes_are_not_noted") {
             state.is_marked = true;
             state.write();
         }
@@ -70,6 +85,12 @@ impl<P: Shared> Ledger<P> {
             state.is_marked = false;
             state.write();
         }
+    }
+
+    /// True where a flush has something to do.
+    pub fn is_unflushed(&self) -> bool {
+        let state = lock(&self.0);
+        state.is_marked || state.changes > 0
     }
 
     /// Changes of an earlier life are lost, and the guest is to hear of it.

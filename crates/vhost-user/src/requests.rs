@@ -75,29 +75,20 @@ pub(crate) async fn run<P: Shared>(
 ) -> Ended {
     let bytes = cost(&request, &chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
-    let promises = matches!(request, Request::Flush) || (changes && ways.is_durable());
+    let is_durable = ways.is_durable();
+    let promises = matches!(request, Request::Flush) || (changes && is_durable);
     let there = check_memory(&chain);
     // The guest sees no status in memory that is lost.
     let tells_loss = there.is_ok() && promises && ways.ledger.is_lost();
     if tells_loss && slip!("loss_is_told_before_the_guest_sees_it") {
         ways.ledger.told_lost();
     }
-    let (result, mut written) = match request {
+    let (mut result, mut written) = match request {
         _ if there.is_err() => (there, 0),
         _ if tells_loss => (Err(lost()), 0),
         Request::Read { offset, len } => read(&disk, &ways, &chain, offset, len).await,
-        Request::Write { offset, len } => (write(&disk, &ways, &chain, offset, len).await, 0),
-        Request::Flush => {
-            let began = ways.ledger.begin_flush();
-            let result = match slip!("vhost_flush_promises_without_a_sync") {
-                true => Ok(()),
-                false => disk.flush().await,
-            };
-            if result.is_ok() {
-                ways.ledger.end_flush(began);
-            }
-            (result, 0)
-        }
+        Request::Write { offset, len } => (write(&disk, &ways, &chain, (offset, len), is_durable).await, 0),
+        Request::Flush => (flush(&disk, &ways).await, 0),
         Request::GetId { len } => {
             let mut name = [0; ID_BYTES];
             let id = ways.id.as_bytes();
@@ -108,11 +99,15 @@ pub(crate) async fn run<P: Shared>(
             chain.writable.write(&mut chain.writable.cursor(0), &name[..len]);
             (Ok(()), len as u64)
         }
-        Request::Discard(segments) => (discard(&disk, &ways, segments).await, 0),
-        Request::WriteZeroes(segments) => (write_zeroes(&disk, &ways, segments).await, 0),
+        Request::Discard(segments) => (discard(&disk, &ways, segments, is_durable).await, 0),
+        Request::WriteZeroes(segments) => (write_zeroes(&disk, &ways, segments, is_durable).await, 0),
     };
-    if changes && !ways.is_durable() {
+    if changes && !is_durable {
         ways.ledger.note_change(|| disk.attachment().node().holds_changes());
+        // The driver has switched the write cache off meanwhile, and sends no flush.
+        if result.is_ok() && ways.is_durable() {
+            result = flush(&disk, &ways).await;
+        }
     }
     let status = match result.and_then(|()| check_memory(&chain)) {
         Ok(()) => Status::Ok,
@@ -189,11 +184,11 @@ async fn write<P: Shared>(
     disk: &Queue,
     ways: &Ways<P>,
     chain: &DescriptorChain<P>,
-    offset: u64,
-    len: u64,
+    (offset, len): (u64, u64),
+    is_durable: bool,
 ) -> Result<()> {
     let (mut done, mut cursor) = (0, chain.readable.cursor(HEADER_BYTES as u64));
-    let is_durable = ways.is_durable();
+    let began = ways.ledger.begin_flush();
     while done < len {
         let piece = (len - done).min(PIECE_BYTES);
         if let Some(bufs) = shared(ways, &chain.readable, &mut cursor, piece) {
@@ -220,27 +215,41 @@ async fn write<P: Shared>(
         result?;
         done += piece;
     }
+    // Each part was flushed behind it, and so was everything before.
+    if is_durable && done > 0 {
+        ways.ledger.end_flush(began);
+    }
     Ok(())
 }
 
-async fn discard<P>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>) -> Result<()> {
+async fn discard<P: Shared>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>, is_durable: bool) -> Result<()> {
     for segment in segments {
         disk.discard(segment.offset, segment.len).await?;
     }
-    complete(disk, ways).await
+    complete(disk, ways, is_durable).await
 }
 
-async fn write_zeroes<P>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>) -> Result<()> {
+async fn write_zeroes<P: Shared>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>, is_durable: bool) -> Result<()> {
     for segment in segments {
         let flags = ZeroFlags { may_unmap: segment.unmap, no_fallback: false };
         disk.write_zeroes(segment.offset, segment.len, flags).await?;
     }
-    complete(disk, ways).await
+    complete(disk, ways, is_durable).await
 }
 
-async fn complete<P>(disk: &Queue, ways: &Ways<P>) -> Result<()> {
-    match ways.is_durable() {
-        true => disk.flush().await,
+async fn complete<P: Shared>(disk: &Queue, ways: &Ways<P>, is_durable: bool) -> Result<()> {
+    match is_durable {
+        true => flush(disk, ways).await,
         false => Ok(()),
     }
+}
+
+/// Makes all changes durable that have ended.
+async fn flush<P: Shared>(disk: &Queue, ways: &Ways<P>) -> Result<()> {
+    let began = ways.ledger.begin_flush();
+    if !slip!("vhost_flush_promises_without_a_sync") {
+        disk.flush().await?;
+    }
+    ways.ledger.end_flush(began);
+    Ok(())
 }

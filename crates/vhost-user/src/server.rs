@@ -9,8 +9,10 @@ use cowshed_storage::signal::Watched;
 use cowshed_storage::{Listener, Socket, SocketAddress};
 use cowshed_types::{Error, Result};
 use futures_util::future::{Either, select};
+use std::hash::{BuildHasher, RandomState};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// The most queues of an export.
@@ -65,6 +67,10 @@ pub(crate) struct Shared {
     pub config: ServerConfig,
     pub attachment: Arc<Attachment>,
     pub queues: Vec<Queue>,
+    /// The guest's switch of the write cache, which outlives front ends: they send it only where it changes.
+    pub writeback: Arc<AtomicBool>,
+    /// The number of this back end's life in the notes that outlive it.
+    pub life: u64,
     /// The front end that is connected.
     pub client: Watched<Option<Socket>>,
     /// The owner has looked at the size so often.
@@ -87,6 +93,9 @@ impl Server {
         let threads = spawn_threads(&config, &attachment)?;
         let queues = spread(threads, config.queues.into());
         let shared = Arc::new(Shared {
+            writeback: Arc::new(AtomicBool::new(!config.writethrough)),
+            // Random keys of the process, which differ each time.
+            life: RandomState::new().hash_one(std::process::id()),
             config,
             attachment,
             queues,

@@ -22,7 +22,7 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Segments of a request: a ring of the usual 128 places without those of the header and the status.
 const MAX_SEGMENTS: u32 = 126;
@@ -56,7 +56,8 @@ struct Session<'a> {
     memory: MemoryNow,
     rings: Vec<RingSetup>,
     notes: Option<(SharedMemory, InflightPlace)>,
-    writeback: Arc<AtomicBool>,
+    /// This front end has sent the switch of the write cache.
+    has_switched: bool,
     ledger: Arc<Ledger>,
     channel: Rc<RefCell<Option<Socket>>>,
     /// The front end has gone.
@@ -103,7 +104,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
         memory: MemoryNow::default(),
         rings,
         notes: None,
-        writeback: Arc::new(AtomicBool::new(!shared.config.writethrough)),
+        has_switched: false,
         ledger: Arc::default(),
         channel,
         has_left: false,
@@ -185,7 +186,7 @@ impl Session<'_> {
             Message::GetConfig { offset, len, flags } => {
                 return Ok(config_reply(offset, flags, &self.space().read(offset, len)).into());
             }
-            Message::SetConfig { offset, bytes, .. } => self.set_config(offset, &bytes)?,
+            Message::SetConfig { offset, bytes, .. } => self.set_config(offset, &bytes).await?,
             Message::SetMemTable(regions) => self.set_table(&regions, descriptors)?,
             Message::AddMemReg(region) => {
                 self.add_region(region, descriptors.pop())?;
@@ -325,14 +326,14 @@ impl Session<'_> {
 
     /// Nothing acknowledged to this front end is lost from here on.
     async fn flush(&self) {
-        let began = self.ledger.begin_flush();
-        if began == 0 {
+        if !self.ledger.is_unflushed() {
             return;
         }
+        let began = self.ledger.begin_flush();
         match self.shared.attachment.queue().flush().await {
             Ok(()) => self.ledger.end_flush(began),
             Err(error) => {
-                tracing::warn!(export = self.shared.config.id, %error, "could not flush behind a front end");
+                tracing::warn!(export = self.shared.config.id, %error, "could not flush for a front end");
             }
         }
     }
@@ -351,7 +352,7 @@ impl Session<'_> {
             limits,
             // A driver without flushes can't make anything durable by itself.
             writethrough: config.writethrough || self.features & features::BLK_FLUSH == 0,
-            writeback: Arc::clone(&self.writeback),
+            writeback: Arc::clone(&self.shared.writeback),
             ledger: Arc::clone(&self.ledger),
             memory_of: Some(|piece| &piece.0),
         }
@@ -369,7 +370,7 @@ impl Session<'_> {
             physical_exponent: (grain / config.block_bytes).ilog2() as u8,
             min_io_bytes: config.block_bytes,
             optimal_io_bytes: grain,
-            writeback: self.writeback.load(Ordering::Acquire),
+            writeback: self.shared.writeback.load(Ordering::Acquire),
             queues: config.queues,
             max_discard_sectors: if config.writable { MAX_RANGE_SECTORS } else { 0 },
             max_discard_segments: if config.writable { MAX_RANGES } else { 0 },
@@ -379,10 +380,17 @@ impl Session<'_> {
         }
     }
 
-    fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
+    async fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
         match (offset, bytes) {
             (WRITEBACK_AT, [on]) => {
-                self.writeback.store(*on != 0, Ordering::Release);
+                let is_on = *on != 0;
+                self.has_switched = true;
+                self.shared.writeback.store(is_on, Ordering::SeqCst);
+                self.ledger.note_write_cache(is_on);
+                // The guest sends no flush from here on, also for its earlier writes.
+                if !is_on {
+                    self.flush().await;
+                }
                 Ok(())
             }
             _ => Err(Error::invalid_argument("only the switch of the write cache can be written").value(offset)),
@@ -444,15 +452,22 @@ impl Session<'_> {
         let at = inflight::region_bytes(place.queues, place.ring_size);
         // A region of another back end ends before.
         if place.len < (at + inflight::NOTE_BYTES) as u64 {
+            self.ledger.lay_down();
             return Ok(());
         }
-        let (note, is_lost) =
-            UnflushedNote::open(MemoryPiece(memory.part(at, inflight::NOTE_BYTES))).map_err(refused)?;
-        if is_lost {
+        let part = MemoryPiece(memory.part(at, inflight::NOTE_BYTES));
+        let (note, found) = UnflushedNote::open(part, self.shared.life).map_err(refused)?;
+        // The guest believes in it still, and its front end sends it only where it changes.
+        if let Some(is_on) = found.write_cache
+            && !self.has_switched
+        {
+            self.shared.writeback.store(is_on, Ordering::SeqCst);
+        }
+        if found.is_lost {
             let export = &self.shared.config.id;
             tracing::warn!(export, "the process before was killed: changes that the guest has not flushed are lost");
         }
-        self.ledger.take_up(note, is_lost);
+        self.ledger.take_up(note, found, self.shared.writeback.load(Ordering::SeqCst));
         Ok(())
     }
 

@@ -15,7 +15,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 /// Serves a ring as its thread does, until the future is dropped: that is a kill of the back end. `notes`: the ring's part of the
-/// region that survives it. `unflushed`: the note behind the parts. `memory_of`: the shared memory of a piece.
+/// region that survives it. `unflushed`: the note behind the parts, and the number of this life. `memory_of`: the shared memory of a
+/// piece.
 ///
 /// # Errors
 /// For a ring or notes that break the protocol.
@@ -24,15 +25,15 @@ pub async fn serve_ring<M>(
     memory: M,
     place: RingPlace,
     notes: M::Piece,
-    unflushed: M::Piece,
+    (unflushed, life): (M::Piece, u64),
     memory_of: fn(&M::Piece) -> &SharedMemory,
 ) -> Result<(), Malformed>
 where
     M: Memory<Piece: Clone + 'static>,
 {
     let ledger = Ledger::default();
-    let (unflushed, is_lost) = UnflushedNote::open(unflushed)?;
-    ledger.take_up(unflushed, is_lost);
+    let (unflushed, found) = UnflushedNote::open(unflushed, life)?;
+    ledger.take_up(unflushed, found, found.write_cache.unwrap_or(true));
     let limits = RequestLimits {
         disk_bytes: 0,
         block_bytes: 512,

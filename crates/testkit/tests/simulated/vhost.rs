@@ -18,6 +18,7 @@ use cowshed_vhost_user::simulated::serve_ring;
 use futures_util::future::{Either, select};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -41,6 +42,8 @@ const SECTOR: usize = 512;
 const PLACES: usize = 3;
 const CLUSTER: u64 = 4096;
 const DISK_BYTES: u64 = 1 << 20;
+/// Lives of back ends.
+static LIVES: AtomicU64 = AtomicU64::new(1);
 
 /// One place of the disk as the guest knows it.
 #[derive(Clone, Debug)]
@@ -421,7 +424,9 @@ impl Scene {
             let export = graph.attach(&node, AttachRequest::export("disk", true)).await.expect("an export");
             let disk = export.queue();
             let (notes, unflushed) = (memory.part(NOTES_AT, part_bytes(RING)), memory.part(UNFLUSHED_AT, NOTE_BYTES));
-            let server = serve_ring(&disk, memory.clone(), place, notes, unflushed, |piece| &piece.memory);
+            // No life has the number of another one.
+            let life = LIVES.fetch_add(1, Ordering::Relaxed);
+            let server = serve_ring(&disk, memory.clone(), place, notes, (unflushed, life), |piece| &piece.memory);
             let driver = async {
                 while !step() {
                     rt::sleep(Duration::from_micros(30)).await;

@@ -5,5 +5,6 @@ mod hostile;
 mod known_faults;
 mod life;
 mod model;
+mod notes;
 mod served;
 mod serving;
