@@ -85,6 +85,7 @@ impl Engine {
             self.collect_refcount_table(state, &mut cycle);
         }
         self.collect_l1(state, &mut cycle);
+        state.is_writing = !cycle.is_empty();
         cycle
     }
 
@@ -185,6 +186,7 @@ impl Engine {
         let mut state = self.own();
         let state = &mut *state;
         let success = end == CycleEnd::Durable;
+        state.is_writing = false;
         state.epochs.end_cycle(cycle.number, success, cycle.set_dirty_bit);
         for number in cycle.slices {
             if let Some(meta) = state.tables.slices.get_mut(&number) {
@@ -216,6 +218,12 @@ impl Engine {
     pub fn is_dirty(&self) -> bool {
         let state = self.own();
         state.epochs.wants_dirty_bit() || holds_changes(&state)
+    }
+
+    /// True when something in memory may not be in the file: it differs, or a cycle is writing it.
+    pub fn holds_changes(&self) -> bool {
+        let state = self.own();
+        state.is_writing || holds_changes(&state)
     }
 
     /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.

@@ -175,7 +175,7 @@ impl Driver for Qcow2Driver {
     }
 
     fn holds_changes(&self) -> bool {
-        self.engine.is_dirty()
+        self.engine.holds_changes()
     }
 
     fn mapped_bytes(&self) -> Option<u64> {

@@ -56,6 +56,8 @@ pub(crate) struct State {
     pub(crate) epochs: Epochs,
     /// Tables that requests are reading.
     pub(crate) loading: HashSet<TableId>,
+    /// The running cycle writes something.
+    pub(crate) is_writing: bool,
     /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster of
     /// ours.
     pub(crate) pack_next: Option<HostOffset>,
@@ -102,6 +104,7 @@ impl Engine {
             room: Room::default(),
             epochs: Epochs::new(),
             loading: HashSet::new(),
+            is_writing: false,
             pack_next: None,
             data_high_water: config.data_file_len,
             l2_misses: 0,

@@ -127,6 +127,42 @@ fn changes_before_the_region_are_noted_in_it() {
 }
 
 #[test]
+fn a_write_that_ends_during_write_back_is_noted() {
+    const HEAD: u64 = 0x30_0000;
+    let served = Served::made(SLOW, qcow2_image, |_| ());
+    let faults = served.node.faults().unwrap();
+    let event = |name: &str| Event::parse(name).unwrap();
+    let mut notes = None;
+    let mut driver = FrontEnd::resume(&served.path(), None, &mut notes);
+    let notes = notes.unwrap();
+    driver.start_ring(1, 0);
+    // Two parts of 1 MiB in new clusters.
+    faults.set_break(event("write_aio"), "first");
+    driver.prepare(0, 0, WRITE, NEW, &[], 0);
+    driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0) - 0x100, 16, 1, 1));
+    driver.describe(FrontEnd::place(0), 1, (HEAD, 2 << 20, 1, 2));
+    driver.offer(0, 0);
+    driver.kick(0);
+    wait_until_held(&faults, "first");
+    faults.set_break(event("write_aio"), "second");
+    faults.resume("first");
+    wait_until_held(&faults, "second");
+    assert!(served.node.holds_changes(), "the first part is mapped");
+    // The other ring's flush writes the mapping, and is held before the entries.
+    faults.set_break(event("refblock_update"), "cycle");
+    driver.prepare(1, 30, FLUSH, 0, &[], 0);
+    driver.offer(1, 30);
+    driver.kick(1);
+    wait_until_held(&faults, "cycle");
+    faults.resume("second");
+    driver.wait_used(0);
+    assert_eq!((driver.status(0), flags(&notes)), (0, UNFLUSHED), "the file has no entry of it");
+    faults.remove_all_breaks();
+    driver.wait_used(1);
+    assert_eq!((driver.status(30), flush(&mut driver), flags(&notes)), (0, 0, 0));
+}
+
+#[test]
 fn a_switched_write_cache_outlives_connection_and_back_end() {
     let mut served = qcow2();
     let mut notes = None;
