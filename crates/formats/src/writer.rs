@@ -38,6 +38,8 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 pub(crate) struct Usage {
     /// The end of the last unit.
     pub end: u64,
+    /// The file is no shorter than this durably.
+    pub durable: u64,
 }
 
 /// The value that the entry of a block is to get.
@@ -557,7 +559,8 @@ impl Writer {
             for table in &state.tables {
                 try_push(&mut tables, (*table.0, *table.1))?;
             }
-            (pending, tables, Usage { end: state.next })
+            // A request that runs beside this one may lengthen the file behind the sync.
+            (pending, tables, Usage { end: state.next, durable: self.file.len() })
         };
         if pending.is_empty() && tables.is_empty() {
             return self.file.sync().await;

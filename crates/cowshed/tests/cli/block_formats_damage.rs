@@ -3,6 +3,7 @@
 //! value.
 
 use crate::oracle::{Oracle, words};
+use crate::written_edges::run_io;
 use cowshed_layout::{vhdx, vpc};
 use std::fs;
 
@@ -346,6 +347,60 @@ fn a_vhdx_log_of_qemu_is_carried_out() {
     with_guid(&[7; 16], &[]);
     assert_eq!(oracle.real(&oracle.work(), &words("compare -f vhdx -F vhdx good bad")).code, Some(0));
     assert_eq!(oracle.ours(&oracle.work(), &words("compare -f vhdx -F vhdx good bad")).code, Some(0));
+}
+
+/// Two entries, of which the first has the largest number.
+#[test]
+fn a_vhdx_log_may_have_the_largest_number() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vhdx bad 8M");
+    let mut image = fs::read(oracle.work().join("bad")).unwrap();
+    let newer = if image[0x10008] > image[0x20008] { 0x10000 } else { 0x20000 };
+    let log = u64::from_le_bytes(image[newer + 72..newer + 80].try_into().unwrap()) as usize;
+    let guid = vhdx::Guid::random([5; 16]);
+    let (flushed_bytes, last_bytes) = (image.len() as u64, image.len() as u64);
+    let mut at = log;
+    for number in [u64::MAX, 5] {
+        let sectors = &[(6 << 20, vec![0; 4096])];
+        let entry = vhdx::NewLogEntry { guid, number, tail: 0, flushed_bytes, last_bytes, sectors }.to_bytes();
+        image[at..at + entry.len()].copy_from_slice(&entry);
+        image[newer + 48..newer + 64].copy_from_slice(&entry[32..48]);
+        at += entry.len();
+    }
+    sum_vhdx(&mut image);
+    fs::write(oracle.work().join("bad"), image).unwrap();
+    for line in ["info -f vhdx bad", "check -r all -f vhdx bad", "check -f vhdx bad"] {
+        let said = oracle.ours(&oracle.work(), &words(line));
+        assert!(matches!(said.code, Some(0 | 1)) && !said.err.contains("panicked"), "{line}: {}", said.err);
+    }
+}
+
+/// The number of the header can't grow, or new blocks would go where the rest of the BAT's region is said to be.
+#[test]
+fn vhdx_images_that_no_write_can_keep() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vhdx -o block_size=1M good 10M");
+    let good = fs::read(oracle.work().join("good")).unwrap();
+    let newer = if good[0x10008] > good[0x20008] { 0x10000 } else { 0x20000 };
+    let bat = [0x30010, 0x30030].into_iter().find(|at| good[*at] == 0x66).unwrap();
+    // The BAT at the end of the file, in a region of 64 MiB.
+    let place = u64::from_le_bytes(good[bat + 16..bat + 24].try_into().unwrap()) as usize;
+    let (end, table) = (good.len().next_multiple_of(1 << 20), &good[place..place + (1 << 20)]);
+    let region = [&(end as u64).to_le_bytes()[..], &(64u32 << 20).to_le_bytes()].concat();
+    for (at, bytes, part) in [(newer + 8, &[0xff; 8][..], "SequenceNumber"), (bat + 16, &region, "points after EOF")] {
+        let mut image = good.clone();
+        image.resize(end, 0);
+        image.extend_from_slice(table);
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+        let table = image[0x30000..0x40000].to_vec();
+        image[0x40000..0x50000].copy_from_slice(&table);
+        sum_vhdx(&mut image);
+        fs::write(oracle.work().join("bad"), &image).unwrap();
+        let said = run_io(&oracle, "vhdx", "bad", &["write -P 9 6M 1M"]);
+        assert!(said.contains(part), "{at}: {said}");
+        assert!(fs::read(oracle.work().join("bad")).unwrap() == image, "{at}: it was changed");
+        assert_eq!(oracle.ours(&oracle.work(), &words("compare -f vhdx -F vhdx good bad")).code, Some(0));
+    }
 }
 
 #[test]

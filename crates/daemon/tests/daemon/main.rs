@@ -44,3 +44,4 @@ mod statistics;
 mod streams;
 mod unchanged_data;
 mod unclean;
+mod vhdx_parents;

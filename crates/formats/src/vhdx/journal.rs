@@ -4,6 +4,7 @@
 //! it. So a log in use always has one that is whole.
 
 use crate::blocks::ImageFile;
+use crate::writer::Usage;
 use cowshed_crypto::luks::fill_random;
 use cowshed_graph::node::ZeroFlags;
 use cowshed_graph::protocols::zero_file;
@@ -15,16 +16,21 @@ use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::lock::Mutex as Turn;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Sectors that one entry changes at most: with more there are several entries.
 const MAX_SECTORS: usize = 120;
 const SECTOR: u64 = LOG_SECTOR_BYTES as u64;
+/// An image whose header has a larger number is not written to: each opening needs more numbers.
+const MAX_SEQUENCE_NUMBER: u64 = u64::MAX - (1 << 32);
 
 /// The part of an image that keeps it whole.
 pub(super) struct Journal {
     state: Turn<State>,
-    /// The headers show that the image has changed.
+    /// The headers show that this opening has changed the image.
     is_changed: AtomicBool,
+    /// The id of the disk's content now.
+    data_guid: Mutex<Guid>,
 }
 
 struct State {
@@ -56,7 +62,24 @@ fn new_guid() -> Result<Guid> {
 impl Journal {
     /// The journal of an image with this header, the first one or the second.
     pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
-        Journal { state: Turn::new(State { header, slot, log: None }), is_changed: AtomicBool::new(false) }
+        let data_guid = Mutex::new(header.data_guid);
+        Journal { state: Turn::new(State { header, slot, log: None }), is_changed: AtomicBool::new(false), data_guid }
+    }
+
+    /// The id of the disk's content, by which differences refer to it.
+    pub(super) fn data_guid(&self) -> Guid {
+        *self.data_guid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses an image whose headers take no more numbers, and has the next change give the content another id.
+    pub(super) async fn begin(&self) -> Result<()> {
+        let number = self.state.lock().await.header.sequence_number;
+        if number > MAX_SEQUENCE_NUMBER {
+            let message = "the header has too large a number: no newer one could follow it";
+            return Err(Error::invalid_image("SequenceNumber", number, message));
+        }
+        self.is_changed.store(false, Ordering::Release);
+        Ok(())
     }
 
     /// Writes the sectors in the log to their places, and empties it.
@@ -88,18 +111,20 @@ impl Journal {
             return Ok(());
         }
         let header = VhdxHeader { file_guid: new_guid()?, data_guid: new_guid()?, ..state.header.clone() };
+        let data_guid = header.data_guid;
         state.publish(file, header).await?;
+        *self.data_guid.lock().unwrap_or_else(PoisonError::into_inner) = data_guid;
         self.is_changed.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Puts entries into the table, durably. `end`: the end of the used part of the file.
+    /// Puts entries into the table, durably.
     pub(super) async fn write(
         &self,
         image: &ImageFile,
         file: &File,
         entries: Vec<(u64, Vec<u8>)>,
-        end: u64,
+        usage: Usage,
     ) -> Result<()> {
         let mut state = self.state.lock().await;
         // Sectors that could not be written to their places come first: the log has no room for many tries.
@@ -110,7 +135,7 @@ impl Journal {
             while !rest.is_empty() {
                 let (start, skip) = (at / SECTOR * SECTOR, (at % SECTOR) as usize);
                 if sectors.len() >= MAX_SECTORS && !sectors.contains_key(&start) {
-                    state.commit(file, std::mem::take(&mut sectors), end).await?;
+                    state.commit(file, std::mem::take(&mut sectors), usage).await?;
                 }
                 let len = rest.len().min(LOG_SECTOR_BYTES - skip);
                 let sector = match sectors.entry(start) {
@@ -128,7 +153,7 @@ impl Journal {
                 rest = &rest[len..];
             }
         }
-        state.commit(file, sectors, end).await
+        state.commit(file, sectors, usage).await
     }
 
     /// Empties the log: all that it holds is in its place, durably.
@@ -147,7 +172,11 @@ impl Journal {
 impl State {
     /// Writes a header over the one that doesn't count, durably: from now on it counts.
     async fn publish(&mut self, file: &File, header: VhdxHeader) -> Result<()> {
-        let next = VhdxHeader { sequence_number: self.header.sequence_number.wrapping_add(1), ..header };
+        let number = self.header.sequence_number;
+        let sequence_number = number.checked_add(1).ok_or_else(|| {
+            Error::invalid_image("SequenceNumber", number, "no newer header could follow the one with this number")
+        })?;
+        let next = VhdxHeader { sequence_number, ..header };
         let slot = 1 - self.slot;
         file.write_at(IoBuf::copy_from(&next.to_bytes()), HEADER_OFFSETS[slot]).await.0?;
         file.sync().await?;
@@ -156,12 +185,12 @@ impl State {
     }
 
     /// Changes sectors of 4 KiB: an entry of the log, a barrier, the sectors, a barrier.
-    async fn commit(&mut self, file: &File, sectors: BTreeMap<u64, Vec<u8>>, end: u64) -> Result<()> {
+    async fn commit(&mut self, file: &File, sectors: BTreeMap<u64, Vec<u8>>, usage: Usage) -> Result<()> {
         if sectors.is_empty() {
             return Ok(());
         }
         let sectors: Vec<(u64, Vec<u8>)> = sectors.into_iter().collect();
-        self.log(file, &sectors, end).await?;
+        self.log(file, &sectors, usage).await?;
         if let Some(log) = &mut self.log {
             log.late.extend(sectors);
         }
@@ -188,18 +217,20 @@ impl State {
     }
 
     /// Adds an entry to the log, durably.
-    async fn log(&mut self, file: &File, sectors: &[(u64, Vec<u8>)], end: u64) -> Result<()> {
+    async fn log(&mut self, file: &File, sectors: &[(u64, Vec<u8>)], usage: Usage) -> Result<()> {
         let log = match &mut self.log {
             Some(log) => log,
             None => self.log.insert(Log { guid: new_guid()?, number: 1, next: 0, tail: None, late: BTreeMap::new() }),
         };
         let tail = log.tail.unwrap_or(log.next);
+        // The file may be longer by now, and not durably. A reader refuses a file that is shorter than the log says.
+        let flushed = if slip!("vhdx_log_knows_of_a_length_too_early") { file.len() } else { usage.durable };
         let entry = NewLogEntry {
             guid: log.guid,
             number: log.number,
             tail: tail as u32,
-            flushed_bytes: file.len() / UNIT_BYTES * UNIT_BYTES,
-            last_bytes: end.next_multiple_of(UNIT_BYTES),
+            flushed_bytes: flushed / UNIT_BYTES * UNIT_BYTES,
+            last_bytes: usage.end.next_multiple_of(UNIT_BYTES),
             sectors,
         };
         let bytes = entry.to_bytes();

@@ -43,8 +43,6 @@ struct Vhdx {
     journal: Journal,
     /// The log held changes when the image was opened.
     had_log: bool,
-    /// The id of the disk's content, by which differences refer to it.
-    data_guid: String,
     parent: Option<VhdxParent>,
 }
 
@@ -108,8 +106,7 @@ async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
     }
     file.check_table(&bat)?;
     let bat_region = Table { bytes: regions.bat.1, ..bat };
-    let data_guid = header.data_guid.to_string();
-    Ok(Vhdx { disk, bat, taken: [bat_region, metadata, log], journal, had_log, data_guid, parent })
+    Ok(Vhdx { disk, bat, taken: [bat_region, metadata, log], journal, had_log, parent })
 }
 
 /// Where the parent is, by the metadata at `offset`.
@@ -187,7 +184,7 @@ impl BlockFormat for Vhdx {
             cluster_bytes: Some(self.disk.block_bytes),
             backing_name: self.parent.as_ref().and_then(|parent| parent.name.clone()),
             backing_format: self.parent.as_ref().map(|_| SCHEMA.name),
-            identity: Some(self.data_guid.clone()),
+            identity: Some(self.journal.data_guid().to_string()),
             ..Description::default()
         }
     }
@@ -283,6 +280,9 @@ impl BlockFormat for Vhdx {
         }
         let [bat, metadata, log] = &self.taken;
         check_log(file, log)?;
+        // New blocks go behind the end of the file: the rest of a region must not be there.
+        file.check_table(bat)?;
+        self.journal.begin().await?;
         if [bat, metadata].iter().any(|part| log.overlaps(part.offset, part.bytes)) {
             let message = "the log lies on another part of the metadata: the image can't be written to";
             return Err(Error::invalid_image("LogOffset", log.offset, message));
@@ -333,7 +333,7 @@ impl BlockFormat for Vhdx {
         entries: Vec<(u64, Vec<u8>)>,
         usage: Usage,
     ) -> Result<()> {
-        self.journal.write(image, file, entries, usage.end).await
+        self.journal.write(image, file, entries, usage).await
     }
 
     async fn settle(&self, file: &File) -> Result<()> {

@@ -8,8 +8,9 @@ use cowshed_types::{Error, Result};
 impl Writer {
     /// Has the format make room for a longer disk.
     pub(crate) async fn lengthen<F: BlockFormat>(&self, format: &F, image: &ImageFile, size: u64) -> Result<()> {
+        let durable = self.file.len();
         self.flush(format, image).await?;
-        let usage = Usage { end: self.state().next };
+        let usage = Usage { end: self.state().next, durable };
         let grown = match format.grow(image, &self.file, size, usage).await {
             Ok(Some(grown)) => grown,
             Ok(None) => return Ok(()),

@@ -137,7 +137,9 @@ impl Ring<'_> {
         loop {
             let next = (at + last.length) % self.0.len();
             match self.entry(next, guid) {
-                Some(entry) if entry.number == last.number + 1 && total + entry.length <= self.0.len() => {
+                Some(entry)
+                    if Some(entry.number) == last.number.checked_add(1) && total + entry.length <= self.0.len() =>
+                {
                     total += entry.length;
                     (at, last) = (next, entry);
                 }
@@ -401,6 +403,19 @@ mod tests {
         // Entries of another log.
         assert_eq!(replay_of(&log(&entries(&[(0, 1, 0)])), Guid::new(1, 2, 3, [4; 8]), LOG_AT).unwrap(), None);
         assert_eq!(replay(&[]), None);
+    }
+
+    #[test]
+    fn no_entry_follows_the_one_with_the_largest_number() {
+        let write = [(2 << 20, sector(1))];
+        let last = with_tail(entry(0, u64::MAX, &write), 0);
+        for number in [0, 1, 5] {
+            let found = replay(&log(&[(0, last.clone()), (8192, with_tail(entry(0, number, &[]), 0))])).unwrap();
+            assert_eq!(found.writes.len(), 1, "{number}");
+        }
+        let both =
+            [(0, with_tail(entry(0, u64::MAX - 1, &write), 0)), (8192, with_tail(entry(0, u64::MAX, &write), 0))];
+        assert_eq!(replay(&log(&both)).unwrap().writes.len(), 2);
     }
 
     #[test]

@@ -190,6 +190,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_formats", "power_cut_during_log_replay_keeps_the_disk"),
     },
     Mutant {
+        name: "vhdx_log_knows_of_a_length_too_early",
+        about: "an entry of a VHDX log notes a length that the file has not durably",
+        test: ("crash_formats", "power_cut_leaves_files_as_long_as_their_logs_know"),
+    },
+    Mutant {
         name: "vhdx_log_runs_over_its_end",
         about: "an entry of a VHDX log that goes round the end of the log is written on behind that end",
         test: ("crash_formats", "power_cut_while_a_log_wraps_keeps_flushed_data"),

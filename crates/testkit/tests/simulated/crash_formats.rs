@@ -449,3 +449,43 @@ fn power_cut_leaves_a_grown_vdi_whole() {
     println!("grown: {total}");
     assert!(total.distinct() > 100, "{total}");
 }
+
+/// A log names a length of the file: a file that is shorter is refused. Other requests lengthen it while a flush runs.
+#[test]
+fn power_cut_leaves_files_as_long_as_their_logs_know() {
+    let mut total = CrashReport::default();
+    for seed in 1..=6 {
+        let world = World::new(Config::new(seed));
+        world.add_file(IMAGE, PageMap::from_bytes(&vhdx_of(700 << 20)));
+        let node = world.run(opened("vhdx", true));
+        let write = async |block: u64| {
+            node.write(block << 20, IoBuf::copy_from(&[1; SECTOR])).await.0.expect("it is written");
+        };
+        world.run(async {
+            let flushes = async {
+                for block in 600..604 {
+                    write(block).await;
+                    node.flush().await.expect("it is flushed");
+                }
+            };
+            // The file grows by 16 blocks at once.
+            let writes = async |first: u64| {
+                for block in first..first + 40 {
+                    write(block).await;
+                }
+            };
+            futures_util::join!(flushes, writes(0), writes(100), writes(200));
+        });
+        let plan = CrashPlan { max_distinct: 300, ..CrashPlan::new(seed) };
+        let report = explore(&world.trace(), &plan, |case| {
+            let left = World::with_files(Config::new(0), &case.state.files);
+            let request = || OpenRequest::file(IMAGE).format("vhdx");
+            let read = left.run(async { open(request()).await?.close().await });
+            read.map_err(|error| error.to_string())
+        });
+        total.add(&report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}")));
+        world.run(node.close()).expect("it closes");
+    }
+    println!("lengths: {total}");
+    assert!(total.distinct() > 300, "{total}");
+}
