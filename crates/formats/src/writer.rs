@@ -492,7 +492,11 @@ impl Writer {
                 }
                 Place::Zero => len,
                 Place::Unallocated if backing.load().is_none() => len,
-                Place::Unallocated if self.is_whole(format, at, len) => self.mark_zero(format, image, at).await?,
+                Place::Unallocated if self.is_whole(format, at, len) => {
+                    let len = self.mark_zero(format, image, at).await?;
+                    self.bound_pending(format, image).await?;
+                    len
+                }
                 Place::Unallocated | Place::Packed { .. } => {
                     let len = len.min(ZERO_CHUNK_BYTES);
                     self.write(format, image, backing, at, IoBuf::try_zeroed(len as usize)?).await.0?;

@@ -3,7 +3,8 @@
 //! is old or new, and the image takes writes again.
 
 use crate::fresh_images::{
-    IMAGE, Kind, SECTOR, SECTORS, base_value, kinds, opened, overlays, split_vmdk, vdi_count, vhdx_of,
+    BASE, IMAGE, Kind, SECTOR, SECTORS, base_value, kinds, opened, overlays, qed_over_raw, split_vmdk, vdi_count,
+    vhdx_of,
 };
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
@@ -488,4 +489,20 @@ fn power_cut_leaves_files_as_long_as_their_logs_know() {
     }
     println!("lengths: {total}");
     assert!(total.distinct() > 300, "{total}");
+}
+
+/// Entries that only mark zeroes wait for a flush in memory, and not without bound.
+#[test]
+fn zero_writes_reach_the_tables_without_a_flush() {
+    const SIZE: u64 = 512 << 20;
+    let world = World::new(Config::new(1));
+    world.add_file(IMAGE, PageMap::from_bytes(&qed_over_raw(SIZE)));
+    world.add_file(BASE, PageMap::from_bytes(&[7; SECTOR]));
+    let node = world.run(opened("qed", true));
+    let before = world.contents(IMAGE).expect("the file").to_vec();
+    world.run(node.write_zeroes(0, SIZE / 4, ZeroFlags::default())).expect("zeroes are written");
+    assert_eq!(world.contents(IMAGE).expect("the file").to_vec()[4096..8192], before[4096..8192], "the L1 table");
+    world.run(node.write_zeroes(SIZE / 4, SIZE / 4 * 3, ZeroFlags::default())).expect("zeroes are written");
+    assert_ne!(world.contents(IMAGE).expect("the file").to_vec()[4096..8192], before[4096..8192], "the L1 table");
+    world.run(node.close()).expect("it closes");
 }
