@@ -171,25 +171,117 @@ fn grains_and_tables_on_each_other_are_found() {
         (&[(directory + 4, word(directory))], "grain table 1 lies on grain table 0"),
         (&[(56, 1 << 30)], "the grain directory is not in the file, and its copy is used"),
         (&[(directory, 0x70_0000)], "grain table 0 is not in the file, and its copy is used"),
+        (&[(copies, 0x70_0000)], "the copy of grain table 0 is not in the file"),
+        (&[(48, 1 << 30)], "the copy of the grain directory is not in the file"),
+        (&[(36, 1 << 30)], "the space of the descriptor is not all in the file"),
     ] {
         let (code, text) = check(changes);
         assert!(code == Some(2) && text.contains("ERROR: ") && text.contains(wanted), "{changes:?}: {code:?} {text}");
     }
     // A power cut leaves copies behind the first tables.
-    for (changes, wanted) in [
-        (&[(copy + 4, 0), (copy + 16, 0)][..], "the copy of grain table 0 has 2 other entries"),
-        (&[(copies, 0x70_0000)], "the copy of grain table 0 is not in the file"),
-        (&[(48, 1 << 30)], "the copy of the grain directory is not in the file"),
-    ] {
-        let (code, text) = check(changes);
-        assert!(code == Some(0) && text.contains("WARNING: ") && text.contains(wanted), "{changes:?}: {code:?} {text}");
-    }
+    let (code, text) = check(&[(copy + 4, 0), (copy + 16, 0)]);
+    let wanted = "WARNING: extent 0: the copy of grain table 0 has 2 other entries";
+    assert!(code == Some(0) && text.contains(wanted), "{code:?} {text}");
     // Two extents in one file.
     let lines = "RW 8 FLAT \"flat\" 0\nRW 8 FLAT \"flat\" 4";
     fs::write(oracle.work().join("flat"), [1; 8192]).unwrap();
     fs::write(oracle.work().join("two.vmdk"), descriptor("twoGbMaxExtentFlat", lines)).unwrap();
     let said = oracle.ours(&oracle.work(), &words("check two.vmdk"));
     assert!(said.code == Some(2) && format!("{said:?}").contains("extent 1 lies on extent 0"), "{said:?}");
+}
+
+/// New grains go behind the end of the file, where the lost part is said to be. QEMU writes there, and loses data.
+#[test]
+fn tables_behind_the_end_refuse_all_writes() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vmdk good.vmdk 64M");
+    oracle.io(&["write -P 17 0 1M", "write -P 18 40M 1M"], "good.vmdk");
+    let good = fs::read(oracle.work().join("good.vmdk")).unwrap();
+    let word = |at: usize| u32::from_le_bytes(good[at..at + 4].try_into().unwrap()) as usize;
+    let (directory, copies) = (word(56) * 512, word(48) * 512);
+    let sectors = good.len() / 512;
+    let io = |read_only: bool, commands: &[&str]| {
+        let mut args = vec!["io", "-f", "vmdk"];
+        args.extend(read_only.then_some("-r"));
+        args.extend(commands.iter().flat_map(|command| ["-c", *command]));
+        args.push("bad.vmdk");
+        let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_cowshed"));
+        let output = program.args(args).current_dir(oracle.work()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        (output.status.code(), said.into_owned())
+    };
+    for behind in [0, 128, 1024] {
+        for at in [directory, copies, 48, 56, 36] {
+            let mut image = good.clone();
+            image[at..at + 4].copy_from_slice(&((sectors + behind) as u32).to_le_bytes());
+            fs::write(oracle.work().join("bad.vmdk"), &image).unwrap();
+            let (_, said) = io(false, &["write -P 33 8M 4M"]);
+            assert!(said.contains("points after EOF, where new grains go"), "{at}: {said}");
+            assert!(fs::read(oracle.work().join("bad.vmdk")).unwrap() == image, "{at}: it was changed");
+            // It is read as before.
+            let (code, said) = io(true, &["read -P 17 0 1M", "read -P 18 40M 1M", "read -P 0 8M 4M"]);
+            assert!(code == Some(0) && !said.contains("fail"), "{at}: {said}");
+            assert_eq!(oracle.ours(&oracle.work(), &words("check bad.vmdk")).code, Some(2), "{at}");
+        }
+    }
+}
+
+/// As in QEMU. Without the extents it would be a disk of 0 bytes.
+#[test]
+fn a_header_without_capacity_leads_to_extents() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    fs::write(work.join("flat"), [0x41; 1 << 20]).unwrap();
+    oracle.make("create -q -f vmdk disk.vmdk 1M");
+    let mut image = fs::read(work.join("disk.vmdk")).unwrap();
+    let text = descriptor("monolithicFlat", "RW 2048 FLAT \"flat\" 0");
+    image[12..20].fill(0);
+    image[512..21 * 512].fill(0);
+    image[512..512 + text.len()].copy_from_slice(text.as_bytes());
+    fs::write(work.join("disk.vmdk"), &image).unwrap();
+    oracle.make("convert -f vmdk -O raw disk.vmdk real.raw");
+    let said = oracle.ours(&work, &words("convert -f vmdk -O raw disk.vmdk ours.raw"));
+    assert_eq!(said.code, Some(0), "{}", said.err);
+    let real = fs::read(work.join("real.raw")).unwrap();
+    assert!(real == [0x41; 1 << 20] && fs::read(work.join("ours.raw")).unwrap() == real);
+    let message = oracle.refused("info --untrusted disk.vmdk");
+    assert!(message.contains("'flat'") && message.contains("'--allow extents' does"), "{message}");
+    // A write goes to the extent, and the content id to its place.
+    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_cowshed"));
+    let args = ["io", "-f", "vmdk", "-c", "write -P 9 0 64k", "disk.vmdk"];
+    assert!(program.args(args).current_dir(&work).status().unwrap().success());
+    let changed = fs::read(work.join("disk.vmdk")).unwrap();
+    assert!(changed.len() == image.len() && changed[..512] == image[..512] && changed != image);
+    assert_eq!(fs::read(work.join("flat")).unwrap()[..65_537], [&[9; 65_536][..], &[0x41]].concat());
+    // A disk of 0 bytes is one still, and the file itself is no extent.
+    oracle.make("create -q -f vmdk empty.vmdk 0");
+    assert_eq!(oracle.ours(&work, &words("info -f vmdk empty.vmdk")).code, Some(0));
+    image[512..21 * 512].fill(0);
+    let text = descriptor("monolithicSparse", "RW 2048 SPARSE \"disk.vmdk\"");
+    image[512..512 + text.len()].copy_from_slice(text.as_bytes());
+    fs::write(work.join("disk.vmdk"), &image).unwrap();
+    oracle.refused("info -f vmdk disk.vmdk");
+}
+
+/// The space for a descriptor may be any number. No more of it is read than when the disk was opened.
+#[test]
+fn space_for_a_descriptor_takes_no_memory() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    oracle.make("create -q -f vmdk disk.vmdk 64M");
+    let image = fs::read(work.join("disk.vmdk")).unwrap();
+    let (place, space) = (1u64 << 20, 3u64 << 30);
+    let file = fs::OpenOptions::new().write(true).open(work.join("disk.vmdk")).unwrap();
+    file.set_len(place + space).unwrap();
+    let put = |at: u64, bytes: &[u8]| std::os::unix::fs::FileExt::write_all_at(&file, bytes, at).unwrap();
+    put(place, &image[512..21 * 512]);
+    put(28, &(place / 512).to_le_bytes());
+    put(36, &(space / 512).to_le_bytes());
+    let mut command = std::process::Command::new("bash");
+    // 2 GiB of addresses: less than the space.
+    let script = "ulimit -v 2097152; exec \"$0\" io -f vmdk -c 'write -P 3 0 64k' -c 'read -P 3 0 64k' disk.vmdk";
+    let output = command.args(["-c", script, env!("CARGO_BIN_EXE_cowshed")]).current_dir(&work).output().unwrap();
+    assert!(output.status.success() && !format!("{output:?}").contains("fail"), "{output:?}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use super::Vmdk;
 use super::extent::{Extent, Sparse, Storage, le32_entries};
+use crate::holes::Holes;
 use cowshed_graph::node::{MappedCheck, Node};
 use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES};
 use cowshed_storage::{FileIdentity, IoBuf};
@@ -27,7 +28,7 @@ enum Owner {
     Header,
     Descriptor,
     Directory,
-    /// The grain table with this number.
+    /// Grain tables from this one on.
     Table(u32),
     /// Grains from this one on.
     Grain(u32),
@@ -138,6 +139,10 @@ async fn check_places(
     Ok(())
 }
 
+fn too_many_parts() -> Error {
+    Error::new(ErrorKind::Limit, format!("an extent in more than {MAX_PARTS} parts of its file is not checked"))
+}
+
 /// One sparse extent.
 struct Inside<'a> {
     sparse: &'a Sparse,
@@ -164,6 +169,14 @@ impl Inside<'_> {
         places.filter(move |(_, offset)| offset + len <= file_bytes)
     }
 
+    /// True for a table in a hole of the file.
+    async fn is_unwritten(&self, holes: &Holes, offset: u64) -> bool {
+        match self.files.get(self.sparse.file) {
+            Some(file) => holes.end_of(file, offset, self.sparse.header.table_bytes() as u64).await.is_some(),
+            None => false,
+        }
+    }
+
     async fn table_at(&self, offset: u64) -> Result<Vec<u32>> {
         let file = self.files.get(self.sparse.file).ok_or_else(|| Error::internal("an extent has no file"))?;
         let (result, bytes) = file.read_boxed(offset, IoBuf::try_zeroed(self.sparse.header.table_bytes())?).await;
@@ -171,25 +184,31 @@ impl Inside<'_> {
         le32_entries(&bytes)
     }
 
-    /// The first tables count. A power cut may leave a copy behind them, so a difference is no damage.
+    /// The first tables count. A power cut may leave a copy behind them, so a difference is no damage. A part that is not in
+    /// the file is: a disk with one can't be written to.
     async fn check_copies(&mut self) -> Result<()> {
         let number = self.number;
+        let described = self.sparse.header.descriptor.map(|(start, sectors)| start.saturating_add(sectors));
+        if described.is_some_and(|end| end.saturating_mul(SECTOR_BYTES) > self.file_bytes()) {
+            let text = format!("extent {number}: the space of the descriptor is not all in the file");
+            self.findings.corruption(text);
+        }
         if self.sparse.uses_copy {
             let text = format!("extent {number}: the grain directory is not in the file, and its copy is used");
             self.findings.corruption(text);
             return Ok(());
         }
         if self.sparse.header.redundant_directory_sector.is_some() && self.sparse.redundant.is_empty() {
-            self.findings.note(format!("WARNING: extent {number}: the copy of the grain directory is not in the file"));
+            self.findings.corruption(format!("extent {number}: the copy of the grain directory is not in the file"));
         }
         if !self.has_copies() {
             return Ok(());
         }
-        let first: Vec<(u32, u64)> = self.tables(&self.sparse.directory).collect();
-        let copies: Vec<(u32, u64)> = self.tables(&self.sparse.redundant).collect();
-        let mut copies = copies.into_iter().peekable();
-        let mut first = first.into_iter().peekable();
-        for (index, (sector, copy)) in self.sparse.directory.iter().zip(&self.sparse.redundant).enumerate() {
+        let sparse = self.sparse;
+        let mut first = self.tables(&sparse.directory).peekable();
+        let mut copies = self.tables(&sparse.redundant).peekable();
+        let holes = [Holes::default(), Holes::default()];
+        for (index, (sector, copy)) in sparse.directory.iter().zip(&sparse.redundant).enumerate() {
             if self.findings.is_full() {
                 break;
             }
@@ -198,6 +217,9 @@ impl Inside<'_> {
             let second = copies.next_if(|(number, _)| *number == index);
             match (table, second) {
                 (Some((_, table)), Some((_, second))) if table != second => {
+                    if self.is_unwritten(&holes[0], table).await && self.is_unwritten(&holes[1], second).await {
+                        continue;
+                    }
                     let (table, second) = (self.table_at(table).await?, self.table_at(second).await?);
                     let differ = table.iter().zip(&second).filter(|(one, other)| one != other).count();
                     if differ > 0 {
@@ -211,7 +233,7 @@ impl Inside<'_> {
                 }
                 (Some(_), None) if *copy != 0 => {
                     let text = format!("the copy of grain table {index} is not in the file");
-                    self.findings.note(format!("WARNING: extent {number}: {text}"));
+                    self.findings.corruption(format!("extent {number}: {text}"));
                 }
                 _ => {}
             }
@@ -229,7 +251,7 @@ impl Inside<'_> {
             match last {
                 Some(before) if part.from < before.to => {
                     let (number, at) = (self.number, part.from);
-                    let (one, other) = (part.owner, before.owner);
+                    let (one, other) = (part.owner, self.owner_at(&before, at));
                     self.findings.corruption(format!("extent {number}: {one} lies on {other} (offset {at:#x})"));
                     if part.to > before.to {
                         last = Some(part);
@@ -239,6 +261,16 @@ impl Inside<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The owner of the byte at `at`: tables that follow each other are one part.
+    fn owner_at(&self, part: &Part, at: u64) -> Owner {
+        match part.owner {
+            Owner::Table(first) => {
+                Owner::Table(first + ((at - part.from) / self.sparse.header.table_bytes() as u64) as u32)
+            }
+            owner => owner,
+        }
     }
 
     fn metadata(&self) -> Result<Vec<Part>> {
@@ -260,14 +292,22 @@ impl Inside<'_> {
         }
         let copies = if self.has_copies() { &self.sparse.redundant[..] } else { &[] };
         let bytes = header.table_bytes() as u64;
-        for (index, offset) in self.tables(&self.sparse.directory) {
-            add(offset, bytes, Owner::Table(index))?;
-        }
-        for (index, offset) in self.tables(copies) {
-            // Both directories may lead to one table.
-            let sector = self.sparse.directory.get(index as usize).copied().unwrap_or(0);
-            if u64::from(sector) * SECTOR_BYTES != offset {
-                add(offset, bytes, Owner::Table(index))?;
+        let first = self.tables(&self.sparse.directory);
+        // Both directories may lead to one table.
+        let other = |(index, offset): &(u32, u64)| {
+            let sector = self.sparse.directory.get(*index as usize).copied().unwrap_or(0);
+            u64::from(sector) * SECTOR_BYTES != *offset
+        };
+        for (index, offset) in first.chain(self.tables(copies).filter(other)) {
+            let is_full = parts.len() >= MAX_PARTS;
+            match parts.last_mut() {
+                Some(Part { from, to, owner: Owner::Table(first) })
+                    if *to == offset && u64::from(index.saturating_sub(*first)) * bytes == offset - *from =>
+                {
+                    *to += bytes;
+                }
+                _ if is_full => return Err(too_many_parts()),
+                _ => try_push(&mut parts, Part { from: offset, to: offset + bytes, owner: Owner::Table(index) })?,
             }
         }
         Ok(parts)
@@ -279,7 +319,11 @@ impl Inside<'_> {
         let (grain_bytes, entries) = (header.grain_bytes(), u64::from(header.table_entries));
         let bytes = if header.compressed { SECTOR_BYTES } else { grain_bytes };
         let grains = extent_bytes.div_ceil(grain_bytes);
-        for index in 0..self.sparse.directory.len() as u64 {
+        let holes = Holes::default();
+        for (index, sector) in (0u64..).zip(&self.sparse.directory) {
+            if self.is_unwritten(&holes, u64::from(*sector) * SECTOR_BYTES).await {
+                continue;
+            }
             let Ok(Some(table)) = self.sparse.table(self.files, index).await else { continue };
             for (grain, entry) in (index * entries..grains).zip(table.iter()) {
                 let Grain::At(sector) = header.grain(*entry) else { continue };
@@ -287,10 +331,7 @@ impl Inside<'_> {
                 let is_full = parts.len() >= MAX_PARTS;
                 match parts.last_mut() {
                     Some(last) if last.to == from && matches!(last.owner, Owner::Grain(_)) => last.to += bytes,
-                    _ if is_full => {
-                        let message = format!("an extent in more than {MAX_PARTS} parts of its file is not checked");
-                        return Err(Error::new(ErrorKind::Limit, message));
-                    }
+                    _ if is_full => return Err(too_many_parts()),
                     // A grain has a sector of the file for itself, so 32 bits count them.
                     _ => try_push(parts, Part { from, to: from + bytes, owner: Owner::Grain(grain as u32) })?,
                 }

@@ -171,7 +171,8 @@ impl Sparse {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
         let table_index = at / span;
         let until_table_end = span - at % span;
-        if let Some(tables) = self.unwritten(files, table_index).await {
+        let touched = len.saturating_sub(until_table_end).div_ceil(span).saturating_add(1);
+        if let Some(tables) = self.unwritten(files, table_index, touched).await {
             return Ok((
                 Place::Unallocated,
                 until_table_end.saturating_add((tables - 1).saturating_mul(span)).min(len),
@@ -218,8 +219,9 @@ impl Sparse {
         Ok((place, end.min(len)))
     }
 
-    /// The number of tables from `index` on that lie in a hole of the file, or aren't there, if the first one does.
-    async fn unwritten(&self, files: &[Arc<Node>], index: u64) -> Option<u64> {
+    /// The number of tables from `index` on that lie in a hole of the file, or aren't there, if the first one does. It is
+    /// `most` at most.
+    async fn unwritten(&self, files: &[Arc<Node>], index: u64, most: u64) -> Option<u64> {
         let slot = usize::try_from(index).ok()?;
         let first = u64::from(*self.directory.get(slot).filter(|sector| **sector != 0)?) * SECTOR_BYTES;
         if self.tables.find(index).is_some() {
@@ -231,7 +233,8 @@ impl Sparse {
             let start = u64::from(*sector) * SECTOR_BYTES;
             *sector == 0 || (first <= start && start + len <= end)
         };
-        Some(self.directory.get(slot..)?.iter().take_while(|sector| is_within(sector)).count() as u64)
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        Some(self.directory.get(slot..)?.iter().take(most).take_while(|sector| is_within(sector)).count() as u64)
     }
 
     /// Where `len` bytes are, from `skip` bytes into the grain at `sector` on; they must be in the file.

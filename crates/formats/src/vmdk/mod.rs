@@ -4,6 +4,7 @@
 
 mod check;
 mod extent;
+mod grains;
 mod open;
 mod stream;
 mod write;

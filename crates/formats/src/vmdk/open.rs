@@ -44,7 +44,7 @@ pub(super) async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let first = read(&file, 0, HEADER_BYTES as u64).await?;
     check_kind(&first).map_err(named)?;
     let vmdk = match first.starts_with(b"KDMV") || first.starts_with(b"COWD") {
-        true => open_monolithic(opener, &file, &first).await.map_err(named)?,
+        true => open_monolithic(opener, draft, &file, &first).await.map_err(named)?,
         false => open_split(opener, draft, &file).await.map_err(named)?,
     };
     if !draft.settings.read_only {
@@ -97,12 +97,16 @@ pub(super) fn cid_of(node: &Node) -> Option<u32> {
 }
 
 /// One sparse file with the descriptor inside.
-async fn open_monolithic(opener: &Rc<Opener>, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
+async fn open_monolithic(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>, first: &[u8]) -> Result<Vmdk> {
     let header = SparseHeader::parse(first)?;
     let (start, sectors) = header.descriptor.unwrap_or((0, 0));
     let wanted = sectors.saturating_mul(SECTOR_BYTES).min(limits::DESCRIPTOR_BYTES as u64);
     let text = read(file, start * SECTOR_BYTES, wanted).await?;
     let descriptor = embedded_descriptor(&text, start)?;
+    // A file without grains may hold the descriptor of a disk in others.
+    if header.capacity_sectors == 0 && descriptor.extents.iter().any(|extent| extent.sectors > 0) {
+        return open_described(opener, draft, descriptor, (Arc::clone(file), header.descriptor)).await;
+    }
     let sparse = open_sparse(opener, file, 0, header.clone(), "").await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
     let home = (Arc::clone(file), header.descriptor);
@@ -117,6 +121,17 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
         return Err(error.qemu("invalid VMDK image descriptor"));
     }
     let descriptor = Descriptor::parse(&read(file, 0, file.size()).await?)?;
+    open_described(opener, draft, descriptor, (Arc::clone(file), None)).await
+}
+
+/// Opens the extents that a descriptor names. `home`: its file, and its place there.
+async fn open_described(
+    opener: &Rc<Opener>,
+    draft: &mut Draft,
+    descriptor: Descriptor,
+    home: (Arc<Node>, Option<(u64, u64)>),
+) -> Result<Vmdk> {
+    let file = &home.0;
     if descriptor.create_type == "seSparse" {
         return Err(no_se_sparse("VMDK disks of this type are not supported"));
     }
@@ -144,7 +159,7 @@ async fn open_split(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node>) ->
         }
         extents.push(extent);
     }
-    Vmdk::new(descriptor, extents, files, (Arc::clone(file), None))
+    Vmdk::new(descriptor, extents, files, home)
 }
 
 async fn open_extent(

@@ -3,18 +3,17 @@
 //! does (`formats/writer.rs`). The first write gives the disk another content id, so that disks made of it notice.
 
 use super::extent::{Extent, Sparse, Storage};
+use super::grains::Grains;
 use super::stream::{StreamHeader, StreamWriter};
 use super::{Piece, Vmdk};
-use crate::blocks::{BlockFormat, ImageFile, Table};
+use crate::blocks::ImageFile;
 use crate::mapped::{MappedWriter, Place};
-use crate::units::{Units, check_metadata};
 use crate::writer::Writer;
 use cowshed_graph::buffers::join;
-use cowshed_graph::node::Description;
 use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
 use cowshed_graph::protocols::{discard_file, zero_file};
 use cowshed_layout::vmdk::{
-    Grain, HEADER_BYTES, SECTOR_BYTES, parent_cid_bits, sectors_to_bytes, stream_end, with_cid, with_parent_cid,
+    HEADER_BYTES, SECTOR_BYTES, limits, parent_cid_bits, sectors_to_bytes, stream_end, with_cid, with_parent_cid,
 };
 use cowshed_storage::{File, FileIdentity, IoBuf};
 use cowshed_types::memory::try_push;
@@ -49,140 +48,6 @@ enum ExtentWriter {
     Finished,
     /// It reads as zeroes, and takes nothing else.
     Zero,
-}
-
-/// A sparse extent as a format in blocks.
-struct Grains<'a> {
-    sparse: &'a Sparse,
-    files: &'a [Arc<Node>],
-    len: u64,
-    start: u64,
-}
-
-impl Grains<'_> {
-    fn table(&self, sector: Option<&u32>, block: u64) -> Result<Table> {
-        let bytes = self.sparse.header.table_bytes() as u64;
-        match sector.copied().filter(|sector| *sector != 0) {
-            Some(sector) => {
-                Ok(Table { field: "grain directory entry", offset: u64::from(sector) * SECTOR_BYTES, bytes })
-            }
-            None => {
-                let message = "the grain table for a new grain is missing: such a disk can't be written to there";
-                Err(Error::unsupported(message).field("grain").value(block))
-            }
-        }
-    }
-
-    fn slot_in(&self, directory: &[u32], block: u64) -> Result<(Table, u64)> {
-        let entries = u64::from(self.sparse.header.table_entries);
-        let table = usize::try_from(block / entries).ok().and_then(|index| directory.get(index));
-        Ok((self.table(table, block)?, block % entries))
-    }
-
-    /// Header, descriptor, directories and tables: offset and end in bytes, in order.
-    fn metadata(&self) -> Result<Vec<(u64, u64)>> {
-        let header = &self.sparse.header;
-        let mut parts = vec![(0, HEADER_BYTES as u64)];
-        let places = [
-            header.descriptor,
-            header.directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
-            header.redundant_directory_sector.map(|sector| (sector, header.directory_bytes().div_ceil(SECTOR_BYTES))),
-        ];
-        for (sector, sectors) in places.into_iter().flatten() {
-            let end = sector.checked_add(sectors).and_then(sectors_to_bytes);
-            let end =
-                end.ok_or_else(|| Error::invalid_image("VMDK header", sector, "a part of the file is too far"))?;
-            try_push(&mut parts, (sector * SECTOR_BYTES, end))?;
-        }
-        let copies = if self.sparse.redundant == self.sparse.directory { &[][..] } else { &self.sparse.redundant };
-        for sector in self.sparse.directory.iter().chain(copies).filter(|sector| **sector != 0) {
-            let start = u64::from(*sector) * SECTOR_BYTES;
-            let end = start + header.table_bytes() as u64;
-            match parts.last_mut() {
-                // Most tables follow each other.
-                Some(last) if last.1 == start => last.1 = end,
-                _ => try_push(&mut parts, (start, end))?,
-            }
-        }
-        check_metadata(&mut parts, "VMDK metadata")?;
-        Ok(parts)
-    }
-}
-
-impl BlockFormat for Grains<'_> {
-    const NAME: &'static str = "vmdk";
-
-    fn size(&self) -> u64 {
-        self.len
-    }
-
-    fn describe(&self) -> Description {
-        Description::default()
-    }
-
-    fn disk_start(&self) -> u64 {
-        self.start
-    }
-
-    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        let grain_bytes = self.sparse.header.grain_bytes();
-        // Grains that follow each other in the file are looked up one by one.
-        let (place, len) = self.sparse.map(self.files, at, len.min(self.sparse.header.table_span_bytes())).await?;
-        match place {
-            Place::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
-            _ => Ok((place, len)),
-        }
-    }
-
-    async fn run(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
-        self.sparse.map(self.files, at, len).await
-    }
-
-    fn units(&self) -> Option<Units> {
-        let block_bytes = self.sparse.header.grain_bytes();
-        Some(Units {
-            file: self.sparse.file,
-            block_bytes,
-            head: Vec::new(),
-            first: 0,
-            grid: block_bytes,
-            tail: Vec::new(),
-            is_at_end: true,
-        })
-    }
-
-    async fn occupied(&self, _file: &ImageFile) -> Result<Vec<(u64, u64)>> {
-        self.metadata()
-    }
-
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
-        self.slot_in(&self.sparse.directory, block)
-    }
-
-    async fn second_slot(&self, _file: &ImageFile, block: u64) -> Result<Option<(Table, u64)>> {
-        match self.sparse.redundant.is_empty() || self.sparse.redundant == self.sparse.directory {
-            true => Ok(None),
-            // A copy that is missing is not made.
-            false => Ok(self.slot_in(&self.sparse.redundant, block).ok()),
-        }
-    }
-
-    fn entry(&self, host: u64) -> Result<Vec<u8>> {
-        let sector = u32::try_from(host / SECTOR_BYTES).ok();
-        match sector.filter(|sector| matches!(self.sparse.header.grain(*sector), Grain::At(_))) {
-            Some(sector) => Ok(sector.to_le_bytes().to_vec()),
-            None => Err(Error::new(ErrorKind::NoSpace, "a VMDK extent can be no longer").value(host)),
-        }
-    }
-
-    fn zero_entry(&self) -> Option<Vec<u8>> {
-        self.sparse.header.zeroed_grains.then(|| 1u32.to_le_bytes().to_vec())
-    }
-
-    fn forget(&self) {
-        self.sparse.tables.forget();
-        self.sparse.holes.forget();
-    }
 }
 
 impl VmdkWriter {
@@ -294,9 +159,16 @@ impl VmdkWriter {
     async fn read_descriptor(&self) -> Result<IoBuf> {
         let (file, place, space) = &self.descriptor;
         let there = file.len().saturating_sub(*place);
-        let len = usize::try_from(space.unwrap_or(there).min(there)).unwrap_or(usize::MAX);
-        let (result, text) = file.read_at(IoBuf::try_zeroed(len)?, *place).await;
-        result.map(|()| text)
+        let space = space.unwrap_or(there).min(there);
+        let len = space.min(limits::DESCRIPTOR_BYTES as u64);
+        let (result, text) = file.read_at(IoBuf::try_zeroed(len as usize)?, *place).await;
+        result?;
+        // A change of its length must not be written over bytes that were not read.
+        if len < space && text.last().is_some_and(|byte| *byte != 0) {
+            let message = format!("the descriptor is longer than {len} bytes");
+            return Err(Error::invalid_image("descriptorSize", space / SECTOR_BYTES, message));
+        }
+        Ok(text)
     }
 
     async fn write_descriptor(&self, before: &[u8], mut text: Vec<u8>) -> Result<()> {
@@ -366,6 +238,10 @@ async fn empty_stream(vmdk: &Vmdk, piece: &Piece, sparse: &Sparse) -> Result<Opt
     let bytes = if sparse.is_stream { header.to_vec() } else { stream_end::header(&header) };
     let header = StreamHeader { bytes, is_in_file: sparse.is_stream };
     Ok(Some(StreamWriter::new(file, sparse.header.clone(), header, piece.extent.len, first)))
+}
+
+fn no_data(at: u64) -> Error {
+    Error::unsupported("an extent of the type ZERO takes no data").offset(at)
 }
 
 /// Refuses extents that share bytes of a file: a write to one would change the other.
@@ -450,6 +326,38 @@ impl Vmdk {
         Ok(())
     }
 
+    /// Refuses a write that would be the first change, and can't be done: the disk stays the parent of its overlays.
+    async fn check_first(&self, offset: u64, buf: &[u8]) -> Result<()> {
+        let (writer, mut rest) = (self.open_writer()?, buf);
+        if writer.changed.lock().await.is_marked {
+            return Ok(());
+        }
+        for (index, at, len) in self.parts(offset, buf.len() as u64) {
+            let (part, behind) = rest.split_at(len as usize);
+            rest = behind;
+            let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
+            match (&piece.extent.storage, &writer.extents[index]) {
+                (Storage::Zero, _) if part.iter().any(|byte| *byte != 0) => return Err(no_data(piece.start + at)),
+                (Storage::Sparse(sparse), ExtentWriter::Sparse(_)) => {
+                    let grains = self.grains(sparse, &piece.extent, piece.start);
+                    let grain_bytes = sparse.header.grain_bytes();
+                    let (mut from, end) = (at, at + len);
+                    while from < end {
+                        let (place, there) = self.place(index, from, end - from).await?;
+                        if place == Place::Unallocated {
+                            for block in from / grain_bytes..(from + there).div_ceil(grain_bytes) {
+                                grains.slot_in(&sparse.directory, block)?;
+                            }
+                        }
+                        from += there.max(1);
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Cuts a client's writes into grains.
     async fn write_stream(&self, stream: &StreamWriter, at: u64, part: IoBuf) -> (Result<()>, IoBuf) {
         let Some(grain_bytes) = self.pieces.first().and_then(|piece| piece.extent.grain_bytes()) else {
@@ -478,7 +386,7 @@ impl Vmdk {
             }
             (_, ExtentWriter::Stream(stream)) => self.write_stream(stream, at, part).await,
             _ if part.iter().all(|byte| *byte == 0) => (Ok(()), part),
-            _ => (Err(Error::unsupported("an extent of the type ZERO takes no data").offset(piece.start + at)), part),
+            _ => (Err(no_data(piece.start + at)), part),
         }
     }
 
@@ -572,6 +480,7 @@ impl MappedWriter for Vmdk {
         Box::pin(async move {
             let changed = async {
                 self.check_unfinished(offset, buf.len() as u64, None).await?;
+                self.check_first(offset, &buf).await?;
                 self.open_writer()?.change(self).await
             };
             if let Err(error) = changed.await {
