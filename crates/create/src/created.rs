@@ -76,7 +76,7 @@ pub(super) enum Failed {
 }
 
 /// Gives back the file of a creation that failed with this error. `is_new`: there was no such file.
-pub(super) async fn take_back(path: &Path, file: &File, is_new: bool, failed: Failed, error: Error) -> Error {
+pub(super) async fn discard_file(path: &Path, file: &File, is_new: bool, failed: Failed, error: Error) -> Error {
     if file.is_device() {
         return error;
     }

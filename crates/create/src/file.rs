@@ -2,7 +2,7 @@
 //! Puts fresh images into files.
 
 pub(super) use crate::created::Failed;
-use crate::created::{Created, take_back};
+use crate::created::{Created, discard_file};
 use crate::encryption::NewEncryption;
 use crate::layout::FreshLayout;
 use crate::qcow2::Qcow2CreateOptions;
@@ -87,7 +87,7 @@ impl<'a> NewName<'a> {
                 }
                 Ok(created)
             }
-            Err(error) => Err(take_back(self.path, &file, self.is_new, self.failed, error).await),
+            Err(error) => Err(discard_file(self.path, &file, self.is_new, self.failed, error).await),
         }
     }
 

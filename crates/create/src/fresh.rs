@@ -7,7 +7,7 @@ use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX,
 use crate::{Created, path_of};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{OpenRequest, open};
-use cowshed_layout::fresh::{FreshFile, Piece};
+use cowshed_layout::fresh::{FilePiece, FreshFile};
 use cowshed_layout::parallels::NewParallels;
 use cowshed_layout::qcow::NewQcow;
 use cowshed_layout::qed::NewQed;
@@ -185,7 +185,7 @@ pub(super) async fn write(file: &File, fresh: &FreshFile) -> Result<()> {
     Ok(())
 }
 
-async fn write_piece(file: &File, offset: u64, piece: &Piece) -> Result<()> {
+async fn write_piece(file: &File, offset: u64, piece: &FilePiece) -> Result<()> {
     let mut at = 0;
     while at < piece.len() {
         let len = CHUNK_BYTES.min(piece.len() - at);

@@ -333,7 +333,7 @@ impl CreatePlan {
     }
 
     /// The outcome of making `file` an image: one that could not become one is empty again.
-    async fn settle(file: &File, image: Result<()>) -> Result<()> {
+    async fn clear_on_error(file: &File, image: Result<()>) -> Result<()> {
         if image.is_err()
             && let Err(error) = clear(file).await
         {
@@ -375,7 +375,7 @@ impl CreatePlan {
             let (size, space) = (round_size(self.size)?, self.space()?);
             clear(file).await?;
             let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
-            return Self::settle(file, image).await;
+            return Self::clear_on_error(file, image).await;
         }
         if let Some(format) = fresh::find(&self.format) {
             let fresh = format.lay_out(self.identity(), self.size, &self.values, Some(&self.extents)).await?;
@@ -397,7 +397,7 @@ impl CreatePlan {
         }
         clear(file).await?;
         let image = write_fresh_qcow2(file, &options).await;
-        Self::settle(file, image).await
+        Self::clear_on_error(file, image).await
     }
 
     /// Makes an image of one file or of several. Its own comes last, and names the others.
@@ -414,9 +414,9 @@ impl CreatePlan {
             clear(one).await?;
         }
         for (part, (_, layout)) in files() {
-            Self::settle(part, fresh::write(part, layout).await).await?;
+            Self::clear_on_error(part, fresh::write(part, layout).await).await?;
         }
-        let image = Self::settle(file, fresh::write(file, &fresh.image).await).await;
+        let image = Self::clear_on_error(file, fresh::write(file, &fresh.image).await).await;
         if image.is_err() {
             for (part, _) in files() {
                 clear(part).await?;

@@ -116,7 +116,7 @@ pub fn run_with(
         for reply in daemon.farewells.take() {
             reply(commands::nothing());
         }
-        daemon.events.settle(FAREWELL);
+        daemon.events.flush_and_close(FAREWELL);
         if let (true, Err(error)) = (stopped.is_overdue, &stopped.result) {
             overdue(error);
         }
@@ -172,7 +172,7 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
             Message::ExportEnded(id) => {
                 let daemon = Rc::clone(daemon);
                 drop(rt::spawn(async move {
-                    daemon.servers.forget(&id).await;
+                    daemon.servers.remove_ended(&id).await;
                     if daemon.stop_when_idle && daemon.exports().is_empty() {
                         daemon.stop(StopReason::Idle);
                     }

@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A receiver of events. Must not block: it may be called by any thread.
-pub trait Listener: Send + Sync {
+pub trait EventListener: Send + Sync {
     /// Something happened.
     fn event(&self, event: &Event);
     /// Waits until everything that is owed has been delivered, no longer than `patience`, and hangs up.
-    fn settle(&self, patience: Duration);
+    fn flush_and_close(&self, patience: Duration);
 }
 
 /// An event of a limited kind comes at most once in this time; the newest one in between comes at its end.
@@ -28,7 +28,7 @@ struct Limit {
 
 #[derive(Default)]
 struct Shared {
-    listeners: Mutex<Vec<Weak<dyn Listener>>>,
+    listeners: Mutex<Vec<Weak<dyn EventListener>>>,
     limits: Mutex<Vec<Limit>>,
 }
 
@@ -78,7 +78,7 @@ impl EventBus {
     }
 
     /// Adds a listener; it is forgotten when it is dropped.
-    pub fn subscribe(&self, listener: Weak<dyn Listener>) {
+    pub fn subscribe(&self, listener: Weak<dyn EventListener>) {
         let mut listeners = self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.retain(|known| known.strong_count() > 0);
         listeners.push(listener);
@@ -103,12 +103,14 @@ impl EventBus {
 
     /// Gives earlier events the time to reach the listeners, before the process ends, and hangs up. `patience` is for
     /// all together.
-    pub fn settle(&self, patience: Duration) {
+    pub fn flush_and_close(&self, patience: Duration) {
         let end = Instant::now() + patience;
-        self.listeners().iter().for_each(|listener| listener.settle(end.saturating_duration_since(Instant::now())));
+        self.listeners()
+            .iter()
+            .for_each(|listener| listener.flush_and_close(end.saturating_duration_since(Instant::now())));
     }
 
-    fn listeners(&self) -> Vec<Arc<dyn Listener>> {
+    fn listeners(&self) -> Vec<Arc<dyn EventListener>> {
         let listeners = self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.iter().filter_map(Weak::upgrade).collect()
     }

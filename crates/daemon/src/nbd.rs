@@ -7,7 +7,7 @@ use crate::message::{Message, StopReason};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_nbd::ServerTls;
-use cowshed_nbd_proto::uri::{NbdUri, Place};
+use cowshed_nbd_proto::uri::{NbdUri, ServerAddress};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolStats, Removal, Server, ServerConfig};
 use cowshed_storage::rt::within;
 use cowshed_storage::rt::{self, PollLimit};
@@ -154,7 +154,7 @@ impl Nbd {
             tls: setup.tls,
             tls_required: true,
             authorizer: setup.authorizer,
-            events: Some(tell(setup.stop_when_idle.then_some(control))),
+            events: Some(count_clients(setup.stop_when_idle.then_some(control))),
         };
         let server = Server::new(config)?;
         if setup.held {
@@ -345,12 +345,12 @@ impl Nbd {
     /// The URIs of an export: one for each address.
     pub fn uris(&self, export: &str) -> Vec<String> {
         let uri = |address: &SocketAddress| {
-            let place = match address.clone() {
-                SocketAddress::Unix(path) => Place::Unix { path },
-                SocketAddress::Tcp { host, port } => Place::Tcp { host: reachable(host), port },
+            let address = match address.clone() {
+                SocketAddress::Unix(path) => ServerAddress::Unix { path },
+                SocketAddress::Tcp { host, port } => ServerAddress::Tcp { host: reachable(host), port },
             };
             NbdUri {
-                place,
+                address,
                 export: export.to_owned(),
                 tls: self.tls,
                 tls_hostname: None,
@@ -394,7 +394,7 @@ fn listen_on_passed(server: &Server<Arc<Attachment>>) -> Result<Vec<SocketAddres
 }
 
 /// Counts clients. With `control` the last one that goes stops the daemon.
-fn tell(control: Option<Sender<Message>>) -> EventHandler {
+fn count_clients(control: Option<Sender<Message>>) -> EventHandler {
     let connected = AtomicUsize::new(0);
     EventHandler(Arc::new(move |event| match event {
         // The server has logged it.

@@ -7,7 +7,7 @@ use crate::objects::OBJECTS_OF_MACHINES;
 use cowshed_image::DRIVERS;
 use cowshed_image::open::SERVED_BY_NBDKIT;
 use cowshed_image::options::{COMMON, Key, KeyType, REQUIRED};
-use cowshed_qmp::{Alternative, Member, ObjectType, Schema, Type};
+use cowshed_qmp::{Alternative, ObjectType, Schema, SchemaMember, Type};
 use cowshed_types::{Error, Result};
 
 /// Types of exports that QEMU has, and why there are none here.
@@ -53,7 +53,7 @@ fn add_drivers(schema: &mut Schema) {
         member.value = Type::Named("BlockdevDriver".to_owned());
         member.optional = false;
     }
-    base.members.push(Member { name: crate::untrusted::OPTION.to_owned(), value: Type::Bool, optional: true });
+    base.members.push(SchemaMember { name: crate::untrusted::OPTION.to_owned(), value: Type::Bool, optional: true });
     base.tag = Some("driver".to_owned());
     for driver in DRIVERS.schemas() {
         let name = format!("{BLOCKDEV_OPTIONS}-{}", driver.name);
@@ -76,7 +76,7 @@ const UNSIGNED: &[(&str, Type)] = &[
 ];
 
 fn object_type(schema: &mut Schema, name: &str, keys: &[Key]) -> ObjectType {
-    let member = |key: &Key| Member {
+    let member = |key: &Key| SchemaMember {
         name: key.name.to_owned(),
         value: match UNSIGNED.iter().find(|(name, _)| *name == key.name) {
             Some((_, value)) => value.clone(),

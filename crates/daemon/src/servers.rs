@@ -113,7 +113,7 @@ impl Servers {
     }
 
     /// Takes an export away whose server has ended by itself.
-    pub async fn forget(self: &Rc<Self>, id: &str) {
+    pub async fn remove_ended(self: &Rc<Self>, id: &str) {
         let found = {
             let mut list = self.list.borrow_mut();
             let is_it =

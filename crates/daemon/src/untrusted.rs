@@ -60,7 +60,7 @@ impl Untrusted {
     }
 
     /// The node of this name is gone.
-    pub fn forget(&self, name: &str) {
+    pub fn remove(&self, name: &str) {
         self.0.borrow_mut().remove(name);
     }
 }

@@ -23,7 +23,7 @@ pub(crate) fn say(warning: &str) {
 }
 
 /// Tells the warnings of the node's opening.
-pub(crate) fn tell(node: &Node) {
+pub(crate) fn report(node: &Node) {
     for warning in node.warnings() {
         tracing::warn!(target: OPENING, node = node.name(), "{warning}");
         say(warning);

@@ -7,10 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The part of the file that was asked about last.
 #[derive(Default)]
-pub(crate) struct Holes(Mutex<Known>);
+pub(crate) struct Holes(Mutex<KnownHole>);
 
 #[derive(Default)]
-struct Known {
+struct KnownHole {
     /// Counts the changes of tables.
     changes: u64,
     start: u64,
@@ -22,7 +22,7 @@ impl Holes {
     /// Forgets the known holes: tables were written.
     pub(crate) fn forget(&self) {
         let mut known = self.lock();
-        *known = Known { changes: known.changes + 1, ..Known::default() };
+        *known = KnownHole { changes: known.changes + 1, ..KnownHole::default() };
     }
 
     /// The end of the hole that all of the `len` bytes at `offset` are in. `None`: they must be read.
@@ -39,12 +39,12 @@ impl Holes {
         let (end, is_hole) = (offset.checked_add(part.len)?, part.zero);
         let mut known = self.lock();
         if known.changes == changes {
-            *known = Known { changes, start: offset, end, is_hole };
+            *known = KnownHole { changes, start: offset, end, is_hole };
         }
         (is_hole && offset.checked_add(len)? <= end).then_some(end)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, KnownHole> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

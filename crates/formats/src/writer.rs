@@ -56,7 +56,7 @@ enum Pending {
 }
 
 #[derive(Default)]
-struct State {
+struct WriterState {
     /// Blocks whose data are written and whose entries are not.
     pending: BTreeMap<u64, Pending>,
     /// New tables that nothing leads to yet: by the place of the entry that will, where they are.
@@ -78,7 +78,7 @@ pub(crate) struct Writer {
     /// None: all blocks are there.
     units: Option<Units>,
     file: File,
-    state: Mutex<State>,
+    state: Mutex<WriterState>,
     /// Blocks that a request allocates.
     busy: Mutex<HashMap<u64, Arc<Turn<()>>>>,
     growing: Turn<()>,
@@ -136,7 +136,7 @@ impl Writer {
         self.lost.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WriterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -649,8 +649,8 @@ async fn look_through<F: BlockFormat>(
     image: &ImageFile,
     units: Option<&Units>,
     file: &File,
-) -> Result<State> {
-    let mut state = State { fresh: file.len(), ..State::default() };
+) -> Result<WriterState> {
+    let mut state = WriterState { fresh: file.len(), ..WriterState::default() };
     if file.is_device() || !file.grows_by_zeroes() {
         state.fresh = u64::MAX;
     }

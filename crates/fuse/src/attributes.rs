@@ -38,7 +38,7 @@ fn moment(time: Time) -> Moment {
 }
 
 #[derive(Debug)]
-struct State {
+struct FileStatus {
     mode: u32,
     uid: u32,
     gid: u32,
@@ -50,7 +50,7 @@ struct State {
 /// The attributes of the file besides its bytes. It lives as long as the export.
 #[derive(Debug)]
 pub(crate) struct FileAttributes {
-    state: Mutex<State>,
+    state: Mutex<FileStatus>,
     writable: bool,
     allows_other: bool,
     /// A write since the last look: the time of the look is near enough.
@@ -60,7 +60,7 @@ pub(crate) struct FileAttributes {
 impl FileAttributes {
     pub fn new(writable: bool, allows_other: bool) -> FileAttributes {
         let now = now();
-        let state = State {
+        let state = FileStatus {
             mode: if writable { 0o600 } else { 0o400 },
             uid: rustix::process::geteuid().as_raw(),
             gid: rustix::process::getegid().as_raw(),

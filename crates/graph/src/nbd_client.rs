@@ -11,7 +11,7 @@ pub use absent::{Client, ClientOptions, ClientTls};
 mod absent {
     use cowshed_nbd_proto::NbdUri;
     use cowshed_nbd_proto::reply::StatusRun;
-    use cowshed_nbd_proto::uri::Place;
+    use cowshed_nbd_proto::uri::ServerAddress;
     use cowshed_storage::{File, SocketAddress};
     use cowshed_types::{Errno, Error, Result};
     use std::convert::Infallible;
@@ -67,12 +67,12 @@ mod absent {
         }
 
         pub fn uri(&self) -> NbdUri {
-            let place = match &self.address {
-                SocketAddress::Unix(path) => Place::Unix { path: path.clone() },
-                SocketAddress::Tcp { host, port } => Place::Tcp { host: host.clone(), port: *port },
+            let address = match &self.address {
+                SocketAddress::Unix(path) => ServerAddress::Unix { path: path.clone() },
+                SocketAddress::Tcp { host, port } => ServerAddress::Tcp { host: host.clone(), port: *port },
             };
             NbdUri {
-                place,
+                address,
                 export: self.export.clone(),
                 tls: self.tls.is_some(),
                 tls_hostname: self.tls_hostname.clone(),

@@ -80,8 +80,8 @@ impl Seat {
     }
 }
 
-/// A client's place; dropping it makes room for the next.
-pub(crate) struct Place {
+/// The right of one client to be served; dropping it lets the next one in.
+pub(crate) struct ConnectionPermit {
     clients: Rc<Clients>,
     seat: Rc<Seat>,
 }
@@ -98,14 +98,14 @@ impl Clients {
     }
 
     /// Waits for room; the client that has been idle for longest makes it, or else one that sends a request too slowly.
-    pub(crate) async fn place(self: &Rc<Self>, socket: Socket) -> Place {
+    pub(crate) async fn permit(self: &Rc<Self>, socket: Socket) -> ConnectionPermit {
         while within(HEAD_PATIENCE, self.room()).await.is_none() {
             self.cut_slowest_head();
         }
         let (is_idle, head_since, was_cut) = (Cell::new(true), Cell::default(), Cell::new(false));
         let seat = Rc::new(Seat { socket, is_idle, head_since, was_cut });
         self.seated.borrow_mut().push(Rc::clone(&seat));
-        Place { clients: Rc::clone(self), seat }
+        ConnectionPermit { clients: Rc::clone(self), seat }
     }
 
     /// Cuts the client that has been sending the head of a request for longest, if that is longer than usual.
@@ -189,7 +189,7 @@ impl Clients {
     }
 }
 
-impl Place {
+impl ConnectionPermit {
     /// Notes whether the client is between two requests.
     fn set_idle(&self, is_idle: bool) {
         if self.seat.is_idle.replace(is_idle) == is_idle {
@@ -203,7 +203,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.clients.seated.borrow_mut().retain(|seat| !Rc::ptr_eq(seat, &self.seat));
         self.clients.changed();
@@ -211,17 +211,16 @@ impl Drop for Place {
 }
 
 /// Serves one client until it leaves, or its time is up.
-pub(crate) async fn serve(place: Place, socket: Socket) {
+pub(crate) async fn serve(permit: ConnectionPermit, socket: Socket) {
     let peer = socket.peer();
     socket.keep_alive();
     tracing::debug!(peer, "HTTP client connected");
     let stream = Stream::new(socket);
-    match (Connection { place: &place, stream: &stream, peer: &peer, received: Vec::new(), has_sent: Cell::new(false) })
-        .run()
-        .await
-    {
+    let (received, has_sent) = (Vec::new(), Cell::new(false));
+    let mut connection = Connection { permit: &permit, stream: &stream, peer: &peer, received, has_sent };
+    match connection.run().await {
         Ok(()) => tracing::debug!(peer, "HTTP client left"),
-        Err(error) => tracing::info!(peer, export = place.clients.export(), %error, "HTTP client lost"),
+        Err(error) => tracing::info!(peer, export = permit.clients.export(), %error, "HTTP client lost"),
     }
     // The client may take nothing any more, nor the end of the encryption.
     if within(CLOSE_LIMIT, stream.close()).await.is_none() {
@@ -230,7 +229,7 @@ pub(crate) async fn serve(place: Place, socket: Socket) {
 }
 
 struct Connection<'a> {
-    place: &'a Place,
+    permit: &'a ConnectionPermit,
     stream: &'a Stream,
     peer: &'a str,
     /// Bytes that no request has used yet.
@@ -245,7 +244,7 @@ fn timed_out(what: &str) -> Error {
 
 impl Connection<'_> {
     fn config(&self) -> &ServerConfig {
-        &self.place.clients.site.config
+        &self.permit.clients.site.config
     }
 
     async fn run(&mut self) -> Result<()> {
@@ -259,9 +258,9 @@ impl Connection<'_> {
                 Ok(None) => return Ok(()),
                 Err(refused) => return self.refuse(&refused).await,
             };
-            let keeps_alive = request.keeps_alive && !request.has_content && !self.place.clients.is_closing.get();
+            let keeps_alive = request.keeps_alive && !request.has_content && !self.permit.clients.is_closing.get();
             self.respond(&request, keeps_alive).await?;
-            if !keeps_alive || self.place.clients.is_closing.get() {
+            if !keeps_alive || self.permit.clients.is_closing.get() {
                 return Ok(());
             }
         }
@@ -275,17 +274,17 @@ impl Connection<'_> {
             match parse(&self.received) {
                 Ok(Some((request, len))) => {
                     self.received.drain(..len);
-                    self.place.set_idle(false);
-                    self.place.seat.head_since.set(None);
+                    self.permit.set_idle(false);
+                    self.permit.seat.head_since.set(None);
                     return Ok(Ok(Some(request)));
                 }
                 Ok(None) => {}
                 Err(refused) => return Ok(Err(message(refused.status, refused.reason))),
             }
             let is_first = self.received.is_empty();
-            self.place.set_idle(is_first);
-            if !is_first && self.place.seat.head_since.get().is_none() {
-                self.place.seat.head_since.set(Some(rt::now()));
+            self.permit.set_idle(is_first);
+            if !is_first && self.permit.seat.head_since.get().is_none() {
+                self.permit.seat.head_since.set(Some(rt::now()));
             }
             let limit = if is_first { limits.idle_timeout } else { limits.head_timeout };
             let end = *deadline.get_or_insert_with(|| rt::now() + limit);
@@ -307,13 +306,13 @@ impl Connection<'_> {
     }
 
     async fn refuse(&self, refused: &Answer) -> Result<()> {
-        let (peer, export) = (self.peer, self.place.clients.export());
+        let (peer, export) = (self.peer, self.permit.clients.export());
         tracing::info!(peer, export, status = refused.status, "HTTP request refused");
         self.send_answer(refused, None, false).await
     }
 
     async fn respond(&self, request: &Request, keeps_alive: bool) -> Result<()> {
-        let clients = &self.place.clients;
+        let clients = &self.permit.clients;
         if request.has_content && matches!(request.method.as_str(), "GET" | "HEAD") {
             return self.refuse(&message(413, "a request for reading has no content")).await;
         }
@@ -361,7 +360,7 @@ impl Connection<'_> {
         let sent = self.send_answer(&answer, Some((&request.path, &*reading, packing)), keeps_alive).await;
         if answer.body.iter().any(|piece| matches!(piece, AnswerPart::Part(_))) {
             let (len, is_complete) = (reading.size(), sent.is_ok());
-            self.config().tell(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
+            self.config().notify(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
         }
         if sent.is_err() && !self.has_sent.get() {
             self.send_answer(&message(500, "the content could not be read"), None, false).await?;
@@ -458,7 +457,7 @@ impl Sending<'_> {
             let next = piece_at(sending.end);
             let send = async {
                 self.connection.send(std::mem::take(&mut bufs)).await?;
-                self.tell(sending.clone());
+                self.notify_sent(sending.clone());
                 Ok(())
             };
             if next.is_empty() {
@@ -484,7 +483,7 @@ impl Sending<'_> {
         });
         if let Err(error) = &result {
             let (peer, path) = (self.connection.peer, self.path);
-            self.connection.config().tell(&Event::Failed { peer, path, error });
+            self.connection.config().notify(&Event::Failed { peer, path, error });
         }
         result?;
         match self.packing {
@@ -493,10 +492,10 @@ impl Sending<'_> {
         }
     }
 
-    fn tell(&self, range: Range<u64>) {
+    fn notify_sent(&self, range: Range<u64>) {
         if !range.is_empty() {
             let (peer, path, len) = (self.connection.peer, self.path, self.reading.size());
-            self.connection.config().tell(&Event::Sent { peer, path, range, len, version: self.version.number });
+            self.connection.config().notify(&Event::Sent { peer, path, range, len, version: self.version.number });
         }
     }
 }

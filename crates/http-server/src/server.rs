@@ -34,7 +34,7 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    pub(crate) fn tell(&self, event: &Event<'_>) {
+    pub(crate) fn notify(&self, event: &Event<'_>) {
         if let Some(EventHandler(handler)) = &self.events {
             handler(event);
         }
@@ -306,7 +306,7 @@ async fn accept_all(clients: Rc<crate::connection::Clients>, listener: Listener)
 
 /// Serves a client in a task of its own, once there is room.
 async fn start(clients: &Rc<crate::connection::Clients>, socket: Socket) {
-    let place = clients.place(socket.clone()).await;
-    // The task ends with its connection, which the place can cut.
-    drop(rt::spawn(async move { serve(place, socket).await }));
+    let permit = clients.permit(socket.clone()).await;
+    // The task ends with its connection, which the permit can cut.
+    drop(rt::spawn(async move { serve(permit, socket).await }));
 }

@@ -52,11 +52,11 @@ pub struct Search {
     /// As the Linux kernel counts: from 1, logical ones from 5.
     number: u32,
     disk_bytes: u64,
-    place: Place,
+    stage: SearchStage,
 }
 
 #[derive(Clone, Debug)]
-enum Place {
+enum SearchStage {
     /// The first sector.
     Head,
     /// A link of the chain of logical partitions.
@@ -118,21 +118,21 @@ impl Search {
         if disk_bytes < SECTOR_BYTES {
             return Err(no_table());
         }
-        Ok(Search { number, disk_bytes, place: Place::Head })
+        Ok(Search { number, disk_bytes, stage: SearchStage::Head })
     }
 
     /// The next step: bytes to read, a partition, or the end.
     pub fn step(&self) -> ScanStep {
-        match &self.place {
-            Place::Head => ScanStep::Read(0..SECTOR_BYTES),
-            Place::Chain { at, .. } => ScanStep::Read(*at..*at + SECTOR_BYTES),
+        match &self.stage {
+            SearchStage::Head => ScanStep::Read(0..SECTOR_BYTES),
+            SearchStage::Chain { at, .. } => ScanStep::Read(*at..*at + SECTOR_BYTES),
             // Its places are inside of the disk.
-            Place::Header { index, .. } => match self.headers().nth(*index) {
+            SearchStage::Header { index, .. } => match self.headers().nth(*index) {
                 Some((at, _)) => ScanStep::Read(at..at + SECTOR_BYTES),
                 None => ScanStep::Read(0..SECTOR_BYTES),
             },
-            Place::List { header, .. } => ScanStep::Read(header.list.clone()),
-            Place::Found(range) => ScanStep::Found(range.clone()),
+            SearchStage::List { header, .. } => ScanStep::Read(header.list.clone()),
+            SearchStage::Found(range) => ScanStep::Found(range.clone()),
         }
     }
 
@@ -141,21 +141,21 @@ impl Search {
     /// # Errors
     /// Where the disk has no such partition, or a table that breaks the rules.
     pub fn take(&mut self, bytes: &[u8]) -> Result<()> {
-        self.place = match std::mem::replace(&mut self.place, Place::Head) {
-            Place::Head => self.take_head(bytes)?,
-            Place::Chain { extended, at, number } => self.take_link(bytes, extended, at, number)?,
-            Place::Header { index, first_error } => match self.take_header(bytes, index) {
-                Ok(header) => Place::List { index, header, first_error },
+        self.stage = match std::mem::replace(&mut self.stage, SearchStage::Head) {
+            SearchStage::Head => self.take_head(bytes)?,
+            SearchStage::Chain { extended, at, number } => self.take_link(bytes, extended, at, number)?,
+            SearchStage::Header { index, first_error } => match self.take_header(bytes, index) {
+                Ok(header) => SearchStage::List { index, header, first_error },
                 Err(error) => self.next_header(index, first_error, error)?,
             },
-            Place::List { index, header, first_error } => match crc32(&[bytes]) == header.list_sum {
+            SearchStage::List { index, header, first_error } => match crc32(&[bytes]) == header.list_sum {
                 true => self.take_list(bytes, &header)?,
                 false => {
                     let error = wrong("partition_entry_array_crc32", header.list.start, header.list_sum, BAD_LIST);
                     self.next_header(index, first_error, error)?
                 }
             },
-            Place::Found(range) => Place::Found(range),
+            SearchStage::Found(range) => SearchStage::Found(range),
         };
         Ok(())
     }
@@ -164,11 +164,11 @@ impl Search {
         Error::new(ErrorKind::NotFound, format!("the disk has no partition {}", self.number))
     }
 
-    fn take_head(&self, bytes: &[u8]) -> Result<Place> {
+    fn take_head(&self, bytes: &[u8]) -> Result<SearchStage> {
         let entries = mbr_entries(bytes).ok_or_else(no_table)?;
         if entries.iter().flatten().any(|entry| entry.kind == kind::PROTECTIVE) {
             return match self.headers().next() {
-                Some(_) => Ok(Place::Header { index: 0, first_error: None }),
+                Some(_) => Ok(SearchStage::Header { index: 0, first_error: None }),
                 None => Err(wrong("signature", SECTOR_BYTES, self.disk_bytes, "the disk is too short for its GPT")),
             };
         }
@@ -178,7 +178,7 @@ impl Search {
         if self.number >= FIRST_LOGICAL {
             let extended = entries.iter().flatten().find(|entry| entry.is_extended()).ok_or_else(|| self.missing())?;
             let extended = self.range(0, extended, 0)?;
-            return Ok(Place::Chain { at: extended.start, extended, number: FIRST_LOGICAL });
+            return Ok(SearchStage::Chain { at: extended.start, extended, number: FIRST_LOGICAL });
         }
         let index = self.number as usize - 1;
         let entry = entries[index].as_ref().ok_or_else(|| self.missing())?;
@@ -186,11 +186,11 @@ impl Search {
             let message = format!("partition {} is an extended one, which holds those from 5 on", self.number);
             return Err(Error::invalid_argument(message));
         }
-        Ok(Place::Found(self.range(0, entry, 0)?))
+        Ok(SearchStage::Found(self.range(0, entry, 0)?))
     }
 
     /// A link: the entry of a logical partition, and that of the next link, which counts from the extended partition.
-    fn take_link(&self, bytes: &[u8], extended: Range<u64>, at: u64, number: u32) -> Result<Place> {
+    fn take_link(&self, bytes: &[u8], extended: Range<u64>, at: u64, number: u32) -> Result<SearchStage> {
         let Some(entries) = mbr_entries(bytes) else {
             return Err(wrong("signature", at + 510, number, "a link of the logical partitions is no partition table"));
         };
@@ -198,7 +198,7 @@ impl Search {
         let mut next_number = number;
         if let Some(data) = data {
             if number == self.number {
-                return Ok(Place::Found(self.range(at, data, at)?));
+                return Ok(SearchStage::Found(self.range(at, data, at)?));
             }
             next_number += 1;
         }
@@ -211,7 +211,7 @@ impl Search {
         if next_at <= at || next_number - FIRST_LOGICAL >= MAX_LOGICAL {
             return Err(wrong("partition start", at, next.start, "the chain of logical partitions doesn't go forward"));
         }
-        Ok(Place::Chain { extended, at: next_at, number: next_number })
+        Ok(SearchStage::Chain { extended, at: next_at, number: next_number })
     }
 
     /// Places of GPT headers, and the length of the block that each of them counts in: first ones, then spare ones.
@@ -223,7 +223,7 @@ impl Search {
     }
 
     /// The next header, where this one is of no use.
-    fn next_header(&self, index: usize, first_error: Option<Error>, error: Error) -> Result<Place> {
+    fn next_header(&self, index: usize, first_error: Option<Error>, error: Error) -> Result<SearchStage> {
         // The error of a damaged header tells more than the lack of one, and the first place more than a spare one.
         let is_missing = |error: &Error| error.field_name() == Some(SIGNATURE);
         let error = match first_error {
@@ -231,7 +231,7 @@ impl Search {
             _ => error,
         };
         match self.headers().nth(index + 1) {
-            Some(_) => Ok(Place::Header { index: index + 1, first_error: Some(error) }),
+            Some(_) => Ok(SearchStage::Header { index: index + 1, first_error: Some(error) }),
             None => Err(error),
         }
     }
@@ -286,7 +286,7 @@ impl Search {
         Ok(GptHeader { block_bytes, usable, list, list_sum: u32_at(88)?, entry_bytes, entries })
     }
 
-    fn take_list(&self, bytes: &[u8], header: &GptHeader) -> Result<Place> {
+    fn take_list(&self, bytes: &[u8], header: &GptHeader) -> Result<SearchStage> {
         let index = u64::from(self.number) - 1;
         if index >= header.entries {
             return Err(self.missing());
@@ -305,7 +305,7 @@ impl Search {
         let inside = range
             .filter(|(start, end)| *start >= header.usable.start && *end <= header.usable.end.min(self.disk_bytes));
         match inside {
-            Some((start, end)) => Ok(Place::Found(start..end)),
+            Some((start, end)) => Ok(SearchStage::Found(start..end)),
             None => Err(self.outside(at, first)),
         }
     }

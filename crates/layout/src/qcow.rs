@@ -4,7 +4,7 @@
 
 use crate::bytes::{be32_at, be64_at};
 use crate::complaint::{refused, wrong};
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use crate::qcow2::MAGIC;
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 
@@ -202,7 +202,7 @@ impl NewQcow<'_> {
         let parsed = QcowHeader::parse(&header)?;
         let mut pieces = Vec::new();
         if !name.is_empty() {
-            pieces.push((HEADER_BYTES as u64, Piece::Bytes(name.to_vec())));
+            pieces.push((HEADER_BYTES as u64, FilePiece::Bytes(name.to_vec())));
         }
         let len = l1_offset + parsed.l1_bytes().next_multiple_of(SECTOR_BYTES);
         Ok(FreshFile { len, pieces, mark: Some((0, header)) })

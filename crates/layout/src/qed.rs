@@ -4,7 +4,7 @@
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use cowshed_types::{Error, Result};
 
 /// Length of the header in bytes.
@@ -271,11 +271,11 @@ impl NewQed<'_> {
         let header = QedHeader::parse(&bytes)?;
         let mut pieces = Vec::new();
         if !name.is_empty() {
-            pieces.push((HEADER_BYTES as u64, Piece::Bytes(name.to_vec())));
+            pieces.push((HEADER_BYTES as u64, FilePiece::Bytes(name.to_vec())));
         }
         let len = self.cluster_bytes + header.table_bytes;
         // The file has all of the table, which QEMU writes.
-        pieces.push((self.cluster_bytes, Piece::Fill(0, header.table_bytes)));
+        pieces.push((self.cluster_bytes, FilePiece::Fill(0, header.table_bytes)));
         Ok(FreshFile { len, pieces, mark: Some((0, bytes)) })
     }
 }

@@ -4,7 +4,7 @@
 
 use crate::bytes::{array_at, le32_at, le64_at};
 use crate::complaint::{refused, wrong};
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use cowshed_types::{Error, Result};
 
 /// Bytes of a header that are looked at.
@@ -268,7 +268,11 @@ impl NewVdi {
         put(392, &self.uuids[0]);
         put(408, &self.uuids[1]);
         let data_bytes = if self.is_fixed { u64::from(blocks) * u64::from(NEW_BLOCK_BYTES) } else { 0 };
-        let map = if self.is_fixed { Piece::Count(blocks) } else { Piece::Fill(0xff, u64::from(blocks) * ENTRY_BYTES) };
+        let map = if self.is_fixed {
+            FilePiece::Count(blocks)
+        } else {
+            FilePiece::Fill(0xff, u64::from(blocks) * ENTRY_BYTES)
+        };
         Ok(FreshFile { len: data_offset + data_bytes, pieces: vec![(map_offset, map)], mark: Some((0, header)) })
     }
 }

@@ -6,7 +6,7 @@
 
 use crate::bytes::{array_at, be16_at, be32_at, be64_at};
 use crate::complaint::{refused, wrong};
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use crate::parents::utf16;
 use cowshed_types::{Error, Result};
 
@@ -302,7 +302,7 @@ impl NewVpc {
         let footer = self.footer(size, geometry);
         if self.is_fixed {
             // As a raw file, whose first block shows the alignment of direct I/O.
-            let first = (0, Piece::Fill(0, size.min(4096)));
+            let first = (0, FilePiece::Fill(0, size.min(4096)));
             return Ok(FreshFile { len: size + FOOTER_BYTES as u64, pieces: vec![first], mark: Some((size, footer)) });
         }
         let entries = size.div_ceil(u64::from(NEW_BLOCK_BYTES)) as u32;
@@ -322,9 +322,9 @@ impl NewVpc {
         Ok(FreshFile {
             len: end + FOOTER_BYTES as u64,
             pieces: vec![
-                (NEW_HEADER_AT, Piece::Bytes(header)),
-                (NEW_TABLE_AT, Piece::Fill(0xff, whole_table_bytes)),
-                (end, Piece::Bytes(footer.clone())),
+                (NEW_HEADER_AT, FilePiece::Bytes(header)),
+                (NEW_TABLE_AT, FilePiece::Fill(0xff, whole_table_bytes)),
+                (end, FilePiece::Bytes(footer.clone())),
             ],
             mark: Some((0, footer)),
         })
@@ -437,7 +437,7 @@ mod tests {
                 assert_eq!((fresh.len, footer.kind), (expected + 512, VpcKind::Fixed));
                 continue;
             }
-            let (at, Piece::Bytes(header)) = &fresh.pieces[0] else { panic!("no header") };
+            let (at, FilePiece::Bytes(header)) = &fresh.pieces[0] else { panic!("no header") };
             assert_eq!(footer.kind, VpcKind::Dynamic(*at));
             let header = VpcDynamicHeader::parse(header, expected).unwrap();
             assert_eq!((header.table_offset, header.block_bytes), (fresh.pieces[1].0, 2 << 20));

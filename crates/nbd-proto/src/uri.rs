@@ -6,7 +6,7 @@ use std::fmt;
 
 /// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum ServerAddress {
     /// A host name or address, and a port.
     Tcp {
         /// Host name, IPv4 address, or IPv6 address without brackets.
@@ -25,7 +25,7 @@ pub enum Place {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct NbdUri {
     /// The server.
-    pub place: Place,
+    pub address: ServerAddress,
     /// The export's name, "" for the default one.
     pub export: String,
     /// Encryption is a must (`nbds`).
@@ -117,12 +117,12 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
             other => return Err(format!("unknown parameter '{other}'")),
         }
     }
-    let place = if unix {
+    let address = if unix {
         if !authority.is_empty() {
             return Err(format!("'{authority}' is a host, where the address is the path of a socket"));
         }
         match socket {
-            Some(path) if !path.is_empty() => Place::Unix { path },
+            Some(path) if !path.is_empty() => ServerAddress::Unix { path },
             Some(_) => return Err(NO_PATH.into()),
             None => return Err("the parameter 'socket' is missing".into()),
         }
@@ -132,7 +132,7 @@ fn parse_rest(rest: &str, tls: bool, unix: bool) -> Result<NbdUri, String> {
         }
         tcp(authority)?
     };
-    Ok(NbdUri { place, export, tls, tls_hostname, tls_certificates, tls_verify_peer })
+    Ok(NbdUri { address, export, tls, tls_hostname, tls_certificates, tls_verify_peer })
 }
 
 fn check_export(name: &str) -> Result<(), String> {
@@ -144,7 +144,7 @@ fn check_export(name: &str) -> Result<(), String> {
 }
 
 /// `[USER@]HOST[:PORT]`, where an IPv6 address has brackets.
-fn tcp(authority: &str) -> Result<Place, String> {
+fn tcp(authority: &str) -> Result<ServerAddress, String> {
     let (_, host_port) = authority.rsplit_once('@').unwrap_or(("", authority));
     let (host, port) = match host_port.strip_prefix('[') {
         Some(rest) => {
@@ -174,7 +174,7 @@ fn tcp(authority: &str) -> Result<Place, String> {
             port => port,
         },
     };
-    Ok(Place::Tcp { host, port })
+    Ok(ServerAddress::Tcp { host, port })
 }
 
 /// `HOST:PORT[:exportname=NAME]` or `unix:PATH[:exportname=NAME]`. An error has QEMU's sentence besides.
@@ -189,14 +189,14 @@ fn parse_legacy(rest: &str) -> Result<NbdUri, (String, String)> {
         true => (why, LONG_EXPORT_SENTENCE.to_owned()),
         false => (why.clone(), why),
     })?;
-    let place = match rest.strip_prefix("unix:") {
+    let address = match rest.strip_prefix("unix:") {
         Some("") => return Err((NO_PATH.into(), NO_PATH_SENTENCE.into())),
-        Some(path) => Place::Unix { path: path.to_owned() },
+        Some(path) => ServerAddress::Unix { path: path.to_owned() },
         None if rest.is_empty() => return Err(("there is nothing behind 'nbd:'".into(), MISSING.into())),
         None => legacy_tcp(rest)?,
     };
     Ok(NbdUri {
-        place,
+        address,
         export: export.to_owned(),
         tls: false,
         tls_hostname: None,
@@ -206,7 +206,7 @@ fn parse_legacy(rest: &str) -> Result<NbdUri, (String, String)> {
 }
 
 /// `HOST:PORT`; neither may be left out.
-fn legacy_tcp(address: &str) -> Result<Place, (String, String)> {
+fn legacy_tcp(address: &str) -> Result<ServerAddress, (String, String)> {
     let unparsed = || format!("error parsing address '{address}'");
     let (host, port) = match address.rsplit_once(':') {
         Some((host, port)) if !port.is_empty() && !port.ends_with(']') => (host, port),
@@ -266,15 +266,15 @@ impl NbdUri {
     /// again whatever the export's name is. Encryption stays part of it, or a backing file would be opened without it one day.
     pub fn image_name(&self) -> String {
         let mut name = self.to_string();
-        match &self.place {
+        match &self.address {
             _ if self.tls => {}
-            Place::Unix { .. } if self.export.is_empty() => name = name.replacen(":///?", "://?", 1),
-            Place::Tcp { port, .. } if *port == crate::DEFAULT_PORT => {
+            ServerAddress::Unix { .. } if self.export.is_empty() => name = name.replacen(":///?", "://?", 1),
+            ServerAddress::Tcp { port, .. } if *port == crate::DEFAULT_PORT => {
                 let host = "nbd://".len();
                 let end = name[host..].find('/').map_or(name.len(), |len| host + len);
                 name.insert_str(end, &format!(":{port}"));
             }
-            Place::Unix { .. } | Place::Tcp { .. } => {}
+            ServerAddress::Unix { .. } | ServerAddress::Tcp { .. } => {}
         }
         name
     }
@@ -284,8 +284,8 @@ impl fmt::Display for NbdUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.tls { "nbds" } else { "nbd" })?;
         let mut parameters: Vec<(&str, &str)> = Vec::new();
-        match &self.place {
-            Place::Tcp { host, port } => {
+        match &self.address {
+            ServerAddress::Tcp { host, port } => {
                 f.write_str("://")?;
                 match host.contains(':') {
                     true => write!(f, "[{host}]")?,
@@ -295,7 +295,7 @@ impl fmt::Display for NbdUri {
                     write!(f, ":{port}")?;
                 }
             }
-            Place::Unix { path } => {
+            ServerAddress::Unix { path } => {
                 f.write_str("+unix://")?;
                 parameters.push(("socket", path));
             }
@@ -328,9 +328,9 @@ mod tests {
 
     fn parts(name: &str) -> (String, String) {
         let uri = NbdUri::parse(name).unwrap();
-        let place = match uri.place {
-            Place::Tcp { host, port } => format!("{host} {port}"),
-            Place::Unix { path } => path,
+        let place = match uri.address {
+            ServerAddress::Tcp { host, port } => format!("{host} {port}"),
+            ServerAddress::Unix { path } => path,
         };
         (place, uri.export)
     }
@@ -405,12 +405,12 @@ mod tests {
     proptest! {
         #[test]
         fn uris_survive_printing(export in "\\PC{0,20}", path in "/\\PC{1,20}", port in 1u16.., unix: bool, tls: bool) {
-            let place = match unix {
-                true => Place::Unix { path },
-                false => Place::Tcp { host: "fe80::1".into(), port },
+            let address = match unix {
+                true => ServerAddress::Unix { path },
+                false => ServerAddress::Tcp { host: "fe80::1".into(), port },
             };
             let tls_certificates = tls.then(|| "/etc/a b".to_owned());
-            let uri = NbdUri { place, export, tls, tls_hostname: None, tls_certificates, tls_verify_peer: None };
+            let uri = NbdUri { address, export, tls, tls_hostname: None, tls_certificates, tls_verify_peer: None };
             prop_assert_eq!(NbdUri::parse(&uri.to_string()).unwrap(), uri);
         }
 

@@ -87,7 +87,7 @@ impl Line {
         self.next_number
     }
 
-    fn leave(&mut self, number: u64) {
+    fn stop_waiting(&mut self, number: u64) {
         self.waiting.retain(|(other, _)| *other != number);
     }
 
@@ -102,7 +102,7 @@ impl Line {
     }
 
     fn enter(&mut self, number: u64, origin: Origin) {
-        self.leave(number);
+        self.stop_waiting(number);
         *self.held.entry(origin).or_default() += 1;
     }
 
@@ -158,7 +158,7 @@ impl Connections {
     }
 
     /// A connection with a place has ended.
-    fn leave(&mut self, origin: Origin) {
+    fn release_place(&mut self, origin: Origin) {
         self.placed -= 1;
         self.places.give(origin);
     }
@@ -189,9 +189,9 @@ impl Standing {
     }
 }
 
-/// The room that newcomers need.
+/// The two stages of a connection that are bounded: a seat before its first option, and a place behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
+pub(crate) enum SlotKind {
     Seat,
     Place,
 }
@@ -207,10 +207,10 @@ struct Admission {
 
 impl Admission {
     /// True where its end makes such room.
-    fn takes(&self, room: Room) -> bool {
-        match room {
-            Room::Seat => self.stage() != Stage::Placed,
-            Room::Place => self.stage() == Stage::Placed,
+    fn takes(&self, kind: SlotKind) -> bool {
+        match kind {
+            SlotKind::Seat => self.stage() != Stage::Placed,
+            SlotKind::Place => self.stage() == Stage::Placed,
         }
     }
 
@@ -264,9 +264,9 @@ impl Admissions {
     /// longest. Where none is silent, one of the peer that has most, if that is more than `newcomer` will have. Returns
     /// how long to wait for free room before another attempt. While one that was cut is about to end, nothing more is
     /// cut.
-    pub(crate) fn make_room(&self, room: Room, newcomer: Origin, now: Instant) -> Duration {
+    pub(crate) fn evict_for(&self, kind: SlotKind, newcomer: Origin, now: Instant) -> Duration {
         let all = lock(&self.0);
-        let those: Vec<&Arc<Admission>> = all.iter().filter(|admission| admission.takes(room)).collect();
+        let those: Vec<&Arc<Admission>> = all.iter().filter(|admission| admission.takes(kind)).collect();
         if those.iter().any(|admission| admission.is_cut()) {
             return CUT_PAUSE;
         }
@@ -275,7 +275,7 @@ impl Admissions {
         let silent = talking.iter().filter(|admission| admission.silence(now) >= SILENCE);
         let most = by_origin(silent.map(|admission| **admission)).into_values().max_by_key(Vec::len);
         let longest = most.and_then(|most| most.into_iter().max_by_key(|admission| admission.silence(now)));
-        if let Some(cut) = longest.or_else(|| excess(&those, room, newcomer, now)) {
+        if let Some(cut) = longest.or_else(|| excess(&those, kind, newcomer, now)) {
             cut.cut();
             return CUT_PAUSE;
         }
@@ -292,13 +292,18 @@ fn by_origin<'a>(those: impl Iterator<Item = &'a Arc<Admission>>) -> BTreeMap<Or
 
 /// A connection that its peer has beyond the number that `newcomer` will have. It is the last that waits for a place,
 /// or the one that negotiates for longest, and for `SILENCE` at least.
-fn excess<'a>(those: &[&'a Arc<Admission>], room: Room, newcomer: Origin, now: Instant) -> Option<&'a Arc<Admission>> {
+fn excess<'a>(
+    those: &[&'a Arc<Admission>],
+    kind: SlotKind,
+    newcomer: Origin,
+    now: Instant,
+) -> Option<&'a Arc<Admission>> {
     let mut origins = by_origin(those.iter().copied());
     let own = origins.remove(&newcomer).map_or(0, |own| own.len());
     let most = origins.into_values().max_by_key(Vec::len).filter(|most| most.len() >= own + 2)?;
-    match room {
-        Room::Seat => most.into_iter().rfind(|admission| admission.stage() == Stage::Waiting),
-        Room::Place => most
+    match kind {
+        SlotKind::Seat => most.into_iter().rfind(|admission| admission.stage() == Stage::Waiting),
+        SlotKind::Place => most
             .into_iter()
             .filter(|admission| admission.age(now) >= SILENCE)
             .max_by_key(|admission| admission.age(now)),
@@ -324,24 +329,24 @@ impl Haggling<'_> {
 
 /// The seat or the place of a connection.
 #[derive(Debug)]
-pub(crate) struct Slot<D: Disk> {
+pub(crate) struct ConnectionSlot<D: Disk> {
     registry: Arc<Registry<D>>,
     origin: Origin,
     has_place: Cell<bool>,
 }
 
-impl<D: Disk> Slot<D> {
+impl<D: Disk> ConnectionSlot<D> {
     /// Waits for a free seat and takes it. `None` when too many connections of the peer's address wait for one.
-    pub(crate) async fn take(registry: &Arc<Registry<D>>, socket: &Socket) -> Option<Slot<D>> {
+    pub(crate) async fn take(registry: &Arc<Registry<D>>, socket: &Socket) -> Option<ConnectionSlot<D>> {
         let origin = Origin::of(socket);
         let number = registry.connections.change(|all| {
             let waiting = all.seats.waiting.iter().filter(|(_, other)| *other == origin).count();
             let is_flood = matches!(origin, Origin::Ip(_)) && waiting >= PARKED_OF_ONE;
             (!is_flood).then(|| all.seats.stand(origin))
         })?;
-        let in_line = InLine { registry, number, room: Room::Seat };
-        registry.wait_for_room(Room::Seat, origin, |all| all.seat(number)).await;
-        let slot = Slot { registry: Arc::clone(registry), origin, has_place: Cell::new(false) };
+        let in_line = InLine { registry, number, kind: SlotKind::Seat };
+        registry.wait_for_room(SlotKind::Seat, origin, |all| all.seat(number)).await;
+        let slot = ConnectionSlot { registry: Arc::clone(registry), origin, has_place: Cell::new(false) };
         drop(in_line);
         Some(slot)
     }
@@ -351,10 +356,10 @@ impl<D: Disk> Slot<D> {
         let (registry, origin) = (&self.registry, self.origin);
         let limits = registry.config.limits;
         let number = registry.connections.change(|all| all.places.stand(origin));
-        let in_line = InLine { registry, number, room: Room::Place };
+        let in_line = InLine { registry, number, kind: SlotKind::Place };
         haggling.enter(Stage::Waiting);
         let take = move |all: &mut Connections| all.place(number, origin, &limits);
-        let mut place = pin!(registry.wait_for_room(Room::Place, origin, take));
+        let mut place = pin!(registry.wait_for_room(SlotKind::Place, origin, take));
         let has_place = match place.as_mut().now_or_never() {
             Some(()) => true,
             None => {
@@ -371,10 +376,10 @@ impl<D: Disk> Slot<D> {
     }
 }
 
-impl<D: Disk> Drop for Slot<D> {
+impl<D: Disk> Drop for ConnectionSlot<D> {
     fn drop(&mut self) {
         self.registry.connections.change(|all| match self.has_place.get() {
-            true => all.leave(self.origin),
+            true => all.release_place(self.origin),
             false => {
                 all.seated -= 1;
                 all.seats.give(self.origin);
@@ -387,14 +392,14 @@ impl<D: Disk> Drop for Slot<D> {
 struct InLine<'a, D: Disk> {
     registry: &'a Registry<D>,
     number: u64,
-    room: Room,
+    kind: SlotKind,
 }
 
 impl<D: Disk> Drop for InLine<'_, D> {
     fn drop(&mut self) {
-        self.registry.connections.change(|all| match self.room {
-            Room::Seat => all.seats.leave(self.number),
-            Room::Place => all.places.leave(self.number),
+        self.registry.connections.change(|all| match self.kind {
+            SlotKind::Seat => all.seats.stop_waiting(self.number),
+            SlotKind::Place => all.places.stop_waiting(self.number),
         });
     }
 }
@@ -403,7 +408,7 @@ impl<D: Disk> Registry<D> {
     /// Waits until `take` takes the room that one of `newcomer` needs. Connections in negotiation make room.
     async fn wait_for_room(
         &self,
-        room: Room,
+        kind: SlotKind,
         newcomer: Origin,
         mut take: impl FnMut(&mut Connections) -> Option<()> + Unpin,
     ) {
@@ -412,7 +417,7 @@ impl<D: Disk> Registry<D> {
             let free = pin!(self.connections.wait(&mut take));
             match select(free, pin!(rt::sleep(pause))).await {
                 Either::Left(_) => return,
-                Either::Right(_) => pause = self.admissions.make_room(room, newcomer, Instant::now()),
+                Either::Right(_) => pause = self.admissions.evict_for(kind, newcomer, Instant::now()),
             }
         }
     }
@@ -459,7 +464,7 @@ mod tests {
         let mut come = |origin| {
             let number = all.places.stand(origin);
             let has_place = all.place(number, origin, &limits).is_some();
-            all.places.leave(number);
+            all.places.stop_waiting(number);
             has_place
         };
         assert_eq!([(); 8].map(|()| come(many)), [true, true, true, true, true, true, false, false]);
@@ -467,14 +472,14 @@ mod tests {
         assert!(come(Origin::Unknown), "the last spare place");
         assert!(!come(Origin::User(3)), "none is left");
         for origin in [many, other, other] {
-            all.leave(origin);
+            all.release_place(origin);
         }
         // The limit counts those in spare places too.
         let number = all.places.stand(many);
         assert_eq!((all.place(number, many, &limits), all.placed), (None, 8));
         let number = all.places.stand(other);
         assert_eq!(all.place(number, other, &limits), Some(()));
-        (0..9).for_each(|_| all.leave(other));
+        (0..9).for_each(|_| all.release_place(other));
         assert_eq!((all.placed, all.places.held.get(&other)), (0, None));
     }
 
@@ -488,7 +493,7 @@ mod tests {
         assert_eq!(all.seat(first), Some(()));
         assert_eq!(all.seat(second), None);
         assert_eq!(all.seat(late), Some(()));
-        all.seats.leave(second);
+        all.seats.stop_waiting(second);
         assert_eq!(all.seat(third), Some(()));
         all.seats.give(many);
         all.seats.give(many);
@@ -523,7 +528,7 @@ mod tests {
         let (admissions, all) =
             talkers(started, &[(1, Stage::Placed, 900), (1, Stage::Placed, 200), (2, Stage::Placed, 0)]);
         let at = |user: u32, millis: u64| {
-            admissions.make_room(Room::Place, Origin::User(user), started + Duration::from_millis(millis));
+            admissions.evict_for(SlotKind::Place, Origin::User(user), started + Duration::from_millis(millis));
             cut_of(&all)
         };
         assert_eq!(at(1, 5000), [0; 0], "its own");
@@ -537,9 +542,9 @@ mod tests {
         let started = Instant::now();
         let those = [(1, Stage::Waiting, 0), (1, Stage::Waiting, 1), (1, Stage::Seated, 2), (2, Stage::Waiting, 3)];
         let (admissions, all) = talkers(started, &those);
-        admissions.make_room(Room::Seat, Origin::User(1), started);
+        admissions.evict_for(SlotKind::Seat, Origin::User(1), started);
         assert_eq!(cut_of(&all), [0; 0]);
-        admissions.make_room(Room::Seat, Origin::User(3), started);
+        admissions.evict_for(SlotKind::Seat, Origin::User(3), started);
         assert_eq!(cut_of(&all), [1]);
     }
 
@@ -560,11 +565,11 @@ mod tests {
         let young = enter(Origin::User(2), 5000);
         let at = |millis: u64| {
             // A newcomer of the same peer: the rule on shares has no part in this.
-            admissions.make_room(Room::Place, Origin::User(2), started + Duration::from_millis(millis))
+            admissions.evict_for(SlotKind::Place, Origin::User(2), started + Duration::from_millis(millis))
         };
         let end_cut = || lock(&admissions.0).retain(|admission| !admission.cut.load(Ordering::Acquire));
         let cut = || [&lone, &first, &second, &young].map(|admission| admission.cut.load(Ordering::Acquire));
-        assert_eq!(admissions.make_room(Room::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
+        assert_eq!(admissions.evict_for(SlotKind::Seat, Origin::User(2), started + Duration::from_secs(9)), SILENCE);
         assert_eq!(cut(), [false; 4], "none of them has a seat");
         // No client is silent long enough yet.
         assert_eq!(at(900), Duration::from_millis(100));

@@ -66,7 +66,7 @@ impl ServerConfig {
         Ok(())
     }
 
-    pub(crate) fn tell(&self, event: Event) {
+    pub(crate) fn notify(&self, event: Event) {
         if let Some(EventHandler(handler)) = &self.events {
             handler(event);
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! From the greeting to the transmission phase: option haggling in fixed newstyle.
 
-use crate::admission::{Haggling, Slot};
+use crate::admission::{ConnectionSlot, Haggling};
 use crate::config::Authorizer;
 use crate::refusal::{self, broken, refused};
 use crate::registry::{ClientGuard, Registry, Served};
@@ -79,7 +79,7 @@ pub(crate) async fn negotiate<D: Disk>(
     registry: &Arc<Registry<D>>,
     stream: &Stream,
     receiver: &mut Receiver,
-    counted: Option<&(&Slot<D>, Haggling<'_>)>,
+    counted: Option<&(&ConnectionSlot<D>, Haggling<'_>)>,
 ) -> Result<Option<(ClientGuard<D>, NegotiatedOptions)>> {
     let limit = Some(registry.config.limits.handshake_timeout).filter(|limit| !limit.is_zero());
     let mut negotiation = Negotiation {

@@ -29,11 +29,11 @@ pub(crate) struct Pool {
     /// The longest request, in bytes.
     max_request_bytes: u64,
     stall_ns: u64,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolState {
     used_bytes: u64,
     accounts: Vec<Arc<Account>>,
     waiting: Vec<Waiting>,
@@ -266,9 +266,9 @@ impl Pool {
         }
         self.cut_stalled(account);
         self.note_stuck();
-        let mut place = Place { pool: self, account, ticket: None };
+        let mut ticket = WaitTicket { pool: self, account, ticket: None };
         let mut waiting = pin!(poll_fn(|context| {
-            if place.poll(bytes, context.waker()) {
+            if ticket.poll(bytes, context.waker()) {
                 return Poll::Ready(true);
             }
             if gives_up(context.waker()) { Poll::Ready(false) } else { Poll::Pending }
@@ -318,7 +318,7 @@ impl Pool {
     fn note_stuck(&self) {
         let now_ns = rt::now_ns();
         let mut state = lock(&self.state);
-        let State { working, stuck_bytes, .. } = &mut *state;
+        let PoolState { working, stuck_bytes, .. } = &mut *state;
         let mut is_new = false;
         for working in working.iter_mut().filter(|working| !working.is_stuck) {
             if now_ns.saturating_sub(working.since_ns) <= self.stall_ns {
@@ -343,22 +343,22 @@ impl Pool {
 
     /// The memory for requests that aren't stuck: the rest that stuck ones leave, but at least a quarter of the pool
     /// and one request.
-    fn open_bytes(&self, state: &State) -> u64 {
+    fn open_bytes(&self, state: &PoolState) -> u64 {
         let left = self.limit_bytes.saturating_sub(state.stuck_bytes);
         left.max(self.limit_bytes / 4).max(self.max_request_bytes).min(self.limit_bytes)
     }
 
-    fn fits(&self, state: &State, account: &Account, bytes: u64) -> bool {
+    fn fits(&self, state: &PoolState, account: &Account, bytes: u64) -> bool {
         self.fits_pool(state, bytes) && self.fits_export(state, account, bytes)
     }
 
-    fn fits_pool(&self, state: &State, bytes: u64) -> bool {
+    fn fits_pool(&self, state: &PoolState, bytes: u64) -> bool {
         state.used_bytes.saturating_sub(state.stuck_bytes).saturating_add(bytes) <= self.open_bytes(state)
     }
 
     /// The requests of one export hold at most three quarters, that a disk that hangs leaves others something; none more
     /// begins while one is stuck.
-    fn fits_export(&self, state: &State, account: &Account, bytes: u64) -> bool {
+    fn fits_export(&self, state: &PoolState, account: &Account, bytes: u64) -> bool {
         let ExportShare { held_bytes, stuck_bytes, .. } = &*account.export;
         let (held, open) = (held_bytes.load(Ordering::Relaxed), self.open_bytes(state));
         stuck_bytes.load(Ordering::Relaxed) == 0 && (held == 0 || held.saturating_add(bytes) <= open - open / 4)
@@ -367,7 +367,7 @@ impl Pool {
     /// Hands free memory to requests that wait: first to those of exports that hold nothing, then to the connections
     /// that hold least. Of these, the first one in the line gets it. A connection that is cut off gets none. A request
     /// that doesn't fit yet lets none past it, but for one of an export that has its part.
-    fn serve(&self, state: &mut State) {
+    fn serve(&self, state: &mut PoolState) {
         loop {
             let candidates = state.waiting.iter().enumerate().filter(|(_, waiting)| {
                 let account = &waiting.account;
@@ -413,13 +413,13 @@ impl Pool {
 }
 
 /// A place in the queue of waiters, given up when dropped.
-struct Place<'a> {
+struct WaitTicket<'a> {
     pool: &'a Pool,
     account: &'a Arc<Account>,
     ticket: Option<u64>,
 }
 
-impl Place<'_> {
+impl WaitTicket<'_> {
     /// True when the memory is there.
     fn poll(&mut self, bytes: u64, waker: &Waker) -> bool {
         let mut state = lock(&self.pool.state);
@@ -438,7 +438,7 @@ impl Place<'_> {
         self.leave_if(&mut state, |waiting| waiting.is_granted).is_some()
     }
 
-    fn leave_if(&mut self, state: &mut State, leaves: impl Fn(&Waiting) -> bool) -> Option<Waiting> {
+    fn leave_if(&mut self, state: &mut PoolState, leaves: impl Fn(&Waiting) -> bool) -> Option<Waiting> {
         let ticket = self.ticket?;
         let index = state.waiting.iter().position(|waiting| waiting.ticket == ticket && leaves(waiting))?;
         self.ticket = None;
@@ -446,7 +446,7 @@ impl Place<'_> {
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for WaitTicket<'_> {
     fn drop(&mut self) {
         if self.ticket.is_none() {
             return;

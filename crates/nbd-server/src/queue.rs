@@ -2,7 +2,7 @@
 //! The threads that serve: each has its connections, which never leave it.
 
 use crate::Disk;
-use crate::admission::{PARKED, Slot};
+use crate::admission::{ConnectionSlot, PARKED};
 use crate::config::{Event, LOG_LOST, LOG_REFUSED};
 use crate::negotiation::negotiate;
 use crate::registry::Registry;
@@ -28,7 +28,7 @@ pub(crate) enum QueueMessage<D: Disk> {
     /// Accept clients and hand them to the queues in turn.
     Listen { listener: Listener, mailboxes: Vec<Arc<Mailbox<QueueMessage<D>>>>, next: Arc<AtomicUsize> },
     /// Serve a client.
-    Serve { socket: Socket, slot: Option<Slot<D>> },
+    Serve { socket: Socket, slot: Option<ConnectionSlot<D>> },
     /// Accept no more clients, and end when the last one is gone.
     Stop,
 }
@@ -164,7 +164,7 @@ async fn accept_all<D: Disk>(
             Ok(socket) => {
                 let (registry, mailboxes, next) = (&registry, &mailboxes, &next);
                 parked.push(async move {
-                    let Some(slot) = Slot::take(registry, &socket).await else {
+                    let Some(slot) = ConnectionSlot::take(registry, &socket).await else {
                         let peer = socket.peer();
                         tracing::info!(peer, "too many connections of this address wait, and this one is closed");
                         socket.shutdown();
@@ -187,7 +187,7 @@ async fn accept_all<D: Disk>(
 }
 
 /// One connection from its first byte to its last.
-pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<Slot<D>>) {
+pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, slot: Option<ConnectionSlot<D>>) {
     let peer = socket.peer();
     socket.keep_alive();
     tracing::debug!(peer, "client connected");
@@ -216,18 +216,18 @@ pub(crate) async fn serve<D: Disk>(registry: Arc<Registry<D>>, socket: Socket, s
             }
             // The next client's line stands behind this one's.
             stream.socket().shutdown();
-            config.tell(Event::ClientRefused { peer, reason: reason.to_string() });
+            config.notify(Event::ClientRefused { peer, reason: reason.to_string() });
             return;
         }
     };
     let export = stay.served.export.name.clone();
     tracing::info!(peer, export, "client uses export");
-    config.tell(Event::ClientConnected { export: export.clone(), peer: peer.clone() });
+    config.notify(Event::ClientConnected { export: export.clone(), peer: peer.clone() });
     let result = session::run(stay, terms, Arc::clone(&stream), receiver, config.limits, &registry.pool).await;
     let error = result.err().map(|error| error.to_string());
     match &error {
         None => tracing::info!(peer, export, "client left"),
         Some(error) => tracing::warn!(target: LOG_LOST, peer, export, error, "client lost"),
     }
-    config.tell(Event::ClientDisconnected { export, peer, error });
+    config.notify(Event::ClientDisconnected { export, peer, error });
 }

@@ -170,7 +170,7 @@ impl<D: Disk> Registry<D> {
             served.wait_until_unused().await;
         }
         self.exports.change(|exports| exports.by_name.remove(name));
-        self.config.tell(Event::ExportRemoved { name: name.to_owned() });
+        self.config.notify(Event::ExportRemoved { name: name.to_owned() });
         Ok(served)
     }
 

@@ -15,7 +15,7 @@ pub mod tar;
 
 pub use envelope::Envelope;
 pub use manifest::Manifest;
-pub use package::{Package, PackedDisk, Piece};
+pub use package::{FileRange, Package, PackedDisk};
 pub use stamp::Stamps;
 
 /// Upper limits of a package.

@@ -46,7 +46,7 @@ pub struct Package {
 
 /// A part of a disk's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct FileRange {
     /// The file's name in the package.
     pub name: String,
     /// The file that has it.
@@ -71,7 +71,7 @@ pub struct PackedDisk {
     /// Its length in bytes, where the package has it.
     pub capacity_bytes: Option<u64>,
     /// Where its file is, in this order.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<FileRange>,
     /// The file is stored with gzip.
     pub is_gzip: bool,
 }
@@ -300,7 +300,7 @@ impl Package {
     }
 
     /// Where the bytes of a file are, each piece as long as it should be.
-    pub fn pieces(&self, reference: &FileReference) -> Result<Vec<Piece>> {
+    pub fn pieces(&self, reference: &FileReference) -> Result<Vec<FileRange>> {
         let mut pieces = Vec::new();
         for (name, wanted) in pieces_of(reference)? {
             let Some(member) = self.member(&name) else {
@@ -319,7 +319,7 @@ impl Package {
                 true => self.path.clone(),
                 false => self.path.with_file_name(&name),
             };
-            pieces.push(Piece { name, path, offset: member.offset, len: member.len });
+            pieces.push(FileRange { name, path, offset: member.offset, len: member.len });
         }
         Ok(pieces)
     }
@@ -420,7 +420,7 @@ impl Package {
         match self.is_archive() {
             true => Ok(Stamps::new(vec![(self.path.clone(), self.stamp)])),
             false => {
-                let of = |piece: &Piece| {
+                let of = |piece: &FileRange| {
                     let about = fs::symlink_metadata(&piece.path);
                     let about = about.map_err(|error| Error::io(&error, "could not look at"));
                     about.map(|about| (piece.path.clone(), Stamp::of(&about)))

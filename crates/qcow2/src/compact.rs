@@ -15,7 +15,7 @@ pub(crate) struct Shape {
 
 /// Entries that repeat, or of which each is one cluster further than the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct EntryRun {
     /// Index of the first entry.
     first: u32,
     /// log2 of the difference of an entry to the one before, or [`CONSTANT`].
@@ -26,7 +26,7 @@ pub(crate) struct Run {
 
 const CONSTANT: u32 = u32::MAX;
 
-impl Run {
+impl EntryRun {
     #[inline]
     fn entry_at(&self, index: u32) -> u64 {
         match self.stride_bits {
@@ -52,7 +52,7 @@ pub(crate) struct Packed {
 /// See the module's text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Compact {
-    Runs(Box<[Run]>),
+    Runs(Box<[EntryRun]>),
     Packed(Packed),
 }
 
@@ -64,7 +64,7 @@ impl Compact {
         }
         let most_bytes = size_of_val(words) / 4 * 3;
         // A few runs are the fastest to look up; many are worth it only where packing doesn't do as well.
-        let runs = runs(words, shape, most_bytes / size_of::<Run>());
+        let runs = runs(words, shape, most_bytes / size_of::<EntryRun>());
         let packed = match &runs {
             Some(runs) if size_of_val(runs.as_slice()) <= most_bytes / 8 => None,
             _ => packed(words, shape, most_bytes),
@@ -108,15 +108,15 @@ impl Compact {
     /// Memory beside the value itself, in bytes.
     pub(crate) fn heap_bytes(&self) -> usize {
         match self {
-            Compact::Runs(runs) => size_of_val::<[Run]>(runs),
+            Compact::Runs(runs) => size_of_val::<[EntryRun]>(runs),
             Compact::Packed(packed) => packed.heap_bytes(),
         }
     }
 }
 
 /// The runs of a slice, unless there are more than `most`.
-fn runs(words: &[u64], shape: Shape, most: usize) -> Option<Vec<Run>> {
-    let mut runs: Vec<Run> = Vec::new();
+fn runs(words: &[u64], shape: Shape, most: usize) -> Option<Vec<EntryRun>> {
+    let mut runs: Vec<EntryRun> = Vec::new();
     for (index, entry) in words.chunks_exact(shape.entry_words).enumerate() {
         let index = index as u32;
         let (entry, bitmap) = (entry[0], entry.get(1).copied().unwrap_or(0));
@@ -134,7 +134,7 @@ fn runs(words: &[u64], shape: Shape, most: usize) -> Option<Vec<Run>> {
         if runs.len() == most {
             return None;
         }
-        runs.push(Run { first: index, stride_bits: CONSTANT, entry, bitmap });
+        runs.push(EntryRun { first: index, stride_bits: CONSTANT, entry, bitmap });
     }
     Some(runs)
 }
@@ -224,19 +224,19 @@ mod tests {
     #[test]
     fn neighbours_are_one_run() {
         let words: Vec<u64> = (0..512).map(|index| COPIED | (5 + index) << 16).collect();
-        assert_eq!(round_trip(&words, STANDARD), Some(size_of::<Run>()));
+        assert_eq!(round_trip(&words, STANDARD), Some(size_of::<EntryRun>()));
         let words = vec![0; 512];
-        assert_eq!(round_trip(&words, STANDARD), Some(size_of::<Run>()));
+        assert_eq!(round_trip(&words, STANDARD), Some(size_of::<EntryRun>()));
         // Zero clusters, a hole, data, all of one kind.
         let words: Vec<u64> = (0..512).map(|index| [1, 0, COPIED | (index + 9) << 16][index as usize / 200]).collect();
-        assert_eq!(round_trip(&words, STANDARD), Some(3 * size_of::<Run>()));
+        assert_eq!(round_trip(&words, STANDARD), Some(3 * size_of::<EntryRun>()));
     }
 
     #[test]
     fn extended_entries_are_runs_too() {
         let words: Vec<u64> =
             (0..256).flat_map(|index| [COPIED | (5 + index) << 16, if index < 99 { 0xffff_ffff } else { 3 }]).collect();
-        assert_eq!(round_trip(&words, EXTENDED), Some(2 * size_of::<Run>()));
+        assert_eq!(round_trip(&words, EXTENDED), Some(2 * size_of::<EntryRun>()));
     }
 
     #[test]
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(round_trip(&far, STANDARD), None);
         // Reserved bits are kept like all others.
         let odd: Vec<u64> = (0..512).map(|index| COPIED | (5 + index) << 16 | 2).collect();
-        assert_eq!(round_trip(&odd, STANDARD), Some(size_of::<Run>()));
+        assert_eq!(round_trip(&odd, STANDARD), Some(size_of::<EntryRun>()));
     }
 
     #[test]

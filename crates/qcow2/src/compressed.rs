@@ -34,7 +34,7 @@ pub struct CompressedAllocation {
 }
 
 /// A host range that a batch is packed into.
-struct Region {
+struct PackedRange {
     next: u64,
     end: u64,
     /// The first cluster held compressed data before; its count has to be raised also for its first new user.
@@ -66,18 +66,18 @@ impl Engine {
 
     fn pack(&self, state: &mut State, batch: &[(GuestOffset, u64)]) -> Planned<CompressedAllocation> {
         let total: u64 = batch.iter().map(|(_, len)| len).sum();
-        let mut region = match self.packed_region(state, total)? {
-            Some(region) => region,
-            None => self.new_region(state, batch, total)?,
+        let mut range = match self.packed_range(state, total)? {
+            Some(range) => range,
+            None => self.new_range(state, batch, total)?,
         };
         let mut places = Vec::with_capacity(batch.len());
         for (guest, len) in batch {
-            match self.place(state, &mut region, *len)? {
+            match self.place(state, &mut range, *len)? {
                 Some(host) => places.push(CompressedPlace { guest: *guest, host, len: *len }),
                 None => break,
             }
         }
-        self.close_region(state, &mut region);
+        self.close_range(state, &mut range);
         if places.is_empty() {
             state.pack_next = None;
             return Err(Stall::Retry);
@@ -86,7 +86,7 @@ impl Engine {
             let cluster = self.guest_cluster(place.guest);
             self.lock(state, &(cluster..cluster + 1));
         }
-        Ok(CompressedAllocation { places, references: region.references })
+        Ok(CompressedAllocation { places, references: range.references })
     }
 
     /// The number of clusters of the batch that can go together: not locked by others, their tables ours and at hand
@@ -122,7 +122,7 @@ impl Engine {
     }
 
     /// The rest of the cluster that the last batch ended in, with the space that can be allocated directly behind it.
-    fn packed_region(&self, state: &mut State, total: u64) -> Planned<Option<Region>> {
+    fn packed_range(&self, state: &mut State, total: u64) -> Planned<Option<PackedRange>> {
         let Some(next) = state.pack_next else { return Ok(None) };
         let size = self.geometry.cluster_size();
         let cluster = self.geometry.host_cluster(next);
@@ -144,77 +144,77 @@ impl Engine {
             }
         }
         state.pack_next = None;
-        Ok(Some(Region { next: next.0, end, shared_first: Some(cluster), references: BTreeMap::new() }))
+        Ok(Some(PackedRange { next: next.0, end, shared_first: Some(cluster), references: BTreeMap::new() }))
     }
 
-    fn new_region(&self, state: &mut State, batch: &[(GuestOffset, u64)], total: u64) -> Planned<Region> {
+    fn new_range(&self, state: &mut State, batch: &[(GuestOffset, u64)], total: u64) -> Planned<PackedRange> {
         let size = self.geometry.cluster_size();
         // A width of one bit can't count two users of a cluster: each gets a cluster alone.
         let want = if self.geometry.max_refcount() == 1 { batch.len() as u64 } else { total.div_ceil(size) };
         let run = self.allocate(state, want, None)?;
         let next = run.cluster * size;
-        Ok(Region { next, end: next + run.count * size, shared_first: None, references: BTreeMap::new() })
+        Ok(PackedRange { next, end: next + run.count * size, shared_first: None, references: BTreeMap::new() })
     }
 
-    /// Takes the place for one compressed cluster out of the region; `None` when it doesn't fit any more.
-    fn place(&self, state: &mut State, region: &mut Region, len: u64) -> Planned<Option<HostOffset>> {
+    /// Takes the place for one compressed cluster out of the range; `None` when it doesn't fit any more.
+    fn place(&self, state: &mut State, range: &mut PackedRange, len: u64) -> Planned<Option<HostOffset>> {
         let size = self.geometry.cluster_size();
         let max = self.geometry.max_refcount();
         let bits = self.geometry.cluster_bits();
         if max == 1 {
-            region.next = region.next.next_multiple_of(size);
+            range.next = range.next.next_multiple_of(size);
         }
         loop {
-            if region.next + len > region.end {
+            if range.next + len > range.end {
                 return Ok(None);
             }
-            let touched = region.next >> bits..(region.next + len).div_ceil(1 << bits);
+            let touched = range.next >> bits..(range.next + len).div_ceil(1 << bits);
             let full = touched.clone().find(|cluster| {
-                let taken = region.references.get(cluster).copied().unwrap_or(0);
+                let taken = range.references.get(cluster).copied().unwrap_or(0);
                 // A shared cluster's stored count has our references in it already; a new one's first is in its 1.
-                match region.shared_first == Some(*cluster) {
+                match range.shared_first == Some(*cluster) {
                     true => self.cached_refcount(state, *cluster) >= max && !slip!("refcount_overflow"),
                     false => taken >= max,
                 }
             });
             if let Some(full) = full {
-                region.next = (full + 1) << bits;
+                range.next = (full + 1) << bits;
                 continue;
             }
-            let descriptor = CompressedDescriptor::new(HostOffset(region.next), len);
+            let descriptor = CompressedDescriptor::new(HostOffset(range.next), len);
             if descriptor.and_then(|descriptor| L2Entry::compressed(descriptor, bits)).is_none() {
                 let error = Error::new(ErrorKind::Limit, "compressed clusters can't be stored at this offset");
-                return Err(error.offset(region.next).into());
+                return Err(error.offset(range.next).into());
             }
             for cluster in touched {
-                let taken = region.references.entry(cluster).or_default();
+                let taken = range.references.entry(cluster).or_default();
                 *taken += 1;
-                let is_first_of_new = *taken == 1 && region.shared_first != Some(cluster);
+                let is_first_of_new = *taken == 1 && range.shared_first != Some(cluster);
                 if !is_first_of_new && !slip!("packed_clusters_not_counted") {
                     self.raise(state, cluster);
                 }
             }
-            let host = HostOffset(region.next);
-            region.next += len;
+            let host = HostOffset(range.next);
+            range.next += len;
             return Ok(Some(host));
         }
     }
 
     /// Gives clusters back that nothing was placed in, and remembers where the next batch may go on.
-    fn close_region(&self, state: &mut State, region: &mut Region) {
+    fn close_range(&self, state: &mut State, range: &mut PackedRange) {
         let bits = self.geometry.cluster_bits();
-        let first_new = match region.shared_first {
+        let first_new = match range.shared_first {
             Some(shared) => shared + 1,
-            None => region.references.keys().next().copied().unwrap_or(region.end >> bits),
+            None => range.references.keys().next().copied().unwrap_or(range.end >> bits),
         };
-        let first_new = first_new.min(region.end >> bits);
+        let first_new = first_new.min(range.end >> bits);
         let unused: Vec<u64> =
-            (first_new..region.end >> bits).filter(|cluster| !region.references.contains_key(cluster)).collect();
+            (first_new..range.end >> bits).filter(|cluster| !range.references.contains_key(cluster)).collect();
         self.give_back(state, unused);
-        let next = region.next.next_multiple_of(self.config.sector_bytes);
-        let holds_data = region.references.contains_key(&(next >> bits));
+        let next = range.next.next_multiple_of(self.config.sector_bytes);
+        let holds_data = range.references.contains_key(&(next >> bits));
         let may_share = self.geometry.max_refcount() > 1;
-        state.pack_next = (next < region.end && holds_data && may_share).then_some(HostOffset(next));
+        state.pack_next = (next < range.end && holds_data && may_share).then_some(HostOffset(next));
     }
 
     /// Points the mapping to the compressed clusters. Their data I/O has completed.

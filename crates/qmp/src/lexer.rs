@@ -32,7 +32,7 @@ pub(crate) struct Token {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum LexerState {
     /// Between tokens.
     Start,
     /// Behind a stray one: up to the next mark, line end or control character nothing is taken.
@@ -79,7 +79,7 @@ impl Digits {
 /// Cuts a stream of bytes into tokens.
 #[derive(Debug)]
 pub(crate) struct Lexer {
-    state: State,
+    state: LexerState,
     text: Vec<u8>,
     /// The place of the byte that comes next.
     place: Position,
@@ -92,7 +92,7 @@ impl Lexer {
     /// `limit`: most bytes of one token.
     pub fn new(limit: usize) -> Self {
         let place = Position { line: 1, column: 1 };
-        Lexer { state: State::Start, text: Vec::new(), place, start: place, limit }
+        Lexer { state: LexerState::Start, text: Vec::new(), place, start: place, limit }
     }
 
     /// Takes a byte; up to two tokens are complete with it.
@@ -107,7 +107,7 @@ impl Lexer {
 
     /// Takes the bytes in the middle of a text at the start of these; how many they are.
     pub fn take_text(&mut self, bytes: &[u8]) -> usize {
-        let State::Text { quote, escaped: false } = self.state else { return 0 };
+        let LexerState::Text { quote, escaped: false } = self.state else { return 0 };
         let room = self.limit - self.text.len().min(self.limit);
         let ends = |&byte: &u8| byte == quote || byte == b'\\' || is_reset(byte);
         let len = bytes.iter().take(room).position(ends).unwrap_or(bytes.len().min(room));
@@ -121,10 +121,10 @@ impl Lexer {
     pub fn finish(&mut self) -> (Option<Token>, Position) {
         let mut end = self.place;
         let token = match self.state {
-            State::Start | State::Recovery => None,
-            State::Number(digits) if digits.next(b' ') == Ok(None) => Some(self.end_plain()),
-            State::Word => Some(self.end_plain()),
-            State::Number(_) | State::Text { .. } => Some(self.stray()),
+            LexerState::Start | LexerState::Recovery => None,
+            LexerState::Number(digits) if digits.next(b' ') == Ok(None) => Some(self.end_plain()),
+            LexerState::Word => Some(self.end_plain()),
+            LexerState::Number(_) | LexerState::Text { .. } => Some(self.stray()),
         };
         if token.is_some() {
             end.column = end.column.saturating_add(1);
@@ -135,17 +135,17 @@ impl Lexer {
     fn step(&mut self, byte: u8) -> [Option<Token>; 2] {
         if self.text.len() >= self.limit {
             self.text = Vec::new();
-            self.state = State::Recovery;
+            self.state = LexerState::Recovery;
             return [Some(Token { kind: Kind::TooLong, place: self.start }), None];
         }
         match self.state {
-            State::Start => [self.begin(byte), None],
-            State::Recovery => [self.recover(byte), None],
-            State::Text { quote, escaped } => [self.go_on_in_text(byte, quote, escaped), None],
-            State::Number(digits) => match digits.next(byte) {
+            LexerState::Start => [self.begin(byte), None],
+            LexerState::Recovery => [self.recover(byte), None],
+            LexerState::Text { quote, escaped } => [self.go_on_in_text(byte, quote, escaped), None],
+            LexerState::Number(digits) => match digits.next(byte) {
                 Ok(Some(next)) => {
                     self.text.push(byte);
-                    self.state = State::Number(next);
+                    self.state = LexerState::Number(next);
                     [None, None]
                 }
                 Ok(None) => [Some(self.end_plain()), self.begin_behind(byte)],
@@ -154,11 +154,11 @@ impl Lexer {
                     [Some(self.stray()), None]
                 }
             },
-            State::Word if byte.is_ascii_lowercase() => {
+            LexerState::Word if byte.is_ascii_lowercase() => {
                 self.text.push(byte);
                 [None, None]
             }
-            State::Word => [Some(self.end_plain()), self.begin_behind(byte)],
+            LexerState::Word => [Some(self.end_plain()), self.begin_behind(byte)],
         }
     }
 
@@ -176,11 +176,11 @@ impl Lexer {
         self.state = match byte {
             b' ' | b'\t' | b'\r' | b'\n' => return None,
             b'{' | b'}' | b'[' | b']' | b':' | b',' => return Some(self.token(Kind::Mark(byte))),
-            b'"' | b'\'' => State::Text { quote: byte, escaped: false },
-            b'-' => State::Number(Digits::Sign),
-            b'0' => State::Number(Digits::Zero),
-            b'1'..=b'9' => State::Number(Digits::Whole),
-            b'a'..=b'z' => State::Word,
+            b'"' | b'\'' => LexerState::Text { quote: byte, escaped: false },
+            b'-' => LexerState::Number(Digits::Sign),
+            b'0' => LexerState::Number(Digits::Zero),
+            b'1'..=b'9' => LexerState::Number(Digits::Whole),
+            b'a'..=b'z' => LexerState::Word,
             _ => {
                 self.text.push(byte);
                 return Some(self.stray());
@@ -193,9 +193,9 @@ impl Lexer {
     fn recover(&mut self, byte: u8) -> Option<Token> {
         self.start = Position { column: self.place.column.saturating_add(1), ..self.place };
         match byte {
-            b'\n' | b'\r' => self.state = State::Start,
+            b'\n' | b'\r' => self.state = LexerState::Start,
             b'{' | b'}' | b'[' | b']' | b':' | b',' => {
-                self.state = State::Start;
+                self.state = LexerState::Start;
                 return Some(self.token(Kind::Mark(byte)));
             }
             _ if is_reset(byte) && byte != b'\t' => {
@@ -213,23 +213,23 @@ impl Lexer {
             return Some(self.stray());
         }
         if !escaped && byte == quote {
-            self.state = State::Start;
+            self.state = LexerState::Start;
             let text = std::mem::take(&mut self.text);
             return Some(self.token(Kind::Text(text)));
         }
-        self.state = State::Text { quote, escaped: !escaped && byte == b'\\' };
+        self.state = LexerState::Text { quote, escaped: !escaped && byte == b'\\' };
         None
     }
 
     fn end_plain(&mut self) -> Token {
         let text = std::mem::take(&mut self.text);
-        let kind = if self.state == State::Word { Kind::Word(text) } else { Kind::Number(text) };
-        self.state = State::Start;
+        let kind = if self.state == LexerState::Word { Kind::Word(text) } else { Kind::Number(text) };
+        self.state = LexerState::Start;
         self.token(kind)
     }
 
     fn stray(&mut self) -> Token {
-        self.state = State::Recovery;
+        self.state = LexerState::Recovery;
         let text = std::mem::take(&mut self.text);
         self.token(Kind::Stray(text))
     }

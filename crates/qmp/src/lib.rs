@@ -19,4 +19,4 @@ pub use json::{MAX_DEPTH, parse_json};
 pub use schema::{Schema, Strictness};
 pub use session::{Command, Incoming, Session};
 pub use stream::{JsonStream, MAX_TEXT_BYTES};
-pub use types::{Alternative, Member, ObjectType, Type};
+pub use types::{Alternative, ObjectType, SchemaMember, Type};

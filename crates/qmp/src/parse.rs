@@ -12,7 +12,7 @@
 //! event JOB_STATUS_CHANGE: id: str, status: JobStatus
 //! ```
 
-use crate::types::{Alternative, Member, ObjectType, Type};
+use crate::types::{Alternative, ObjectType, SchemaMember, Type};
 
 /// A definition of the notation.
 #[derive(Clone, Debug, PartialEq)]
@@ -91,7 +91,7 @@ fn object(text: &str) -> Option<ObjectType> {
             Some(name) => (name, true),
             None => (name.trim(), false),
         };
-        object.members.push(Member { name: name.to_owned(), value: value(of)?, optional });
+        object.members.push(SchemaMember { name: name.to_owned(), value: value(of)?, optional });
     }
     if let Some(variants) = variants {
         let (tag, cases) = variants.split_once('=')?;

@@ -5,7 +5,7 @@
 use crate::error::{QmpError, QmpResult};
 use crate::order::ordered;
 use crate::parse::{self, Arguments, Definition};
-use crate::types::{Alternative, Member, ObjectType, Type};
+use crate::types::{Alternative, ObjectType, SchemaMember, Type};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -190,7 +190,7 @@ impl Schema {
     /// Moves the members from `object` to `checked`.
     fn take_members(
         &self,
-        members: &[Member],
+        members: &[SchemaMember],
         object: &mut Map<String, Value>,
         checked: &mut Map<String, Value>,
         path: &str,

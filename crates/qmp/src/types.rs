@@ -28,7 +28,7 @@ pub enum Type {
 
 /// A member of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
+pub struct SchemaMember {
     /// Its key.
     pub name: String,
     /// The type of its value.
@@ -41,7 +41,7 @@ pub struct Member {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObjectType {
     /// The members that are always there.
-    pub members: Vec<Member>,
+    pub members: Vec<SchemaMember>,
     /// The member that decides about more.
     pub tag: Option<String>,
     /// Value of the tag → name of the object type with the further members. A value without a line adds none.

@@ -81,7 +81,7 @@ pub(super) struct Outcome {
     pub bufs: Vec<IoBuf>,
 }
 
-pub(super) enum Slot {
+pub(super) enum OpState {
     Waiting(Pending),
     Done(Outcome),
 }
@@ -103,12 +103,12 @@ impl Future for Completion {
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
         let mut state = self.world.lock();
         match state.slots.get_mut(&self.op) {
-            Some(Slot::Waiting(pending)) => {
+            Some(OpState::Waiting(pending)) => {
                 pending.waker = Some(context.waker().clone());
                 Poll::Pending
             }
-            Some(Slot::Done(_)) => match state.slots.remove(&self.op) {
-                Some(Slot::Done(outcome)) => Poll::Ready(outcome),
+            Some(OpState::Done(_)) => match state.slots.remove(&self.op) {
+                Some(OpState::Done(outcome)) => Poll::Ready(outcome),
                 _ => unreachable!("the slot was there a line above, under the same lock"),
             },
             None => panic!("a simulated operation was polled after its end"),
@@ -120,8 +120,8 @@ impl Drop for Completion {
     fn drop(&mut self) {
         let mut state = self.world.lock();
         match state.slots.get_mut(&self.op) {
-            Some(Slot::Waiting(pending)) => pending.abandoned = true,
-            Some(Slot::Done(_)) => drop(state.slots.remove(&self.op)),
+            Some(OpState::Waiting(pending)) => pending.abandoned = true,
+            Some(OpState::Done(_)) => drop(state.slots.remove(&self.op)),
             None => {}
         }
     }

@@ -35,7 +35,7 @@ enum Standing {
     Ended,
 }
 
-struct State {
+struct QueuesState {
     rng: Rng,
     /// Index of the queue whose turn it is.
     turn: usize,
@@ -48,7 +48,7 @@ struct State {
 /// The queue whose turn it is.
 struct Turns {
     world: World,
-    state: Mutex<State>,
+    state: Mutex<QueuesState>,
     changed: Condvar,
 }
 
@@ -69,7 +69,7 @@ pub fn interleave() {
 }
 
 impl Turns {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, QueuesState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -105,7 +105,7 @@ impl Turns {
         if standing != Standing::Idle {
             state.rounds_without_work = 0;
         }
-        state = self.go_on(state);
+        state = self.run_machine(state);
         if state.queues.iter().all(|queue| *queue == Standing::Ended) {
             return;
         }
@@ -131,7 +131,7 @@ impl Turns {
     }
 
     /// When no queue can run, lets the machine finish an operation, and every queue look again.
-    fn go_on<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn run_machine<'a>(&'a self, mut state: MutexGuard<'a, QueuesState>) -> MutexGuard<'a, QueuesState> {
         if state.queues.contains(&Standing::Ready) || !state.queues.contains(&Standing::Idle) {
             return state;
         }
@@ -173,8 +173,13 @@ impl World {
         }
         let mut rng = Rng::new(seed);
         let turn = rng.index(queues.len());
-        let state =
-            State { rng, turn, queues: vec![Standing::Ready; queues.len()], failed: false, rounds_without_work: 0 };
+        let state = QueuesState {
+            rng,
+            turn,
+            queues: vec![Standing::Ready; queues.len()],
+            failed: false,
+            rounds_without_work: 0,
+        };
         let turns = Arc::new(Turns { world: self.clone(), state: Mutex::new(state), changed: Condvar::new() });
         let payloads: Vec<Box<dyn Any + Send>> = std::thread::scope(|scope| {
             let threads: Vec<_> = queues

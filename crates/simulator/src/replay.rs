@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Bytes of whole sectors that one change would leave on the disk.
 #[derive(Clone, Debug)]
-enum Piece {
+enum SectorChange {
     Data {
         offset: u64,
         bytes: Arc<[u8]>,
@@ -27,27 +27,28 @@ enum Piece {
     },
 }
 
-impl Piece {
+impl SectorChange {
     fn range(&self) -> (u64, u64) {
         match self {
-            Piece::Data { offset, bytes } => (*offset, offset + bytes.len() as u64),
-            Piece::Zero { offset, len, .. } => (*offset, offset + len),
+            SectorChange::Data { offset, bytes } => (*offset, offset + bytes.len() as u64),
+            SectorChange::Zero { offset, len, .. } => (*offset, offset + len),
         }
     }
 
     fn unit(&self, sector: u64) -> u64 {
         match self {
-            Piece::Data { .. } => sector,
-            Piece::Zero { unit, .. } => *unit,
+            SectorChange::Data { .. } => sector,
+            SectorChange::Zero { unit, .. } => *unit,
         }
     }
 
-    fn cut_out(&self, start: u64, end: u64) -> Piece {
+    fn cut_out(&self, start: u64, end: u64) -> SectorChange {
         match self {
-            Piece::Data { offset, bytes } => {
-                Piece::Data { offset: start, bytes: bytes[(start - offset) as usize..(end - offset) as usize].into() }
-            }
-            Piece::Zero { unit, .. } => Piece::Zero { offset: start, len: end - start, unit: *unit },
+            SectorChange::Data { offset, bytes } => SectorChange::Data {
+                offset: start,
+                bytes: bytes[(start - offset) as usize..(end - offset) as usize].into(),
+            },
+            SectorChange::Zero { unit, .. } => SectorChange::Zero { offset: start, len: end - start, unit: *unit },
         }
     }
 }
@@ -64,7 +65,7 @@ pub struct CutChange {
     op: OpId,
     file: FileId,
     change: Change,
-    pieces: Vec<Piece>,
+    pieces: Vec<SectorChange>,
     len: Option<LenChange>,
     create: bool,
     /// Place in the order of completion; 0 while under way.
@@ -192,13 +193,13 @@ impl CutChange {
     }
 }
 
-fn count_units(piece: &Piece, sector: u64) -> usize {
+fn count_units(piece: &SectorChange, sector: u64) -> usize {
     let (start, end) = piece.range();
     (end - start).div_ceil(piece.unit(sector)) as usize
 }
 
 /// Writes the units `from .. to` of `piece`; bytes behind the end of the file are lost.
-fn write_units(contents: &mut PageMap, piece: &Piece, from: u64, to: u64, sector: u64) {
+fn write_units(contents: &mut PageMap, piece: &SectorChange, from: u64, to: u64, sector: u64) {
     let (start, end) = piece.range();
     let unit = piece.unit(sector);
     let limit = contents.len();
@@ -207,20 +208,22 @@ fn write_units(contents: &mut PageMap, piece: &Piece, from: u64, to: u64, sector
         return;
     }
     match piece {
-        Piece::Data { offset, bytes } => contents.write(from, &bytes[(from - offset) as usize..(to - offset) as usize]),
-        Piece::Zero { .. } => contents.zero(from, to - from, false),
+        SectorChange::Data { offset, bytes } => {
+            contents.write(from, &bytes[(from - offset) as usize..(to - offset) as usize])
+        }
+        SectorChange::Zero { .. } => contents.zero(from, to - from, false),
     }
 }
 
 /// The whole sectors around `start .. end` as `contents` has them now.
-fn after_image(contents: &PageMap, start: u64, end: u64, sector: u64) -> Piece {
+fn after_image(contents: &PageMap, start: u64, end: u64, sector: u64) -> SectorChange {
     let (start, end) = (start / sector * sector, end.next_multiple_of(sector));
     let mut bytes = vec![0; (end - start) as usize];
     contents.read(start, &mut bytes);
-    Piece::Data { offset: start, bytes: bytes.into() }
+    SectorChange::Data { offset: start, bytes: bytes.into() }
 }
 
-fn zero_pieces(pieces: &mut Vec<Piece>, contents: &PageMap, start: u64, end: u64, sector: u64) {
+fn zero_pieces(pieces: &mut Vec<SectorChange>, contents: &PageMap, start: u64, end: u64, sector: u64) {
     let end = end.min(contents.len());
     let (first, last) = (start.next_multiple_of(sector), end / sector * sector);
     if start >= end {
@@ -235,14 +238,14 @@ fn zero_pieces(pieces: &mut Vec<Piece>, contents: &PageMap, start: u64, end: u64
     }
     // A hole of a gibibyte isn't worth two million independent sectors.
     let unit = ((last - first) / 64).next_multiple_of(sector).max(sector);
-    pieces.push(Piece::Zero { offset: first, len: last - first, unit });
+    pieces.push(SectorChange::Zero { offset: first, len: last - first, unit });
     if last < end {
         pieces.push(after_image(contents, last, end, sector));
     }
 }
 
 /// Takes `start .. end` out of `pieces`.
-fn subtract(pieces: &mut Vec<Piece>, start: u64, end: u64) {
+fn subtract(pieces: &mut Vec<SectorChange>, start: u64, end: u64) {
     let mut rest = Vec::with_capacity(pieces.len());
     for piece in pieces.drain(..) {
         let (from, to) = piece.range();
@@ -375,7 +378,11 @@ impl<'a> Replay<'a> {
             change.apply(&mut replay.durable, &Choice::Everything, sector);
             // Bytes dropped earlier can't come back over durable ones.
             for dropped in rest.iter_mut().filter(|earlier| earlier.dropped) {
-                change.pieces.iter().map(Piece::range).for_each(|(from, to)| subtract(&mut dropped.pieces, from, to));
+                change
+                    .pieces
+                    .iter()
+                    .map(SectorChange::range)
+                    .for_each(|(from, to)| subtract(&mut dropped.pieces, from, to));
                 if change.len.is_some() {
                     dropped.len = None;
                 }

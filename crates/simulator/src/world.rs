@@ -5,7 +5,7 @@ use super::fault::{Effect, Fault, FaultPlan};
 use super::file::SimFile;
 use super::log::{Applied, Change, Event, FileId, OpId};
 use super::pages::{PAGE_BYTES, PageMap};
-use super::pending::{Completion, Outcome, Pending, Request, Sleep, Slot, Value};
+use super::pending::{Completion, OpState, Outcome, Pending, Request, Sleep, Value};
 use super::queues::interleave;
 use cowshed_storage::OpenOptions;
 use cowshed_storage::rng::Rng;
@@ -114,12 +114,12 @@ pub(super) struct FileState {
     pub volatile: PageMap,
 }
 
-pub(super) struct State {
+pub(super) struct WorldState {
     pub config: Config,
     order: Rng,
     chance: Rng,
     pub files: Vec<FileState>,
-    pub slots: BTreeMap<OpId, Slot>,
+    pub slots: BTreeMap<OpId, OpState>,
     next_op: OpId,
     pub clock_ns: u64,
     pub timers: BTreeMap<(u64, u64), Waker>,
@@ -132,7 +132,7 @@ pub(super) struct State {
 /// A simulated machine. Copies are the same machine.
 #[derive(Clone)]
 pub struct World {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<WorldState>>,
 }
 
 impl World {
@@ -140,7 +140,7 @@ impl World {
     pub fn new(config: Config) -> Self {
         let mut seed = Rng::new(config.seed);
         let (order, chance) = (seed.fork(), seed.fork());
-        let state = State {
+        let state = WorldState {
             config,
             order,
             chance,
@@ -166,7 +166,7 @@ impl World {
         world
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, WorldState> {
         // A panic elsewhere must not hide behind a second one: the state is only data.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -306,10 +306,10 @@ impl World {
         let mut text = format!("virtual time {} ns, {} timers\n", state.clock_ns, state.timers.len());
         for (op, slot) in &state.slots {
             let line = match slot {
-                Slot::Waiting(pending) => {
+                OpState::Waiting(pending) => {
                     format!("#{op} {}: {:?}\n", state.files[pending.file].name, pending.request)
                 }
-                Slot::Done(_) => format!("#{op} ended, without a waiter\n"),
+                OpState::Done(_) => format!("#{op} ended, without a waiter\n"),
             };
             text.push_str(&line);
         }
@@ -323,7 +323,7 @@ impl World {
     }
 }
 
-impl State {
+impl WorldState {
     fn find(&self, name: &str) -> Option<FileId> {
         self.files.iter().position(|file| file.name == name)
     }
@@ -363,14 +363,14 @@ impl State {
         }
         let ready_ns = self.clock_ns.saturating_add(delay_ns);
         let pending = Pending { file, request, effect, ready_ns, waker: None, abandoned: false };
-        self.slots.insert(op, Slot::Waiting(pending));
+        self.slots.insert(op, OpState::Waiting(pending));
         op
     }
 
     fn note_overlaps(&mut self, op: OpId, file: FileId, request: &Request) {
         let range = request.range();
         for (other, slot) in &self.slots {
-            let Slot::Waiting(pending) = slot else { continue };
+            let OpState::Waiting(pending) = slot else { continue };
             if pending.file != file || pending.request.change().is_none() {
                 continue;
             }
@@ -393,7 +393,7 @@ impl State {
         let mut ready: Vec<OpId> = Vec::new();
         let mut earliest_ns = self.timers.keys().next().map(|(deadline_ns, _)| *deadline_ns);
         for (op, slot) in &self.slots {
-            if let Slot::Waiting(pending) = slot {
+            if let OpState::Waiting(pending) = slot {
                 if pending.ready_ns <= now_ns {
                     ready.push(*op);
                 } else {
@@ -419,7 +419,7 @@ impl State {
     }
 
     fn finish(&mut self, op: OpId) -> Option<Waker> {
-        let Some(Slot::Waiting(pending)) = self.slots.remove(&op) else { return None };
+        let Some(OpState::Waiting(pending)) = self.slots.remove(&op) else { return None };
         let Pending { file, request, effect, waker, abandoned, .. } = pending;
         let outcome = match request {
             Request::Read { offset, buf } => self.finish_read(file, offset, buf, effect),
@@ -442,7 +442,7 @@ impl State {
             }
         };
         if !abandoned {
-            self.slots.insert(op, Slot::Done(outcome));
+            self.slots.insert(op, OpState::Done(outcome));
         }
         waker
     }

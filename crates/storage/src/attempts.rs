@@ -27,7 +27,7 @@ impl Attempts {
     }
 
     /// An attempt has ended with `errno`. True when another one is to follow, after a pause that is over then.
-    pub(crate) async fn go_on(&mut self, errno: Errno, by_ring: bool) -> bool {
+    pub(crate) async fn retries(&mut self, errno: Errno, by_ring: bool) -> bool {
         let again = match errno.0 {
             libc::EINTR => true,
             _ if by_ring && ring_gave_up(errno) => {

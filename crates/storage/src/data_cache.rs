@@ -11,10 +11,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The run of data that was found last. That something is data may be out of date when others make holes: it reads the
 /// same. That something is a hole is never remembered, for a write ends that.
 #[derive(Debug, Default)]
-pub(crate) struct KnownData(Mutex<State>);
+pub(crate) struct KnownData(Mutex<DataCacheState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct DataCacheState {
     /// The number of operations that can have made holes.
     changes: u64,
     data: Option<DataRange>,
@@ -32,7 +32,7 @@ impl Drop for Changing<'_> {
 }
 
 impl KnownData {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, DataCacheState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

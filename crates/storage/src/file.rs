@@ -9,7 +9,7 @@ use crate::blocklock::{Access, BlockGuard, BlockLocks};
 use crate::cache::LiveAlignment;
 use crate::counters::{FileCounters, FileObserver, FileOp, FileStats};
 use crate::fault::{Faults, FaultyFile};
-use crate::flush::{FlushGate, Turn};
+use crate::flush::{FlushGate, FlushStep};
 use crate::host::HostFile;
 use crate::identity::FileIdentity;
 use crate::lock::{LockState, Locking, Permissions};
@@ -402,11 +402,11 @@ impl File {
         let (ticket, start_ns) = (self.0.flush.request(), self.0.counters.start_ns());
         loop {
             match std::future::poll_fn(|context| self.0.flush.poll(ticket, context)).await {
-                Turn::Done(result) => {
+                FlushStep::Done(result) => {
                     self.0.counters.count(FileOp::Sync, 0, 0, start_ns, result.is_ok());
                     return result;
                 }
-                Turn::Lead => {
+                FlushStep::Lead => {
                     // Its own task: the result must be noted even without a waiter.
                     let flush = FlushInFlight { file: self.clone(), ended: false }.run();
                     if let Err(flush) = rt::spawn_critical(flush) {
@@ -661,7 +661,7 @@ impl FlushInFlight {
         let result = loop {
             match self.file.0.medium.sync().await {
                 Err(Errno(libc::EINTR)) if slip!("interrupted_flush_succeeds") => break Ok(()),
-                Err(Errno(libc::EINTR)) if attempts.go_on(Errno(libc::EINTR), false).await => {}
+                Err(Errno(libc::EINTR)) if attempts.retries(Errno(libc::EINTR), false).await => {}
                 result => break result,
             }
         };

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 #[derive(Debug, Default)]
-struct State {
+struct FlushState {
     /// Flushes started so far.
     started: u64,
     /// The last one that succeeded.
@@ -22,13 +22,13 @@ struct State {
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct FlushGate {
-    state: Mutex<State>,
+    state: Mutex<FlushState>,
     poison: OnceLock<Error>,
 }
 
 /// The next step of a task that needs a flush.
 #[derive(Debug)]
-pub(crate) enum Turn {
+pub(crate) enum FlushStep {
     /// A flush that started after the request has ended.
     Done(Result<()>),
     /// Start one, and call [`FlushGate::finish`] whatever happens.
@@ -40,7 +40,7 @@ pub(crate) enum Turn {
 pub(crate) struct Ticket(u64);
 
 impl FlushGate {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FlushState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -54,18 +54,18 @@ impl FlushGate {
         Ticket(self.state().started + 1)
     }
 
-    pub(crate) fn poll(&self, ticket: Ticket, context: &mut Context<'_>) -> Poll<Turn> {
+    pub(crate) fn poll(&self, ticket: Ticket, context: &mut Context<'_>) -> Poll<FlushStep> {
         let mut state = self.state();
         if let Some(error) = self.poison.get() {
-            return Poll::Ready(Turn::Done(Err(error.clone())));
+            return Poll::Ready(FlushStep::Done(Err(error.clone())));
         }
         if state.succeeded >= ticket.0 {
-            return Poll::Ready(Turn::Done(Ok(())));
+            return Poll::Ready(FlushStep::Done(Ok(())));
         }
         if !state.running {
             state.running = true;
             state.started += 1;
-            return Poll::Ready(Turn::Lead);
+            return Poll::Ready(FlushStep::Lead);
         }
         if !state.waiting.iter().any(|waker| waker.will_wake(context.waker())) {
             state.waiting.push(context.waker().clone());
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
     use cowshed_types::Errno;
 
-    fn poll(gate: &FlushGate, ticket: Ticket) -> Poll<Turn> {
+    fn poll(gate: &FlushGate, ticket: Ticket) -> Poll<FlushStep> {
         gate.poll(ticket, &mut Context::from_waker(Waker::noop()))
     }
 
@@ -102,25 +102,25 @@ mod tests {
     fn a_running_flush_does_not_count_for_later_requests() {
         let gate = FlushGate::default();
         let first = gate.request();
-        assert!(matches!(poll(&gate, first), Poll::Ready(Turn::Lead)));
+        assert!(matches!(poll(&gate, first), Poll::Ready(FlushStep::Lead)));
         let (second, third) = (gate.request(), gate.request());
         assert!(poll(&gate, second).is_pending());
         gate.finish(Ok(()));
-        assert!(matches!(poll(&gate, first), Poll::Ready(Turn::Done(Ok(())))));
-        assert!(matches!(poll(&gate, second), Poll::Ready(Turn::Lead)));
+        assert!(matches!(poll(&gate, first), Poll::Ready(FlushStep::Done(Ok(())))));
+        assert!(matches!(poll(&gate, second), Poll::Ready(FlushStep::Lead)));
         assert!(poll(&gate, third).is_pending());
         gate.finish(Ok(()));
-        assert!(matches!(poll(&gate, third), Poll::Ready(Turn::Done(Ok(())))));
+        assert!(matches!(poll(&gate, third), Poll::Ready(FlushStep::Done(Ok(())))));
     }
 
     #[test]
     fn the_first_failure_stays() {
         let gate = FlushGate::default();
         let first = gate.request();
-        assert!(matches!(poll(&gate, first), Poll::Ready(Turn::Lead)));
+        assert!(matches!(poll(&gate, first), Poll::Ready(FlushStep::Lead)));
         gate.finish(Err(Error::os(Errno::EIO, "could not flush")));
         for ticket in [first, gate.request()] {
-            let Poll::Ready(Turn::Done(Err(error))) = poll(&gate, ticket) else { panic!("no error") };
+            let Poll::Ready(FlushStep::Done(Err(error))) = poll(&gate, ticket) else { panic!("no error") };
             assert_eq!(error.errno(), Errno::EIO);
         }
     }

@@ -438,7 +438,7 @@ impl HostFile {
                 Worker::Inline => (sys::transfer(&self.fd, direction, &payload, skip, most, offset), payload),
             };
             match result {
-                Err(errno) if attempts.go_on(errno, by_ring).await => payload = back,
+                Err(errno) if attempts.retries(errno, by_ring).await => payload = back,
                 result => {
                     if most < MAX_TRANSFER {
                         rt::yield_now().await;
@@ -514,7 +514,7 @@ impl HostFile {
             };
             payload = back;
             match result {
-                Err(errno) if attempts.go_on(errno, by_ring).await => {}
+                Err(errno) if attempts.retries(errno, by_ring).await => {}
                 // Not known to the kernel or the file system: all mean "can't".
                 Err(Errno(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENODEV)) => break,
                 result => return result,

@@ -17,7 +17,7 @@ use std::task::{Context, Poll, Waker};
 const START_BYTES: u64 = 32 << 20;
 
 #[derive(Debug, Default)]
-struct State {
+struct WriteBehindState {
     running: bool,
     waiting: Vec<Waker>,
 }
@@ -26,11 +26,11 @@ struct State {
 #[derive(Debug, Default)]
 pub(crate) struct WriteBehind {
     new_bytes: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<WriteBehindState>,
 }
 
 impl WriteBehind {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WriteBehindState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -4,7 +4,7 @@
 //!
 //! `scripts/mutants [--only NAME]... [--table FILE]`. Exits with 1 when a mutant lives.
 
-use cowshed_testkit::mutants::{MUTANTS, Mutant, Place, VARIABLE, place_of};
+use cowshed_testkit::mutants::{MUTANTS, Mutant, TestModule, VARIABLE, place_of};
 use cowshed_testkit::switches::cargo;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ enum Fate {
 }
 
 /// Builds the test programs; returns the file of each by its name.
-fn build(root: &Path, places: &BTreeMap<&'static str, Place>) -> BTreeMap<String, PathBuf> {
+fn build(root: &Path, places: &BTreeMap<&'static str, TestModule>) -> BTreeMap<String, PathBuf> {
     // The whole workspace, so that packages of others have the features of every other build.
     let mut command = cargo(root, "mutants", &["test", "--workspace", "--locked", "--no-run"]);
     let programs: BTreeSet<&str> = places.values().map(|place| place.program.as_str()).collect();

@@ -26,7 +26,7 @@ pub struct Mutant {
 
 /// The place of a module of tests.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct TestModule {
     /// The folder of its crate in `crates/`.
     pub krate: &'static str,
     /// The test program that holds it: `tests/PROGRAM/MODULE.rs`, or `tests/PROGRAM.rs`.
@@ -38,19 +38,19 @@ pub struct Place {
 }
 
 /// Looks for the module that the first part of [`Mutant::test`] names, in the sources at `root`.
-pub fn place_of(root: &Path, test: &'static str) -> Option<Place> {
+pub fn place_of(root: &Path, test: &'static str) -> Option<TestModule> {
     let (krate, module) = test.split_once('/').unwrap_or(("testkit", test));
     let tests = root.join("crates").join(krate).join("tests");
     let file = tests.join(format!("{module}.rs"));
     if file.is_file() {
-        return Some(Place { krate, program: module.to_owned(), prefix: String::new(), file });
+        return Some(TestModule { krate, program: module.to_owned(), prefix: String::new(), file });
     }
     let mut programs: Vec<PathBuf> = std::fs::read_dir(&tests).ok()?.flatten().map(|entry| entry.path()).collect();
     programs.sort();
     programs.into_iter().find_map(|folder| {
         let file = folder.join(format!("{module}.rs"));
         let program = folder.file_name()?.to_str()?.to_owned();
-        file.is_file().then(|| Place { krate, program, prefix: format!("{module}::"), file })
+        file.is_file().then(|| TestModule { krate, program, prefix: format!("{module}::"), file })
     })
 }
 

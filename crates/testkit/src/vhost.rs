@@ -140,7 +140,7 @@ impl FrontEnd {
     }
 
     /// Sends a message that needs no reply and asks for one: true when it was accepted.
-    pub fn tell(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) -> bool {
+    pub fn send_acked(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) -> bool {
         self.send_raw(&MessageHeader::message(number, true, body), descriptor);
         u64::from_le_bytes(self.receive().expect("an answer").0.try_into().unwrap()) == 0
     }
@@ -178,7 +178,7 @@ impl FrontEnd {
 
     /// Takes the guest's memory away; true when that was accepted.
     pub fn take_memory_away(&self) -> bool {
-        self.tell(request::REM_MEM_REG, &[&[0; 8][..], &self.region().encode()].concat(), None)
+        self.send_acked(request::REM_MEM_REG, &[&[0; 8][..], &self.region().encode()].concat(), None)
     }
 
     fn pair(ring: u32, value: u32) -> Vec<u8> {
@@ -187,7 +187,7 @@ impl FrontEnd {
 
     /// Tells a number of a ring.
     pub fn tell_ring(&self, number: u32, ring: usize, value: u32) -> bool {
-        self.tell(number, &Self::pair(ring as u32, value), None)
+        self.send_acked(number, &Self::pair(ring as u32, value), None)
     }
 
     fn fd(counter: &EventCounter) -> OwnedFd {
@@ -196,12 +196,12 @@ impl FrontEnd {
 
     /// Passes the kick of a ring.
     pub fn set_kick(&self, ring: usize) -> bool {
-        self.tell(request::SET_VRING_KICK, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.kick[ring])))
+        self.send_acked(request::SET_VRING_KICK, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.kick[ring])))
     }
 
     /// Passes the call of a ring.
     pub fn set_call(&self, ring: usize) -> bool {
-        self.tell(request::SET_VRING_CALL, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.call[ring])))
+        self.send_acked(request::SET_VRING_CALL, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.call[ring])))
     }
 
     /// Enables or disables a ring.
@@ -218,8 +218,8 @@ impl FrontEnd {
         }
         assert!(self.tell_ring(request::SET_VRING_NUM, ring, RING_SIZE.into()));
         assert!(self.tell_ring(request::SET_VRING_BASE, ring, base.into()));
-        assert!(self.tell(request::SET_VRING_ADDR, &addresses, None));
-        assert!(self.tell(request::SET_VRING_ERR, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.error))));
+        assert!(self.send_acked(request::SET_VRING_ADDR, &addresses, None));
+        assert!(self.send_acked(request::SET_VRING_ERR, &(ring as u64).to_le_bytes(), Some(&Self::fd(&self.error))));
         assert!(self.set_call(ring));
     }
 
@@ -350,7 +350,7 @@ impl FrontEnd {
     /// Gives the back end a channel for messages of its own; returns the other end.
     pub fn back_end_channel(&self) -> Socket {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert!(self.tell(request::SET_BACKEND_REQ_FD, &[], Some(&theirs.into())));
+        assert!(self.send_acked(request::SET_BACKEND_REQ_FD, &[], Some(&theirs.into())));
         Socket::from_descriptor(ours.into())
     }
 
@@ -364,6 +364,6 @@ impl FrontEnd {
 
     /// Gives the region of an earlier back end.
     pub fn give_notes(&self, (place, file): &(InflightPlace, OwnedFd)) {
-        assert!(self.tell(request::SET_INFLIGHT_FD, &place.encode(24), Some(file)));
+        assert!(self.send_acked(request::SET_INFLIGHT_FD, &place.encode(24), Some(file)));
     }
 }

@@ -23,7 +23,7 @@ pub mod features {
 /// Whether a device is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-pub enum State {
+pub enum UblkState {
     /// Not started, or stopped.
     Dead = 0,
     /// It is.
@@ -45,7 +45,7 @@ pub struct DeviceInfo {
     /// Number of requests of a queue.
     pub depth: u16,
     /// Whether it is served.
-    pub state: State,
+    pub state: UblkState,
     /// The longest data of a request, in bytes.
     pub max_request_bytes: u32,
     /// Number of the device.
@@ -82,10 +82,10 @@ impl DeviceInfo {
     /// Where a server can't work by these numbers: no queue, no request, or no whole sector of data.
     pub fn parse(bytes: &[u8; INFO_BYTES]) -> Result<DeviceInfo, Malformed> {
         let state = match u16_at(bytes, 4) {
-            0 => State::Dead,
-            1 => State::Live,
-            2 => State::Quiesced,
-            3 => State::Failing,
+            0 => UblkState::Dead,
+            1 => UblkState::Live,
+            2 => UblkState::Quiesced,
+            3 => UblkState::Failing,
             other => return Err(Malformed::new("a device is in an unknown state", other)),
         };
         let info = DeviceInfo {

@@ -6,7 +6,7 @@
 //! - `control`: features, and the driver's description of a device
 //! - `params`: the properties of a new device
 //! - `request`: the descriptor of a request
-//! - `tags`: whose turn it is with each request of a queue
+//! - `tags`: the holder of each tag of a queue
 
 mod bytes;
 pub mod control;
@@ -16,7 +16,7 @@ pub mod tags;
 #[cfg(test)]
 mod tests;
 
-pub use control::{DeviceInfo, State};
+pub use control::{DeviceInfo, UblkState};
 pub use params::Params;
 pub use request::{Limits, Operation, Request};
 pub use tags::{Arrival, Tags};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The turns of a queue's requests, between the driver and the server.
+//! The holder of each tag of a queue: the driver or the server.
 //!
 //! ```text
 //! New ─fetch─► Driver ─request─► Server ─commit─► Driver … ─the device stops─► Gone
@@ -11,7 +11,7 @@ use crate::Malformed;
 const STOPPED: i32 = -19;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
+enum TagHolder {
     /// The server has not fetched the tag yet.
     New,
     /// The driver has it, and fills it with a request.
@@ -36,7 +36,7 @@ pub enum Arrival {
 /// The tags of one queue.
 #[derive(Clone, Debug)]
 pub struct Tags {
-    turns: Vec<Turn>,
+    holders: Vec<TagHolder>,
     with_server: u16,
     gone: u16,
 }
@@ -44,12 +44,12 @@ pub struct Tags {
 impl Tags {
     /// The tags of a queue of this depth.
     pub fn new(depth: u16) -> Tags {
-        Tags { turns: vec![Turn::New; depth.into()], with_server: 0, gone: 0 }
+        Tags { holders: vec![TagHolder::New; depth.into()], with_server: 0, gone: 0 }
     }
 
-    fn take(&mut self, tag: u16, from: Turn, what: &'static str) -> Result<&mut Turn, Malformed> {
-        match self.turns.get_mut(usize::from(tag)) {
-            Some(turn) if *turn == from => Ok(turn),
+    fn take(&mut self, tag: u16, from: TagHolder, what: &'static str) -> Result<&mut TagHolder, Malformed> {
+        match self.holders.get_mut(usize::from(tag)) {
+            Some(holder) if *holder == from => Ok(holder),
             _ => Err(Malformed { what, value: tag.into() }),
         }
     }
@@ -59,7 +59,7 @@ impl Tags {
     /// # Errors
     /// An error where the driver had it already.
     pub fn fetch(&mut self, tag: u16) -> Result<(), Malformed> {
-        *self.take(tag, Turn::New, "a tag is fetched twice")? = Turn::Driver;
+        *self.take(tag, TagHolder::New, "a tag is fetched twice")? = TagHolder::Driver;
         Ok(())
     }
 
@@ -68,15 +68,15 @@ impl Tags {
     /// # Errors
     /// Where no request was awaited.
     pub fn arrive(&mut self, tag: u16, result: i32) -> Result<Arrival, Malformed> {
-        let turn = self.take(tag, Turn::Driver, "a request of a tag that the driver doesn't have")?;
+        let holder = self.take(tag, TagHolder::Driver, "a request of a tag that the driver doesn't have")?;
         match result {
             0 => {
-                *turn = Turn::Server;
+                *holder = TagHolder::Server;
                 self.with_server += 1;
                 Ok(Arrival::Request)
             }
             _ => {
-                *turn = Turn::Gone;
+                *holder = TagHolder::Gone;
                 self.gone += 1;
                 Ok(if result == STOPPED { Arrival::Stopped } else { Arrival::Refused(result.saturating_neg()) })
             }
@@ -88,7 +88,7 @@ impl Tags {
     /// # Errors
     /// Where there was none.
     pub fn commit(&mut self, tag: u16) -> Result<(), Malformed> {
-        *self.take(tag, Turn::Server, "a result of a tag without a request")? = Turn::Driver;
+        *self.take(tag, TagHolder::Server, "a result of a tag without a request")? = TagHolder::Driver;
         self.with_server -= 1;
         Ok(())
     }
@@ -100,6 +100,6 @@ impl Tags {
 
     /// True where the driver uses none of them any more.
     pub fn is_over(&self) -> bool {
-        usize::from(self.gone) == self.turns.len()
+        usize::from(self.gone) == self.holders.len()
     }
 }

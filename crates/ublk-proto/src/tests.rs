@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Layouts, limits and turns.
 
-use crate::control::{DeviceInfo, INFO_BYTES, State};
+use crate::control::{DeviceInfo, INFO_BYTES, UblkState};
 use crate::params::{PARAMS_BYTES, Params};
 use crate::request::DESCRIPTOR_BYTES;
 use crate::{Arrival, Limits, Malformed, Operation, Request, Tags};
@@ -13,7 +13,7 @@ fn info() -> DeviceInfo {
     DeviceInfo {
         queues: 2,
         depth: 64,
-        state: State::Quiesced,
+        state: UblkState::Quiesced,
         max_request_bytes: 1 << 20,
         device: 7,
         process: 1234,

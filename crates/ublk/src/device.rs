@@ -13,7 +13,7 @@ use cowshed_storage::{UBLK_CONTROL, UblkCall, UblkControl, UblkDriver, UblkShape
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use cowshed_ublk_proto::control::{ANY_DEVICE, INFO_BYTES, features};
 use cowshed_ublk_proto::params::PARAMS_BYTES;
-use cowshed_ublk_proto::{DeviceInfo, Limits, MAX_DEPTH, Params, SECTOR_BYTES, State};
+use cowshed_ublk_proto::{DeviceInfo, Limits, MAX_DEPTH, Params, SECTOR_BYTES, UblkState};
 use rustix::io::Errno as Number;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -228,7 +228,7 @@ impl<D: UblkDriver> Device<D> {
         let wanted = DeviceInfo {
             queues: config.queues,
             depth: config.depth,
-            state: State::Dead,
+            state: UblkState::Dead,
             max_request_bytes: NEW_REQUEST_BYTES,
             device: config.device.unwrap_or(ANY_DEVICE),
             process: std::process::id().cast_signed(),
@@ -465,7 +465,7 @@ fn still_served(info: &DeviceInfo) -> Error {
 /// The time limit for the end of a device's last server: short where it seems to be alive.
 fn patience<D: UblkDriver>(calls: &Calls<'_, D>, before: &DeviceInfo) -> Duration {
     let now = calls.info().unwrap_or(*before);
-    match matches!(now.state, State::Live | State::Dead) && is_alive(now.process) {
+    match matches!(now.state, UblkState::Live | UblkState::Dead) && is_alive(now.process) {
         true => DYING_PATIENCE,
         false => DEATH_PATIENCE,
     }
@@ -478,7 +478,7 @@ fn is_own(config: &Config, info: &DeviceInfo) -> bool {
 
 /// Its server has made the device and has not started it yet. The kernel gives a device that was stopped no process.
 fn is_starting(info: &DeviceInfo) -> bool {
-    info.state == State::Dead && is_alive(info.process)
+    info.state == UblkState::Dead && is_alive(info.process)
 }
 
 /// True where the device has ended and is only in the way of the next one. The kernel stops a user's device a moment after
@@ -489,7 +489,7 @@ fn is_starting(info: &DeviceInfo) -> bool {
 fn outlived<D: UblkDriver>(driver: &D, calls: &Calls<'_, D>, mut info: DeviceInfo) -> Result<bool> {
     let begin = Instant::now();
     let waits = |info: &DeviceInfo| match info.features & features::USER_RECOVERY {
-        0 => info.state != State::Dead || is_starting(info),
+        0 => info.state != UblkState::Dead || is_starting(info),
         _ => is_starting(info),
     };
     while waits(&info) {
@@ -499,7 +499,7 @@ fn outlived<D: UblkDriver>(driver: &D, calls: &Calls<'_, D>, mut info: DeviceInf
         std::thread::sleep(PAUSE);
         info = calls.info().unwrap_or(info);
     }
-    if info.state != State::Dead {
+    if info.state != UblkState::Dead {
         return Ok(false);
     }
     // The driver deletes a device when it isn't open any more, and waits for that without end.
@@ -530,7 +530,7 @@ fn check_takeover(config: &Config, info: &DeviceInfo, params: &Params, size: u64
     if info.features & features::UNPRIVILEGED_DEV != 0 && info.features & features::USER_RECOVERY == 0 {
         return refused("the kernel ends a user's device with its server; 'recover=auto' makes it anew".to_owned());
     }
-    if info.features & NEEDED != NEEDED || info.state == State::Dead {
+    if info.features & NEEDED != NEEDED || info.state == UblkState::Dead {
         return refused("it was stopped".to_owned());
     }
     if params.read_only == config.writable {

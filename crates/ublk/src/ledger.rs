@@ -19,11 +19,11 @@ const UNFLUSHED: u8 = b'u';
 #[derive(Debug)]
 pub(crate) struct Ledger {
     path: PathBuf,
-    state: Mutex<State>,
+    state: Mutex<LedgerState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LedgerState {
     /// `None`: there is no file, and the next server takes changes for lost.
     note: Option<File>,
     is_marked: bool,
@@ -35,7 +35,7 @@ struct State {
     is_told: bool,
 }
 
-impl State {
+impl LedgerState {
     fn write(&mut self) {
         let byte = if self.is_marked || self.is_lost || self.is_told { UNFLUSHED } else { CLEAN };
         if let Some(note) = &self.note
@@ -72,7 +72,7 @@ impl Ledger {
                 "no note can be kept there: after a takeover of the device the first flush will fail"
             );
         }
-        let mut state = State { note, ..State::default() };
+        let mut state = LedgerState { note, ..LedgerState::default() };
         state.write();
         Ledger { path, state: Mutex::new(state) }
     }
@@ -85,7 +85,7 @@ impl Ledger {
         let is_read = note.as_ref().is_some_and(|note| note.read_exact_at(&mut byte, 0).is_ok());
         let is_lost = !is_read || byte != [CLEAN];
         let note = note.or_else(|| open(&path, OFlags::CREATE));
-        let mut state = State { note, is_lost, ..State::default() };
+        let mut state = LedgerState { note, is_lost, ..LedgerState::default() };
         state.write();
         Ledger { path, state: Mutex::new(state) }
     }

@@ -13,10 +13,10 @@ use std::sync::Mutex;
 
 /// The changes of one session.
 #[derive(Debug)]
-pub(crate) struct Ledger<P = MemoryPiece>(Mutex<State<P>>);
+pub(crate) struct Ledger<P = MemoryPiece>(Mutex<LedgerState<P>>);
 
 #[derive(Debug)]
-struct State<P> {
+struct LedgerState<P> {
     note: Option<UnflushedNote<P>>,
     is_marked: bool,
     /// Changes that ended.
@@ -27,11 +27,11 @@ struct State<P> {
 
 impl<P> Default for Ledger<P> {
     fn default() -> Self {
-        Ledger(Mutex::new(State { note: None, is_marked: false, changes: 0, is_lost: false }))
+        Ledger(Mutex::new(LedgerState { note: None, is_marked: false, changes: 0, is_lost: false }))
     }
 }
 
-impl<P: Shared> State<P> {
+impl<P: Shared> LedgerState<P> {
     fn write(&self) {
         if let Some(note) = &self.note {
             note.set(self.is_marked, self.is_lost);

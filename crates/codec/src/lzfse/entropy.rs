@@ -59,7 +59,7 @@ pub(super) fn symbols(widths: &[(usize, u32)]) -> impl Iterator<Item = Symbol> {
 }
 
 #[derive(Clone, Copy)]
-struct State {
+struct FseState {
     symbol: Symbol,
     /// The next state: this one and the number that this many bits give.
     next: u32,
@@ -68,13 +68,13 @@ struct State {
 
 /// The states of one alphabet, of a power of two.
 pub(super) struct Values<const STATES: usize> {
-    states: [State; STATES],
+    states: [FseState; STATES],
 }
 
 impl<const STATES: usize> Values<STATES> {
     /// Each symbol has as many states as its count. Fails when these aren't all.
     pub(super) fn new(counts: &[u16], symbols: impl Iterator<Item = Symbol>) -> Result<Self, Refusal> {
-        let mut states = [State { symbol: Symbol { base: 0, extra_bits: 0 }, next: 0, bits: 0 }; STATES];
+        let mut states = [FseState { symbol: Symbol { base: 0, extra_bits: 0 }, next: 0, bits: 0 }; STATES];
         if counts.iter().map(|&count| usize::from(count)).sum::<usize>() != STATES {
             return Err("the counts of a block's symbols don't fit");
         }
@@ -85,7 +85,7 @@ impl<const STATES: usize> Values<STATES> {
         for (state, (number, symbol)) in states.iter_mut().zip(each) {
             // These bits lift the number into the range of states, which begins at their count.
             let bits = STATES.ilog2() - number.ilog2();
-            *state = State { symbol, next: (number << bits) - STATES as u32, bits };
+            *state = FseState { symbol, next: (number << bits) - STATES as u32, bits };
         }
         Ok(Values { states })
     }
@@ -107,7 +107,7 @@ impl Reader {
         values: &Values<STATES>,
         bits: &mut Bits,
     ) -> Result<u32, Refusal> {
-        let State { symbol, next, bits: count } = *values.states.get(self.state).ok_or("a state is out of range")?;
+        let FseState { symbol, next, bits: count } = *values.states.get(self.state).ok_or("a state is out of range")?;
         let taken = bits.take(count + symbol.extra_bits)?;
         self.state = (next + (taken >> symbol.extra_bits)) as usize;
         Ok(symbol.base + (taken & ((1 << symbol.extra_bits) - 1)))

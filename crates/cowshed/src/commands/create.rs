@@ -125,7 +125,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             work::run_quietly(|_| plan.run()).map_err(failed)?;
         }
     }
-    chosen.tell(args.quiet, console);
+    chosen.print_notice(args.quiet, console);
     Ok(0)
 }
 

@@ -109,7 +109,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let job = work::Foreground::new(console.persona, false, false, "copying")?;
     let failed = |error: &Error| failed(console.persona, &input, &output, error);
     let outcome = job.run(async |handle| dd::run(&options, &handle).await, failed)?;
-    chosen.tell(false, console);
+    chosen.print_notice(false, console);
     if outcome.skipped_past_end {
         console.complain(format_args!("{input}: cannot skip to specified offset"));
     }

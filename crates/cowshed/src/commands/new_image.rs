@@ -23,15 +23,15 @@ const ENDINGS: &[(&str, &str)] = &[
 ];
 
 /// The format of a new image, and the message about it when the image is made.
-pub struct Chosen {
+pub struct ChosenFormat {
     /// The format.
     pub format: String,
     notice: Option<String>,
 }
 
-impl Chosen {
+impl ChosenFormat {
     /// Prints the origin of the format, where the command line named none.
-    pub fn tell(&self, quiet: bool, console: &mut Console) {
+    pub fn print_notice(&self, quiet: bool, console: &mut Console) {
         if let Some(notice) = self.notice.as_deref().filter(|_| !quiet) {
             console.complain(notice);
         }
@@ -40,7 +40,7 @@ impl Chosen {
 
 /// The format of a new image: the one that is given, else under our own name the one that the name's ending means, else
 /// raw. `option` is the option that would name one.
-pub fn format(given: Option<&str>, name: &str, option: &str, console: &Console) -> Result<Chosen, Failure> {
+pub fn format(given: Option<&str>, name: &str, option: &str, console: &Console) -> Result<ChosenFormat, Failure> {
     if let (None, Persona::Cowshed) = (given, console.persona)
         && let Some((ending, format)) = by_ending(name)
     {
@@ -51,9 +51,9 @@ pub fn format(given: Option<&str>, name: &str, option: &str, console: &Console) 
         }
         let notice = (format != "raw")
             .then(|| format!("the format of '{name}' is {format}, by its ending ({option} names another)"));
-        return Ok(Chosen { format: format.to_owned(), notice });
+        return Ok(ChosenFormat { format: format.to_owned(), notice });
     }
-    Ok(Chosen { format: given.unwrap_or("raw").to_owned(), notice: None })
+    Ok(ChosenFormat { format: given.unwrap_or("raw").to_owned(), notice: None })
 }
 
 fn by_ending(name: &str) -> Option<(&'static str, &'static str)> {

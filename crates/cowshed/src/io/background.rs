@@ -20,7 +20,7 @@ fn start<F>(shell: &mut Shell, work: impl FnOnce(Arc<Node>) -> F) -> Done
 where
     F: Future<Output = String> + 'static,
 {
-    let node = shell.session()?.node.clone();
+    let node = shell.opened()?.node.clone();
     let said = std::rc::Rc::clone(&shell.said_later);
     let work = work(node);
     shell.pending.push(rt::spawn(async move {

@@ -14,7 +14,7 @@ const NO_SUCH_THING: &str = "No such file or directory";
 const NOT_SUPPORTED: &str = "Operation not supported";
 
 fn faults(shell: &Shell) -> Option<Arc<Faults>> {
-    shell.session.as_ref().and_then(|session| session.image().faults())
+    shell.opened.as_ref().and_then(|opened| opened.image().faults())
 }
 
 fn word(arguments: &Arguments, index: usize) -> Result<&str, CommandFailed> {

@@ -17,13 +17,13 @@ const SECTOR_BYTES: u64 = 512;
 const MAX_RUNS: usize = 1024;
 
 pub(super) async fn length(shell: &mut Shell) -> Done {
-    let size = shell.session()?.node.size();
+    let size = shell.opened()?.node.size();
     shell.console.line(text::size(size as f64));
     Ok(())
 }
 
 pub(super) async fn flush(shell: &mut Shell) -> Done {
-    let node = shell.session()?.node.clone();
+    let node = shell.opened()?.node.clone();
     node.flush().await.map_err(|error| CommandFailed::output(format!("flush failed: {}", shell.reason(&error))))
 }
 
@@ -34,8 +34,8 @@ pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     // As qemu-io, which names the command's first word, where flags come before all else.
     let first = arguments.first_flags.as_deref().unwrap_or(size);
     let size = arguments::size_named(size, first)?;
-    let node = shell.session()?.node.clone();
-    if shell.session()?.image().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
+    let node = shell.opened()?.node.clone();
+    if shell.opened()?.image().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
         return Err(CommandFailed::complaint("The new size must be a multiple of 512"));
     }
     node.resize(size, preallocation).await.map_err(|error| {
@@ -48,7 +48,7 @@ pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
 }
 
 pub(super) async fn info(shell: &mut Shell) -> Done {
-    let node = shell.session()?.image();
+    let node = shell.opened()?.image();
     let failed = |error: cowshed_types::Error| CommandFailed::complaint(error.to_string());
     let image = image_info(&node).await.map_err(failed)?;
     if node.description().is_some_and(|known| known.only_sizes) {
@@ -73,7 +73,7 @@ async fn each_run(
     len: u64,
     mut take: impl FnMut(u64, u64, bool),
 ) -> Result<(), CommandFailed> {
-    let node = shell.session()?.node.clone();
+    let node = shell.opened()?.node.clone();
     let (mut at, end) = (start, start + len);
     while at < end {
         let failed = |error| CommandFailed::output(format!("is_allocated failed: {}", shell.reason(&error)));
@@ -94,7 +94,7 @@ pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
     let Some(offset) = arguments.operands.first() else { return Err(CommandFailed::usage()) };
     let offset = arguments::size(offset)?;
     let count = arguments.operands.get(1).map_or(Ok(SECTOR_BYTES), |text| arguments::size(text))?;
-    let size = shell.session()?.node.size();
+    let size = shell.opened()?.node.size();
     let count = count.min(size.saturating_sub(offset));
     let mut sum = 0;
     if count > 0 {
@@ -105,7 +105,7 @@ pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
 }
 
 pub(super) async fn map(shell: &mut Shell) -> Done {
-    let size = shell.session()?.node.size();
+    let size = shell.opened()?.node.size();
     let mut runs: Vec<(u64, u64, bool)> = Vec::new();
     each_run(shell, 0, size, |start, len, present| match runs.last_mut() {
         Some(last) if last.2 == present => last.1 += len,

@@ -3,23 +3,23 @@
 //!
 //! `table.rs` lists the commands; `arguments.rs` takes their words apart, `text.rs` words their reports. The rest
 //! carries them out: `transfer.rs` at once, `background.rs` without waiting, and `image.rs` those that are no transfer.
-//! `session.rs` opens and closes, `faults.rs` holds requests up, `zone.rs` refuses requests to zoned devices,
+//! `open.rs` opens and closes, `faults.rs` holds requests up, `zone.rs` refuses requests to zoned devices,
 //! `prompt.rs` asks for lines.
 
 mod arguments;
 mod background;
 mod faults;
 mod image;
+mod open;
 mod outcome;
 mod prompt;
 mod reopen;
-mod session;
 mod table;
 mod text;
 mod transfer;
 mod zone;
 
-pub use session::{OpenSpec, Session};
+pub use open::{OpenImage, OpenSpec};
 
 use crate::output::Console;
 use arguments::Arguments;
@@ -43,7 +43,7 @@ pub struct Manner {
 pub struct Shell {
     console: Console,
     manner: Manner,
-    session: Option<Session>,
+    opened: Option<OpenImage>,
     /// The output of requests in the background that isn't printed yet.
     said_later: Rc<RefCell<String>>,
     pending: Vec<rt::JoinHandle<()>>,
@@ -58,7 +58,7 @@ impl Shell {
         Shell {
             console,
             manner,
-            session: None,
+            opened: None,
             said_later: Rc::default(),
             pending: Vec::new(),
             held: Vec::new(),
@@ -71,7 +71,7 @@ impl Shell {
     pub async fn run(mut self, image: Option<OpenSpec>, commands: &[String]) -> u8 {
         let mut is_well = match image {
             Some(spec) => {
-                let opened = session::open(&mut self, spec).await;
+                let opened = open::open(&mut self, spec).await;
                 self.conclude(None, opened)
             }
             None => true,
@@ -82,7 +82,7 @@ impl Shell {
                 commands => self.run_all(commands).await,
             };
         }
-        let closed = session::close(&mut self).await;
+        let closed = open::close(&mut self).await;
         is_well &= self.conclude(None, closed);
         let (program, persona) = (self.manner.program, self.console.persona);
         match self.console.finish() {
@@ -137,11 +137,11 @@ impl Shell {
     }
 
     async fn carry_out(&mut self, command: &'static ShellCommand, name: &str, words: &[&str]) -> Done {
-        if command.needs_image && self.session.is_none() {
+        if command.needs_image && self.opened.is_none() {
             return Err(CommandFailed::plain_error("no file open, try 'help open'"));
         }
         command.check_count(name, words.len())?;
-        if command.writes && self.session.as_ref().is_some_and(|session| session.node.is_read_only()) {
+        if command.writes && self.opened.as_ref().is_some_and(|opened| opened.node.is_read_only()) {
             return Err(CommandFailed::complaint("Block node is read-only"));
         }
         let arguments = Arguments::parse(name, command.flags, words)?;
@@ -178,8 +178,8 @@ impl Shell {
     }
 
     /// The open image. Commands that need one are not called without.
-    fn session(&self) -> Result<&Session, CommandFailed> {
-        self.session.as_ref().ok_or_else(|| CommandFailed::plain_error("no file open, try 'help open'"))
+    fn opened(&self) -> Result<&OpenImage, CommandFailed> {
+        self.opened.as_ref().ok_or_else(|| CommandFailed::plain_error("no file open, try 'help open'"))
     }
 
     /// The reason of an error in this shell's manner.

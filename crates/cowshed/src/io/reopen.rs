@@ -4,8 +4,8 @@
 
 use super::Shell;
 use super::arguments::Arguments;
+use super::open::{OpenSpec, close, open, options_of};
 use super::outcome::{CommandFailed, Done};
-use super::session::{OpenSpec, close, open, options_of};
 use cowshed_image::DRIVERS;
 use cowshed_image::Node;
 use cowshed_image::node::ChildRole;
@@ -34,7 +34,7 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
     if arguments.has('r') && arguments.has('w') {
         return Err(CommandFailed::complaint("Only one -r/-w option may be given"));
     }
-    let before = shell.session()?.spec.clone();
+    let before = shell.opened()?.spec.clone();
     let mut spec = before.clone();
     spec.read_only = (before.read_only || arguments.has('r')) && !arguments.has('w');
     if let Some(mode) = arguments.value('c') {
@@ -49,7 +49,7 @@ pub(super) async fn reopen(shell: &mut Shell, arguments: Arguments) -> Done {
         if arguments.has('c') && options.get("cache").is_some() {
             return Err(CommandFailed::complaint("Cannot set both -c and the cache options"));
         }
-        let options = changes(&shell.session()?.image(), options, !spec.read_only, "")?;
+        let options = changes(&shell.opened()?.image(), options, !spec.read_only, "")?;
         spec.add(options)?;
     }
     let changes_cache_only = spec.read_only == before.read_only && !arguments.has('o');

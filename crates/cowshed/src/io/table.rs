@@ -3,7 +3,7 @@
 
 use super::arguments::Arguments;
 use super::outcome::{CommandFailed, Done};
-use super::{Shell, background, faults, image, reopen, session, transfer, zone};
+use super::{Shell, background, faults, image, open, reopen, transfer, zone};
 use std::pin::Pin;
 
 /// Carries a command out.
@@ -146,7 +146,7 @@ pub const COMMANDS: &[ShellCommand] = &[
         name: "close",
         short: "c",
         about: "close the current open file",
-        run: |shell, _| Box::pin(session::close(shell)),
+        run: |shell, _| Box::pin(open::close(shell)),
         ..BASE
     },
     ShellCommand {
@@ -218,7 +218,7 @@ pub const COMMANDS: &[ShellCommand] = &[
  -d  discards: ignore (off) or unmap (on)
  -o  options of the driver: key=value,key=value
  -C  keep what is read from the backing file"],
-        run: |shell, arguments| Box::pin(session::open_command(shell, arguments)),
+        run: |shell, arguments| Box::pin(open::open_command(shell, arguments)),
         ..BASE
     },
     ShellCommand {

@@ -86,17 +86,17 @@ impl Expected {
     }
 }
 
-/// The disk, or with `-b` the state of a virtual machine, as a place of requests.
-struct Place {
+/// The disk, or with `-b` the state of a virtual machine, as the target of requests.
+struct RequestTarget {
     node: std::sync::Arc<Node>,
     is_vm_state: bool,
 }
 
-impl Place {
-    fn of(shell: &Shell, arguments: &Arguments) -> std::result::Result<Place, CommandFailed> {
-        let session = shell.session()?;
+impl RequestTarget {
+    fn of(shell: &Shell, arguments: &Arguments) -> std::result::Result<RequestTarget, CommandFailed> {
+        let opened = shell.opened()?;
         let is_vm_state = arguments.has('b');
-        Ok(Place { node: if is_vm_state { session.image() } else { session.node.clone() }, is_vm_state })
+        Ok(RequestTarget { node: if is_vm_state { opened.image() } else { opened.node.clone() }, is_vm_state })
     }
 
     async fn read(&self, range: Range) -> Result<IoBuf> {
@@ -173,9 +173,9 @@ async fn read_range(
     expected: Option<Expected>,
     name: &str,
 ) -> Done {
-    let place = Place::of(shell, arguments)?;
+    let target = RequestTarget::of(shell, arguments)?;
     let started = Instant::now();
-    let result = place.read(range).await;
+    let result = target.read(range).await;
     let elapsed = started.elapsed();
     let data = result.map_err(|error| CommandFailed::output(format!("{name} failed: {}", shell.reason(&error))))?;
     let verdict = expected.and_then(|expected| expected.verdict(&data, range.offset));
@@ -236,8 +236,8 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
         Some(path) => Some(read_source(path)?),
         None => None,
     };
-    let place = Place::of(shell, &arguments)?;
-    let (node, image) = (shell.session()?.node.clone(), shell.session()?.image());
+    let target = RequestTarget::of(shell, &arguments)?;
+    let (node, image) = (shell.opened()?.node.clone(), shell.opened()?.image());
     let started = Instant::now();
     let result = match check_end(&node, range) {
         _ if has('b') => {
@@ -245,7 +245,7 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
                 Some(source) => repeated(source, range.len as usize),
                 None => filled(pattern.unwrap_or(DEFAULT_PATTERN), range.len as usize),
             };
-            place.write_vm_state(range, data).await
+            target.write_vm_state(range, data).await
         }
         Err(error) => Err(error),
         Ok(()) if has('z') => write_zeroes(&node, range, &arguments).await,
@@ -269,7 +269,7 @@ pub(super) async fn write(shell: &mut Shell, arguments: Arguments) -> Done {
 pub(super) async fn writev(shell: &mut Shell, arguments: Arguments) -> Done {
     let pattern = arguments.pattern('P')?.unwrap_or(DEFAULT_PATTERN);
     let range = ranges(&arguments)?;
-    let node = shell.session()?.node.clone();
+    let node = shell.opened()?.node.clone();
     let started = Instant::now();
     let result = match check_end(&node, range) {
         Ok(()) => write_data(&node, range, filled(pattern, range.len as usize), arguments.has('f')).await,
@@ -283,7 +283,7 @@ pub(super) async fn writev(shell: &mut Shell, arguments: Arguments) -> Done {
 
 pub(super) async fn discard(shell: &mut Shell, arguments: Arguments) -> Done {
     let range = range(&arguments)?;
-    let node = shell.session()?.node.clone();
+    let node = shell.opened()?.node.clone();
     let started = Instant::now();
     let result = match check_end(&node, range) {
         Ok(()) => node.discard(range.offset, range.len).await,

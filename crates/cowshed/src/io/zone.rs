@@ -18,7 +18,7 @@ pub(super) async fn report(_shell: &mut Shell, arguments: Arguments) -> Done {
 /// Opens, closes, finishes or resets zones.
 pub(super) async fn manage(shell: &mut Shell, what: &str, arguments: Arguments) -> Done {
     let [offset, len] = sizes(&arguments)?[..] else { return Err(CommandFailed::usage()) };
-    let size = shell.session()?.node.size();
+    let size = shell.opened()?.node.size();
     match offset.checked_add(len) {
         Some(end) if end <= size => Err(unsupported(what)),
         _ => Err(CommandFailed::output(format!("zone {what} failed: Input/output error"))),

@@ -11,13 +11,13 @@ use std::process::{Command, Output};
 const FILES: &[&str] =
     &["plain.raw", "base.qcow2", "top.qcow2", "other.qcow2", "data.raw", "data.qcow2", "flat.vmdk", "flat-f001.vmdk"];
 
-struct Place(tempfile::TempDir);
+struct Fixture(tempfile::TempDir);
 
-impl Place {
-    fn new() -> Place {
-        let place = Place(temp_dir());
+impl Fixture {
+    fn new() -> Fixture {
+        let fixture = Fixture(temp_dir());
         let qemu = Qemu::system();
-        let path = |name: &str| place.path().join(name).to_str().expect("text").to_owned();
+        let path = |name: &str| fixture.path().join(name).to_str().expect("text").to_owned();
         std::fs::write(path("plain.raw"), vec![7; 1 << 20]).expect("a file");
         qemu.create(Path::new(&path("base.qcow2")), "qcow2", "", 1 << 20);
         qemu.io(["-f", "qcow2", "-c", "write -P 1 0 512k", &path("base.qcow2")]).expect_ok();
@@ -36,7 +36,7 @@ impl Place {
             std::fs::hard_link(path(name), path(&format!("hard-{name}"))).expect("a hard link");
             std::os::unix::fs::symlink(path(name), path(&format!("soft-{name}"))).expect("a symbolic link");
         }
-        place
+        fixture
     }
 
     fn path(&self) -> &Path {
@@ -75,7 +75,7 @@ fn names(file: &str) -> [String; 5] {
 
 #[test]
 fn a_copy_onto_a_file_of_the_source_is_refused() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let sources = [
         ("raw", "plain.raw", &["plain.raw"][..]),
         ("qcow2", "top.qcow2", &["top.qcow2", "base.qcow2"]),
@@ -85,23 +85,23 @@ fn a_copy_onto_a_file_of_the_source_is_refused() {
     for (format, source, files) in sources {
         for file in files {
             for name in names(file) {
-                place.expect_refusal(&format!("convert -U -f {format} -O raw {source} {name}"), file);
-                place.expect_refusal(&format!("convert -U -f {format} -O qcow2 {source} {name}"), file);
-                place.expect_refusal(&format!("dd -U -f {format} -O raw if={source} of={name}"), file);
-                place.expect_refusal(&format!("convert -n -U -f {format} -O raw {source} {name}"), file);
+                fixture.expect_refusal(&format!("convert -U -f {format} -O raw {source} {name}"), file);
+                fixture.expect_refusal(&format!("convert -U -f {format} -O qcow2 {source} {name}"), file);
+                fixture.expect_refusal(&format!("dd -U -f {format} -O raw if={source} of={name}"), file);
+                fixture.expect_refusal(&format!("convert -n -U -f {format} -O raw {source} {name}"), file);
             }
         }
     }
-    place.expect_refusal("convert -n -U -f qcow2 -O qcow2 top.qcow2 hard-top.qcow2", "plain.raw");
-    place.expect_refusal("convert -n -U -f qcow2 -O qcow2 data.qcow2 soft-data.qcow2", "plain.raw");
+    fixture.expect_refusal("convert -n -U -f qcow2 -O qcow2 top.qcow2 hard-top.qcow2", "plain.raw");
+    fixture.expect_refusal("convert -n -U -f qcow2 -O qcow2 data.qcow2 soft-data.qcow2", "plain.raw");
     // By way of the target's data file.
-    place.expect_refusal("convert -U -f raw -O qcow2 -o data_file=hard-plain.raw plain.raw new.qcow2", "plain.raw");
-    place.expect_refusal("convert -n -U -f raw -O qcow2 hard-data.raw data.qcow2", "plain.raw");
+    fixture.expect_refusal("convert -U -f raw -O qcow2 -o data_file=hard-plain.raw plain.raw new.qcow2", "plain.raw");
+    fixture.expect_refusal("convert -n -U -f raw -O qcow2 hard-data.raw data.qcow2", "plain.raw");
 }
 
 #[test]
 fn copies_beside_the_source_go_on() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     for line in [
         // One backing file for both: it is only read.
         "convert -n -U -f qcow2 -O qcow2 top.qcow2 other.qcow2",
@@ -111,47 +111,48 @@ fn copies_beside_the_source_go_on() {
         "convert -n -U --image-opts --target-image-opts driver=raw,size=64k,file.filename=plain.raw \
          driver=raw,offset=64k,size=64k,file.filename=plain.raw",
     ] {
-        let output = place.run(line, "plain.raw");
+        let output = fixture.run(line, "plain.raw");
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
     let overlap = "convert -n -U --image-opts --target-image-opts driver=raw,size=64k,file.filename=plain.raw \
                    driver=raw,offset=60k,size=64k,file.filename=plain.raw";
-    place.expect_refusal(overlap, "plain.raw");
+    fixture.expect_refusal(overlap, "plain.raw");
 }
 
 #[test]
 fn new_image_never_replaces_its_own_base() {
-    let place = Place::new();
-    let top = place.path().join("top.qcow2").display().to_string();
+    let fixture = Fixture::new();
+    let top = fixture.path().join("top.qcow2").display().to_string();
     for file in ["base.qcow2", "top.qcow2"] {
         for name in names(file).into_iter().filter(|name| name != "top.qcow2") {
-            place.expect_refusal(&format!("create -q -f qcow2 -b {top} -F qcow2 {name}"), file);
-            place.expect_refusal(&format!("create -q -f qcow2 -b {top} -F qcow2 -o data_file={name} new.qcow2"), file);
+            fixture.expect_refusal(&format!("create -q -f qcow2 -b {top} -F qcow2 {name}"), file);
+            fixture
+                .expect_refusal(&format!("create -q -f qcow2 -b {top} -F qcow2 -o data_file={name} new.qcow2"), file);
         }
     }
-    place.expect_refusal("create -q -u -f qcow2 -b top.qcow2 -F qcow2 hard-top.qcow2 1M", "plain.raw");
-    place.expect_refusal("create -q -f qcow2 -b data.qcow2 -F qcow2 hard-data.raw", "plain.raw");
+    fixture.expect_refusal("create -q -u -f qcow2 -b top.qcow2 -F qcow2 hard-top.qcow2 1M", "plain.raw");
+    fixture.expect_refusal("create -q -f qcow2 -b data.qcow2 -F qcow2 hard-data.raw", "plain.raw");
 }
 
 #[test]
 fn an_image_is_not_moved_onto_its_own_files() {
-    let place = Place::new();
-    let before = place.contents();
+    let fixture = Fixture::new();
+    let before = fixture.contents();
     for line in
         ["rebase -f qcow2 -b hard-data.raw -F raw data.qcow2", "rebase -f qcow2 -b hard-top.qcow2 -F qcow2 top.qcow2"]
     {
-        let output = place.run(line, "plain.raw");
+        let output = fixture.run(line, "plain.raw");
         assert_eq!(output.status.code(), Some(1), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
-    assert!(place.contents() == before);
+    assert!(fixture.contents() == before);
 }
 
 /// A lock shows it where there are locks, in QEMU's words; else the file's identity.
 #[test]
 fn bitmaps_are_not_merged_from_the_image_that_changes() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let qemu = Qemu::system();
-    let top = place.path().join("top.qcow2").display().to_string();
+    let top = fixture.path().join("top.qcow2").display().to_string();
     for name in ["a", "b"] {
         qemu.img(["bitmap", "--add", &top, name]).expect_ok();
     }
@@ -160,25 +161,25 @@ fn bitmaps_are_not_merged_from_the_image_that_changes() {
             let output = qemu.img(["bitmap", "--merge", "a", "-b", name, "-F", "qcow2", &top, "b"]);
             assert_eq!(output.code, 1, "{name}: {output:?}");
         }
-        let before = place.contents();
-        let output = place.run(&format!("bitmap --merge a -b {name} -F qcow2 top.qcow2 b"), "top.qcow2");
+        let before = fixture.contents();
+        let output = fixture.run(&format!("bitmap --merge a -b {name} -F qcow2 top.qcow2 b"), "top.qcow2");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(1) && said.contains("Failed to get"), "{name}: {said}");
         let unlocked = "--image-opts driver=qcow2,file.filename=top.qcow2,file.locking=off";
-        place.expect_refusal(&format!("bitmap --merge a -b {name} -F qcow2 {unlocked} b"), "top.qcow2");
-        assert!(place.contents() == before, "{name}: a file has changed");
+        fixture.expect_refusal(&format!("bitmap --merge a -b {name} -F qcow2 {unlocked} b"), "top.qcow2");
+        assert!(fixture.contents() == before, "{name}: a file has changed");
     }
     // A file of its chain is another image.
-    qemu.img(["bitmap", "--add", &place.path().join("base.qcow2").display().to_string(), "c"]).expect_ok();
-    let output = place.run("bitmap --merge c -b base.qcow2 -F qcow2 top.qcow2 b", "top.qcow2");
+    qemu.img(["bitmap", "--add", &fixture.path().join("base.qcow2").display().to_string(), "c"]).expect_ok();
+    let output = fixture.run("bitmap --merge c -b base.qcow2 -F qcow2 top.qcow2 b", "top.qcow2");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Verbs of ours that take a second name.
 #[test]
 fn a_rescue_and_an_undo_log_leave_the_image_alone() {
-    let place = Place::new();
-    let before = place.contents();
+    let fixture = Fixture::new();
+    let before = fixture.contents();
     for name in names("base.qcow2").iter().filter(|name| !name.starts_with("/dev")) {
         for (line, reason) in [
             (format!("rescue base.qcow2 {name}"), "one of the files that are read"),
@@ -189,10 +190,10 @@ fn a_rescue_and_an_undo_log_leave_the_image_alone() {
             (format!("check --undo {name} base.qcow2"), "not an undo log"),
         ] {
             let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
-            let output = command.args(line.split(' ')).current_dir(place.path()).output().expect("our own binary");
+            let output = command.args(line.split(' ')).current_dir(fixture.path()).output().expect("our own binary");
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(output.status.code() == Some(1) && said.contains(reason), "{line}: {said}");
-            assert!(place.contents() == before, "{line}: a file has changed");
+            assert!(fixture.contents() == before, "{line}: a file has changed");
         }
     }
 }

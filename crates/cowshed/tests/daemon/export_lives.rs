@@ -165,7 +165,7 @@ fn lost_guest_memory_is_no_event_of_the_disk() {
     let mut region = driver.region();
     (region.guest_address, region.front_end_address) = (GUEST + MEMORY_BYTES, FRONT_END + MEMORY_BYTES);
     // VHOST_USER_ADD_MEM_REG.
-    assert!(driver.tell(37, &[&[0; 8][..], &region.encode()].concat(), Some(&more)));
+    assert!(driver.send_acked(37, &[&[0; 8][..], &region.encode()].concat(), Some(&more)));
     rustix::fs::ftruncate(&more, 4096).expect("less memory");
     driver.prepare(0, 0, WRITE, 0, &[], 0);
     driver.describe(FrontEnd::place(0), 0, (FrontEnd::data(0) - 0x100, 16, 1, 1));

@@ -167,7 +167,7 @@ fn exports_that_cannot_be_say_why_in_one_line() {
 
 /// The value of one place of the disk: of the last write that has ended, and of one in flight.
 #[derive(Clone, Copy, Default)]
-struct Place {
+struct Expected {
     known: u8,
     pending: Option<u8>,
 }
@@ -195,7 +195,7 @@ fn outlives(format: &str, more: &str) {
     let seed = seeds(1).next().expect("a seed");
     let mut random = Random::new(seed);
     let (mut guest, mut notes): (Option<Guest>, _) = (None, None);
-    let mut places = [Place::default(); PLACES];
+    let mut expected = [Expected::default(); PLACES];
     // The place that each chain writes.
     let mut chains = [None; CHAINS as usize];
     let (mut ended, mut again) = (0, 0);
@@ -208,11 +208,11 @@ fn outlives(format: &str, more: &str) {
         loop {
             for head in 0..CHAINS {
                 let place = random.below(PLACES as u64) as usize;
-                if chains[usize::from(head)].is_none() && places[place].pending.is_none() {
+                if chains[usize::from(head)].is_none() && expected[place].pending.is_none() {
                     let value = 1 + random.below(255) as u8;
                     driver.prepare(0, head * 3, 1, place as u64 * 8, &[value; 4096], 0);
                     driver.offer(0, head * 3);
-                    places[place].pending = Some(value);
+                    expected[place].pending = Some(value);
                     chains[usize::from(head)] = Some(place);
                 }
             }
@@ -223,7 +223,7 @@ fn outlives(format: &str, more: &str) {
             let (head, _) = driver.wait_used(0);
             assert_eq!(driver.status(head), 0, "seed {seed}");
             let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
-            places[place].known = places[place].pending.take().expect("in flight");
+            expected[place].known = expected[place].pending.take().expect("in flight");
             ended += 1;
         }
         if life < 7 {
@@ -233,9 +233,9 @@ fn outlives(format: &str, more: &str) {
             while chains.iter().any(Option::is_some) {
                 let (head, _) = driver.wait_used(0);
                 let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
-                places[place].known = places[place].pending.take().expect("in flight");
+                expected[place].known = expected[place].pending.take().expect("in flight");
             }
-            for (number, place) in places.iter().enumerate() {
+            for (number, place) in expected.iter().enumerate() {
                 let (status, bytes) = driver.request(0, number as u64 * 8, &[], 4096);
                 assert!(
                     status == 0 && bytes == [place.known; 4096],
@@ -250,7 +250,7 @@ fn outlives(format: &str, more: &str) {
         while driver.used(0) != driver.guest.seen[0] {
             let (head, _) = driver.wait_used(0);
             let place = chains[usize::from(head / 3)].take().expect("a chain in flight ends once");
-            places[place].known = places[place].pending.take().expect("in flight");
+            expected[place].known = expected[place].pending.take().expect("in flight");
             ended += 1;
         }
         guest = Some(driver.guest.clone());

@@ -143,7 +143,7 @@ pub(super) fn activate<'a>(daemon: &'a Rc<Daemon>, name: &'a str) -> LocalFuture
                 Ok(())
             }
             Err(error) => {
-                take_back(daemon, opened).await;
+                roll_back(daemon, opened).await;
                 Err(failed(error))
             }
         }
@@ -157,7 +157,7 @@ pub(super) async fn activate_named(daemon: &Rc<Daemon>, options: &BlockdevOption
         match activate(daemon, &name).await {
             Ok(()) => opened.push(name),
             Err(error) => {
-                take_back(daemon, opened).await;
+                roll_back(daemon, opened).await;
                 return Err(error);
             }
         }
@@ -166,7 +166,7 @@ pub(super) async fn activate_named(daemon: &Rc<Daemon>, options: &BlockdevOption
 }
 
 /// Makes nodes inactive again that were opened for something that failed.
-pub(super) async fn take_back(daemon: &Rc<Daemon>, opened: Vec<String>) {
+pub(super) async fn roll_back(daemon: &Rc<Daemon>, opened: Vec<String>) {
     for name in opened.into_iter().rev() {
         let Some(node) = daemon.graph.find(&name) else { continue };
         if let Err(error) = inactivate(daemon, &node).await {
@@ -189,7 +189,7 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
         }
         Err(error) => Err(error),
     };
-    take_back(daemon, opened).await;
+    roll_back(daemon, opened).await;
     let mut described = described?;
     described.insert("active".to_owned(), json!(false));
     described.insert("ro".to_owned(), json!(options.get("read-only") == Some(&json!(true))));

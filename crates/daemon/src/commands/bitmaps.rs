@@ -315,7 +315,7 @@ impl BitmapAction {
 
 impl BitmapChanged {
     /// As if it had not been done. No request runs.
-    pub async fn take_back(self, graph: &Arc<Graph>) {
+    pub async fn roll_back(self, graph: &Arc<Graph>) {
         if let Err(error) = graph.restore_bitmap(&self.node, &self.saved).await {
             tracing::error!(%error, node = self.node.name(), "could not take a change of a bitmap back");
         }

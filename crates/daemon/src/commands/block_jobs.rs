@@ -597,7 +597,7 @@ impl BackupStarted {
     }
 
     /// As if it had not been started.
-    pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
+    pub(super) async fn roll_back(self, daemon: &Rc<Daemon>) {
         if let Err(error) = self.backup.undo().await {
             tracing::error!(%error, job = self.job.id, "could not take a backup back");
         }

@@ -194,8 +194,8 @@ impl DriveStarted {
         self.backup.work_and_close(daemon, self.target.with_job(daemon))
     }
 
-    pub(super) async fn take_back(self, daemon: &Rc<Daemon>) {
-        self.backup.take_back(daemon).await;
+    pub(super) async fn roll_back(self, daemon: &Rc<Daemon>) {
+        self.backup.roll_back(daemon).await;
         self.target.discard(daemon).await;
     }
 }

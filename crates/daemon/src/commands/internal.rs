@@ -59,7 +59,7 @@ impl InternalPlan {
 }
 
 impl InternalTaken {
-    pub(super) async fn take_back(&self, daemon: &Rc<Daemon>) -> Result<()> {
+    pub(super) async fn roll_back(&self, daemon: &Rc<Daemon>) -> Result<()> {
         daemon.graph.delete_internal_snapshot(&self.node, &SnapshotName::of_id(&*self.id)).await.map(drop)
     }
 }

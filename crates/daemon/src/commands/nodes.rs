@@ -83,7 +83,7 @@ async fn add_node(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpResul
     let driver = options.text("driver").unwrap_or_default().to_owned();
     let added = add_active(daemon, options).await;
     if let Err(failure) = added {
-        daemon.untrusted.forget(&name);
+        daemon.untrusted.remove(&name);
         // An option of the command line has no schema with the list of drivers.
         return Err(match failure.description == format!("Unknown driver '{driver}'") {
             true => QmpError { description: format!("Parameter 'driver' does not accept value '{driver}'"), ..failure },
@@ -176,17 +176,17 @@ async fn add_active(daemon: &Rc<Daemon>, mut options: BlockdevOptions) -> QmpRes
     let node = match daemon.untrusted.add(&daemon.graph, options).await {
         Ok(node) => node,
         Err(error) => {
-            activity::take_back(daemon, opened).await;
+            activity::roll_back(daemon, opened).await;
             return Err(failed(error));
         }
     };
-    warnings::tell(&node);
+    warnings::report(&node);
     Ok(())
 }
 
 async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if daemon.inactive.delete(arguments.text("node-name"))? {
-        daemon.untrusted.forget(arguments.text("node-name"));
+        daemon.untrusted.remove(arguments.text("node-name"));
         return nothing();
     }
     let name = arguments.text("node-name");
@@ -201,7 +201,7 @@ async fn blockdev_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let node = daemon.node(name)?;
     check_deletable(&daemon, &node)?;
     let node = daemon.graph.take_out(node.name()).await.map_err(failed)?;
-    daemon.untrusted.forget(node.name());
+    daemon.untrusted.remove(node.name());
     close_last(&daemon, &arguments, &node).await;
     nothing()
 }

@@ -176,7 +176,7 @@ async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError)
         }
     }
     for one in done.into_iter().rev() {
-        one.take_back(daemon).await;
+        one.roll_back(daemon).await;
     }
     drop(drained);
     error
@@ -219,7 +219,7 @@ impl Action {
                 Ok(taken) => match one.name_again().await {
                     Ok(()) => Ok(Done::Snapshot(one, taken)),
                     Err(error) => {
-                        Done::Snapshot(one, taken).take_back(daemon).await;
+                        Done::Snapshot(one, taken).roll_back(daemon).await;
                         Err(failed(error))
                     }
                 },
@@ -237,20 +237,20 @@ impl Action {
 }
 
 impl Done {
-    async fn take_back(self, daemon: &Rc<Daemon>) {
+    async fn roll_back(self, daemon: &Rc<Daemon>) {
         match self {
             Done::Snapshot(one, taken) => {
                 daemon.graph.take_snapshot_back(taken).await;
                 one.discard(daemon).await;
             }
             Done::Internal(taken) => {
-                if let Err(error) = taken.take_back(daemon).await {
+                if let Err(error) = taken.roll_back(daemon).await {
                     tracing::error!(%error, "could not take an internal snapshot back");
                 }
             }
-            Done::Backup(started) => started.take_back(daemon).await,
-            Done::Drive(started) => started.take_back(daemon).await,
-            Done::Bitmap(changed) => changed.take_back(&daemon.graph).await,
+            Done::Backup(started) => started.roll_back(daemon).await,
+            Done::Drive(started) => started.roll_back(daemon).await,
+            Done::Bitmap(changed) => changed.roll_back(&daemon.graph).await,
         }
     }
 }
@@ -286,7 +286,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
     }
     if let Some(error) = failure {
         for one in done.into_iter().rev() {
-            one.take_back(daemon).await;
+            one.roll_back(daemon).await;
         }
         for action in rest {
             action.discard(daemon).await;

@@ -85,7 +85,7 @@ async fn block_set_io_throttle(daemon: Rc<Daemon>, arguments: Arguments) -> QmpR
     let limits = Limits::from_json(&limits).map_err(failed)?;
     if !limits.is_limited() {
         return match target.filter(&daemon) {
-            Some(filter) => leave(&daemon, &filter).await,
+            Some(filter) => end_limits(&daemon, &filter).await,
             None => nothing(),
         };
     }
@@ -172,7 +172,7 @@ async fn insert(daemon: &Rc<Daemon>, target: &Target, name: &str, group: &str) -
 }
 
 /// Ends the limits: a filter that we put in is taken out, one of the user's goes into a group without limits.
-async fn leave(daemon: &Rc<Daemon>, filter: &Arc<Node>) -> QmpResult<Value> {
+async fn end_limits(daemon: &Rc<Daemon>, filter: &Arc<Node>) -> QmpResult<Value> {
     let Some(throttle) = filter.throttle() else { return nothing() };
     let group = throttle.group();
     if daemon.inserted_filters.contains(filter) {

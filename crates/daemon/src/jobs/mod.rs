@@ -297,7 +297,7 @@ impl Job {
             Status::Concluded | Status::Null | Status::Aborting => return Err(self.cannot("cancel")),
             status => {
                 let is_stopped = self.is_stopped.get() && matches!(status, Status::Paused | Status::Standby);
-                self.go_on();
+                self.end_pause();
                 self.handle.cancel();
                 let group = self.group.borrow().clone();
                 if let Some(group) = group.filter(|_| status == Status::Waiting) {
@@ -341,7 +341,7 @@ impl Job {
     }
 
     /// Ends a pause, as cancelling does.
-    fn go_on(&self) {
+    fn end_pause(&self) {
         match self.status() {
             Status::Paused => self.enter(Status::Running),
             Status::Standby => self.enter(Status::Ready),
@@ -465,7 +465,7 @@ impl JobSpec {
 
 fn cancel(job: &Job) {
     let is_waiting = job.status() == Status::Waiting;
-    job.go_on();
+    job.end_pause();
     job.handle.cancel();
     // It can't end before the others of its group.
     let group = job.group.borrow().clone();

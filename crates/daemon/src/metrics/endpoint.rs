@@ -30,13 +30,13 @@ pub(crate) fn listen(address: &str, control: Sender<Message>) -> Result<String> 
 }
 
 fn accept(listener: &TcpListener, control: &Sender<Message>) {
-    let places = Places::new(MAX_SCRAPERS);
+    let permits = ConnectionPermits::new(MAX_SCRAPERS);
     loop {
         let spawned = listener.accept().and_then(|(stream, _)| {
             let control = control.clone();
-            let place = places.take(stream);
+            let permit = permits.take(stream);
             let serve = move || {
-                if let Err(error) = answer(&place.scraper, &control, PATIENCE) {
+                if let Err(error) = answer(&permit.scraper, &control, PATIENCE) {
                     tracing::debug!(%error, "a scraper is gone");
                 }
             };
@@ -108,21 +108,21 @@ impl Awaiting {
 
 /// The scrapers that are served.
 #[derive(Clone)]
-struct Places {
+struct ConnectionPermits {
     /// In the order of their coming.
     taken: Arc<(Mutex<Vec<Arc<Scraper>>>, Condvar)>,
     most: usize,
 }
 
-/// One scraper's place; dropping it makes room for the next.
-struct Place {
-    places: Places,
+/// The right of one scraper to be served; dropping it lets the next one in.
+struct ConnectionPermit {
+    permits: ConnectionPermits,
     scraper: Arc<Scraper>,
 }
 
-impl Places {
-    fn new(most: usize) -> Places {
-        Places { taken: Arc::new((Mutex::new(Vec::new()), Condvar::new())), most }
+impl ConnectionPermits {
+    fn new(most: usize) -> ConnectionPermits {
+        ConnectionPermits { taken: Arc::new((Mutex::new(Vec::new()), Condvar::new())), most }
     }
 
     fn taken(&self) -> MutexGuard<'_, Vec<Arc<Scraper>>> {
@@ -131,7 +131,7 @@ impl Places {
 
     /// Waits for a place. The oldest scraper whose request isn't complete makes room, else the oldest that takes its
     /// reply. Scrapers that wait for the daemon keep their places.
-    fn take(&self, stream: TcpStream) -> Place {
+    fn take(&self, stream: TcpStream) -> ConnectionPermit {
         let mut taken = self.taken();
         let is_full = |taken: &mut Vec<Arc<Scraper>>| taken.len() >= self.most;
         // A scraper that was cut already is about to leave its place.
@@ -146,14 +146,14 @@ impl Places {
         taken = self.taken.1.wait_while(taken, is_full).unwrap_or_else(PoisonError::into_inner);
         let scraper = Scraper::new(stream);
         taken.push(Arc::clone(&scraper));
-        Place { places: self.clone(), scraper }
+        ConnectionPermit { permits: self.clone(), scraper }
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.places.taken().retain(|scraper| !Arc::ptr_eq(scraper, &self.scraper));
-        self.places.taken.1.notify_one();
+        self.permits.taken().retain(|scraper| !Arc::ptr_eq(scraper, &self.scraper));
+        self.permits.taken.1.notify_one();
     }
 }
 
@@ -284,23 +284,23 @@ mod tests {
 
     #[test]
     fn places_are_bounded_and_given_back() {
-        let places = Places::new(2);
+        let permits = ConnectionPermits::new(2);
         let connections = [connection(), connection(), connection()];
         let server = |n: usize| connections[n].1.try_clone().unwrap();
-        let (first, second) = (places.take(server(0)), places.take(server(1)));
+        let (first, second) = (permits.take(server(0)), permits.take(server(1)));
         // These two wait for the daemon: no fault of theirs.
         first.scraper.enter(Phase::Waiting);
         second.scraper.enter(Phase::Waiting);
-        assert_eq!(places.taken().len(), 2);
+        assert_eq!(permits.taken().len(), 2);
         let waiting = {
-            let (places, server) = (places.clone(), server(2));
-            thread::spawn(move || drop(places.take(server)))
+            let (permits, server) = (permits.clone(), server(2));
+            thread::spawn(move || drop(permits.take(server)))
         };
         drop(first);
         waiting.join().unwrap();
         assert_eq!(*lock(&second.scraper.phase), Phase::Waiting);
         drop(second);
-        assert_eq!(places.taken().len(), 0);
+        assert_eq!(permits.taken().len(), 0);
     }
 
     #[test]
@@ -338,10 +338,10 @@ mod tests {
 
     #[test]
     fn silent_scraper_makes_room_and_a_waiting_one_not() {
-        let places = Places::new(2);
+        let permits = ConnectionPermits::new(2);
         let connections = [connection(), connection(), connection()];
         let server = |n: usize| connections[n].1.try_clone().unwrap();
-        let (waiting, taking) = (places.take(server(0)), places.take(server(1)));
+        let (waiting, taking) = (permits.take(server(0)), permits.take(server(1)));
         waiting.scraper.enter(Phase::Waiting);
         taking.scraper.enter(Phase::Taking);
         let ending = thread::spawn(move || {
@@ -349,11 +349,11 @@ mod tests {
             assert_eq!((&taking.scraper.stream).read(&mut [0; 16]).unwrap(), 0);
             drop(taking);
         });
-        let third = places.take(server(2));
+        let third = permits.take(server(2));
         ending.join().unwrap();
         assert_eq!(*lock(&waiting.scraper.phase), Phase::Waiting);
         drop((waiting, third));
-        assert_eq!(places.taken().len(), 0);
+        assert_eq!(permits.taken().len(), 0);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use super::MonitorContext;
 use super::log::Log;
-use crate::events::Listener;
+use crate::events::EventListener;
 use crate::message::{Message, Reply};
 use crate::version::version;
 use cowshed_qmp::{Command, Event, Incoming, QmpError, Session, encode, reply};
@@ -126,7 +126,7 @@ impl Outlet {
     }
 }
 
-impl Listener for Outlet {
+impl EventListener for Outlet {
     fn event(&self, event: &Event) {
         let mut waiting = self.lock();
         if waiting.bytes > MAX_WAITING_BYTES {
@@ -136,7 +136,7 @@ impl Listener for Outlet {
         self.add(&mut waiting, encode(&event.to_value(), self.pretty));
     }
 
-    fn settle(&self, patience: Duration) {
+    fn flush_and_close(&self, patience: Duration) {
         let owes = |waiting: &mut Waiting| (waiting.owes_reply || waiting.bytes > 0) && !waiting.closed;
         let settled = self.changed.wait_timeout_while(self.lock(), patience, owes);
         drop(settled);
@@ -236,7 +236,7 @@ fn converse(
             if session.wants_events() && !listens {
                 listens = true;
                 negotiated();
-                let listener: Weak<dyn Listener> = Arc::downgrade(outlet) as Weak<dyn Listener>;
+                let listener: Weak<dyn EventListener> = Arc::downgrade(outlet) as Weak<dyn EventListener>;
                 context.events.subscribe(listener);
             }
         }

@@ -129,7 +129,7 @@ fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> 
 
 /// The state of the connection.
 #[derive(Default)]
-struct State {
+struct ChardevState {
     /// Made, and not taken by a monitor yet.
     waiting: Option<Connection>,
     /// The name of the connection that is there.
@@ -146,7 +146,7 @@ pub struct Outgoing {
     shared: Arc<Shared>,
 }
 
-impl State {
+impl ChardevState {
     /// The connection that waits, for the last monitor.
     fn take(&mut self, own: u64) -> Option<Connection> {
         if self.monitors == own { self.waiting.take() } else { None }
@@ -155,12 +155,12 @@ impl State {
 
 #[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<ChardevState>,
     changed: Condvar,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ChardevState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

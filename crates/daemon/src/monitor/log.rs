@@ -22,12 +22,12 @@ pub struct LogOptions {
 /// A file that takes a copy of all that a character device sends.
 #[derive(Debug)]
 pub struct Log {
-    state: Mutex<State>,
+    state: Mutex<LogState>,
     timestamps: bool,
 }
 
 #[derive(Debug)]
-struct State {
+struct LogState {
     file: File,
     /// The next byte begins a line.
     begins: bool,
@@ -50,7 +50,7 @@ impl Log {
                 .qemu(format!("Could not create '{path}'"))
         };
         let file = how.create(true).open(&options.path).map_err(failed)?;
-        let state = Mutex::new(State { file, begins: true, has_failed: false });
+        let state = Mutex::new(LogState { file, begins: true, has_failed: false });
         Ok(Arc::new(Log { state, timestamps: options.timestamps }))
     }
 

@@ -324,7 +324,7 @@ impl Drive {
             if shares { request.sharing_raw_of_one_size() } else { request }
         };
         let node = daemon.untrusted.add_with(&daemon.graph, options, more).await?;
-        warnings::tell(&node);
+        warnings::report(&node);
         if let Some(number) = self.partition {
             let part =
                 cowshed_image::partitions::find(&node, number).await.map_err(|error| error.file(node.filename()))?;

@@ -61,11 +61,11 @@ fn open_chain(client: &mut Client, exported: bool) {
 }
 
 /// Backing file and content of each node that has a name.
-type State = BTreeMap<String, (Option<String>, Vec<u8>)>;
+type NodeContents = BTreeMap<String, (Option<String>, Vec<u8>)>;
 
-fn state(client: &mut Client, folder: &Path) -> State {
+fn state(client: &mut Client, folder: &Path) -> NodeContents {
     let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
-    let mut found = State::new();
+    let mut found = NodeContents::new();
     for node in nodes.as_array().expect("a list") {
         let name = node["node-name"].as_str().expect("a name");
         if name.starts_with('#') {
@@ -127,7 +127,7 @@ fn follow(name: &str, exported: bool, steps: &Steps) {
         states.push(state(client, folder));
     }
     let (ours_state, theirs_state) = (&states[0], &states[1]);
-    let names = |state: &State| state.keys().cloned().collect::<Vec<_>>();
+    let names = |state: &NodeContents| state.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(ours_state), names(theirs_state), "{name}: the nodes");
     for (node, (backing, content)) in ours_state {
         let (their_backing, their_content) = &theirs_state[node];

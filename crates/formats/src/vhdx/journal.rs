@@ -26,14 +26,14 @@ const MAX_SEQUENCE_NUMBER: u64 = u64::MAX - (1 << 32);
 
 /// The part of an image that keeps it whole.
 pub(super) struct Journal {
-    state: Turn<State>,
+    state: Turn<JournalState>,
     /// The headers show that this opening has changed the image.
     is_changed: AtomicBool,
     /// The id of the disk's content now.
     data_guid: Mutex<Guid>,
 }
 
-struct State {
+struct JournalState {
     /// The header that counts, and which of the two it is.
     header: VhdxHeader,
     slot: usize,
@@ -63,7 +63,7 @@ impl Journal {
     /// The journal of an image with this header, the first one or the second.
     pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
         let data_guid = Mutex::new(header.data_guid);
-        Journal { state: Turn::new(State { header, slot, log: None }), is_changed: AtomicBool::new(false), data_guid }
+        Journal { state: Turn::new(JournalState { header, slot, log: None }), is_changed: AtomicBool::new(false), data_guid }
     }
 
     /// The id of the disk's content, by which differences refer to it.
@@ -157,7 +157,7 @@ impl Journal {
     }
 
     /// Empties the log: all that it holds is in its place, durably.
-    pub(super) async fn settle(&self, file: &File) -> Result<()> {
+    pub(super) async fn empty_log(&self, file: &File) -> Result<()> {
         let mut state = self.state.lock().await;
         if state.log.is_none() {
             return Ok(());
@@ -169,7 +169,7 @@ impl Journal {
     }
 }
 
-impl State {
+impl JournalState {
     /// Writes a header over the one that doesn't count, durably: from now on it counts.
     async fn publish(&mut self, file: &File, header: VhdxHeader) -> Result<()> {
         let number = self.header.sequence_number;

@@ -337,6 +337,6 @@ impl BlockFormat for Vhdx {
     }
 
     async fn settle(&self, file: &File) -> Result<()> {
-        self.journal.settle(file).await
+        self.journal.empty_log(file).await
     }
 }

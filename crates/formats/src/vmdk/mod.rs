@@ -51,14 +51,14 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 const TRACKED_VERSION: u32 = 3;
 
 /// An extent and where on the disk it is.
-struct Piece {
+struct DiskExtent {
     start: u64,
     extent: Extent,
 }
 
 pub(crate) struct Vmdk {
     descriptor: Descriptor,
-    pieces: Vec<Piece>,
+    pieces: Vec<DiskExtent>,
     /// The files of the extents; for an image in one file that file.
     files: Vec<Arc<Node>>,
     size: u64,
@@ -87,7 +87,7 @@ impl Vmdk {
                 Error::invalid_image("extents", pieces.len() + 1, "the extents of the disk are too large together")
             })?;
             if extent.len > 0 {
-                pieces.push(Piece { start, extent });
+                pieces.push(DiskExtent { start, extent });
             }
         }
         let cid = AtomicU32::new(descriptor.cid);
@@ -96,7 +96,7 @@ impl Vmdk {
     }
 
     /// The piece that byte `offset` of the disk is in.
-    fn piece(&self, offset: u64) -> Result<&Piece> {
+    fn piece(&self, offset: u64) -> Result<&DiskExtent> {
         self.piece_index(offset).map(|index| &self.pieces[index])
     }
 
@@ -121,7 +121,7 @@ impl Vmdk {
 
     /// Refuses a disk whose changes VMware tracks: a write that the record lacks is missing in the next incremental backup.
     fn check_not_tracked(&self) -> Result<()> {
-        let is_tracked = |piece: &Piece| match &piece.extent.storage {
+        let is_tracked = |piece: &DiskExtent| match &piece.extent.storage {
             Storage::Sparse(sparse) => {
                 sparse.header.kind == SparseKind::Hosted
                     && sparse.header.version == TRACKED_VERSION
@@ -189,7 +189,7 @@ impl MarkedFormat for Vmdk {
     }
 
     fn take_back_change(&self) -> Work<'_> {
-        Box::pin(async move { self.open_writer()?.take_back(self).await })
+        Box::pin(async move { self.open_writer()?.restore_content_id(self).await })
     }
 
     fn end_change(&self) -> LocalFuture<'_, ()> {

@@ -5,7 +5,7 @@
 use super::extent::{Extent, Sparse, Storage};
 use super::grains::Grains;
 use super::stream::{StreamHeader, StreamWriter};
-use super::{Piece, Vmdk};
+use super::{DiskExtent, Vmdk};
 use crate::blocks::ImageFile;
 use crate::mapped::{MappedWriter, Place};
 use crate::writer::Writer;
@@ -132,7 +132,7 @@ impl VmdkWriter {
     }
 
     /// Gives the disk the content id that it had before [`Self::announce`].
-    pub(super) async fn take_back(&self, vmdk: &Vmdk) -> Result<()> {
+    pub(super) async fn restore_content_id(&self, vmdk: &Vmdk) -> Result<()> {
         let mut changed = self.changed.lock().await;
         let Some(former) = changed.announced else { return Ok(()) };
         let before = self.read_descriptor().await?;
@@ -207,7 +207,7 @@ impl VmdkWriter {
 
 /// The writer of a disk that is one stream-optimised file without grains: those can be added. A new disk has its
 /// directories in front of the grains, as QEMU lays it out. With its first grain it becomes one with a footer.
-async fn empty_stream(vmdk: &Vmdk, piece: &Piece, sparse: &Sparse) -> Result<Option<StreamWriter>> {
+async fn empty_stream(vmdk: &Vmdk, piece: &DiskExtent, sparse: &Sparse) -> Result<Option<StreamWriter>> {
     let is_alone = vmdk.pieces.len() == 1 && vmdk.descriptor.create_type == "streamOptimized";
     if !is_alone || vmdk.descriptor.has_parent() {
         return Ok(None);

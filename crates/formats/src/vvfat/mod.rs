@@ -7,7 +7,7 @@ mod tree;
 use cowshed_graph::node::{Driver, LocalFuture, StatusExtent, Transfer};
 use cowshed_graph::open::{Draft, DriverLine, Opened, Opener, Telling};
 use cowshed_graph::options::{DriverKind, DriverSchema, KeyType, key};
-use cowshed_layout::fat::{Chain, FatDisk, FatKind, LABEL_BYTES, Region};
+use cowshed_layout::fat::{ClusterChain, FatDisk, FatKind, FatRegion, LABEL_BYTES};
 use cowshed_storage::{File, IoBuf, Locking, OpenOptions, path_of_text, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::VecDeque;
@@ -52,7 +52,7 @@ struct Vvfat {
     /// The root folder of FAT12 and FAT16.
     root: Vec<u8>,
     /// In order, without gaps from the first cluster on; with their contents.
-    chains: Vec<Chain>,
+    chains: Vec<ClusterChain>,
     contents: Vec<Content>,
     files: Vec<HostFile>,
     open: Mutex<VecDeque<(usize, Arc<File>)>>,
@@ -115,7 +115,7 @@ fn label_of(text: &str) -> Result<[u8; LABEL_BYTES]> {
 }
 
 /// The content of a place of the disk.
-enum Piece<'a> {
+enum DiskContent<'a> {
     Zero,
     Table(u64),
     Bytes(&'a [u8]),
@@ -163,38 +163,38 @@ impl Vvfat {
     }
 
     /// The content at a byte of the disk, and for how many of the `len` bytes from there it holds.
-    fn piece(&self, at: u64, len: u64) -> (Piece<'_>, u64) {
+    fn piece(&self, at: u64, len: u64) -> (DiskContent<'_>, u64) {
         let (region, there) = self.disk.region(at);
         let len = len.min(there);
         match region {
-            Region::Head => {
+            FatRegion::Head => {
                 let next = self.heads.partition_point(|(start, _)| *start <= at);
                 if let Some((start, bytes)) = next.checked_sub(1).and_then(|index| self.heads.get(index))
                     && let Some(rest) = bytes.get((at - start) as usize..).filter(|rest| !rest.is_empty())
                 {
-                    return (Piece::Bytes(rest), len.min(rest.len() as u64));
+                    return (DiskContent::Bytes(rest), len.min(rest.len() as u64));
                 }
                 let end = self.heads.get(next).map_or(len, |(start, _)| start - at);
-                (Piece::Zero, len.min(end))
+                (DiskContent::Zero, len.min(end))
             }
-            Region::Table(skip) => (Piece::Table(skip), len),
-            Region::Root(skip) => part_of(&self.root, skip, len),
-            Region::Clusters(skip) => self.piece_of_clusters(skip, len),
-            Region::Behind => (Piece::Zero, len),
+            FatRegion::Table(skip) => (DiskContent::Table(skip), len),
+            FatRegion::Root(skip) => part_of(&self.root, skip, len),
+            FatRegion::Clusters(skip) => self.piece_of_clusters(skip, len),
+            FatRegion::Behind => (DiskContent::Zero, len),
         }
     }
 
-    fn piece_of_clusters(&self, skip: u64, len: u64) -> (Piece<'_>, u64) {
+    fn piece_of_clusters(&self, skip: u64, len: u64) -> (DiskContent<'_>, u64) {
         let cluster_bytes = self.disk.cluster_bytes();
-        let start_of = |chain: &Chain| (u64::from(chain.first) - 2) * cluster_bytes;
+        let start_of = |chain: &ClusterChain| (u64::from(chain.first) - 2) * cluster_bytes;
         let next = self.chains.partition_point(|chain| start_of(chain) <= skip);
         let found = next.checked_sub(1).and_then(|index| Some((self.chains.get(index)?, self.contents.get(index)?)));
-        let Some((chain, content)) = found else { return (Piece::Zero, len) };
+        let Some((chain, content)) = found else { return (DiskContent::Zero, len) };
         let within = skip - start_of(chain);
         let whole = u64::from(chain.count) * cluster_bytes;
         if within >= whole {
             // Behind the last one: there are no gaps.
-            return (Piece::Zero, len);
+            return (DiskContent::Zero, len);
         }
         let len = len.min(whole - within);
         match content {
@@ -202,8 +202,8 @@ impl Vvfat {
             Content::File(index) => {
                 let size = self.files.get(*index).map_or(0, |file| file.len);
                 match size.checked_sub(within).filter(|rest| *rest > 0) {
-                    Some(rest) => (Piece::File(*index, within), len.min(rest)),
-                    None => (Piece::Zero, len),
+                    Some(rest) => (DiskContent::File(*index, within), len.min(rest)),
+                    None => (DiskContent::Zero, len),
                 }
             }
         }
@@ -244,10 +244,10 @@ impl Vvfat {
 }
 
 /// Bytes that zeroes follow.
-fn part_of(bytes: &[u8], skip: u64, len: u64) -> (Piece<'_>, u64) {
+fn part_of(bytes: &[u8], skip: u64, len: u64) -> (DiskContent<'_>, u64) {
     match bytes.get(skip as usize..).filter(|rest| !rest.is_empty()) {
-        Some(rest) => (Piece::Bytes(rest), len.min(rest.len() as u64)),
-        None => (Piece::Zero, len),
+        Some(rest) => (DiskContent::Bytes(rest), len.min(rest.len() as u64)),
+        None => (DiskContent::Zero, len),
     }
 }
 
@@ -270,20 +270,20 @@ impl Driver for Vvfat {
                 let (piece, len) = self.piece(offset + done as u64, (whole - done) as u64);
                 let mut part = rest.split_to(len as usize);
                 let read = match piece {
-                    Piece::Zero => {
+                    DiskContent::Zero => {
                         part.fill(0);
                         Ok(())
                     }
-                    Piece::Table(skip) => {
+                    DiskContent::Table(skip) => {
                         part.fill(0);
                         self.disk.fill_table(&self.chains, skip, &mut part);
                         Ok(())
                     }
-                    Piece::Bytes(bytes) => {
+                    DiskContent::Bytes(bytes) => {
                         part.copy_from_slice(&bytes[..len as usize]);
                         Ok(())
                     }
-                    Piece::File(index, within) => {
+                    DiskContent::File(index, within) => {
                         let (read, filled) = self.read_file(index, within, part).await;
                         part = filled;
                         read
@@ -312,7 +312,7 @@ impl Driver for Vvfat {
             let (mut at, end) = (offset, offset.saturating_add(len));
             while at < end {
                 let (piece, len) = self.piece(at, end - at);
-                let data = !matches!(piece, Piece::Zero);
+                let data = !matches!(piece, DiskContent::Zero);
                 if let Some(last) = runs.last_mut().filter(|last| last.data == data) {
                     last.len += len;
                 } else if runs.len() >= max_runs {

@@ -3,8 +3,8 @@
 
 use super::Content;
 use cowshed_layout::fat::{
-    Chain, DirectoryEntry, DirectoryNames, FIRST_CLUSTER, FatDisk, LABEL_BYTES, MAX_DIRECTORY_BYTES, MAX_FILE_BYTES,
-    Name, Times,
+    ClusterChain, DirectoryEntry, DirectoryNames, FIRST_CLUSTER, FatDisk, LABEL_BYTES, MAX_DIRECTORY_BYTES,
+    MAX_FILE_BYTES, Name, Times,
 };
 use cowshed_storage::{File, Locking, OpenOptions};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -58,7 +58,7 @@ pub(super) struct Tree {
 pub(super) struct Laid {
     /// The root folder, where it isn't in clusters.
     pub root: Vec<u8>,
-    pub contents: Vec<(Chain, Content)>,
+    pub contents: Vec<(ClusterChain, Content)>,
     pub files: Vec<HostFile>,
 }
 
@@ -186,16 +186,16 @@ impl Tree {
             let first = if count == 0 { 0 } else { next };
             next += count;
             // There are 2^28 clusters at most.
-            Chain { first: first as u32, count: count as u32 }
+            ClusterChain { first: first as u32, count: count as u32 }
         };
         let is_rooted = root_bytes.is_some();
-        let directories: Vec<Chain> = self
+        let directories: Vec<ClusterChain> = self
             .directories
             .iter()
             .enumerate()
             .map(|(index, directory)| if is_rooted && index == 0 { chain(0) } else { chain(directory.bytes) })
             .collect();
-        let files: Vec<Chain> = self.files.iter().map(|file| chain(file.len)).collect();
+        let files: Vec<ClusterChain> = self.files.iter().map(|file| chain(file.len)).collect();
         let (mut root, mut contents) = (Vec::new(), Vec::new());
         for (index, directory) in self.directories.iter().enumerate() {
             let mut bytes = Vec::with_capacity(directory.bytes as usize);

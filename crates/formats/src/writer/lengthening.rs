@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Disks that become longer, and what a failure leaves of that.
 
-use super::{State, Usage, Writer, look_through};
+use super::{Usage, Writer, WriterState, look_through};
 use crate::blocks::{BlockFormat, ImageFile};
 use cowshed_types::{Error, Result};
 
@@ -40,7 +40,7 @@ impl Writer {
         drop(self.file.sync().await);
         format.look_again(image).await?;
         let state = look_through(format, image, format.units().as_ref(), &self.file).await?;
-        *self.state() = State { has_grown: true, ..state };
+        *self.state() = WriterState { has_grown: true, ..state };
         Ok(())
     }
 }

@@ -43,7 +43,7 @@ pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &Slo
                 Error::invalid_argument("a new key slot needs the secret that opens the image now ('key-secret')")
             })?;
             let key = area.master_key(&volume, secret).await?.ok_or_else(wrong_passphrase)?;
-            Session { area, volume }.activate(slot, key, new_secret, *iteration_time).await
+            KeySlots { area, volume }.activate(slot, key, new_secret, *iteration_time).await
         }
         SlotChange::Deactivate { slot, old_secret } => {
             let slots = match (slot, old_secret) {
@@ -54,9 +54,9 @@ pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &Slo
             if !force {
                 some_left(&volume, *slot, slots.len())?;
             }
-            let mut session = Session { area, volume };
+            let mut key_slots = KeySlots { area, volume };
             for slot in slots {
-                session.deactivate(slot).await?;
+                key_slots.deactivate(slot).await?;
             }
             Ok(())
         }
@@ -177,12 +177,12 @@ fn free_slot(volume: &Volume, wanted: Option<usize>, force: bool) -> Result<usiz
     }
 }
 
-struct Session<'a> {
+struct KeySlots<'a> {
     area: &'a LuksArea,
     volume: Volume,
 }
 
-impl Session<'_> {
+impl KeySlots<'_> {
     async fn activate(&mut self, slot: usize, key: MasterKey, secret: &Secret, time: Duration) -> Result<()> {
         let (hash, key_bytes) = (self.volume.hash(), self.volume.header().key_bytes);
         let iterations = rt::run_on_cpu_pool(move || iterations_for(hash, key_bytes, time)).await;

@@ -11,12 +11,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The writes that run or wait, in the order in which they came.
 #[derive(Default)]
 pub struct Writers {
-    state: Mutex<State>,
+    state: Mutex<WritersState>,
     changes: Events,
 }
 
 #[derive(Default)]
-struct State {
+struct WritersState {
     next_ticket: u64,
     writes: Vec<Write>,
 }
@@ -50,7 +50,7 @@ impl Drop for Writing<'_> {
 }
 
 impl Writers {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WritersState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

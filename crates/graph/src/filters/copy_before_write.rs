@@ -2,7 +2,7 @@
 //! Copy-before-write: the disk as it was when the filter came goes to a target, part by part. A part that a write is about
 //! to change is copied at once; a job asks for the rest.
 
-use super::saver::Saver;
+use super::copy_state::CopyState;
 use super::{CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
 use crate::node::{
@@ -39,7 +39,7 @@ pub(crate) struct SavingOptions {
 
 /// The filter. A write to a part that isn't pending, and that no reader needs as it was, passes at once.
 pub struct CopyBeforeWrite {
-    saver: Arc<Saver>,
+    state: Arc<CopyState>,
     breaks_writes: bool,
     timeout: Option<Duration>,
 }
@@ -52,12 +52,12 @@ struct Attempt {
 }
 
 impl Attempt {
-    fn settle(&self, result: Result<(), CopyFailure>) {
+    fn finish(&self, result: Result<(), CopyFailure>) {
         *self.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         self.ended.notify();
     }
 
-    async fn settled(&self) -> Result<(), CopyFailure> {
+    async fn finished(&self) -> Result<(), CopyFailure> {
         loop {
             let seen = self.ended.now();
             if let Some(result) = self.result.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -82,35 +82,36 @@ impl CopyBeforeWrite {
             _ => None,
         };
         let part_bytes = cluster_bytes.max(LEAST_PART_BYTES).max(options.least_part_bytes);
-        let saver = Saver::new(below, target, target_readers, (part_bytes, cluster_bytes), options.bits.as_deref())?;
+        let state =
+            CopyState::new(below, target, target_readers, (part_bytes, cluster_bytes), options.bits.as_deref())?;
         let SavingOptions { breaks_writes, timeout, .. } = options;
-        Ok(CopyBeforeWrite { saver: Arc::new(saver), breaks_writes, timeout })
+        Ok(CopyBeforeWrite { state: Arc::new(state), breaks_writes, timeout })
     }
 
     /// Writes to the target compressed from now on. The target must be able to.
     pub fn set_compress(&self, compress: bool) {
-        self.saver.set_compress(compress);
+        self.state.set_compress(compress);
     }
 
     /// From now on, discards the copied parts on the disk. The bytes of a part that guests didn't write are lost to
     /// them.
     pub fn set_discard_source(&self, discard: bool) {
-        self.saver.set_discard_source(discard);
+        self.state.set_discard_source(discard);
     }
 
     /// Size of a part in bytes.
     pub fn part_bytes(&self) -> u64 {
-        self.saver.pending().granularity_bytes()
+        self.state.pending().granularity_bytes()
     }
 
     /// The part of the disk that the target still lacks, in bytes.
     pub fn pending_bytes(&self) -> u64 {
-        self.saver.pending().dirty_bytes().min(self.below().size())
+        self.state.pending().dirty_bytes().min(self.below().size())
     }
 
     /// The next pending run at or behind `from`: offset and length in bytes, in whole parts but for the disk's end.
     pub fn next_pending(&self, from: u64) -> Option<(u64, u64)> {
-        let range = self.saver.pending().next(from, self.part_bytes().max(1 << 20))?;
+        let range = self.state.pending().next(from, self.part_bytes().max(1 << 20))?;
         let end = range.end.min(self.below().size());
         (range.start < end).then(|| (range.start, end - range.start))
     }
@@ -119,7 +120,7 @@ impl CopyBeforeWrite {
     pub fn pending_ranges(&self) -> Vec<std::ops::Range<u64>> {
         let mut ranges = Vec::new();
         let mut at = 0;
-        while let Some(range) = self.saver.pending().next(at, u64::MAX) {
+        while let Some(range) = self.state.pending().next(at, u64::MAX) {
             at = range.end;
             ranges.push(range);
         }
@@ -128,16 +129,16 @@ impl CopyBeforeWrite {
 
     /// The reason why the target will never hold the disk's old state, if so.
     pub fn broken(&self) -> Option<Error> {
-        self.saver.broken()
+        self.state.broken()
     }
 
     /// Copies the pending parts of a range, each one whole. Once polled, the copy runs to its end even when the future
     /// is dropped.
     pub fn copy(&self, offset: u64, len: u64) -> impl Future<Output = Result<(), CopyFailure>> + use<> {
-        let saver = Arc::clone(&self.saver);
+        let state = Arc::clone(&self.state);
         rt::to_completion(async move {
-            let running = saver.copies().begin();
-            let copied = saver.copy(offset, len).await;
+            let running = state.copies().begin();
+            let copied = state.copy(offset, len).await;
             drop(running);
             copied
         })
@@ -145,31 +146,31 @@ impl CopyBeforeWrite {
 
     /// Takes the parts of a range out that the target doesn't need.
     pub async fn skip(&self, offset: u64, len: u64) {
-        self.saver.skip(offset, len).await;
+        self.state.skip(offset, len).await;
     }
 
     /// Waits until nothing is copied for requests that ended without waiting for it.
     pub async fn idle(&self) {
-        self.saver.copies().idle().await;
+        self.state.copies().idle().await;
     }
 
     /// The copy counts for nothing from now on: no request waits for the target, which may never answer. Operations
     /// that run there go on: see [`CopyBeforeWrite::idle`]. Requests still wait for a discard on the disk that runs.
     pub fn abandon(&self) {
-        self.saver.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
-        self.saver.copies().give_up();
+        self.state.break_with(Error::new(ErrorKind::Cancelled, "the copy was given up"));
+        self.state.copies().give_up();
     }
 
     pub(crate) async fn read_kept(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        self.saver.read(offset, buf).await
+        self.state.read(offset, buf).await
     }
 
     pub(crate) async fn kept_status(&self, offset: u64, len: u64, max_runs: usize) -> Result<Vec<StatusExtent>> {
-        self.saver.block_status(offset, len, max_runs).await
+        self.state.block_status(offset, len, max_runs).await
     }
 
     pub(crate) async fn give_up(&self, offset: u64, len: u64) -> Result<()> {
-        self.saver.give_up(offset, len).await
+        self.state.give_up(offset, len).await
     }
 
     /// Saves the parts that a request is about to change.
@@ -179,18 +180,18 @@ impl CopyBeforeWrite {
             return Ok(());
         }
         if self.broken().is_some() {
-            self.saver.discarded(offset, len).await;
+            self.state.discarded(offset, len).await;
             return Ok(());
         }
-        if self.saver.pending().is_dirty(offset, len) {
+        if self.state.pending().is_dirty(offset, len) {
             let copied = match self.timeout {
                 None => {
-                    let saver = Arc::clone(&self.saver);
-                    let copy = async move { saver.copy(offset, len).await };
-                    match self.saver.copies().wait_for(copy).await {
+                    let state = Arc::clone(&self.state);
+                    let copy = async move { state.copy(offset, len).await };
+                    match self.state.copies().wait_for(copy).await {
                         Some(copied) => copied,
                         None => {
-                            self.saver.discarded(offset, len).await;
+                            self.state.discarded(offset, len).await;
                             return Ok(());
                         }
                     }
@@ -201,13 +202,13 @@ impl CopyBeforeWrite {
                 Ok(()) => {}
                 Err(failure) if self.breaks_writes => return Err(failure.error),
                 Err(failure) => {
-                    self.saver.break_with(failure.error);
-                    self.saver.copies().give_up();
+                    self.state.break_with(failure.error);
+                    self.state.copies().give_up();
                 }
             }
         }
-        self.saver.discarded(offset, len).await;
-        self.saver.readers_left(offset, len).await;
+        self.state.discarded(offset, len).await;
+        self.state.readers_left(offset, len).await;
         Ok(())
     }
 
@@ -218,23 +219,23 @@ impl CopyBeforeWrite {
             Err(CopyFailure::writing(Error::os(Errno::ETIMEDOUT, message)))
         };
         // Each attempt at a part waits behind the first one, which may never end.
-        if rt::within(timeout, self.saver.copies().fewer_than(MOST_COPIES)).await.is_none() {
+        if rt::within(timeout, self.state.copies().fewer_than(MOST_COPIES)).await.is_none() {
             return late();
         }
         let attempt = Arc::new(Attempt::default());
         let copying = {
-            let (saver, attempt, running) =
-                (Arc::clone(&self.saver), Arc::clone(&attempt), self.saver.copies().begin());
+            let (state, attempt, running) =
+                (Arc::clone(&self.state), Arc::clone(&attempt), self.state.copies().begin());
             async move {
-                attempt.settle(saver.copy(offset, len).await);
+                attempt.finish(state.copy(offset, len).await);
                 drop(running);
             }
         };
         if let Err(copying) = rt::spawn_critical(copying) {
             copying.await;
         }
-        let (settled, time) = (pin!(attempt.settled()), pin!(rt::sleep(timeout)));
-        match select(settled, time).await {
+        let (finished, time) = (pin!(attempt.finished()), pin!(rt::sleep(timeout)));
+        match select(finished, time).await {
             Either::Left((result, _)) => result,
             Either::Right(_) => late(),
         }
@@ -247,7 +248,7 @@ impl Filter for CopyBeforeWrite {
     }
 
     fn below(&self) -> &Below {
-        self.saver.below()
+        self.state.below()
     }
 
     fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
@@ -301,12 +302,12 @@ impl Filter for CopyBeforeWrite {
 
     fn settle<'a>(&'a self, drained: &'a [Arc<Node>]) -> LocalFuture<'a, ()> {
         Box::pin(async move {
-            if super::drains_target(drained, self.saver.target_link(), self.below()) {
+            if super::drains_target(drained, self.state.target_link(), self.below()) {
                 return self.idle().await;
             }
             // A copy without a request or a job that waits for it (given up, or too slow) only reads the disk. A drain that waited
             // for it would hold the disk's clients while the target is silent.
-            self.saver.discarded(0, u64::MAX).await;
+            self.state.discarded(0, u64::MAX).await;
         })
     }
 

@@ -39,7 +39,7 @@ struct Touched {
 }
 
 impl Touched {
-    fn settle(self, on_target: &Result<()>) {
+    fn finish(self, on_target: &Result<()>) {
         match on_target {
             Ok(()) => {
                 self.written.fetch_add(self.len, Ordering::Relaxed);
@@ -131,13 +131,13 @@ impl Filter for WriteBlocking {
             let target = match self.target() {
                 Ok(target) => target,
                 Err(error) => {
-                    touched.settle(&Err(error));
+                    touched.finish(&Err(error));
                     return (Ok(()), buf);
                 }
             };
             // A copy: a target that is given up keeps the memory.
             let copied = IoBuf::copy_from(&buf);
-            let copy = async move { touched.settle(&target.write_boxed(offset, copied).await.0) };
+            let copy = async move { touched.finish(&target.write_boxed(offset, copied).await.0) };
             let _ = self.copies.wait_for(copy).await;
             (Ok(()), buf)
         })
@@ -167,7 +167,7 @@ impl Filter for WriteBlocking {
                     }
                     Err(error) => Err(error),
                 };
-                touched.settle(&on_target);
+                touched.finish(&on_target);
             };
             let _ = self.copies.wait_for(copy).await;
             Ok(())

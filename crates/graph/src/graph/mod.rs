@@ -102,12 +102,12 @@ impl Drop for LocksKept<'_> {
 /// The nodes of a [`Graph`] at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct GraphSnapshot {
-    nodes: BTreeMap<String, Slot>,
+    nodes: BTreeMap<String, NamedNode>,
 }
 
 /// A name is taken before the node is open, so that two opens can't end with the same one.
 #[derive(Clone, Debug)]
-enum Slot {
+enum NamedNode {
     Opening,
     Node(Weak<Node>),
 }
@@ -116,16 +116,16 @@ impl GraphSnapshot {
     /// The node with this name.
     pub fn find(&self, name: &str) -> Option<Arc<Node>> {
         match self.nodes.get(name)? {
-            Slot::Opening => None,
-            Slot::Node(node) => node.upgrade(),
+            NamedNode::Opening => None,
+            NamedNode::Node(node) => node.upgrade(),
         }
     }
 
     /// All nodes, ordered by name.
     pub fn nodes(&self) -> impl Iterator<Item = Arc<Node>> + '_ {
         self.nodes.values().filter_map(|slot| match slot {
-            Slot::Opening => None,
-            Slot::Node(node) => node.upgrade(),
+            NamedNode::Opening => None,
+            NamedNode::Node(node) => node.upgrade(),
         })
     }
 }
@@ -178,7 +178,7 @@ impl Graph {
     }
 
     /// Builds the next snapshot and swaps it in.
-    fn change<T>(&self, edit: impl FnOnce(&mut BTreeMap<String, Slot>) -> T) -> T {
+    fn change<T>(&self, edit: impl FnOnce(&mut BTreeMap<String, NamedNode>) -> T) -> T {
         let mut current = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
         let mut next = GraphSnapshot::clone(&current);
         let result = edit(&mut next.nodes);
@@ -214,7 +214,7 @@ impl Graph {
             if nodes.contains_key(&name) {
                 return Err(Error::new(ErrorKind::InvalidArgument, format!("Duplicate nodes with node-name='{name}'")));
             }
-            nodes.insert(name.clone(), Slot::Opening);
+            nodes.insert(name.clone(), NamedNode::Opening);
             Ok(name)
         })?;
         Ok(Reservation { graph: Arc::clone(self), name, kept: false })
@@ -325,7 +325,7 @@ impl Reservation {
     /// The node is open: from now on it is found by its name.
     pub(crate) fn fill(mut self, node: &Arc<Node>) {
         self.kept = true;
-        self.graph.change(|nodes| nodes.insert(self.name.clone(), Slot::Node(Arc::downgrade(node))));
+        self.graph.change(|nodes| nodes.insert(self.name.clone(), NamedNode::Node(Arc::downgrade(node))));
     }
 }
 

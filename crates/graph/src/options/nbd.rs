@@ -3,7 +3,7 @@
 
 use super::BlockdevOptions;
 use crate::nbd_client::{ClientOptions, ClientTls};
-use cowshed_nbd_proto::uri::{LONG_EXPORT_SENTENCE, Place};
+use cowshed_nbd_proto::uri::{LONG_EXPORT_SENTENCE, ServerAddress};
 use cowshed_nbd_proto::{DEFAULT_PORT, MAX_STRING_BYTES, NbdUri};
 use cowshed_storage::{SocketAddress, path_of_text};
 use cowshed_types::{Error, Result};
@@ -12,9 +12,9 @@ use std::time::Duration;
 
 /// The options that a URI stands for.
 pub(crate) fn nbd_of_uri(uri: &NbdUri) -> BlockdevOptions {
-    let server = match &uri.place {
-        Place::Unix { path } => BlockdevOptions::new().with("type", "unix").with("path", path.as_str()),
-        Place::Tcp { host, port } => {
+    let server = match &uri.address {
+        ServerAddress::Unix { path } => BlockdevOptions::new().with("type", "unix").with("path", path.as_str()),
+        ServerAddress::Tcp { host, port } => {
             let server = BlockdevOptions::new().with("type", "inet");
             server.with("host", host.as_str()).with("port", port.to_string())
         }

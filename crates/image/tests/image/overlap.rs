@@ -50,12 +50,12 @@ async fn attempt(name: &str, how: &str) -> (cowshed_types::Result<()>, String) {
 }
 
 /// From the file's bytes and the offset of the L2 table: the host offset that the test points an entry at.
-type Place = fn(&[u8], usize) -> u64;
+type TargetOffset = fn(&[u8], usize) -> u64;
 
 #[test]
 fn writes_never_land_on_metadata() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let places: [(&str, Place); 4] = [
+    let places: [(&str, TargetOffset); 4] = [
         ("refcount table", |bytes, _| word(bytes, 48)),
         ("refcount block", |bytes, _| word(bytes, word(bytes, 48) as usize)),
         ("active L1 table", |bytes, _| word(bytes, 40)),
@@ -103,7 +103,7 @@ fn metadata_is_never_allocated_whatever_its_refcount() {
 struct Class {
     option: &'static str,
     name: &'static str,
-    place: Place,
+    place: TargetOffset,
     since: &'static str,
     how: &'static str,
 }

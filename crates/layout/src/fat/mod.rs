@@ -90,7 +90,7 @@ pub struct FatDisk {
 
 /// The kinds of content that a place of the disk has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Region {
+pub enum FatRegion {
     /// Before the tables: see [`FatDisk::heads`].
     Head,
     /// In a table, at this byte of it.
@@ -105,7 +105,7 @@ pub enum Region {
 
 /// Clusters that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chain {
+pub struct ClusterChain {
     /// The first cluster's number.
     pub first: u32,
     /// Number of clusters.
@@ -185,27 +185,27 @@ impl FatDisk {
     }
 
     /// The kind of content at byte `at` of the disk, and its length in bytes from there.
-    pub fn region(&self, at: u64) -> (Region, u64) {
+    pub fn region(&self, at: u64) -> (FatRegion, u64) {
         let mut start = (self.hidden + self.reserved) * SECTOR_BYTES;
         if at < start {
-            return (Region::Head, start - at);
+            return (FatRegion::Head, start - at);
         }
         let table = self.table * SECTOR_BYTES;
         if at < start + TABLES * table {
             let skip = (at - start) % table;
-            return (Region::Table(skip), table - skip);
+            return (FatRegion::Table(skip), table - skip);
         }
         start += TABLES * table;
         let root = self.root * SECTOR_BYTES;
         if at < start + root {
-            return (Region::Root(at - start), start + root - at);
+            return (FatRegion::Root(at - start), start + root - at);
         }
         start += root;
         let clusters = self.clusters() * self.cluster_bytes();
         if at < start + clusters {
-            return (Region::Clusters(at - start), start + clusters - at);
+            return (FatRegion::Clusters(at - start), start + clusters - at);
         }
-        (Region::Behind, self.size().saturating_sub(at))
+        (FatRegion::Behind, self.size().saturating_sub(at))
     }
 
     /// The areas before the tables that aren't zeroes: places and bytes, in order. The first `used` clusters count as
@@ -227,7 +227,7 @@ impl FatDisk {
     }
 
     /// Fills `out` with the bytes of a table from byte `offset` on. `chains` are in order.
-    pub fn fill_table(&self, chains: &[Chain], offset: u64, out: &mut [u8]) {
+    pub fn fill_table(&self, chains: &[ClusterChain], offset: u64, out: &mut [u8]) {
         let bits = self.kind.number();
         // Whole entries: two of 12 bits are three bytes.
         let mut entry = offset * 8 / bits;
@@ -254,7 +254,7 @@ impl FatDisk {
     }
 
     /// An entry of the table.
-    fn entry(&self, chains: &[Chain], entry: u64) -> u32 {
+    fn entry(&self, chains: &[ClusterChain], entry: u64) -> u32 {
         let last = self.kind.last();
         match entry {
             0 => return last & !0xff | u32::from(self.media),
@@ -385,7 +385,11 @@ mod tests {
 
     #[test]
     fn a_table_is_the_same_in_pieces() {
-        let chains = [Chain { first: 2, count: 1 }, Chain { first: 3, count: 700 }, Chain { first: 800, count: 3 }];
+        let chains = [
+            ClusterChain { first: 2, count: 1 },
+            ClusterChain { first: 3, count: 700 },
+            ClusterChain { first: 800, count: 3 },
+        ];
         for kind in [FatKind::Fat12, FatKind::Fat16, FatKind::Fat32] {
             let disk = disk(kind, false);
             let mut whole = vec![0xaa; 4096];
@@ -413,13 +417,13 @@ mod tests {
             let (mut at, mut regions) = (0, Vec::new());
             while at < disk.size() {
                 let (region, len) = disk.region(at);
-                assert!(len > 0 && disk.region(at + len - 1).0 != Region::Head || region == Region::Head);
+                assert!(len > 0 && disk.region(at + len - 1).0 != FatRegion::Head || region == FatRegion::Head);
                 regions.push(region);
                 at += len;
             }
             assert_eq!(at, disk.size());
-            assert_eq!(regions.contains(&Region::Root(0)), kind != FatKind::Fat32);
-            assert!(regions.contains(&Region::Clusters(0)));
+            assert_eq!(regions.contains(&FatRegion::Root(0)), kind != FatKind::Fat32);
+            assert!(regions.contains(&FatRegion::Clusters(0)));
         }
     }
 }

@@ -21,7 +21,7 @@ const COUNTS: u64 = CLUSTER / 2;
 
 /// Data of the disk in the file.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct DataRun {
     /// First cluster of the disk.
     guest: u64,
     /// Number of tables.
@@ -48,7 +48,7 @@ pub enum Stretch {
 #[derive(Clone, Debug)]
 pub struct Sequential {
     header: Vec<u8>,
-    runs: Vec<Run>,
+    runs: Vec<DataRun>,
     /// Entries of the L1 table that have an L2 table, in order.
     l2_of: Vec<u64>,
     /// First clusters of the parts, in file order.
@@ -66,7 +66,7 @@ impl Sequential {
     /// # Errors
     /// When the size is more than a qcow2 image of such clusters can have, or a range ends behind it.
     pub fn new(size: u64, data: &[Range<u64>]) -> Result<Sequential> {
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<DataRun> = Vec::new();
         let mut before = 0;
         for range in data.iter().filter(|range| range.start < range.end) {
             if range.end > size {
@@ -79,7 +79,7 @@ impl Sequential {
             }
             match runs.last_mut() {
                 Some(last) if first == next => last.count += end - first,
-                _ => runs.push(Run { guest: first, count: end - first, before }),
+                _ => runs.push(DataRun { guest: first, count: end - first, before }),
             }
             before += end - first;
         }

@@ -8,7 +8,7 @@ use super::{
     BAT, CHECKSUM_AT, ENTRY_BYTES, FILE_SIGNATURE, Guid, HEADER_OFFSETS, METADATA, REGION_SIGNATURE,
     REGION_TABLE_BYTES, REGION_TABLE_OFFSETS, UNIT_BYTES, VhdxBlock, VhdxDisk, VhdxHeader, checksum,
 };
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use cowshed_types::{Error, Result};
 
 const SECTOR_BYTES: u32 = 512;
@@ -102,12 +102,12 @@ impl NewVhdx<'_> {
                 log_offset: UNIT_BYTES,
                 log_bytes: places.log_bytes,
             };
-            pieces.push((offset, Piece::Bytes(header.to_bytes())));
+            pieces.push((offset, FilePiece::Bytes(header.to_bytes())));
         }
         for offset in REGION_TABLE_OFFSETS {
-            pieces.push((offset, Piece::Bytes(regions(&places))));
+            pieces.push((offset, FilePiece::Bytes(regions(&places))));
         }
-        pieces.push((places.metadata, Piece::Bytes(self.metadata(block_bytes))));
+        pieces.push((places.metadata, FilePiece::Bytes(self.metadata(block_bytes))));
         let mut len = places.blocks;
         if self.is_fixed || self.marks_zeroes {
             let mut at = 0;
@@ -117,7 +117,7 @@ impl NewVhdx<'_> {
                     false => (STATE_ZERO, 0),
                 };
                 let count = places.disk.chunk_ratio.min(blocks - start);
-                pieces.push((places.bat.0 + at, Piece::Numbers { first, step, count }));
+                pieces.push((places.bat.0 + at, FilePiece::Numbers { first, step, count }));
                 // The entry of its sector bitmap follows a chunk.
                 at += (count + 1) * ENTRY_BYTES;
             }
@@ -199,7 +199,7 @@ mod tests {
 
     fn piece(fresh: &FreshFile, offset: u64) -> &[u8] {
         match fresh.pieces.iter().find(|(at, _)| *at == offset) {
-            Some((_, Piece::Bytes(bytes))) => bytes,
+            Some((_, FilePiece::Bytes(bytes))) => bytes,
             other => panic!("{other:?}"),
         }
     }

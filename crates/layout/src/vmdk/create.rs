@@ -2,7 +2,7 @@
 //! New disks, laid out as QEMU lays them out.
 
 use super::{NO_PARENT, SECTOR_BYTES};
-use crate::fresh::{FreshFile, Piece};
+use crate::fresh::{FilePiece, FreshFile};
 use cowshed_types::{Error, Result, name_of_text};
 use std::fmt::Write as _;
 
@@ -129,7 +129,7 @@ impl NewVmdk<'_> {
             if text.len() as u64 > DESCRIPTOR_SECTORS * SECTOR_BYTES {
                 return Err(Error::invalid_argument("the descriptor would be too long for the image"));
             }
-            image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, Piece::Bytes(text)));
+            image.pieces.push((DESCRIPTOR_SECTOR * SECTOR_BYTES, FilePiece::Bytes(text)));
             self.check_parts(0)?;
             return Ok(VmdkFiles { parts: Vec::new(), image });
         }
@@ -141,7 +141,7 @@ impl NewVmdk<'_> {
             let (file, word, offset) = match self.kind.is_flat {
                 // As a raw file, whose first block shows the alignment of direct I/O.
                 true => {
-                    let first = (0, Piece::Fill(0, (len * SECTOR_BYTES).min(4096)));
+                    let first = (0, FilePiece::Fill(0, (len * SECTOR_BYTES).min(4096)));
                     (FreshFile { len: len * SECTOR_BYTES, pieces: vec![first], mark: None }, "FLAT", " 0")
                 }
                 false => (self.sparse(len), "SPARSE", ""),
@@ -157,7 +157,7 @@ impl NewVmdk<'_> {
         let rest = text.get(SECTOR_BYTES as usize..).unwrap_or_default().to_vec();
         let image = FreshFile {
             len: text.len() as u64,
-            pieces: vec![(SECTOR_BYTES, Piece::Bytes(rest))],
+            pieces: vec![(SECTOR_BYTES, FilePiece::Bytes(rest))],
             mark: Some((0, text[..text.len().min(SECTOR_BYTES as usize)].to_vec())),
         };
         Ok(VmdkFiles { parts, image })
@@ -219,7 +219,7 @@ impl NewVmdk<'_> {
             let start = at + directory_sectors;
             // Fewer than 2^23 tables, each of 4 sectors.
             let entries = (0..tables).map(|index| (start + index * TABLE_SECTORS) as u32);
-            Piece::Bytes(entries.flat_map(u32::to_le_bytes).collect())
+            FilePiece::Bytes(entries.flat_map(u32::to_le_bytes).collect())
         };
         let mut header = vec![0; SECTOR_BYTES as usize];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
@@ -375,7 +375,7 @@ mod tests {
         let header = SparseHeader::parse(&files.image.mark.as_ref().unwrap().1).unwrap();
         assert_eq!((header.directory_sector, header.redundant_directory_sector), (Some(0x297), Some(0x15)));
         assert!(header.zeroed_grains && header.directory_bytes() == 640 && files.image.len == 0x580 * 512);
-        let (at, Piece::Bytes(text)) = &files.image.pieces[2] else { panic!("no descriptor") };
+        let (at, FilePiece::Bytes(text)) = &files.image.pieces[2] else { panic!("no descriptor") };
         let descriptor = Descriptor::parse(text).unwrap();
         assert_eq!((*at, descriptor.cid, descriptor.parent_cid), (512, 0x1234, 7));
         assert_eq!(descriptor.parent_hint.as_deref(), Some("base.vmdk"));
@@ -426,7 +426,7 @@ mod tests {
         let ids = VmwareIds { content: [0xab; 12], disk: [0xcd; 16] };
         let files = NewVmdk { ids: Some(ids), ..disk(1 << 20, "streamOptimized") }.lay_out().unwrap();
         let text = files.image.pieces.iter().find_map(|(at, piece)| match piece {
-            Piece::Bytes(bytes) if *at == 512 => Some(bytes.clone()),
+            FilePiece::Bytes(bytes) if *at == 512 => Some(bytes.clone()),
             _ => None,
         });
         let text = String::from_utf8(text.unwrap()).unwrap();

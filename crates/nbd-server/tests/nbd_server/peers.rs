@@ -48,16 +48,16 @@ fn worked() -> Vec<u8> {
 }
 
 /// A folder with a disk in its first state, and a copy of it that stays.
-struct Place {
+struct Fixture {
     dir: tempfile::TempDir,
 }
 
-impl Place {
-    fn new() -> Place {
-        let place = Place { dir: temp_dir() };
-        std::fs::write(place.path("initial.raw"), initial()).expect("a file");
-        place.reset();
-        place
+impl Fixture {
+    fn new() -> Fixture {
+        let fixture = Fixture { dir: temp_dir() };
+        std::fs::write(fixture.path("initial.raw"), initial()).expect("a file");
+        fixture.reset();
+        fixture
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -133,8 +133,8 @@ fn libnbds() -> [Libnbd; 2] {
 }
 
 /// The work with QEMU's programs, which reach the disk by these options.
-fn work_by_qemu(qemu: &Qemu, place: &Place, options: &str, objects: &[&str]) {
-    let copy = place.path("copy.raw");
+fn work_by_qemu(qemu: &Qemu, fixture: &Fixture, options: &str, objects: &[&str]) {
+    let copy = fixture.path("copy.raw");
     let img = |arguments: &[&str]| {
         let (verb, rest) = arguments.split_first().expect("a verb");
         qemu.img([verb].into_iter().chain(objects).chain(rest)).expect_ok()
@@ -170,76 +170,76 @@ fn work_by_qemu(qemu: &Qemu, place: &Place, options: &str, objects: &[&str]) {
     assert!(reads_zero(5 * MIB + 512) && !reads_zero(65536), "{map}");
 }
 
-fn work_by_libnbd(libnbd: &Libnbd, place: &Place, uri: &str, wanted: &str) {
-    tool(text(&libnbd.python), &[LIBNBD, "work", uri, text(&place.path("initial.raw")), wanted]);
+fn work_by_libnbd(libnbd: &Libnbd, fixture: &Fixture, uri: &str, wanted: &str) {
+    tool(text(&libnbd.python), &[LIBNBD, "work", uri, text(&fixture.path("initial.raw")), wanted]);
 }
 
 #[test]
 fn our_server_works_with_the_clients_of_qemu() {
-    let place = Place::new();
-    make_credentials(place.dir.path());
+    let fixture = Fixture::new();
+    make_credentials(fixture.dir.path());
     for qemu in Qemu::all() {
         let whose = format!("qemu-io {:?}", qemu.version());
-        let (served, _) = place.serve(None);
-        work_by_qemu(&qemu, &place, &place.options(), &[]);
+        let (served, _) = fixture.serve(None);
+        work_by_qemu(&qemu, &fixture, &fixture.options(), &[]);
         served.stop();
-        place.expect(&worked(), &whose);
-        place.reset();
-        let (served, port) = place.serve(Some(place.dir.path()));
+        fixture.expect(&worked(), &whose);
+        fixture.reset();
+        let (served, port) = fixture.serve(Some(fixture.dir.path()));
         let options = format!("driver=nbd,server.type=inet,server.host=localhost,server.port={port},tls-creds=tls0");
-        let credentials = format!("tls-creds-x509,id=tls0,dir={},endpoint=client", place.dir.path().display());
-        work_by_qemu(&qemu, &place, &options, &["--object", &credentials]);
+        let credentials = format!("tls-creds-x509,id=tls0,dir={},endpoint=client", fixture.dir.path().display());
+        work_by_qemu(&qemu, &fixture, &options, &["--object", &credentials]);
         served.stop();
-        place.expect(&worked(), &format!("{whose} with TLS"));
-        place.reset();
+        fixture.expect(&worked(), &format!("{whose} with TLS"));
+        fixture.reset();
     }
 }
 
 #[test]
 fn our_server_works_with_the_clients_of_libnbd() {
-    let place = Place::new();
-    make_credentials(place.dir.path());
+    let fixture = Fixture::new();
+    make_credentials(fixture.dir.path());
     for libnbd in libnbds() {
         let whose = text(&libnbd.info).to_owned();
-        let (served, _) = place.serve(None);
-        work_by_libnbd(&libnbd, &place, &place.uri(), if libnbd.has_extended_headers { "extended" } else { "any" });
+        let (served, _) = fixture.serve(None);
+        work_by_libnbd(&libnbd, &fixture, &fixture.uri(), if libnbd.has_extended_headers { "extended" } else { "any" });
         served.stop();
-        place.expect(&worked(), &whose);
+        fixture.expect(&worked(), &whose);
         // Out by nbdcopy and in again.
-        let (served, port) = place.serve(Some(place.dir.path()));
-        let uri = format!("nbds://localhost:{port}/?tls-certificates={}", place.dir.path().display());
-        let copy = place.path("copy.raw");
+        let (served, port) = fixture.serve(Some(fixture.dir.path()));
+        let uri = format!("nbds://localhost:{port}/?tls-certificates={}", fixture.dir.path().display());
+        let copy = fixture.path("copy.raw");
         tool(text(&libnbd.copy), &["--connections=2", &uri, text(&copy)]);
         assert!(std::fs::read(&copy).expect("the copy") == worked(), "{whose}");
-        tool(text(&libnbd.copy), &["--connections=2", "--flush", text(&place.path("initial.raw")), &uri]);
+        tool(text(&libnbd.copy), &["--connections=2", "--flush", text(&fixture.path("initial.raw")), &uri]);
         let info: serde_json::Value = serde_json::from_str(&tool(text(&libnbd.info), &["--json", &uri])).expect("JSON");
         assert_eq!((&info["TLS"], &info["exports"][0]["export-size"]), (&true.into(), &SIZE.into()), "{info}");
         let map = tool(text(&libnbd.info), &["--json", "--map", &uri]);
         assert!(map.contains("\"data\""), "{map}");
-        work_by_libnbd(&libnbd, &place, &uri, "tls");
+        work_by_libnbd(&libnbd, &fixture, &uri, "tls");
         served.stop();
-        place.expect(&worked(), &format!("{whose} with TLS"));
-        place.reset();
+        fixture.expect(&worked(), &format!("{whose} with TLS"));
+        fixture.reset();
     }
 }
 
 #[test]
 fn our_server_works_with_nbdkit_as_client() {
-    let place = Place::new();
-    make_credentials(place.dir.path());
+    let fixture = Fixture::new();
+    make_credentials(fixture.dir.path());
     let [system, _] = libnbds();
-    let ours = format!("socket={}", place.path("nbd.sock").display());
+    let ours = format!("socket={}", fixture.path("nbd.sock").display());
     for is_encrypted in [false, true] {
-        let (served, port) = place.serve(is_encrypted.then_some(place.dir.path()));
+        let (served, port) = fixture.serve(is_encrypted.then_some(fixture.dir.path()));
         let uri = format!("uri=nbds://localhost:{port}/");
-        let folder = format!("tls-certificates={}", place.dir.path().display());
+        let folder = format!("tls-certificates={}", fixture.dir.path().display());
         let arguments = if is_encrypted { vec!["nbd", &uri, "tls=require", &folder] } else { vec!["nbd", &ours] };
-        let between = Foreign::nbdkit(&place.path("between.sock"), &arguments);
-        work_by_libnbd(&system, &place, &between.uri(), "any");
+        let between = Foreign::nbdkit(&fixture.path("between.sock"), &arguments);
+        work_by_libnbd(&system, &fixture, &between.uri(), "any");
         drop(between);
         served.stop();
-        place.expect(&worked(), &format!("nbdkit {arguments:?}"));
-        place.reset();
+        fixture.expect(&worked(), &format!("nbdkit {arguments:?}"));
+        fixture.reset();
     }
 }
 
@@ -280,31 +280,31 @@ impl Staying {
 
 #[test]
 fn clients_go_on_with_our_server_started_again() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let mut content = initial();
     content[..512].fill(7);
     content[1024..1536].fill(7);
     let restart = |served: Served| {
         served.stop();
-        place.serve(None).0
+        fixture.serve(None).0
     };
     for qemu in Qemu::all() {
-        let served = place.serve(None).0;
-        let options = format!("{},reconnect-delay=60", place.options());
+        let served = fixture.serve(None).0;
+        let options = format!("{},reconnect-delay=60", fixture.options());
         let mut client = Staying::start(Command::new(qemu.io_path()).args(["--image-opts", &options]));
         client.say("write -P 7 1k 512\n");
-        place.await_sevens();
+        fixture.await_sevens();
         let served = restart(served);
         client.say("write -P 7 0 512\nflush\nread -P 7 0 512\nquit\n");
         client.expect_success();
         served.stop();
-        place.expect(&content, &format!("qemu-io {:?}", qemu.version()));
-        place.reset();
+        fixture.expect(&content, &format!("qemu-io {:?}", qemu.version()));
+        fixture.reset();
     }
     let libnbds = libnbds();
     for libnbd in &libnbds {
-        let served = place.serve(None).0;
-        let (uri, start) = (place.uri(), place.path("initial.raw"));
+        let served = fixture.serve(None).0;
+        let (uri, start) = (fixture.uri(), fixture.path("initial.raw"));
         let arguments = [LIBNBD, "stay", &uri, text(&start), "any"];
         let mut client = Staying::start(Command::new(&libnbd.python).args(arguments));
         client.await_words("up");
@@ -313,31 +313,31 @@ fn clients_go_on_with_our_server_started_again() {
         client.await_words("back");
         client.expect_success();
         served.stop();
-        place.expect(&content, text(&libnbd.info));
-        place.reset();
+        fixture.expect(&content, text(&libnbd.info));
+        fixture.reset();
     }
     // nbdkit connects anew for its own client, which sees nothing of it.
-    let served = place.serve(None).0;
-    let ours = format!("socket={}", place.path("nbd.sock").display());
+    let served = fixture.serve(None).0;
+    let ours = format!("socket={}", fixture.path("nbd.sock").display());
     let arguments = ["--filter=retry", "nbd", &ours, "retry-delay=1", "retry-exponential=no", "retries=60"];
-    let between = Foreign::nbdkit(&place.path("between.sock"), &arguments);
+    let between = Foreign::nbdkit(&fixture.path("between.sock"), &arguments);
     let options = format!("driver=nbd,server.type=unix,server.path={}", between.socket.display());
     let qemu = Qemu::system();
     let mut client = Staying::start(Command::new(qemu.io_path()).args(["--image-opts", &options]));
     client.say("write -P 7 1k 512\n");
-    place.await_sevens();
+    fixture.await_sevens();
     let served = restart(served);
     client.say("write -P 7 0 512\nflush\nquit\n");
     client.expect_success();
     drop(between);
     served.stop();
-    place.expect(&content, "nbdkit");
+    fixture.expect(&content, "nbdkit");
 }
 
 /// A guest whose disk is a window of the export writes requests as its data: they are data.
 #[test]
 fn a_window_above_the_export_stays_a_window() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let smuggled = |style| {
         let flags = CommandFlags::default();
         let request = Request { command: NbdCommand::WriteZeroes, flags, cookie: 1, offset: 0, length: 65536 };
@@ -349,10 +349,10 @@ fn a_window_above_the_export_stays_a_window() {
         .flat_map(|qemu| [HeaderStyle::Compact, HeaderStyle::Extended].map(|style| (qemu.clone(), style)));
     for (qemu, style) in cases {
         let data: Vec<u8> = smuggled(style).repeat(65536 / 28 + 1)[..65536].to_vec();
-        let file = place.path("requests");
+        let file = fixture.path("requests");
         std::fs::write(&file, &data).expect("a file");
-        let served = place.serve(None).0;
-        let socket = place.path("nbd.sock");
+        let served = fixture.serve(None).0;
+        let socket = fixture.path("nbd.sock");
         let options = format!(
             "driver=raw,offset=1M,size=1M,file.driver=nbd,file.server.type=unix,file.server.path={}",
             socket.display()
@@ -361,13 +361,13 @@ fn a_window_above_the_export_stays_a_window() {
         served.stop();
         let mut content = initial();
         content[MIB as usize..][..65536].copy_from_slice(&data);
-        place.expect(&content, &format!("{:?} {style:?}", qemu.version()));
-        place.reset();
+        fixture.expect(&content, &format!("{:?} {style:?}", qemu.version()));
+        fixture.reset();
     }
 }
 
 /// The work with our client.
-fn work_by_us(place: &Place, uri: &str) {
+fn work_by_us(fixture: &Fixture, uri: &str) {
     rt::block_on(async {
         let request = OpenRequest::file(uri).format("raw").writable(true).discard(true);
         let node = open(request).await.unwrap_or_else(|error| panic!("{uri}: {error}"));
@@ -394,38 +394,38 @@ fn work_by_us(place: &Place, uri: &str) {
         assert!(zero(5 * MIB + 512) && !zero(65536), "{uri}: {runs:?}");
         node.close().await.expect("close");
     });
-    place.expect(&worked(), uri);
-    place.reset();
+    fixture.expect(&worked(), uri);
+    fixture.reset();
 }
 
 #[test]
 fn our_client_works_with_the_servers_of_others() {
-    let place = Place::new();
-    make_credentials(place.dir.path());
-    let (socket, disk, folder) = (place.path("theirs.sock"), place.path("disk.raw"), place.dir.path().display());
+    let fixture = Fixture::new();
+    make_credentials(fixture.dir.path());
+    let (socket, disk, folder) = (fixture.path("theirs.sock"), fixture.path("disk.raw"), fixture.dir.path().display());
     let encrypted = format!("nbds+unix:///?socket={}&tls-certificates={folder}", socket.display());
     let credentials = format!("tls-creds-x509,id=tls0,dir={folder},endpoint=server,verify-peer=yes");
     for qemu in Qemu::all() {
         let server = Foreign::qemu_nbd(&qemu, &socket, &disk, &[]);
-        work_by_us(&place, &server.uri());
+        work_by_us(&fixture, &server.uri());
         drop(server);
         let server = Foreign::qemu_nbd(&qemu, &socket, &disk, &["--object", &credentials, "--tls-creds", "tls0"]);
-        work_by_us(&place, &encrypted);
+        work_by_us(&fixture, &encrypted);
         drop(server);
     }
     let server = Foreign::nbdkit(&socket, &["file", text(&disk)]);
-    work_by_us(&place, &server.uri());
+    work_by_us(&fixture, &server.uri());
     drop(server);
     let certificates = format!("--tls-certificates={folder}");
     let server = Foreign::nbdkit(&socket, &["--tls=require", "--tls-verify-peer", &certificates, "file", text(&disk)]);
-    work_by_us(&place, &encrypted);
+    work_by_us(&fixture, &encrypted);
     drop(server);
 }
 
 #[test]
 fn our_client_goes_on_with_a_server_started_again() {
-    let place = Place::new();
-    let (socket, disk) = (place.path("theirs.sock"), place.path("disk.raw"));
+    let fixture = Fixture::new();
+    let (socket, disk) = (fixture.path("theirs.sock"), fixture.path("disk.raw"));
     let [old, new] = Qemu::all();
     let starts: [Box<dyn Fn() -> Foreign + '_>; 3] = [
         Box::new(|| Foreign::qemu_nbd(&old, &socket, &disk, &[])),
@@ -448,7 +448,7 @@ fn our_client_goes_on_with_a_server_started_again() {
             node.close().await.expect("close");
             drop(server);
         });
-        place.expect(&content, &format!("server {index}"));
-        place.reset();
+        fixture.expect(&content, &format!("server {index}"));
+        fixture.reset();
     }
 }

@@ -23,7 +23,7 @@ use connection::{Answer, Connection, Failure};
 use cowshed_nbd_proto::flags::{CommandFlags, TransmissionFlags};
 use cowshed_nbd_proto::option::BlockSizes;
 use cowshed_nbd_proto::reply::StatusRun;
-use cowshed_nbd_proto::uri::Place;
+use cowshed_nbd_proto::uri::ServerAddress;
 use cowshed_nbd_proto::{Command, NbdUri};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_types::{Errno, Error, Result, slip};
@@ -78,12 +78,12 @@ impl ClientOptions {
 
     /// The same as a URI, for messages.
     pub fn uri(&self) -> NbdUri {
-        let place = match &self.address {
-            SocketAddress::Unix(path) => Place::Unix { path: path.clone() },
-            SocketAddress::Tcp { host, port } => Place::Tcp { host: host.clone(), port: *port },
+        let address = match &self.address {
+            SocketAddress::Unix(path) => ServerAddress::Unix { path: path.clone() },
+            SocketAddress::Tcp { host, port } => ServerAddress::Tcp { host: host.clone(), port: *port },
         };
         NbdUri {
-            place,
+            address,
             export: self.export.clone(),
             tls: self.tls.is_some(),
             tls_hostname: self.tls_hostname.clone(),
@@ -127,13 +127,13 @@ pub struct Client {
     options: ClientOptions,
     name: String,
     facts: ExportFacts,
-    state: Mutex<State>,
+    state: Mutex<ClientState>,
     /// Held by the task that connects again.
     connecting: AsyncMutex<()>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ClientState {
     connection: Arc<Connection>,
     /// When the loss was noticed.
     lost_at: Option<Duration>,
@@ -160,7 +160,7 @@ impl Client {
             }
         };
         let facts = connection.facts().clone();
-        let state = State { connection: Arc::new(connection), lost_at: None, failed_at: None };
+        let state = ClientState { connection: Arc::new(connection), lost_at: None, failed_at: None };
         Ok(Client { options, name, facts, state: Mutex::new(state), connecting: AsyncMutex::new(()) })
     }
 
@@ -373,7 +373,7 @@ impl Client {
                 Ok(connection) => {
                     tracing::info!(server = self.name, "connected again");
                     let mut state = lock(&self.state);
-                    *state = State { connection: Arc::new(connection), lost_at: None, failed_at: None };
+                    *state = ClientState { connection: Arc::new(connection), lost_at: None, failed_at: None };
                 }
                 Err(error) => {
                     tracing::warn!(server = self.name, %error, "could not connect again");

@@ -21,7 +21,7 @@ enum Seen {
 /// A device of no kernel.
 #[derive(Default)]
 struct Fake {
-    state: Mutex<State>,
+    state: Mutex<FakeState>,
     changed: Condvar,
     /// The call that fails, and how.
     fails: Option<(NbdCall, Errno)>,
@@ -30,7 +30,7 @@ struct Fake {
 }
 
 #[derive(Default)]
-struct State {
+struct FakeState {
     seen: Vec<Seen>,
     values: Vec<(NbdCall, u64)>,
     blocks: (u64, u64),
@@ -169,7 +169,7 @@ fn device_in_use_is_refused_and_a_half_set_cleared() {
 
 #[test]
 fn a_disk_that_hangs_keeps_no_device() {
-    let state = State { blocks: (512, 1), serves: true, ..State::default() };
+    let state = FakeState { blocks: (512, 1), serves: true, ..FakeState::default() };
     let device = Arc::new(Fake { hangs: true, state: Mutex::new(state), ..Fake::default() });
     let control: Arc<dyn NbdControl> = device;
     let error = detach(&control, Duration::from_millis(50)).expect_err("not written");

@@ -4,7 +4,6 @@
 //! It works on the bare file of a closed image; the caller holds the locks. Nothing of the engine is used, so a bug
 //! there can't hide itself here.
 
-mod crew;
 mod journal;
 mod lossy;
 mod metadata;
@@ -18,6 +17,7 @@ mod stale;
 mod sweep;
 mod undo;
 mod undo_log;
+mod worker_threads;
 
 use crate::ProgressFn;
 use cowshed_qcow2::check::Ledger;

@@ -329,7 +329,7 @@ impl CheckSession<'_> {
     /// Frees clusters past the end of the file, which a look at the file's clusters passes by: their data is given up.
     /// No reference to them is left.
     async fn free_past_end(&self) -> Result<()> {
-        self.settle().await?;
+        self.carry_out_pending().await?;
         let end = self.geometry.clusters(self.file.len());
         let (entries, order) = (self.geometry.refcount_block_entries(), self.geometry.refcount_order());
         let blocks = self.geometry.refcount_table_index(end)..self.refcount_table.len() as u64;

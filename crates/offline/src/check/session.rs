@@ -169,7 +169,7 @@ impl<'a> CheckSession<'a> {
     /// Reads `len` bytes; zeroes behind the end of the file.
     pub async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
         if self.journal.is_some_and(|journal| journal.overlaps(offset, len)) {
-            self.settle().await?;
+            self.carry_out_pending().await?;
         }
         let (result, buf) = self.file.read_at(IoBuf::try_zeroed(len)?, offset).await;
         result.map_err(|error| error.offset(offset))?;
@@ -186,9 +186,9 @@ impl<'a> CheckSession<'a> {
     pub async fn write_buf(&self, offset: u64, buf: IoBuf) -> Result<()> {
         let Some(journal) = self.journal else { return self.write_now(offset, buf).await };
         if journal.overlaps(offset, buf.len()) {
-            self.settle().await?;
+            self.carry_out_pending().await?;
         }
-        if journal.add(offset, buf) { self.settle().await } else { Ok(()) }
+        if journal.add(offset, buf) { self.carry_out_pending().await } else { Ok(()) }
     }
 
     async fn write_now(&self, offset: u64, buf: IoBuf) -> Result<()> {
@@ -197,7 +197,7 @@ impl<'a> CheckSession<'a> {
     }
 
     /// Carries out the writes that wait for the undo log, durably: later ones may touch the same places.
-    pub async fn settle(&self) -> Result<()> {
+    pub async fn carry_out_pending(&self) -> Result<()> {
         let Some(journal) = self.journal else { return Ok(()) };
         let writes = journal.release(self.file).await?;
         if writes.is_empty() {
@@ -211,7 +211,7 @@ impl<'a> CheckSession<'a> {
 
     /// Everything written so far is durable afterwards.
     pub async fn barrier(&self) -> Result<()> {
-        self.settle().await?;
+        self.carry_out_pending().await?;
         self.file.sync().await
     }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The passes over refcount blocks and L2 tables: batched reads, shared among threads.
 
-use super::crew::fan_out;
 use super::metadata::Scope;
 use super::session::CheckSession;
+use super::worker_threads::fan_out;
 use cowshed_layout::qcow2::refcount;
 use cowshed_qcow2::check::{
     CopiedSuspect, Counts, Difference, Finding, FindingKind, Ledger, ScanOutput, ScanStats, TableRef, compare_block,
@@ -104,7 +104,7 @@ impl CheckSession<'_> {
         ledger: &mut Ledger,
     ) -> Result<(Counts, Sums)> {
         // The passes read past the undo log's queue.
-        self.settle().await?;
+        self.carry_out_pending().await?;
         let first_pass = window.start == 0;
         let len = usize::try_from(window.end - window.start).map_err(|_| Error::internal("window too large"))?;
         let counts = Counts::new(window.start, len)?;

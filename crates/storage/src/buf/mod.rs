@@ -32,7 +32,7 @@ pub fn fill_no_scratch_buffers() {
     POISONS.store(false, std::sync::atomic::Ordering::Relaxed);
 }
 
-/// The source of a [`Region`]'s bytes, which keeps them alive.
+/// The source of a [`BufMemory`]'s bytes, which keeps them alive.
 enum Owner {
     /// The global allocator, which gave `start`; the layout has a size above 0.
     Heap { start: NonNull<u8>, layout: Layout },
@@ -43,17 +43,17 @@ enum Owner {
 }
 
 /// One piece of memory, freed when its last [`IoBuf`] goes.
-struct Region {
+struct BufMemory {
     owner: Owner,
 }
 
 // SAFETY: a region is never accessed through itself, only through the IoBufs, each of which owns its bytes alone; it
 // is freed once, by the last of them, and the global allocator and the foreign owner are `Send + Sync`.
-unsafe impl Send for Region {}
-// SAFETY: as above; `&Region` allows access to nothing.
-unsafe impl Sync for Region {}
+unsafe impl Send for BufMemory {}
+// SAFETY: as above; `&BufMemory` allows access to nothing.
+unsafe impl Sync for BufMemory {}
 
-impl Drop for Region {
+impl Drop for BufMemory {
     fn drop(&mut self) {
         if let Owner::Heap { start, layout } = self.owner {
             // SAFETY: `start` came from the global allocator with this layout, every constructor initialised all that is ever
@@ -97,7 +97,7 @@ enum Contents {
 pub struct IoBuf {
     start: NonNull<u8>,
     len: usize,
-    region: Arc<Region>,
+    region: Arc<BufMemory>,
 }
 
 // SAFETY: an IoBuf is the only one that refers to its bytes (splitting makes disjoint ones), as a `Box<[u8]>` would be.
@@ -167,7 +167,7 @@ impl IoBuf {
     /// The `len` bytes at `start` must be initialised, readable and writable, and have no other user, until
     /// `owner` is dropped.
     pub unsafe fn from_foreign(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
-        let region = Region { owner: Owner::Foreign(owner) };
+        let region = BufMemory { owner: Owner::Foreign(owner) };
         IoBuf { start, len, region: Arc::new(region) }
     }
 
@@ -177,7 +177,7 @@ impl IoBuf {
         let layout = block_layout(len)?;
         if len == 0 {
             let base = NonNull::<AlignedPage>::dangling().cast();
-            return Some(IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Empty }) });
+            return Some(IoBuf { start: base, len, region: Arc::new(BufMemory { owner: Owner::Empty }) });
         }
         let (start, is_used) = match free::take(layout) {
             Some(start) => (start, true),
@@ -198,7 +198,7 @@ impl IoBuf {
             // SAFETY: the block has `len` bytes from there on and is ours alone.
             unsafe { base.write_bytes(0, len) };
         }
-        Some(IoBuf { start: base, len, region: Arc::new(Region { owner: Owner::Heap { start, layout } }) })
+        Some(IoBuf { start: base, len, region: Arc::new(BufMemory { owner: Owner::Heap { start, layout } }) })
     }
 
     /// Length in bytes.

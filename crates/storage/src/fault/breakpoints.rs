@@ -9,10 +9,10 @@ use std::task::{Context, Poll, Waker};
 
 /// The breakpoints of a file with faults, and the operations that they hold up.
 #[derive(Default)]
-pub(super) struct Breakpoints(Mutex<State>);
+pub(super) struct Breakpoints(Mutex<BreakpointsState>);
 
 #[derive(Default)]
-struct State {
+struct BreakpointsState {
     set: Vec<(Event, String)>,
     held: Vec<(String, Arc<Gate>)>,
 }
@@ -49,7 +49,7 @@ impl Future for Held {
 }
 
 impl Breakpoints {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BreakpointsState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

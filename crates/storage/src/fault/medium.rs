@@ -25,7 +25,7 @@ pub(crate) struct FaultyFile {
 }
 
 /// The fate of a read or write.
-enum Turn {
+enum Fate {
     /// It moves at most this many bytes.
     Move { limit: u64 },
     /// It moves this many bytes and fails.
@@ -89,8 +89,8 @@ impl FaultyFile {
         }
     }
 
-    async fn turn(&self, io: IoType, offset: u64, len: u64) -> SysResult<Turn> {
-        let whole = Turn::Move { limit: self.max_transfer_bytes };
+    async fn fate(&self, io: IoType, offset: u64, len: u64) -> SysResult<Fate> {
+        let whole = Fate::Move { limit: self.max_transfer_bytes };
         let part = |bytes: Option<u64>| {
             let unit = self.alignment.offset.max(SECTOR_BYTES);
             bytes.unwrap_or(len / 2).min(len) / unit * unit
@@ -98,25 +98,25 @@ impl FaultyFile {
         Ok(match self.decide(io, Some(offset..offset.saturating_add(len))).await {
             FaultAction::Pass => whole,
             FaultAction::Fail(errno) => return Err(errno),
-            FaultAction::Torn { errno, bytes } if io == IoType::Write => Turn::Torn { bytes: part(bytes), errno },
+            FaultAction::Torn { errno, bytes } if io == IoType::Write => Fate::Torn { bytes: part(bytes), errno },
             FaultAction::Torn { errno, .. } => return Err(errno),
             FaultAction::Short { bytes } => {
                 let least = self.alignment.offset.max(SECTOR_BYTES);
-                Turn::Move { limit: part(bytes).max(least).min(self.max_transfer_bytes) }
+                Fate::Move { limit: part(bytes).max(least).min(self.max_transfer_bytes) }
             }
-            FaultAction::Corrupt if io == IoType::Read => Turn::Corrupt,
-            FaultAction::Lose if io == IoType::Write => Turn::Lose,
+            FaultAction::Corrupt if io == IoType::Read => Fate::Corrupt,
+            FaultAction::Lose if io == IoType::Write => Fate::Lose,
             FaultAction::Corrupt | FaultAction::Lose => whole,
         })
     }
 
     pub(crate) async fn read(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
         let len = (payload.len() - skip) as u64;
-        let (limit, corrupt) = match self.turn(IoType::Read, offset, len).await {
+        let (limit, corrupt) = match self.fate(IoType::Read, offset, len).await {
             Err(errno) => return (Err(errno), payload),
-            Ok(Turn::Move { limit }) => (limit, false),
-            Ok(Turn::Corrupt) => (self.max_transfer_bytes, true),
-            Ok(Turn::Torn { .. } | Turn::Lose) => unreachable!("only writes are torn or lost"),
+            Ok(Fate::Move { limit }) => (limit, false),
+            Ok(Fate::Corrupt) => (self.max_transfer_bytes, true),
+            Ok(Fate::Torn { .. } | Fate::Lose) => unreachable!("only writes are torn or lost"),
         };
         let (cut, rest) = cut(payload, skip, limit);
         let (len, start_ns) = ((cut.len() - skip) as u64, self.counters().start_ns());
@@ -145,15 +145,15 @@ impl FaultyFile {
 
     pub(crate) async fn write(&self, payload: Payload, skip: usize, offset: u64) -> (SysResult<usize>, Payload) {
         let len = (payload.len() - skip) as u64;
-        match self.turn(IoType::Write, offset, len).await {
+        match self.fate(IoType::Write, offset, len).await {
             Err(errno) => (Err(errno), payload),
-            Ok(Turn::Lose) => (Ok(payload.len() - skip), payload),
-            Ok(Turn::Torn { bytes: 0, errno }) => (Err(errno), payload),
-            Ok(Turn::Torn { bytes, errno }) => {
+            Ok(Fate::Lose) => (Ok(payload.len() - skip), payload),
+            Ok(Fate::Torn { bytes: 0, errno }) => (Err(errno), payload),
+            Ok(Fate::Torn { bytes, errno }) => {
                 let (result, payload) = self.write_part(payload, skip, offset, bytes).await;
                 (result.and(Err(errno)), payload)
             }
-            Ok(Turn::Move { limit }) => {
+            Ok(Fate::Move { limit }) => {
                 let (result, payload) = self.write_part(payload, skip, offset, limit).await;
                 if result.is_ok() {
                     self.faults.written();
@@ -163,7 +163,7 @@ impl FaultyFile {
                 }
                 (result, payload)
             }
-            Ok(Turn::Corrupt) => unreachable!("only reads are corrupted"),
+            Ok(Fate::Corrupt) => unreachable!("only reads are corrupted"),
         }
     }
 

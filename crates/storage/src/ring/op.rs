@@ -25,7 +25,7 @@ pub(super) struct Held {
     file: Option<Arc<OwnedFd>>,
 }
 
-enum State {
+enum OpState {
     InFlight(Option<Waker>),
     Orphan,
     Done(i32),
@@ -33,7 +33,7 @@ enum State {
 
 /// An operation's place in the ring. Its number is the user data.
 pub(super) struct Slot {
-    state: State,
+    state: OpState,
     held: Held,
     /// Others than a disk complete it, if they ever do.
     waits_for_peer: bool,
@@ -51,9 +51,9 @@ impl Slot {
     pub(super) fn finish(&mut self, result: i32) -> Finish {
         #[cfg(test)]
         let result = self.told.unwrap_or(result);
-        match std::mem::replace(&mut self.state, State::Done(result)) {
-            State::InFlight(waker) => Finish::Wake(waker),
-            State::Orphan | State::Done(_) => Finish::Orphan,
+        match std::mem::replace(&mut self.state, OpState::Done(result)) {
+            OpState::InFlight(waker) => Finish::Wake(waker),
+            OpState::Orphan | OpState::Done(_) => Finish::Orphan,
         }
     }
 
@@ -122,7 +122,7 @@ impl<'a> RingOp<'a> {
         #[cfg(test)]
         let (entry, told) = crate::kernel_faults::of_entry(file, entry, &mut held.vectors);
         let slot = Slot {
-            state: State::InFlight(None),
+            state: OpState::InFlight(None),
             held,
             waits_for_peer,
             #[cfg(test)]
@@ -142,7 +142,7 @@ impl Future for RingOp<'_> {
         let Some(key) = self.key else { return Poll::Pending };
         let mut slots = self.ring.slots.borrow_mut();
         let replaced = match &mut slots[key].state {
-            State::Done(result) => {
+            OpState::Done(result) => {
                 let result = *result;
                 let slot = slots.remove(key);
                 drop(slots);
@@ -152,9 +152,9 @@ impl Future for RingOp<'_> {
                 }
                 return Poll::Ready((result, slot.held.payload));
             }
-            State::InFlight(Some(waker)) if waker.will_wake(context.waker()) => None,
-            State::InFlight(waker) => waker.replace(context.waker().clone()),
-            State::Orphan => None,
+            OpState::InFlight(Some(waker)) if waker.will_wake(context.waker()) => None,
+            OpState::InFlight(waker) => waker.replace(context.waker().clone()),
+            OpState::Orphan => None,
         };
         drop(slots);
         drop(replaced);
@@ -166,7 +166,7 @@ impl Drop for RingOp<'_> {
     fn drop(&mut self) {
         let Some(key) = self.key else { return };
         let mut slots = self.ring.slots.borrow_mut();
-        if matches!(slots[key].state, State::Done(_)) {
+        if matches!(slots[key].state, OpState::Done(_)) {
             let slot = slots.remove(key);
             drop(slots);
             drop(slot);
@@ -174,7 +174,7 @@ impl Drop for RingOp<'_> {
         }
         let slot = &mut slots[key];
         slot.held.file = Some(Arc::clone(self.file));
-        let state = std::mem::replace(&mut slot.state, State::Orphan);
+        let state = std::mem::replace(&mut slot.state, OpState::Orphan);
         drop(slots);
         drop(state);
         self.ring.orphans.set(self.ring.orphans.get() + 1);

@@ -28,12 +28,12 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct ThreadPool {
     thread_name: &'static str,
     max_threads: usize,
-    state: Mutex<State>,
+    state: Mutex<WorkQueue>,
     work_came: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct WorkQueue {
     queue: VecDeque<Job>,
     threads: usize,
     idle: usize,
@@ -61,14 +61,14 @@ impl ThreadPool {
 
     /// Runs `work` on a thread of the pool. It runs to its end even when the returned future is dropped.
     pub(crate) fn run<T: Send + 'static>(&'static self, work: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
-        let slot = Arc::new(Mutex::new(Slot { result: None, waker: None }));
-        let outcome = Outcome { slot: Arc::clone(&slot) };
+        let cell = Arc::new(Mutex::new(ResultCell { result: None, waker: None }));
+        let outcome = Outcome { cell: Arc::clone(&cell) };
         self.submit(Box::new(move || {
             let result = std::panic::catch_unwind(AssertUnwindSafe(work));
-            let mut slot = lock(&slot);
-            slot.result = Some(result);
-            if let Some(waker) = slot.waker.take() {
-                drop(slot);
+            let mut cell = lock(&cell);
+            cell.result = Some(result);
+            if let Some(waker) = cell.waker.take() {
+                drop(cell);
                 waker.wake();
             }
         }));
@@ -120,29 +120,29 @@ impl ThreadPool {
     }
 }
 
-struct Slot<T> {
+struct ResultCell<T> {
     result: Option<Result<T, Box<dyn Any + Send>>>,
     waker: Option<Waker>,
 }
 
 /// The result of [`ThreadPool::run`]; a panic of the work continues in the awaiting task.
 pub(crate) struct Outcome<T> {
-    slot: Arc<Mutex<Slot<T>>>,
+    cell: Arc<Mutex<ResultCell<T>>>,
 }
 
 impl<T> Future for Outcome<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        let mut slot = lock(&self.slot);
-        match slot.result.take() {
+        let mut cell = lock(&self.cell);
+        match cell.result.take() {
             Some(Ok(value)) => Poll::Ready(value),
             Some(Err(panic)) => {
-                drop(slot);
+                drop(cell);
                 std::panic::resume_unwind(panic)
             }
             None => {
-                slot.waker = Some(context.waker().clone());
+                cell.waker = Some(context.waker().clone());
                 Poll::Pending
             }
         }

@@ -6,14 +6,14 @@
 //! `lost` turns missing bytes into zeroes.
 
 mod bufs;
-mod lost;
+mod sigbus;
 
 use crate::sys;
 pub use bufs::SharedBufs;
 use cowshed_types::{Error, ErrorKind, Result};
-use lost::Watch;
 use rustix::fs::{FileType, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
+use sigbus::WatchedMapping;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ struct Mapping {
     start: NonNull<u8>,
     len: usize,
     /// Kept until the memory is unmapped.
-    watch: Watch,
+    watch: WatchedMapping,
     /// No access waits for a file system.
     is_memory: bool,
 }
@@ -103,7 +103,7 @@ impl SharedMemory {
         };
         let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
-        let watch = Watch::new(start.as_ptr().addr(), mapped, page_bytes as usize);
+        let watch = WatchedMapping::new(start.as_ptr().addr(), mapped, page_bytes as usize);
         let is_memory =
             rustix::fs::fstatfs(&file).is_ok_and(|found| MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64)));
         let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default(), is_memory });

@@ -24,7 +24,7 @@ pub(super) async fn ready(socket: &OwnedFd, interest: Interest) -> SysResult<()>
     let watcher = WATCHER.as_ref().map_err(|&errno| errno)?;
     // A copy, because one descriptor can be watched only once, and receiving and sending wait at the same time.
     let copy = rustix::io::fcntl_dupfd_cloexec(socket, 0).map_err(sys::errno)?;
-    let key = watcher.lock().insert(Slot { waker: None, ready: false });
+    let key = watcher.lock().insert(Registration { waker: None, ready: false });
     let waiting = Waiting { watcher, key, copy };
     let flags = match interest {
         Interest::Read => EventFlags::IN | EventFlags::RDHUP,
@@ -47,22 +47,22 @@ static WATCHER: LazyLock<Result<Watcher, Errno>> = LazyLock::new(|| {
             }
         })
         .map_err(|_| Errno::ENOMEM)?;
-    Ok(Watcher { epoll, slots: Mutex::default() })
+    Ok(Watcher { epoll, registrations: Mutex::default() })
 });
 
 struct Watcher {
     epoll: OwnedFd,
-    slots: Mutex<Slab<Slot>>,
+    registrations: Mutex<Slab<Registration>>,
 }
 
-struct Slot {
+struct Registration {
     waker: Option<Waker>,
     ready: bool,
 }
 
 impl Watcher {
-    fn lock(&self) -> MutexGuard<'_, Slab<Slot>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Slab<Registration>> {
+        self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn watch(&self) {
@@ -78,12 +78,12 @@ impl Watcher {
             }
             let mut wakers = Vec::new();
             {
-                let mut slots = self.lock();
+                let mut registrations = self.lock();
                 for event in &events {
-                    // The slot may be gone, even taken by another wait: that one is woken for nothing and tries again.
-                    if let Some(slot) = slots.get_mut(event.data.u64() as usize) {
-                        slot.ready = true;
-                        wakers.extend(slot.waker.take());
+                    // The registration may be gone, even taken by another wait: that one is woken for nothing and tries again.
+                    if let Some(registration) = registrations.get_mut(event.data.u64() as usize) {
+                        registration.ready = true;
+                        wakers.extend(registration.waker.take());
                     }
                 }
             }
@@ -102,12 +102,12 @@ impl Future for Waiting {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let mut slots = self.watcher.lock();
-        let slot = &mut slots[self.key];
-        if slot.ready {
+        let mut registrations = self.watcher.lock();
+        let registration = &mut registrations[self.key];
+        if registration.ready {
             return Poll::Ready(());
         }
-        slot.waker = Some(context.waker().clone());
+        registration.waker = Some(context.waker().clone());
         Poll::Pending
     }
 }
@@ -116,7 +116,7 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         // The socket itself stays open elsewhere, so closing the copy would leave the registration behind.
         let _ = epoll::delete(&self.watcher.epoll, &self.copy);
-        let slot = self.watcher.lock().remove(self.key);
-        drop(slot);
+        let registration = self.watcher.lock().remove(self.key);
+        drop(registration);
     }
 }

@@ -54,7 +54,7 @@ impl Content {
     }
 
     /// Takes read bytes as the truth where a discard had left them open. `Err` names the first byte that can't be.
-    pub fn settle(&mut self, read: &[u8]) -> Result<(), String> {
+    pub fn adopt_read(&mut self, read: &[u8]) -> Result<(), String> {
         if read.len() != self.bytes.len() {
             return Err(format!("{} bytes long instead of {}", read.len(), self.bytes.len()));
         }
@@ -89,13 +89,13 @@ mod tests {
         content.apply(&Op::Discard { offset: 512, len: 512 });
         let mut read = vec![7; 1024];
         read[600] = 0;
-        assert_eq!(content.clone().settle(&read), Ok(()));
+        assert_eq!(content.clone().adopt_read(&read), Ok(()));
         read[600] = 9;
-        assert!(content.clone().settle(&read).is_err());
+        assert!(content.clone().adopt_read(&read).is_err());
         read[600] = 7;
         read[0] = 0;
-        assert!(content.clone().settle(&read).is_err());
-        assert!(content.settle(&read[1..]).is_err());
+        assert!(content.clone().adopt_read(&read).is_err());
+        assert!(content.adopt_read(&read[1..]).is_err());
     }
 
     #[test]

@@ -31,7 +31,7 @@ fn build_and_compare(seed: u64, executor: &mut dyn Executor, qemu: &Qemu) {
         qemu.expect_clean(file);
     }
     let expected = qemu.content(&built.path, built.format);
-    if let Err(difference) = built.content.settle(&expected) {
+    if let Err(difference) = built.content.adopt_read(&expected) {
         panic!("what qemu-img reads is not what was written: {difference}");
     }
     compare_reads(seed, &built, &expected);

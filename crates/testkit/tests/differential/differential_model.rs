@@ -11,7 +11,7 @@ fn the_model_agrees_with_qemu() {
         let qemu = Qemu::for_seed(seed);
         let (folder, chain) = (temp_dir(), Chain::random(seed));
         let mut built = chain.build(&qemu, folder.path(), &mut QemuIo(&qemu));
-        if let Err(difference) = built.content.settle(&qemu.content(&built.path, built.format)) {
+        if let Err(difference) = built.content.adopt_read(&qemu.content(&built.path, built.format)) {
             panic!("seed {seed}: {difference}\n{}", chain.describe());
         }
         qemu.expect_clean(&built.path);

@@ -3,7 +3,7 @@
 
 use crate::proto::control::{ANY_DEVICE, INFO_BYTES, features};
 use crate::proto::params::PARAMS_BYTES;
-use crate::proto::{DeviceInfo, Params, Request, State};
+use crate::proto::{DeviceInfo, Params, Request, UblkState};
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{UblkCall, UblkDevice, UblkDriver, UblkQueue, UblkShape, UblkTarget, rt};
 use cowshed_types::Errno;
@@ -102,7 +102,7 @@ impl Dev {
 
     /// Gives requests to tags that wait.
     fn dispatch(&mut self) {
-        if self.info.state != State::Live || self.is_stopping {
+        if self.info.state != UblkState::Live || self.is_stopping {
             return;
         }
         for line in &mut self.lines {
@@ -118,7 +118,7 @@ impl Dev {
 
     /// Without a block device, as the kernel leaves it: no server has it.
     fn end(&mut self) {
-        self.info.state = State::Dead;
+        self.info.state = UblkState::Dead;
         self.info.process = -1;
     }
 
@@ -136,7 +136,7 @@ impl Dev {
 }
 
 #[derive(Default)]
-struct Known {
+struct FakeState {
     devices: Mutex<BTreeMap<u32, Arc<Watched<Dev>>>>,
     calls: Mutex<Vec<(UblkCall, u64)>>,
     refusals: Mutex<Vec<(UblkCall, Number)>>,
@@ -145,7 +145,7 @@ struct Known {
 /// The driver. Clones are the same one.
 #[derive(Clone)]
 pub struct Fake {
-    known: Arc<Known>,
+    known: Arc<FakeState>,
     features: u64,
 }
 
@@ -257,7 +257,7 @@ impl Fake {
         if info.features & features::UNPRIVILEGED_DEV != 0 {
             info.features &= !(features::USER_RECOVERY | features::USER_RECOVERY_REISSUE);
         }
-        info.state = State::Dead;
+        info.state = UblkState::Dead;
         // As many as a machine with two processors has.
         info.queues = info.queues.min(2);
         devices.insert(info.device, Arc::new(Watched::new(Dev::new(info))));
@@ -303,7 +303,7 @@ impl Fake {
             UblkCall::StartDevice | UblkCall::EndRecovery => {
                 rt::block_on(dev.wait(|dev| dev.is_fetched().then_some(())));
                 dev.change(|dev| {
-                    dev.info.state = State::Live;
+                    dev.info.state = UblkState::Live;
                     dev.info.process = std::process::id().cast_signed();
                     dev.is_lost = false;
                     dev.dispatch();
@@ -311,7 +311,7 @@ impl Fake {
             }
             UblkCall::StopDevice => {
                 dev.change(|dev| dev.is_stopping = true);
-                rt::block_on(dev.wait(|dev| (dev.is_idle() || dev.info.state != State::Live).then_some(())));
+                rt::block_on(dev.wait(|dev| (dev.is_idle() || dev.info.state != UblkState::Live).then_some(())));
                 dev.change(|dev| {
                     dev.end();
                     for line in &mut dev.lines {
@@ -328,7 +328,7 @@ impl Fake {
             }
             UblkCall::StartRecovery => {
                 let is_ready =
-                    dev.look(|dev| !dev.is_open && dev.queues_open == 0 && dev.info.state == State::Quiesced);
+                    dev.look(|dev| !dev.is_open && dev.queues_open == 0 && dev.info.state == UblkState::Quiesced);
                 return if is_ready { Ok(()) } else { Err(errno(Number::BUSY)) };
             }
             UblkCall::UpdateSize => {
@@ -382,9 +382,9 @@ impl Drop for FakeDevice {
 }
 
 fn note_closed(dev: &mut Dev) {
-    if dev.is_lost && dev.queues_open == 0 && !dev.is_open && dev.info.state == State::Live {
+    if dev.is_lost && dev.queues_open == 0 && !dev.is_open && dev.info.state == UblkState::Live {
         if dev.info.features & features::USER_RECOVERY != 0 {
-            dev.info.state = State::Quiesced;
+            dev.info.state = UblkState::Quiesced;
             return;
         }
         dev.end();

@@ -4,7 +4,7 @@
 use super::fake::{ALL, Fake, Ticket, answer, is_answered};
 use super::served::{DISK_BYTES, RAW, Served};
 use crate::proto::control::features;
-use crate::proto::{Operation, State};
+use crate::proto::{Operation, UblkState};
 use crate::{Config, Recover};
 use cowshed_storage::{UblkCall, rt};
 
@@ -22,7 +22,7 @@ fn requests_of_a_dead_server_are_answered_once() {
     drop(drained);
     served.die();
     assert!(!tickets.iter().any(is_answered));
-    assert_eq!(served.fake.info(0).state, State::Quiesced);
+    assert_eq!(served.fake.info(0).state, UblkState::Quiesced);
     // Queues and depth are those of the device, whatever the next server would have made.
     served.config.queues = 1;
     served.config.depth = 3;
@@ -44,7 +44,7 @@ fn a_users_device_ends_with_its_server_and_is_made_anew() {
     served.fake.kill(0);
     drop(drained);
     served.die();
-    assert_eq!((answer(&ticket).0, served.fake.info(0).state), (-5, State::Dead), "the kernel stops it");
+    assert_eq!((answer(&ticket).0, served.fake.info(0).state), (-5, UblkState::Dead), "the kernel stops it");
     let error = served.start().unwrap_err();
     assert!(
         error.to_string().contains("ends a user's device with its server; 'recover=auto' makes it anew"),
@@ -130,7 +130,7 @@ fn a_device_is_taken_over_by_its_own_export_alone() {
         change(&mut served.config);
         let error = served.start().unwrap_err();
         assert!(error.to_string().contains(words), "{error}");
-        assert_eq!(served.fake.info(0).state, State::Quiesced, "it goes on to wait");
+        assert_eq!(served.fake.info(0).state, UblkState::Quiesced, "it goes on to wait");
         served.config = before;
     };
     let mut served = Served::on(RAW, Fake::new(ALL & !features::UPDATE_SIZE), |_| ());
@@ -189,7 +189,7 @@ fn a_device_that_is_being_started_is_left_alone() {
         let mut served = Served::unserved(RAW, fake.clone(), |config| config.unprivileged = unprivileged);
         served.start().unwrap();
         let live = fake.info(0);
-        fake.change_info(0, |info| info.state = State::Dead);
+        fake.change_info(0, |info| info.state = UblkState::Dead);
         let mut second = Served::unserved(RAW, fake.clone(), |config| {
             (config.unprivileged, config.device, config.recover) = (unprivileged, Some(0), Recover::Auto);
         });
@@ -214,7 +214,7 @@ fn auto_makes_a_device_anew_that_never_started() {
         });
         served.start().unwrap();
         served.die();
-        fake.change_info(0, |info| (info.state, info.process) = (State::Dead, process));
+        fake.change_info(0, |info| (info.state, info.process) = (UblkState::Dead, process));
         let error = served.start().unwrap_err();
         assert!(error.to_string().contains("it was stopped"), "{error}");
         served.config.recover = Recover::Auto;

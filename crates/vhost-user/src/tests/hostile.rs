@@ -88,21 +88,21 @@ fn messages_that_break_the_rules_are_refused() {
     let served = Served::new(|_| ());
     let driver = served.driver();
     assert!(!driver.tell_ring(request::SET_VRING_NUM, 2, 16), "there is no such ring");
-    assert!(!driver.tell(request::SET_VRING_KICK, &0u64.to_le_bytes(), None), "no descriptor");
-    assert!(!driver.tell(request::SET_VRING_KICK, &0u64.to_le_bytes(), Some(&driver.guest.file)), "no eventfd");
-    assert!(!driver.tell(request::SET_FEATURES, &(1u64 << 34).to_le_bytes(), None), "not offered");
-    assert!(!driver.tell(6, &[0; 16], Some(&driver.guest.file)), "SET_LOG_BASE was not agreed on");
+    assert!(!driver.send_acked(request::SET_VRING_KICK, &0u64.to_le_bytes(), None), "no descriptor");
+    assert!(!driver.send_acked(request::SET_VRING_KICK, &0u64.to_le_bytes(), Some(&driver.guest.file)), "no eventfd");
+    assert!(!driver.send_acked(request::SET_FEATURES, &(1u64 << 34).to_le_bytes(), None), "not offered");
+    assert!(!driver.send_acked(6, &[0; 16], Some(&driver.guest.file)), "SET_LOG_BASE was not agreed on");
     let mut region = vec![0; 8];
     region.extend(driver.region().encode());
-    assert!(!driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "it is there already");
-    assert!(!driver.tell(request::ADD_MEM_REG, &region, None), "no descriptor");
-    assert!(driver.tell(request::REM_MEM_REG, &region, Some(&driver.guest.file)), "a descriptor too many");
-    assert!(!driver.tell(request::REM_MEM_REG, &region, None), "it is gone");
-    assert!(driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)));
+    assert!(!driver.send_acked(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "it is there already");
+    assert!(!driver.send_acked(request::ADD_MEM_REG, &region, None), "no descriptor");
+    assert!(driver.send_acked(request::REM_MEM_REG, &region, Some(&driver.guest.file)), "a descriptor too many");
+    assert!(!driver.send_acked(request::REM_MEM_REG, &region, None), "it is gone");
+    assert!(driver.send_acked(request::ADD_MEM_REG, &region, Some(&driver.guest.file)));
     let long = crate::proto::Region { len: MEMORY_BYTES + 1, guest_address: 0, ..driver.region() };
     let mut region = vec![0; 8];
     region.extend(long.encode());
-    assert!(!driver.tell(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "longer than its file");
+    assert!(!driver.send_acked(request::ADD_MEM_REG, &region, Some(&driver.guest.file)), "longer than its file");
     drop(driver);
     assert_serves(&served);
 }
@@ -279,7 +279,7 @@ fn a_front_end_has_no_more_memory_than_a_guest_may() {
         let guest_address = (1 << 45) + number * file_bytes;
         let region =
             crate::proto::Region { guest_address, len: file_bytes, front_end_address: guest_address, file_offset: 0 };
-        driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file))
+        driver.send_acked(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file))
     };
     let taken = (0..regions).filter(|&number| add(number)).count();
     assert_eq!(taken, 7, "8 TiB with the memory that is there already");

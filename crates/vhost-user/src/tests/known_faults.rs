@@ -199,7 +199,7 @@ impl More {
             front_end_address: FRONT_END + MEMORY_BYTES,
             ..driver.region()
         };
-        assert!(driver.tell(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file)));
+        assert!(driver.send_acked(request::ADD_MEM_REG, &[&[0; 8][..], &region.encode()].concat(), Some(&file)));
         let memory = SharedMemory::map(&file, 0, MEMORY_BYTES).unwrap();
         More { file, memory }
     }

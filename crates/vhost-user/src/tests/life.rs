@@ -87,7 +87,7 @@ fn a_disabled_ring_takes_nothing_until_it_is_enabled_again() {
     assert_eq!(driver.request(0, 0, &[], 512).0, 0);
     assert!(driver.enable(0, false));
     assert_eq!(driver.stop_ring(0), 3);
-    assert!(driver.tell(request::RESET_DEVICE, &[], None));
+    assert!(driver.send_acked(request::RESET_DEVICE, &[], None));
     assert_eq!(driver.stop_ring(0), 0);
 }
 
@@ -96,8 +96,8 @@ fn rings_need_no_descriptors_for_kicks_and_calls() {
     let served = Served::new(|_| ());
     let mut driver = served.driver();
     let none = 0x100u64.to_le_bytes();
-    assert!(driver.tell(request::SET_VRING_CALL, &none, None));
-    assert!(driver.tell(request::SET_VRING_KICK, &none, None));
+    assert!(driver.send_acked(request::SET_VRING_CALL, &none, None));
+    assert!(driver.send_acked(request::SET_VRING_KICK, &none, None));
     driver.prepare(0, 0, 0, 0, &[], 512);
     driver.offer(0, 0);
     driver.wait_used(0);

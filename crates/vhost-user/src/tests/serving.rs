@@ -103,7 +103,8 @@ fn config_space_is_read_and_written_in_parts() {
     assert_eq!((&whole[20..24], &whole[34..36]), (&[0, 16, 0, 0][..], &[7, 0][..]));
     assert_eq!((front_end.config(33, 0).len(), front_end.config(32, 1)), (0, vec![1]));
     assert_eq!(front_end.config(60, 100), [0; 100]);
-    let set = |offset: u32, bytes: &[u8]| front_end.tell(request::SET_CONFIG, &config_reply(offset, 0, bytes), None);
+    let set =
+        |offset: u32, bytes: &[u8]| front_end.send_acked(request::SET_CONFIG, &config_reply(offset, 0, bytes), None);
     assert!(set(32, &[0]));
     assert_eq!(front_end.config(32, 1), [0]);
     assert!(!set(0, &[0; 8]) && !set(32, &[1, 0]) && !set(31, &[1]));
@@ -166,7 +167,7 @@ fn a_write_is_durable_at_once_without_the_write_cache() {
     let flushes = || served.node.statistics().kind(cowshed_image::stats::IoKind::Flush).operations;
     assert_eq!(driver.request(1, 0, &[1; 512], 0).0, 0);
     let before = flushes();
-    assert!(driver.tell(request::SET_CONFIG, &config_reply(32, 0, &[0]), None));
+    assert!(driver.send_acked(request::SET_CONFIG, &config_reply(32, 0, &[0]), None));
     assert_eq!(driver.request(1, 0, &[2; 512], 0).0, 0);
     assert!(flushes() > before, "the switch is off: each write is flushed");
     drop(driver);

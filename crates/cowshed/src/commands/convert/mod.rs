@@ -188,7 +188,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if !args.machine.is_empty() {
         return Err(Failure::new("--vm-... is about the machine of a package: it needs -O ova"));
     }
-    let platform = platform::settle(&mut args, target)?;
+    let platform = platform::apply(&mut args, target)?;
     if platform.is_some_and(|platform| platform.format == GCP_FORMAT) {
         return platform::pack(args, sources, target, console);
     }
@@ -236,10 +236,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let outcome = job.run(async |handle| convert::run(&options, &handle).await, failed)?;
     if let Some(chosen) = chosen {
-        chosen.tell(args.quiet, console);
+        chosen.print_notice(args.quiet, console);
     }
     if let Some(disk) = &packed {
-        disk.tell(outcome.source_bytes, console)?;
+        disk.print_warnings(outcome.source_bytes, console)?;
     }
     for error in &outcome.unknown {
         console.complain(format_args!("warning: {}", error.sentence()));
@@ -255,7 +255,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         console.complain(format_args!("warning: Skipping inconsistent bitmap '{name}'"));
     }
     if let Some(platform) = platform.filter(|_| !args.quiet) {
-        platform.tell(outcome.size, console);
+        platform.print_summary(outcome.size, console);
     }
     if console.persona == Persona::Cowshed && !args.quiet {
         summary(&outcome, target, started, console);

@@ -33,7 +33,11 @@ pub fn is_one(args: &mut ConvertArgs, sources: &[String], console: &Console) -> 
 }
 
 /// The disk of the package that is the source.
-pub fn disk(args: &ConvertArgs, options: &ConvertOptions, console: &Console) -> Result<ova::source::Chosen, Failure> {
+pub fn disk(
+    args: &ConvertArgs,
+    options: &ConvertOptions,
+    console: &Console,
+) -> Result<ova::source::ChosenDisk, Failure> {
     let [image] = options.sources.as_slice() else { return Err(Failure::new("one package at a time")) };
     let job = work::Foreground::new(console.persona, false, true, "checking")?;
     let target = new_image::local_path(&options.target.name);

@@ -28,7 +28,7 @@ pub struct Platform {
 
 impl Platform {
     /// Prints one line about the new image.
-    pub fn tell(self, size: u64, console: &mut Console) {
+    pub fn print_summary(self, size: u64, console: &mut Console) {
         console.complain(format_args!("for {}: {} ({size} bytes)", self.name, self.about));
     }
 }
@@ -115,7 +115,7 @@ fn find(word: &str, format: Option<&str>, target: &str) -> Result<Platform, Fail
 }
 
 /// The platform that `--for` names for the target; the format and its options are set then.
-pub fn settle(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
+pub fn apply(args: &mut ConvertArgs, target: &str) -> Result<Option<Platform>, Failure> {
     let Some(word) = &args.platform else { return Ok(None) };
     let platform = find(word, args.target_format.as_deref(), target)?;
     for (wrong, option) in [
@@ -155,7 +155,7 @@ pub fn pack(mut args: ConvertArgs, sources: &[String], target: &str, console: &m
     let work = async |handle| ova::cloud::pack(&options, &path, args.force, &handle).await;
     let outcome = job.run(work, |error| package::failed(persona, &options, &path, error))?;
     if !args.quiet {
-        platform.tell(outcome.size, console);
+        platform.print_summary(outcome.size, console);
         summary(&outcome, target, started, console);
     }
     Ok(0)

@@ -115,7 +115,7 @@ impl Bounds {
         let telling = move || {
             loop {
                 std::thread::sleep(TELL);
-                if !bounds.tell() {
+                if !bounds.log_omitted() {
                     return;
                 }
             }
@@ -126,7 +126,7 @@ impl Bounds {
     }
 
     /// Logs the number of lines left out since the last time. True: there was something.
-    pub fn tell(&self) -> bool {
+    pub fn log_omitted(&self) -> bool {
         let mut counts = self.counts();
         let told: Vec<(String, String, u64)> = counts
             .kinds

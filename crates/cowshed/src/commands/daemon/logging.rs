@@ -24,7 +24,7 @@ pub struct Log(Bounds);
 impl Log {
     /// Reports the lines left out until now.
     pub fn tell_left_out(&self) {
-        self.0.tell();
+        self.0.log_omitted();
     }
 }
 

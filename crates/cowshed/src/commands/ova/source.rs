@@ -13,7 +13,7 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 /// A chosen disk.
-pub struct Chosen {
+pub struct ChosenDisk {
     /// The description for its opening.
     pub spec: ImageSpec,
     /// Its length by the descriptor, in bytes.
@@ -39,7 +39,7 @@ pub fn choose(
     target: &Path,
     is_untrusted: bool,
     job: &JobHandle,
-) -> Result<Chosen> {
+) -> Result<ChosenDisk> {
     let disk = find(package, wanted)?;
     if disk.is_gzip {
         let name = printable(&disk.name);
@@ -112,15 +112,15 @@ pub fn choose(
     let name = names[0].clone();
     let shown = format!("{}: disk '{}'", image.name, printable(&disk.name));
     let spec = ImageSpec { name, format: None, image_opts: false, policy, ..image.clone() };
-    Ok(Chosen { spec, capacity_bytes: disk.capacity_bytes, shown, has_manifest, stamps, names, joined })
+    Ok(ChosenDisk { spec, capacity_bytes: disk.capacity_bytes, shown, has_manifest, stamps, names, joined })
 }
 
-impl Chosen {
+impl ChosenDisk {
     /// Prints the warnings about the copied disk, which has `bytes`.
     ///
     /// # Errors
     /// A file that was changed meanwhile.
-    pub fn tell(&self, bytes: u64, console: &mut Console) -> Result<(), Failure> {
+    pub fn print_warnings(&self, bytes: u64, console: &mut Console) -> Result<(), Failure> {
         self.stamps.check().map_err(|error| Failure::new(error.to_string()))?;
         let shown = &self.shown;
         if !self.has_manifest {

@@ -120,7 +120,7 @@ fn disk_options(importer: Importer) -> String {
 }
 
 /// The result of packing: the disks and the length.
-pub struct Packed {
+pub struct PackedPackage {
     /// The result of each disk's conversion.
     pub disks: Vec<ConvertOutcome>,
     /// The length of the package in bytes.
@@ -134,7 +134,7 @@ pub async fn pack(
     target: &Path,
     force: bool,
     job: &JobHandle,
-) -> Result<Packed> {
+) -> Result<PackedPackage> {
     // A file that another one uses, and one of the sources, keep their name.
     let _held = claim(target, force)?;
     let mut files: Vec<NamedTempFile> = Vec::new();
@@ -175,7 +175,7 @@ pub async fn pack(
     }
     archive.finish(force)?;
     let len = std::fs::metadata(target).map_or(0, |about| about.len());
-    Ok(Packed { disks: outcomes, len })
+    Ok(PackedPackage { disks: outcomes, len })
 }
 
 fn unread(error: &std::io::Error) -> Error {

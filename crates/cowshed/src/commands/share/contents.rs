@@ -41,13 +41,13 @@ impl Content for Raw {
 }
 
 /// A qcow2 file of the disk, made while it is read.
-pub struct Packed {
+pub struct PackedContent {
     pub disk: Arc<Attachment>,
     pub layout: Arc<Sequential>,
     pub file_name: String,
 }
 
-impl Content for Packed {
+impl Content for PackedContent {
     fn open(&self) -> Box<dyn Reading> {
         Box::new(PackedReading { queue: self.disk.queue(), layout: Arc::clone(&self.layout) })
     }

@@ -13,7 +13,7 @@ use super::arguments::{FaultArgs, NamingArgs, one_file};
 use super::{Verb, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
-use contents::{Packed, Page, Raw, Shown, data_of};
+use contents::{PackedContent, Page, Raw, Shown, data_of};
 use cowshed_codec::Codec;
 use cowshed_http_server::proto::answer::percent_encoded;
 use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
@@ -226,7 +226,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
             shown.set_progress(sent.add(peer, *version, range.clone()), len);
         }
         Event::Ended { is_complete: true, len: of, .. } if *of == len => sent.end(len),
-        Event::Failed { error, .. } => sent.tell(error),
+        Event::Failed { error, .. } => sent.report(error),
         _ => {}
     }));
     let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
@@ -276,7 +276,7 @@ async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Con
         Shape::Qcow2 => {
             let node = disk.node();
             let layout = Arc::new(Sequential::new(node.size(), &data_of(&node).await?)?);
-            Arc::new(Packed { disk, layout, file_name })
+            Arc::new(PackedContent { disk, layout, file_name })
         }
     })
 }
@@ -295,8 +295,8 @@ struct Sent {
 }
 
 impl Downloads {
-    /// Tells of an error, once for many requests that meet it.
-    fn tell(&self, error: &Error) {
+    /// Reports an error, once for many requests that meet it.
+    fn report(&self, error: &Error) {
         let text = format!("the disk can't be sent: {error}");
         let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if sent.told.len() >= MOST_TOLD || !sent.told.insert(text.clone()) {

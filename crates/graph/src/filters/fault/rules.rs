@@ -331,7 +331,7 @@ pub(super) struct Verdict {
     pub is_released: Arc<AtomicBool>,
 }
 
-struct State {
+struct RulesState {
     rules: Vec<ArmedRule>,
     /// Requests that a delay may hold up: the numbers of their rules, which may be spent, and the switch that ends the
     /// delay.
@@ -340,7 +340,7 @@ struct State {
     rng: Rng,
 }
 
-impl State {
+impl RulesState {
     /// Ends the delays of rules; true where there was one.
     fn release(&mut self, is_meant: impl Fn(u64) -> bool) -> bool {
         let mut any = false;
@@ -360,14 +360,14 @@ impl State {
 pub(super) struct Table {
     armed: AtomicBool,
     hits: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<RulesState>,
     /// When the node was opened.
     began: Duration,
 }
 
 impl Table {
     pub fn new(rules: Vec<FaultRule>, seed: u64) -> Table {
-        let state = State { rules: Vec::new(), delayed: Vec::new(), next_id: 1, rng: Rng::new(seed) };
+        let state = RulesState { rules: Vec::new(), delayed: Vec::new(), next_id: 1, rng: Rng::new(seed) };
         let table = Table {
             armed: AtomicBool::new(false),
             hits: AtomicU64::new(0),
@@ -380,7 +380,7 @@ impl Table {
         table
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, RulesState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -435,7 +435,7 @@ impl Table {
         }
         let age = rt::now().saturating_sub(self.began);
         let mut state = self.state();
-        let State { rules, delayed, rng, .. } = &mut *state;
+        let RulesState { rules, delayed, rng, .. } = &mut *state;
         let hit = rules.iter_mut().position(|ArmedRule { rule, .. }| {
             if rule.times == 0 || !rule.counts_at(age) || !rule.matches(op, offset, len) {
                 return false;

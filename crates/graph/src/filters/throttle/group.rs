@@ -27,10 +27,10 @@ pub struct Group {
     name: String,
     /// False: nothing is limited, and requests pass with one look at this.
     limited: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<GroupState>,
 }
 
-struct State {
+struct GroupState {
     schedule: Schedule,
     sleepers: BTreeMap<Ticket, Sleeper>,
     leader: Option<Ticket>,
@@ -89,7 +89,7 @@ struct Sleeper {
 }
 
 /// The next step of a waiting request.
-enum Turn {
+enum WaiterStep {
     Go,
     /// The client is gone.
     Cancelled,
@@ -100,7 +100,7 @@ enum Turn {
     },
 }
 
-impl State {
+impl GroupState {
     /// From now on every member asks again.
     fn revoke(&mut self) {
         for below_bytes in self.lent.drain(..) {
@@ -127,11 +127,11 @@ impl State {
     fn dispatch(&mut self) -> Vec<Waker> {
         let now = self.now();
         let due = self.schedule.dispatch(now);
-        self.settle(due)
+        self.wake_released(due)
     }
 
     /// Marks the released requests, ensures that one queue leads, and notes when that one should look next.
-    fn settle(&mut self, due_ns: Option<u64>) -> Vec<Waker> {
+    fn wake_released(&mut self, due_ns: Option<u64>) -> Vec<Waker> {
         let mut wake = Vec::new();
         for ticket in self.schedule.take_released() {
             if let Some(sleeper) = self.sleepers.get_mut(&ticket) {
@@ -170,7 +170,7 @@ impl Group {
         Ok(Arc::new(Group {
             name: name.into(),
             limited: AtomicBool::new(limits.is_limited()),
-            state: Mutex::new(State {
+            state: Mutex::new(GroupState {
                 schedule: Schedule::new(limits, now_ns),
                 sleepers: BTreeMap::new(),
                 leader: None,
@@ -212,7 +212,7 @@ impl Group {
         self.state().schedule.members()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, GroupState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -361,9 +361,11 @@ impl Wait<'_> {
     async fn run(self) -> Result<()> {
         loop {
             match std::future::poll_fn(|context| self.poll_turn(context)).await {
-                Turn::Go => return Ok(()),
-                Turn::Cancelled => return Err(Error::new(ErrorKind::Cancelled, "the client of the request is gone")),
-                Turn::Lead { sleep_ns, pokes } => {
+                WaiterStep::Go => return Ok(()),
+                WaiterStep::Cancelled => {
+                    return Err(Error::new(ErrorKind::Cancelled, "the client of the request is gone"));
+                }
+                WaiterStep::Lead { sleep_ns, pokes } => {
                     let mut sleep = pin!(rt::sleep(Duration::from_nanos(sleep_ns)));
                     std::future::poll_fn(|context| {
                         if self.is_poked(pokes, context) { Poll::Ready(()) } else { sleep.as_mut().poll(context) }
@@ -380,9 +382,9 @@ impl Wait<'_> {
         self.may_cancel && rt::is_cancelled()
     }
 
-    fn poll_turn(&self, context: &mut Context<'_>) -> Poll<Turn> {
+    fn poll_turn(&self, context: &mut Context<'_>) -> Poll<WaiterStep> {
         if self.is_cancelled() {
-            return Poll::Ready(Turn::Cancelled);
+            return Poll::Ready(WaiterStep::Cancelled);
         }
         let mut state = self.group.state();
         let now = state.now();
@@ -391,13 +393,13 @@ impl Wait<'_> {
         match state.sleepers.get_mut(&self.ticket) {
             Some(sleeper) if !sleeper.released && is_leader => {
                 sleeper.waker = None;
-                Poll::Ready(Turn::Lead { sleep_ns: due_ns.saturating_sub(now), pokes })
+                Poll::Ready(WaiterStep::Lead { sleep_ns: due_ns.saturating_sub(now), pokes })
             }
             Some(sleeper) if !sleeper.released => {
                 sleeper.waker = Some(context.waker().clone());
                 Poll::Pending
             }
-            _ => Poll::Ready(Turn::Go),
+            _ => Poll::Ready(WaiterStep::Go),
         }
     }
 

@@ -74,7 +74,7 @@ impl Throttle {
     }
 
     /// Leaves its group for good: the node is closed.
-    pub(crate) fn leave(&self) {
+    pub(crate) fn leave_group(&self) {
         if let Ok(nowhere) = Group::new("", Limits::new()) {
             self.set_group(nowhere);
         }
@@ -217,7 +217,7 @@ impl Filter for Throttle {
     }
 
     fn close(&self, _read_only: bool) -> Work<'_> {
-        self.leave();
+        self.leave_group();
         done(Ok(()))
     }
 }

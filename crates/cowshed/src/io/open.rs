@@ -60,13 +60,13 @@ pub struct OpenSpec {
 }
 
 /// An open image.
-pub struct Session {
+pub struct OpenImage {
     /// The image.
     pub node: Arc<Node>,
     pub(super) spec: OpenSpec,
 }
 
-impl Session {
+impl OpenImage {
     /// The image itself, below a filter.
     pub fn image(&self) -> Arc<Node> {
         let below = (self.node.driver_name() == COPY_ON_READ).then(|| self.node.child(ChildRole::File)).flatten();
@@ -236,7 +236,7 @@ async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
 /// Opens the image of the shell; there must be none.
 pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
     spec.check()?;
-    if shell.session.is_some() {
+    if shell.opened.is_some() {
         return Err(CommandFailed::complaint("file open already, try 'help close'"));
     }
     if spec.force_share && spec.denies_sharing() {
@@ -246,7 +246,7 @@ pub(super) async fn open(shell: &mut Shell, spec: OpenSpec) -> Done {
     let is_named = spec.path.is_some() && !spec.image_opts;
     let node = open_to_use(&spec).await.map_err(|error| refusal(shell, &name, is_named, &error))?;
     node.warnings().iter().for_each(|text| warning::print(text));
-    shell.session = Some(Session { node, spec });
+    shell.opened = Some(OpenImage { node, spec });
     Ok(())
 }
 
@@ -297,10 +297,10 @@ pub(super) async fn open_command(shell: &mut Shell, arguments: Arguments) -> Don
 pub(super) async fn close(shell: &mut Shell) -> Done {
     super::faults::let_go(shell);
     background::wait_for_all(shell).await;
-    let Some(session) = shell.session.take() else { return Ok(()) };
-    let closed = session.node.close().await;
+    let Some(image) = shell.opened.take() else { return Ok(()) };
+    let closed = image.node.close().await;
     // Its corruption was reported when it was found.
-    if session.node.is_corrupt() && shell.manner.terse {
+    if image.node.is_corrupt() && shell.manner.terse {
         return Ok(());
     }
     closed.map_err(|error| CommandFailed::complaint(format!("could not close the image: {error}")))

@@ -25,7 +25,7 @@ const ZEROES: ZeroFlags = ZeroFlags { may_unmap: true, no_fallback: false };
 /// A part of the disk is kept until it is given up, and pending until the target has it. A copy of a part has it
 /// claimed. A reader of a pending part on the disk announces itself before. A write waits for those readers once its
 /// part is saved: later ones read the target.
-pub(super) struct Saver {
+pub(super) struct CopyState {
     below: Below,
     target: Arc<Link>,
     /// Size of a cluster of the target, in bytes.
@@ -49,7 +49,7 @@ pub(super) struct Saver {
 }
 
 /// A run of the disk as it was, on one node.
-struct Run {
+struct OldExtent {
     node: Arc<Node>,
     /// Its end on the disk, in bytes.
     end: u64,
@@ -57,7 +57,7 @@ struct Run {
     _reading: Option<Reading>,
 }
 
-impl Saver {
+impl CopyState {
     /// Parts of `part_bytes`; `bits` has the kept parts, else everything is kept.
     pub(super) fn new(
         below: Below,
@@ -65,7 +65,7 @@ impl Saver {
         target_readers: Option<Arc<Readers>>,
         (part_bytes, cluster_bytes): (u64, u64),
         bits: Option<&DirtyBits>,
-    ) -> Result<Saver> {
+    ) -> Result<CopyState> {
         let (kept, pending) = (DirtyMap::new(part_bytes)?, DirtyMap::new(part_bytes)?);
         match bits {
             None => kept.mark(0, below.size()),
@@ -76,7 +76,7 @@ impl Saver {
             pending.mark(range.start, range.end - range.start);
             at = range.end;
         }
-        Ok(Saver {
+        Ok(CopyState {
             below,
             target,
             cluster_bytes,
@@ -278,11 +278,11 @@ impl Saver {
     pub(super) async fn skip(&self, offset: u64, len: u64) {
         let (start, len) = self.touched_parts(offset, len);
         let _claim = self.ranges.claim(start, len).await;
-        self.forget(start, len);
+        self.clear_parts(start, len);
     }
 
     /// In this order, as `begin_read` looks the other way round: a part neither pending nor kept isn't on the target.
-    fn forget(&self, start: u64, len: u64) {
+    fn clear_parts(&self, start: u64, len: u64) {
         if !slip!("given_up_parts_still_readable") {
             self.kept.clear(start, len);
         }
@@ -301,7 +301,7 @@ impl Saver {
             return Ok(());
         }
         let _claim = self.ranges.claim(start, end.next_multiple_of(part) - start).await;
-        self.forget(start, end - start);
+        self.clear_parts(start, end - start);
         self.target()?.discard_boxed(start, end - start).await
     }
 
@@ -316,7 +316,7 @@ impl Saver {
     }
 
     /// Where the disk as it was is to be read from `at` on, up to `end` at most.
-    fn begin_read(&self, at: u64, end: u64) -> Result<Run> {
+    fn begin_read(&self, at: u64, end: u64) -> Result<OldExtent> {
         self.check_unbroken()?;
         // Before the look at the pending parts: a write that comes between finds this reader.
         let reading = self.readers.enter(at, end);
@@ -328,8 +328,8 @@ impl Saver {
                 let message = format!("bytes {at} to {end} of the disk as it was are not kept");
                 Err(Error::new(ErrorKind::PermissionDenied, message))
             }
-            (true, true) => Ok(Run { node: self.below.node()?, end, _reading: Some(reading.up_to(end)) }),
-            (true, false) => Ok(Run { node: self.target()?, end, _reading: None }),
+            (true, true) => Ok(OldExtent { node: self.below.node()?, end, _reading: Some(reading.up_to(end)) }),
+            (true, false) => Ok(OldExtent { node: self.target()?, end, _reading: None }),
         }
     }
 

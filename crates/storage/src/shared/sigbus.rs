@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 const MAX_MAPPINGS: usize = 4096;
 
 /// A mapping as the handler sees it: nothing but atomics, for it may run at any moment.
-struct Place {
+struct MappingEntry {
     /// 0: free; 1: being filled or emptied.
     start: AtomicUsize,
     len: AtomicUsize,
@@ -18,8 +18,8 @@ struct Place {
     is_lost: AtomicBool,
 }
 
-static PLACES: [Place; MAX_MAPPINGS] = [const {
-    Place {
+static MAPPINGS: [MappingEntry; MAX_MAPPINGS] = [const {
+    MappingEntry {
         start: AtomicUsize::new(0),
         len: AtomicUsize::new(0),
         page_bytes: AtomicUsize::new(1),
@@ -32,22 +32,23 @@ static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut())
 
 static INSTALL: Once = Once::new();
 
-/// Watches a mapping until [`Watch::end`].
+/// Watches a mapping until [`WatchedMapping::end`].
 #[derive(Debug, Default)]
-pub(super) struct Watch(Option<usize>);
+pub(super) struct WatchedMapping(Option<usize>);
 
-impl Watch {
+impl WatchedMapping {
     /// `None`: there are too many mappings.
-    pub(super) fn new(start: usize, len: usize, page_bytes: usize) -> Option<Watch> {
+    pub(super) fn new(start: usize, len: usize, page_bytes: usize) -> Option<WatchedMapping> {
         INSTALL.call_once(install);
-        let claim = |place: &Place| place.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        let number = PLACES.iter().position(claim)?;
-        let place = &PLACES[number];
-        place.len.store(len, Ordering::Relaxed);
-        place.page_bytes.store(page_bytes, Ordering::Relaxed);
-        place.is_lost.store(false, Ordering::Relaxed);
-        place.start.store(start, Ordering::Release);
-        Some(Watch(Some(number)))
+        let claim =
+            |entry: &MappingEntry| entry.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let number = MAPPINGS.iter().position(claim)?;
+        let entry = &MAPPINGS[number];
+        entry.len.store(len, Ordering::Relaxed);
+        entry.page_bytes.store(page_bytes, Ordering::Relaxed);
+        entry.is_lost.store(false, Ordering::Relaxed);
+        entry.start.store(start, Ordering::Release);
+        Some(WatchedMapping(Some(number)))
     }
 
     pub(super) fn is_some(&self) -> bool {
@@ -55,12 +56,12 @@ impl Watch {
     }
 
     pub(super) fn is_lost(&self) -> bool {
-        self.0.is_some_and(|number| PLACES[number].is_lost.load(Ordering::Acquire))
+        self.0.is_some_and(|number| MAPPINGS[number].is_lost.load(Ordering::Acquire))
     }
 
     pub(super) fn end(&mut self) {
         if let Some(number) = self.0.take() {
-            PLACES[number].start.store(0, Ordering::Release);
+            MAPPINGS[number].start.store(0, Ordering::Release);
         }
     }
 }
@@ -82,17 +83,17 @@ fn install() {
 extern "C" fn handle(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid struct to a handler with SA_SIGINFO, and SIGBUS has an address.
     let address = unsafe { (*info).si_addr() }.addr();
-    for place in &PLACES {
-        let (start, len) = (place.start.load(Ordering::Acquire), place.len.load(Ordering::Relaxed));
+    for entry in &MAPPINGS {
+        let (start, len) = (entry.start.load(Ordering::Acquire), entry.len.load(Ordering::Relaxed));
         if start <= 1 || !(start..start.saturating_add(len)).contains(&address) {
             continue;
         }
         // Before the zeroes: a copy that has one of them is made before a look at this.
-        place.is_lost.store(true, Ordering::SeqCst);
+        entry.is_lost.store(true, Ordering::SeqCst);
         // From the page on: the pages before it may be there, and requests that began use them. To the end: two parts at most, so no
         // row of faults uses up the mappings that a process may have.
         let skip =
-            (address - start) / place.page_bytes.load(Ordering::Relaxed) * place.page_bytes.load(Ordering::Relaxed);
+            (address - start) / entry.page_bytes.load(Ordering::Relaxed) * entry.page_bytes.load(Ordering::Relaxed);
         // SAFETY: the range is in a mapping of `SharedMemory`, whose bytes are only reached by raw copies, and which stays mapped while
         // an access runs. So zero pages may take its place.
         let replaced = unsafe {
