@@ -206,6 +206,7 @@ fn the_same_seed_gives_the_same_run() {
                     cowshed_storage::rt::spawn(async move {
                         for round in 0..10u64 {
                             write(&file, round * 512, &[task; 2048]).await.unwrap();
+                            // Simulated time: timers are a part of the run.
                             cowshed_storage::rt::sleep(Duration::from_micros(u64::from(task) * 10)).await;
                             if round % 4 == 0 {
                                 file.sync().await.unwrap();
@@ -276,6 +277,7 @@ fn queues_wake_each_other_and_share_the_clock() {
         let (early, late) = (world.clone(), world.clone());
         let sends: QueueStart<'_> = Box::new(move || {
             Box::pin(async move {
+                // Simulated time, which both queues see pass.
                 cowshed_storage::rt::sleep(Duration::from_millis(5)).await;
                 let mut letter = sender.lock().unwrap();
                 letter.0 = Some(early.now());
@@ -305,6 +307,7 @@ fn the_panic_of_a_queue_ends_all_of_them() {
     let waits: QueueStart<'_> = Box::new(|| Box::pin(std::future::pending()));
     let panics: QueueStart<'_> = Box::new(|| {
         Box::pin(async {
+            // The other queue waits by then.
             cowshed_storage::rt::sleep(Duration::from_millis(1)).await;
             panic!("this one");
         })

@@ -66,6 +66,7 @@ fn run(folder: &Path, program: &Path, test: &str, slip: &str) -> Fate {
                 drop((child.kill(), child.wait()));
                 return Fate::Hangs;
             }
+            // Between two looks. A test that hangs is an outcome.
             None => std::thread::sleep(Duration::from_millis(20)),
         }
     }

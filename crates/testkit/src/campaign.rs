@@ -128,6 +128,7 @@ impl Campaign {
             let workers: Vec<_> = (0..self.threads.max(1)).map(|_| scope.spawn(|| shared.work(print))).collect();
             let mut next_report = self.report_every;
             while !workers.iter().all(std::thread::ScopedJoinHandle::is_finished) {
+                // Between two looks at the workers and the clock.
                 std::thread::sleep(Duration::from_millis(100));
                 if shared.started.elapsed() >= next_report {
                     next_report += self.report_every;

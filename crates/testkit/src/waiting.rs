@@ -14,12 +14,24 @@ pub fn await_that(what: &str, is_so: impl FnMut() -> bool) {
     await_with(is_so, || what.to_owned());
 }
 
+/// Waits until `found` returns something, and returns it; fails with `what` when that takes too long.
+#[track_caller]
+pub fn await_some<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let mut result = None;
+    await_that(what, || {
+        result = found();
+        result.is_some()
+    });
+    result.expect("the wait has ended")
+}
+
 /// As [`await_that`], with the text of the failure made at its end.
 #[track_caller]
 pub fn await_with(mut is_so: impl FnMut() -> bool, what: impl FnOnce() -> String) {
     let until = Instant::now() + PATIENCE;
     while !is_so() {
         assert!(Instant::now() < until, "in vain: {}", what());
+        // Between two looks.
         std::thread::sleep(PAUSE);
     }
 }

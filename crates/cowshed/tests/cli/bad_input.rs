@@ -307,6 +307,7 @@ fn an_amendment_that_is_interrupted_changes_nothing_or_all() {
                 .stderr(std::process::Stdio::piped())
                 .spawn()
                 .expect("our own binary runs");
+            // The moment of the signal is the case.
             std::thread::sleep(std::time::Duration::from_millis(delay_ms));
             let sent = std::process::Command::new("kill").args([signal, &child.id().to_string()]).status();
             let _ = sent.expect("kill runs");

@@ -685,10 +685,10 @@ fn the_process_is_confined() {
         .current_dir(bench.folder.path())
         .spawn()
         .unwrap();
-    while !bench.path("out").exists() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    cowshed_testkit::waiting::await_that("the target is there", || {
         assert!(child.try_wait().unwrap().is_none(), "it runs");
-    }
+        bench.path("out").exists()
+    });
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     let value = |key: &str| {
         let line = status.lines().find(|line| line.starts_with(key)).unwrap_or_else(|| panic!("{key} in {status}"));

@@ -3,6 +3,7 @@
 
 use crate::oracle::Oracle;
 use cowshed_testkit::held;
+use cowshed_testkit::waiting::await_that;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -46,11 +47,7 @@ impl Server {
     /// Starts it and waits until it serves.
     pub fn start(mut command: Command, socket: &Path) -> Server {
         let server = Server(command.stdout(Stdio::null()).spawn().expect("a server"));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !is_serving(socket) {
-            assert!(Instant::now() < deadline, "nothing is served");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        await_that("the image is served", || is_serving(socket));
         server
     }
 }
@@ -293,13 +290,13 @@ fn refusal(tools: &Tools, line: &str, format: &str, folder: &Path) -> Option<Str
     let mut command = tools.command(&words[0]);
     command.args(&words[1..]).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut process = Server(command.spawn().expect("it runs"));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while process.0.try_wait().expect("a process").is_none() {
-        if is_serving(&socket) {
-            return None;
-        }
-        assert!(Instant::now() < deadline, "{line}: no end");
-        std::thread::sleep(Duration::from_millis(2));
+    let mut serves = false;
+    await_that(line, || {
+        serves = is_serving(&socket);
+        serves || process.0.try_wait().expect("a process").is_some()
+    });
+    if serves {
+        return None;
     }
     let mut said = String::new();
     process.0.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");

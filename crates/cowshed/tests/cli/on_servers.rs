@@ -2,9 +2,9 @@
 //! Images on NBD servers, by their names on the command line.
 
 use crate::oracle::Oracle;
+use cowshed_testkit::waiting::await_that;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 /// qemu-nbd with an image, as raw bytes, for any number of clients.
 struct QemuNbd {
@@ -27,10 +27,10 @@ impl QemuNbd {
             .stderr(Stdio::null())
             .spawn()
             .expect("qemu-nbd must be installed (scripts/setup test)");
-        while !socket.exists() {
+        await_that("qemu-nbd listens", || {
             assert!(child.try_wait().expect("wait").is_none(), "qemu-nbd ended at once");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            socket.exists()
+        });
         QemuNbd { child, socket }
     }
 

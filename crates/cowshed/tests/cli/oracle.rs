@@ -99,6 +99,7 @@ impl Oracle {
             if !said.err.contains("Unable to get accurate CPU usage") {
                 return said;
             }
+            // The other load of the machine may end meanwhile.
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
         panic!("qemu-img {arguments:?}: the machine is too busy");

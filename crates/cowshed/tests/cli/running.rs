@@ -167,6 +167,7 @@ fn end_of(mut child: Child) -> (String, Option<i32>, Duration) {
             let _ = child.wait();
             panic!("the process does not end");
         }
+        // Between two looks; a process in vain is killed, so this is no `await_that`.
         std::thread::sleep(Duration::from_millis(5));
     };
     let mut said = String::new();
@@ -183,6 +184,7 @@ fn await_sleep(child: &Child) {
     };
     await_that("the process waits", || {
         sleeps() && {
+            // A job that sleeps now may still run on before it watches for signals.
             std::thread::sleep(Duration::from_millis(300));
             sleeps()
         }
@@ -282,6 +284,7 @@ fn a_signal_ends_an_open_that_blocks() {
     oracle.make("create -q -f raw source.raw 1M");
     assert!(Command::new("mkfifo").arg(oracle.work().join("pipe")).status().expect("mkfifo runs").success());
     let child = start_work(&oracle, &["convert", "-f", "raw", "-O", "raw", "pipe", "target.raw"]);
+    // The process has time to reach its open.
     std::thread::sleep(Duration::from_millis(300));
     // An open that doesn't block refuses the pipe, which ends it as well.
     let _ = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();

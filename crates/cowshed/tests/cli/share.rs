@@ -89,14 +89,11 @@ fn sha256(path: &Path) -> String {
 /// The page, once the digest is on it.
 fn page_with_digest(oracle: &Oracle, url: &str) -> String {
     let mut page = String::new();
-    // It is computed beside; 60 s are plenty.
-    for _ in 0..600 {
+    // It is computed beside.
+    await_that("the digest is on the page", || {
         page = String::from_utf8(download(oracle, &["-H", "Accept: text/html,*/*", url])).expect("text");
-        if page.contains("</code>") {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
+        page.contains("</code>")
+    });
     page
 }
 

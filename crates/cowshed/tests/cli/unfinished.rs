@@ -3,9 +3,9 @@
 //! a raw image. A file that was there before is as qemu-img leaves it.
 
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 /// Runs a program whose files may not grow beyond one MiB.
 fn run_small(program: &Path, words: &str, folder: &Path) -> Output {
@@ -129,12 +129,10 @@ fn a_signal_takes_the_new_file_away() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
         command.arg("img").args(line.split(' '));
         let mut child = command.current_dir(folder.path()).stderr(Stdio::piped()).spawn().expect("our own binary");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !folder.path().join("a").exists() {
-            assert!(Instant::now() < deadline, "the copy doesn't begin");
+        await_that("the copy begins", || {
             assert!(child.try_wait().expect("a child").is_none(), "the copy has ended");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+            folder.path().join("a").exists()
+        });
         let sent = Command::new("kill").args(["-s", signal, &child.id().to_string()]).status().expect("kill is there");
         assert!(sent.success());
         let output = child.wait_with_output().expect("a child");
@@ -184,12 +182,10 @@ fn a_signal_empties_the_file_of_a_confined_copy() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
     command.args("convert --untrusted -r 64k -f raw -O qcow2 source a".split(' '));
     let mut child = command.current_dir(folder.path()).stderr(Stdio::piped()).spawn().expect("our own binary");
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while lengths(folder.path(), &["a"]).iter().flatten().all(|len| *len < 1 << 16) {
-        assert!(Instant::now() < deadline, "the copy doesn't begin");
+    await_that("the copy begins", || {
         assert!(child.try_wait().expect("a child").is_none(), "the copy has ended");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+        lengths(folder.path(), &["a"]).iter().flatten().any(|len| *len >= 1 << 16)
+    });
     let sent = Command::new("kill").args(["-s", "INT", &child.id().to_string()]).status().expect("kill is there");
     assert!(sent.success());
     let output = child.wait_with_output().expect("a child");

@@ -46,6 +46,7 @@ impl Libvirt {
         while finish(libvirt.command("virsh").args(["-q", "-c", "qemu:///session", "uri"])).code != Some(0) {
             let log = fs::read_to_string(libvirt.path("libvirtd.log")).unwrap_or_default();
             assert!(started.elapsed() < START_LIMIT, "libvirtd doesn't start: {log}");
+            // Between two attempts, with the bound above.
             std::thread::sleep(Duration::from_millis(100));
         }
         libvirt

@@ -182,6 +182,7 @@ fn converse<'a>(child: &mut Child, out: &Output, lines: impl Iterator<Item = &'a
                     if Instant::now() > until {
                         return Some(line.to_owned());
                     }
+                    // Between two queries. The end of patience is an answer here.
                     thread::sleep(Duration::from_millis(5));
                 }
             }
@@ -207,6 +208,7 @@ fn ended(child: &mut Child) -> Option<i32> {
             let _ = child.wait();
             return None;
         }
+        // Between two looks. A process in vain is killed, and that is an answer.
         thread::sleep(Duration::from_millis(2));
     }
 }

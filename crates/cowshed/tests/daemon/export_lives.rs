@@ -92,6 +92,7 @@ fn an_export_is_removed_while_its_front_end_leaves() {
         }
         driver.kick(0);
         let leaves = std::thread::spawn(move || {
+            // Each round leaves at another moment of the removal.
             std::thread::sleep(Duration::from_micros(round * 50));
             drop(driver);
         });

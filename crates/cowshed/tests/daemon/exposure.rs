@@ -4,6 +4,7 @@
 use super::process::{COWSHED, Monitor, Serving};
 use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::path::Path;
 use std::process::Command;
@@ -26,10 +27,10 @@ fn warnings(folder: &Path, daemon: Serving) -> usize {
 fn until_up(folder: &Path, mut command: Command, arguments: &[&str]) -> Serving {
     command.args(arguments);
     let mut daemon = Serving::start_command(folder, command);
-    while !folder.join("pid").exists() {
+    await_that("the daemon serves", || {
         assert!(daemon.child().try_wait().expect("a child").is_none(), "it ended: {}", daemon.log());
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+        folder.join("pid").exists()
+    });
     daemon
 }
 

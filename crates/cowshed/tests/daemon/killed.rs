@@ -5,6 +5,7 @@
 use super::process::{Monitor, Serving, text};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, seeds};
+use cowshed_testkit::waiting::await_some;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -44,15 +45,11 @@ fn is_whole(folder: &Path, qemu: &Qemu, case: &str) -> bool {
     let Ok(bytes) = std::fs::read(&new) else { return false };
     assert!(bytes.starts_with(b"QFI\xfb"), "{case}: {} bytes that read as a raw disk", bytes.len());
     // The kernel closes the files of a killed process's ring a moment after its end.
-    let begun = Instant::now();
-    let info = loop {
+    let info = await_some(case, || {
         let said = qemu.img(["info", "--output=json", text(&new)]);
-        if said.code == 0 || begun.elapsed() > Duration::from_secs(60) {
-            break said.expect_ok().json();
-        }
-        assert!(said.stderr.contains("lock"), "{case}: {}", said.stderr);
-        std::thread::sleep(Duration::from_millis(10));
-    };
+        assert!(said.code == 0 || said.stderr.contains("lock"), "{case}: {}", said.stderr);
+        (said.code == 0).then(|| said.expect_ok().json())
+    });
     assert_eq!((&info["format"], &info["virtual-size"]), (&json!("qcow2"), &json!(4 << 20)), "{case}");
     qemu.expect_no_corruption(&new);
     true
@@ -72,6 +69,7 @@ fn a_killed_daemon_leaves_no_half_image_that_reads_as_raw() {
         monitor.send(command, &arguments(folder, command, key));
         while !folder.join("new.qcow2").exists() {
             assert!(begun.elapsed() < Duration::from_secs(60), "{command} makes no image");
+            // A short one: the time until then is measured.
             std::thread::sleep(Duration::from_micros(100));
         }
         let taken = begun.elapsed();
@@ -84,6 +82,7 @@ fn a_killed_daemon_leaves_no_half_image_that_reads_as_raw() {
             let mut daemon = start(folder);
             let mut monitor = Monitor::connect(&folder.join("m.sock"));
             monitor.send(command, &arguments(folder, command, key));
+            // The moment of the kill is the case.
             std::thread::sleep(delay);
             daemon.child().kill().expect("it runs");
             assert!(!daemon.wait().success());

@@ -4,15 +4,12 @@
 use super::process::{COWSHED, Killed, Monitor, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::{await_some, await_that};
 use serde_json::json;
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The daemons, with `n.sock` for NBD clients.
 const DAEMONS: [&str; 4] = [
@@ -62,14 +59,12 @@ fn start(folder: &Path, line: &str, loss: Loss) -> Child {
 /// Waits until a client can read, and reads.
 fn use_it(folder: &Path, daemon: &mut Killed, what: &str) {
     let socket = folder.join("n.sock");
-    let started = Instant::now();
-    while UnixStream::connect(&socket).is_err() {
+    await_that(&format!("{what}: the daemon listens"), || {
         if let Some(status) = daemon.0.try_wait().expect("a child") {
             panic!("{what}: the daemon has ended at once: {status}");
         }
-        assert!(started.elapsed() < PATIENCE, "{what}: nothing listens");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        UnixStream::connect(&socket).is_ok()
+    });
     let uri = format!("nbd+unix:///disk?socket={}", text(&socket));
     Qemu::system().io(["-f", "raw", "-r", "-c", "read -P 0 0 64k", &uri]).expect_ok();
 }
@@ -77,14 +72,7 @@ fn use_it(folder: &Path, daemon: &mut Killed, what: &str) {
 /// Sends SIGTERM and waits; the exit code.
 fn stop(daemon: &mut Killed, what: &str) -> Option<i32> {
     tool("kill", &["-TERM", &daemon.0.id().to_string()]);
-    let started = Instant::now();
-    loop {
-        if let Some(status) = daemon.0.try_wait().expect("a child") {
-            return status.code();
-        }
-        assert!(started.elapsed() < PATIENCE, "{what}: SIGTERM does not end the daemon");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    await_some(&format!("{what}: SIGTERM ends the daemon"), || daemon.0.try_wait().expect("a child")).code()
 }
 
 #[test]

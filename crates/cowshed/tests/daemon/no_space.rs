@@ -4,14 +4,12 @@
 use super::process::{COWSHED, Monitor, Serving, text};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::vhost::FrontEnd;
+use cowshed_testkit::waiting::await_some;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
-
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A daemon none of whose files may grow over `limit` bytes; its disk holds 4 MiB.
 fn start(folder: &Path, limit: u64) -> (Serving, Monitor) {
@@ -29,16 +27,12 @@ fn start(folder: &Path, limit: u64) -> (Serving, Monitor) {
 
 /// Waits for the end of the job `k`; its error.
 fn error_of_job(monitor: &mut Monitor) -> String {
-    let started = Instant::now();
-    loop {
+    let jobs = await_some("the end of the job", || {
         let jobs = monitor.command("query-jobs", json!({}));
-        if jobs[0]["status"] == "concluded" {
-            monitor.command("job-dismiss", json!({"id": "k"}));
-            return jobs[0]["error"].as_str().unwrap_or_else(|| panic!("it must fail: {jobs}")).to_owned();
-        }
-        assert!(started.elapsed() < PATIENCE, "{jobs}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+        (jobs[0]["status"] == "concluded").then_some(jobs)
+    });
+    monitor.command("job-dismiss", json!({"id": "k"}));
+    jobs[0]["error"].as_str().unwrap_or_else(|| panic!("it must fail: {jobs}")).to_owned()
 }
 
 fn files(folder: &Path) -> Vec<String> {

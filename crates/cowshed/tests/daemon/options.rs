@@ -4,11 +4,11 @@
 use super::process::{COWSHED, Killed, Monitor, Serving, page, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_some;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 /// The message of a program that can't start, on standard error; no socket is left.
 #[track_caller]
@@ -369,14 +369,7 @@ fn q_ends_top_on_a_terminal() {
     let mut keys = top.0.stdin.take().expect("a pipe");
     keys.write_all(b"xq").expect("the terminal takes keys");
     let rest = std::thread::spawn(move || screen.read_to_end(&mut Vec::new()));
-    let end = Instant::now() + Duration::from_secs(60);
-    let status = loop {
-        match top.0.try_wait().expect("a child") {
-            Some(status) => break status,
-            None if Instant::now() > end => panic!("'q' hasn't ended top"),
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
-    };
+    let status = await_some("'q' ends top", || top.0.try_wait().expect("a child"));
     assert!(status.success(), "{status}");
     rest.join().expect("no panic").expect("the terminal's output");
     drop(keys);

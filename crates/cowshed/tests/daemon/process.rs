@@ -2,7 +2,7 @@
 //! Processes of a test: the daemon, its clients, and a monitor's other end.
 
 use cowshed_testkit::programs::tool;
-use cowshed_testkit::waiting::PATIENCE;
+use cowshed_testkit::waiting::{PATIENCE, await_that};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -69,11 +69,12 @@ impl Serving {
 
     /// Waits for words in the log.
     pub fn await_log(&mut self, words: &str) {
-        while !self.log().contains(words) {
+        await_that(&format!("'{words}' in the log"), || {
+            let is_there = self.log().contains(words);
             let ended = self.process.0.try_wait().expect("a child");
-            assert!(ended.is_none(), "the daemon has ended without '{words}':\n{}", self.log());
-            std::thread::sleep(std::time::Duration::from_millis(10));
-        }
+            assert!(is_there || ended.is_none(), "the daemon has ended without '{words}':\n{}", self.log());
+            is_there
+        });
     }
 
     pub fn signal(&self, signal: &str) {

@@ -5,6 +5,7 @@ use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -95,11 +96,8 @@ fn variables_for_another_process_count_for_nothing() {
         command.args(["qemu-nbd", "-t", "-f", "qcow2", "-k", text(&socket), "disk.qcow2"]).current_dir(folder.path());
         command.env("LISTEN_FDS", "1").envs(process.map(|process| ("LISTEN_PID", process)));
         let _daemon = Killed(command.spawn().expect("our own binary runs"));
-        let started = std::time::Instant::now();
-        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
-            assert!(started.elapsed().as_secs() < 60, "it serves with LISTEN_PID {process:?}");
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
+        let what = format!("it serves with LISTEN_PID {process:?}");
+        await_that(&what, || UnixStream::connect(&socket).is_ok());
         reads_sevens(&format!("nbd+unix:///?socket={}", text(&socket)));
     }
 }

@@ -11,7 +11,7 @@ use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const DISK_BYTES: u64 = 16 << 20;
 
@@ -25,13 +25,11 @@ fn start(folder: &Path, image: &str, more: &str) -> (Serving, Monitor) {
     let monitor = folder.join("m.sock");
     assert!(std::fs::remove_file(&monitor).is_ok() || !monitor.exists());
     let mut daemon = Serving::start_command(folder, command);
-    let end = Instant::now() + Duration::from_secs(60);
     // The name of the socket is there a moment before it listens.
-    while std::os::unix::net::UnixStream::connect(&monitor).is_err() {
+    await_that("the daemon listens", || {
         assert!(daemon.child().try_wait().expect("a child").is_none(), "the daemon has ended: {}", daemon.log());
-        assert!(Instant::now() < end, "the daemon does not listen: {}", daemon.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+        std::os::unix::net::UnixStream::connect(&monitor).is_ok()
+    });
     let mut monitor = Monitor::connect(&monitor);
     // The answer comes when the command line is carried out.
     let exports = monitor.command("query-block-exports", json!({}));

@@ -4,6 +4,7 @@
 use super::running::{Running, temp_folder};
 use cowshed_daemon::Step;
 use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -67,10 +68,10 @@ impl Theirs {
             let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
             sockets.lines().any(|line| line.ends_with(text(&socket)) && line.contains(" 00010000 "))
         };
-        while !listens() {
+        await_that("qemu-nbd listens", || {
             assert!(child.try_wait().expect("wait").is_none(), "qemu-nbd ended at once");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+            listens()
+        });
         Theirs(child, socket)
     }
 }

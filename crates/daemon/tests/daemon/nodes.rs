@@ -5,6 +5,7 @@ use super::exports::uri;
 use super::running::{Client, Running};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::waiting::await_that;
 use serde_json::{Value, json};
 
 fn with_image() -> Running {
@@ -253,9 +254,7 @@ fn every_driver_is_added_by_name_and_serves() {
     std::fs::write(path("a.luks"), "").expect("a file");
     let options = json!({"driver": "luks", "size": 64 << 20, "key-secret": "s", "iter-time": 10, "file": volume});
     client.command("blockdev-create", json!({"job-id": "j", "options": options}));
-    while client.command("query-jobs", json!({}))[0]["status"] != "concluded" {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    await_that("the image is made", || client.command("query-jobs", json!({}))[0]["status"] == "concluded");
     let target = format!("driver=luks,key-secret=s,file.filename={}", path("a.luks"));
     let object = ["--object", "secret,id=s,data=geheim"];
     let fill = ["convert", "-n", object[0], object[1], &path("a.raw"), "--target-image-opts", &target];
@@ -364,9 +363,7 @@ fn encrypted_images_are_created_and_opened_with_their_secret() {
             place.extend(all);
         }
         client.command("blockdev-create", json!({"job-id": "j", "options": options}));
-        while client.command("query-jobs", json!({}))[0]["status"] != "concluded" {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
+        await_that("the image is made", || client.command("query-jobs", json!({}))[0]["status"] == "concluded");
         assert_eq!(client.command("query-jobs", json!({}))[0]["error"], json!(null), "{driver}");
         client.command("job-dismiss", json!({"id": "j"}));
     }

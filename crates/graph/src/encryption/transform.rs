@@ -108,6 +108,7 @@ mod tests {
     impl Cipher for Noting {
         fn encrypt(&self, guest: GuestOffset, host: HostOffset, bytes: &mut [u8]) {
             assert_eq!(host.0, guest.0 + (1 << 30));
+            // The time that the cipher takes.
             sleep(self.takes);
             for (sector, at) in bytes.chunks_mut(SECTOR_BYTES as usize).zip((guest.0..).step_by(SECTOR_BYTES as usize))
             {

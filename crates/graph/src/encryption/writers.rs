@@ -105,10 +105,12 @@ mod tests {
                 tasks.push(rt::spawn(async move {
                     let writing = writers.enter(offset, len).await;
                     log.borrow_mut().push(name);
+                    // The others get their turn meanwhile.
                     rt::sleep(std::time::Duration::from_millis(1)).await;
                     drop(writing);
                 }));
             }
+            // Nothing else enters, however long this takes.
             rt::sleep(std::time::Duration::from_millis(20)).await;
             assert_eq!(*log.borrow(), ["far"]);
             drop((first, other_sector, also_there));

@@ -7,6 +7,7 @@ use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, OpenRequest, open};
 use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::programs::tool;
+use cowshed_testkit::waiting::await_that;
 use cowshed_types::CacheStatistics;
 use std::sync::Arc;
 
@@ -121,9 +122,7 @@ fn sizes_and_cleaning_change_while_the_image_is_in_use() {
     // Everything leaves once it was idle for a second or two.
     reopen("cache-clean-interval=1");
     touch(&node, &graph);
-    while stats().l2_slices + stats().refcount_blocks > 0 {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
+    await_that("the caches are empty", || stats().l2_slices + stats().refcount_blocks == 0);
     assert_eq!((stats().l2_bytes, stats().refcount_bytes), (0, 0));
     touch(&node, &graph);
     rt::block_on(graph.close_all()).unwrap();

@@ -27,6 +27,7 @@ fn an_image_that_takes_too_long_is_let_go() {
 
         let node = open(limited("disk", limit)).await.unwrap();
         node.write(0, IoBuf::copy_from(&[7; 512])).await.0.unwrap();
+        // Simulated time, up to just before the limit and then beyond it.
         rt::sleep(limit - Duration::from_secs(1)).await;
         node.read(0, IoBuf::zeroed(512)).await.0.unwrap();
         rt::sleep(Duration::from_secs(1)).await;

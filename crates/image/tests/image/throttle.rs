@@ -70,9 +70,11 @@ fn rates_hold_and_members_share_on_a_virtual_clock() {
         for attachment in [&one, &two, &other] {
             load(attachment, 32, rt::now() + Duration::from_secs(1));
         }
+        // Simulated time: the bucket is empty then.
         rt::sleep(Duration::from_secs(3)).await;
         let until = rt::now() + Duration::from_secs(10);
         let counts = [load(&one, 32, until), load(&two, 4, until), load(&other, 16, until)];
+        // Simulated time, until the loads have ended.
         rt::sleep(Duration::from_secs(12)).await;
         let [one_count, two_count, other_count] = counts.map(|count| count.get());
         // Ten seconds and the tenth of a second in the bucket, within 1 %.
@@ -99,19 +101,24 @@ fn limits_change_for_requests_that_wait() {
         let attachment = throttled(&graph, "a", "g").await;
         let start = rt::now();
         let done = load(&attachment, 16, start + Duration::from_secs(5));
+        // Simulated time, in which one request is allowed.
         rt::sleep(Duration::from_millis(100)).await;
         assert_eq!(done.get(), 1);
         group.set_limits(limits(&[("iops-total", 100)])).unwrap();
+        // Simulated time, in which the new limit allows 90.
         rt::sleep(Duration::from_millis(900)).await;
         assert!((80..=110).contains(&done.get()), "{}", done.get());
         // Another group: those that wait in the old one go at once, then the new limits count.
         attachment.node().throttle().unwrap().set_group(Arc::clone(&slow));
+        // The requests that wait go on.
         rt::sleep(Duration::from_millis(10)).await;
         let moved = done.get();
+        // Simulated time, in which the slow group allows one.
         rt::sleep(Duration::from_millis(900)).await;
         assert!(done.get() - moved <= 2, "{moved} {}", done.get());
         assert_eq!((group.members(), slow.members()), (0, 1));
         slow.set_limits(Limits::new()).unwrap();
+        // The requests that wait go on.
         rt::sleep(Duration::from_millis(10)).await;
         assert!(done.get() > moved + 10);
         assert!(slow.set_limits(limits(&[("iops-size", 1)])).is_err());

@@ -248,6 +248,7 @@ fn a_slow_client_that_does_its_part_stays() {
         let len = left.min(piece.len());
         slow.stream.read_exact(&mut piece[..len]).expect("the rest of the reply");
         left -= len;
+        // The client reads slowly: that is the case.
         std::thread::sleep(Duration::from_millis(100));
     }
     drop(is_over);

@@ -47,6 +47,7 @@ fn a_lock_that_a_dead_process_left_is_waited_for() {
     for permissions in [Permissions::WRITE, Permissions::READ] {
         let sockets = leave_locks(&path);
         let dying = std::thread::spawn(move || {
+            // The locks go while the open waits.
             std::thread::sleep(Duration::from_millis(100));
             drop(sockets);
         });
@@ -92,6 +93,7 @@ fn holders_that_live_are_known() {
     let deadline = Instant::now() + LONG;
     while of(own.as_fd(), 101, until) != Holder::Another {
         assert!(Instant::now() < deadline, "qemu-io holds no lock");
+        // Between two looks, with the bound above.
         std::thread::sleep(Duration::from_millis(2));
     }
     child.kill().expect("it is killed");

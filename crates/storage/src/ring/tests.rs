@@ -351,6 +351,7 @@ fn a_listener_goes_on_where_the_ring_gives_its_wait_up() {
         run(async {
             let address = listener.address().clone();
             let connecting = rt::spawn(async move {
+                // The listener waits by then.
                 rt::sleep(Duration::from_millis(20)).await;
                 Socket::connect(&address, LIMIT).await
             });
@@ -369,6 +370,7 @@ fn a_ring_that_is_forbidden_in_use_ends_the_process() {
         run(async {
             assert!(rt::current_ring().is_some(), "this test needs io_uring");
             refuse_enter(libc::EPERM, u64::MAX);
+            // The process ends before.
             rt::sleep(LIMIT).await;
         });
         return;

@@ -341,10 +341,12 @@ mod tests {
             for ask in asked {
                 match ask {
                     Ask::Disk => {
+                        // The time that a disk takes.
                         std::thread::sleep(Duration::from_millis(1));
                         disk_writer.write_all(&[1]).expect("the pipe is open");
                     }
                     Ask::Wake(waker) => {
+                        // Within the time of busy polling.
                         std::thread::sleep(Duration::from_micros(50));
                         answers.fetch_add(1, Ordering::SeqCst);
                         waker.wake();

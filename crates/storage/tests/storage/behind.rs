@@ -77,6 +77,7 @@ fn new_data_reach_the_disk_without_a_flush() {
             let mut waited = Duration::ZERO;
             while dirty_bytes(&path).is_some_and(|dirty| dirty > FILE_MIB * MIB / 4) {
                 assert!(waited < PATIENCE, "nothing was written: {engine:?}");
+                // Between two looks, with the bound above.
                 sleep(Duration::from_millis(20)).await;
                 waited += Duration::from_millis(20);
             }

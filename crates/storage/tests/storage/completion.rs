@@ -23,6 +23,7 @@ async fn steps(count: Arc<AtomicU32>) {
     count.fetch_add(1, Ordering::SeqCst);
     run_on_cpu_pool(|| ()).await;
     count.fetch_add(1, Ordering::SeqCst);
+    // A timer: one of the three kinds of wakers.
     sleep(Duration::from_millis(2)).await;
     count.fetch_add(1, Ordering::SeqCst);
 }

@@ -209,6 +209,7 @@ fn ways_out_are_closed() {
         let mut old = [0u64; 2];
         assert_eq!(raw(libc::SYS_prlimit64, [0, 7, 0, old.as_mut_ptr() as u64, 0, 0]), Ok(0));
         assert_eq!(std::thread::spawn(|| 7).join().expect("a thread"), 7);
+        // The call itself is allowed.
         std::thread::sleep(std::time::Duration::from_millis(1));
         let (mut one, mut other) = std::os::unix::net::UnixStream::pair().expect("a pair");
         std::io::Write::write_all(&mut one, b"x").expect("it can be written");

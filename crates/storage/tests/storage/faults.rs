@@ -76,6 +76,7 @@ fn no_flush_succeeds_after_a_failure() {
                         write(&file, &[1; 512], task * 512).await.unwrap_or_else(|error| {
                             assert_eq!((error.errno(), file.poison().is_some()), (Errno::EIO, true));
                         });
+                        // Simulated time, which spreads the syncs.
                         sleep(Duration::from_nanos(task * step * 1000)).await;
                         let poisoned = file.poison().is_some();
                         results.push((poisoned, file.sync().await.is_ok()));
@@ -191,6 +192,7 @@ async fn crowd(seed: u64) {
             model[start..start + len].fill(byte);
             let (file, delay) = (file.clone(), random.below(2000));
             tasks.push(spawn(async move {
+                // Simulated time, which mixes the order.
                 sleep(Duration::from_nanos(delay)).await;
                 match zero {
                     true => file.zero_range(start as u64, len as u64).await.expect("zero"),

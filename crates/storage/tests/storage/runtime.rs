@@ -165,6 +165,7 @@ fn a_thread_ends_with_its_last_obligation() {
         for obligation in 0..3u64 {
             let last = async move {
                 match obligation {
+                    // A timer, work of the pool, and a yield each end an obligation.
                     0 => sleep(Duration::from_millis(2)).await,
                     1 => run_on_cpu_pool(|| std::thread::sleep(Duration::from_millis(2))).await,
                     _ => yield_now().await,
@@ -201,11 +202,13 @@ fn timers_ring_in_order() {
                 .map(|(task, millis)| {
                     let order = Rc::clone(&order);
                     spawn(async move {
+                        // The order of timers is tested.
                         sleep(Duration::from_millis(millis)).await;
                         order.set(order.get() * 10 + task);
                     })
                 })
                 .collect();
+            // A timer without a waiter holds nothing up.
             drop(sleep(Duration::from_secs(1000)));
             for task in tasks {
                 task.await;
@@ -245,6 +248,7 @@ fn work_beside_has_its_own_executor_on_two_cores() {
                 let (left, looked) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
                 let (noted, seen) = (Arc::clone(&left), Arc::clone(&looked));
                 let obligation = spawn_critical(async move {
+                    // The obligation ends behind the work.
                     sleep(Duration::from_millis(2)).await;
                     noted.store(seen.load(Ordering::SeqCst), Ordering::SeqCst);
                 });

@@ -98,6 +98,7 @@ fn waiting_for_a_peer_can_be_given_up() {
             let (a, _b) = Socket::pair().expect("pair");
             let waiting = rt::spawn(async move { listener.accept().await.map(drop) });
             let receiving = rt::spawn(async move { a.receive(IoBuf::zeroed(1), Want::Some).await.0 });
+            // Both wait by then.
             rt::sleep(Duration::from_millis(1)).await;
             assert!(waiting.cancel().await.is_none());
             assert!(receiving.cancel().await.is_none());

@@ -146,6 +146,7 @@ impl Connection {
             if let Ok(connection) = Self::new(address) {
                 return Ok(connection);
             }
+            // Between two attempts.
             std::thread::sleep(Duration::from_millis(100));
         }
         Err(failed("the server does not come back"))
@@ -259,6 +260,7 @@ fn run(address: &str) -> io::Result<()> {
         std::thread::spawn(move || write_on(&rounds, &stop))
     };
     while rounds.load(Ordering::SeqCst) < 1 && !writer.is_finished() {
+        // Between two looks.
         std::thread::sleep(Duration::from_millis(10));
     }
     say("writes on");
@@ -272,6 +274,7 @@ fn run(address: &str) -> io::Result<()> {
         connections += 1;
         let until = Instant::now() + Duration::from_secs(20);
         while rounds.load(Ordering::SeqCst) == before && !writer.is_finished() && Instant::now() < until {
+            // Between two looks.
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -293,7 +296,9 @@ fn main() {
         Ok(()) => say("finished"),
         Err(error) => say(&format!("FAILED: {error}")),
     }
+    // The console has time to send the last line.
     std::thread::sleep(Duration::from_millis(200));
     let _ = std::fs::write("/proc/sysrq-trigger", "o");
+    // The kernel ends this.
     std::thread::sleep(Duration::from_secs(600));
 }

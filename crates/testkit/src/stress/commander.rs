@@ -272,6 +272,7 @@ impl Commander<'_> {
             } else if status == "ready" && !cancels && started.elapsed() > patience {
                 return self.complete(&id, command, pivots);
             }
+            // Between two queries.
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -315,6 +316,7 @@ impl Commander<'_> {
             if started.elapsed() > Duration::from_secs(JOB_LIMIT_S) {
                 return Err(format!("the job {id} ({command}) can't be completed within {JOB_LIMIT_S} s"));
             }
+            // Between two queries.
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -418,6 +420,7 @@ impl Commander<'_> {
                 if started.elapsed() > Duration::from_secs(JOB_LIMIT_S) {
                     return Err(format!("the backup {id} isn't over after {JOB_LIMIT_S} s: {job}"));
                 }
+                // Between two queries.
                 std::thread::sleep(Duration::from_millis(10));
             }
             if !self.go("job-dismiss", &json!({"id": id}))? {

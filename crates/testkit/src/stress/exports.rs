@@ -55,6 +55,7 @@ impl Commander<'_> {
             return Ok(!self.is_over());
         }
         server.stops.fetch_add(1, Ordering::SeqCst);
+        // The clients meet a server that is away.
         std::thread::sleep(Duration::from_millis(self.random.below(30)));
         let address = json!({"type": "unix", "data": {"path": server.socket}});
         match self.run("nbd-server-start", &json!({"addr": address, "max-connections": 0}))? {
@@ -86,6 +87,7 @@ impl Commander<'_> {
             if began.elapsed() > Duration::from_secs(EXPORT_LIMIT_S) {
                 return Err(format!("the export {id} can't be made again: {}", self.tally.last_refusal()));
             }
+            // Between two attempts.
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(true)

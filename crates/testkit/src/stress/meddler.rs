@@ -57,6 +57,7 @@ pub fn meddle(mut monitor: Monitor, mut random: Random, stop: &AtomicBool, tally
             Answer::Refused(reason) => tally.refuse(name, &reason),
             Answer::Gone => return Ok(()),
         }
+        // The pace of the load.
         std::thread::sleep(Duration::from_millis(random.below(20)));
     }
     Ok(())
@@ -92,6 +93,7 @@ fn pause_a_job(monitor: &mut Monitor, random: &mut Random, tally: &Tally) -> Res
     let Answer::Done(jobs) = monitor.command("query-jobs", &json!({}))? else { return Ok(false) };
     let jobs = jobs.as_array().cloned().unwrap_or_default();
     if jobs.is_empty() {
+        // A job may come meanwhile.
         std::thread::sleep(Duration::from_millis(10));
         return Ok(true);
     }
@@ -109,6 +111,7 @@ fn pause_a_job(monitor: &mut Monitor, random: &mut Random, tally: &Tally) -> Res
             Answer::Refused(reason) => tally.refuse(name, &reason),
             Answer::Gone => return Ok(false),
         }
+        // The job is paused, or slow, for so long.
         std::thread::sleep(Duration::from_millis(random.below(60)));
     }
     Ok(true)

@@ -210,6 +210,7 @@ impl Life<'_> {
             scope.spawn(move || note(wrong, stop, meddler::meddle(monitor, random, stop, tally)));
             let began = Instant::now();
             while began.elapsed() < lasts && !stop.load(Ordering::Relaxed) {
+                // Between two looks: the load runs on other threads.
                 std::thread::sleep(Duration::from_millis(5));
             }
             // No disk moves to another file while the life ends.
@@ -316,6 +317,7 @@ impl Life<'_> {
                 let _ = daemon.kill();
                 return Err(format!("the daemon doesn't listen after {END_LIMIT_S} s"));
             }
+            // Between two attempts, with the bound above.
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(daemon)
@@ -349,6 +351,7 @@ impl Life<'_> {
                     let _ = daemon.wait();
                     return Err(format!("the daemon doesn't end within {END_LIMIT_S} s ({end:?})"));
                 }
+                // Between two looks, with the bound above.
                 Ok(None) => std::thread::sleep(Duration::from_millis(5)),
                 Err(error) => return Err(format!("wait: {error}")),
             }
@@ -456,6 +459,7 @@ fn wait_for_locks(image: &Path) -> Result<(), String> {
         if began.elapsed() > Duration::from_secs(END_LIMIT_S) {
             return Err(format!("the dead daemon's locks stay: {}", info.stderr));
         }
+        // Between two attempts, with the bound above.
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -9,12 +9,12 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
+use cowshed_testkit::waiting::await_that;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 struct Subject<'a> {
     qemu: &'a Qemu,
@@ -289,11 +289,7 @@ impl Served {
             .args([socket, image])
             .spawn()
             .expect("qemu-nbd starts");
-        let until = Instant::now() + Duration::from_secs(30);
-        while !listens(socket) {
-            assert!(Instant::now() < until, "qemu-nbd doesn't listen");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        await_that("qemu-nbd listens", || listens(socket));
         Served(child)
     }
 

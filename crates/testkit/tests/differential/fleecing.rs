@@ -141,6 +141,7 @@ async fn give_up_at_random(past: Arc<Attachment>, known: Rc<RefCell<Known>>, see
         let start = part * PART;
         let len = (PART + more).min(SIZE - start);
         queue.discard(start, len).await.expect("a part is given up");
+        // Simulated time, which spreads the discards.
         rt::sleep(Duration::from_millis(random.below(3))).await;
     }
 }
@@ -366,6 +367,7 @@ fn a_write_waits_for_a_slow_reader_through_an_overlay() {
             let past = Arc::clone(&past);
             async move { past.queue().read(0, IoBuf::zeroed(512)).await }
         });
+        // The reader has begun by then.
         rt::sleep(Duration::from_secs(1)).await;
         write(&guest, 0).await.expect("written");
         assert!(rt::now() - started >= Duration::from_secs(5), "the write overtakes the reader");

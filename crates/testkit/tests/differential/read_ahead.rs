@@ -103,6 +103,7 @@ impl Scene {
         assert!(world.now() - started > SLOW / 2, "nothing was read ahead, or nobody waited for it");
         world.clear_faults();
         let counted = reads(&self.node);
+        // Nothing happens, however long this takes.
         rt::sleep(4 * SLOW).await;
         assert_eq!(reads(&self.node), counted, "something is read behind the change");
     }
@@ -130,6 +131,7 @@ fn a_drain_waits_for_what_is_read_ahead() {
             .wait_for(&world, async {
                 let drained = scene.graph.drain(&[&scene.node]).await;
                 let counted = reads(&scene.node);
+                // Nothing happens, however long this takes.
                 rt::sleep(2 * SLOW).await;
                 assert_eq!(reads(&scene.node), counted, "something is read under the drain");
                 drop(drained);

@@ -6,10 +6,10 @@ use cowshed_types::ErrorKind;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use cowshed_testkit::held;
+use cowshed_testkit::waiting::await_that;
 
 fn image() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
@@ -49,11 +49,7 @@ impl QemuIo {
 impl Drop for QemuIo {
     fn drop(&mut self) {
         drop(self.input.take());
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while self.child.try_wait().expect("wait").is_none() {
-            assert!(Instant::now() < deadline, "qemu-io doesn't end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        await_that("qemu-io ends", || self.child.try_wait().expect("wait").is_some());
     }
 }
 

@@ -115,6 +115,7 @@ fn linux_uses_our_server_and_goes_on_over_another_connection() {
             break assert_eq!(ended.last(), Some(&None), "a client that leaves in order: {ended:?}");
         }
         assert!(started.elapsed() < Duration::from_secs(60), "the client's end is not noticed: {ended:?}");
+        // Between two looks, with the bound above.
         std::thread::sleep(Duration::from_millis(10));
     }
     served.end();

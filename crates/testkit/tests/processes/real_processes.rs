@@ -11,6 +11,7 @@ use cowshed_testkit::journal::Follower;
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::for_each_seed;
+use cowshed_testkit::waiting::await_that;
 use cowshed_types::ErrorKind;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -76,18 +77,11 @@ fn load_from(
 
 /// A ring of a killed process ends its writes and drops its locks some time after the process.
 fn wait_for_locks(image: &Path) {
-    const TRIES: u32 = 6000;
     let is_locked = || {
         let info = Qemu::system().img(["info".as_ref(), image.as_os_str()]);
         info.code != 0 && info.stderr.contains("lock")
     };
-    for _ in 0..TRIES {
-        if !is_locked() {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
-    panic!("the dead writer's locks stay");
+    await_that("the dead writer's locks go", || !is_locked());
 }
 
 /// Nothing but the caches in the writer's memory is lost: acknowledged data must be there.

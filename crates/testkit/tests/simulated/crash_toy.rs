@@ -188,6 +188,7 @@ impl GuestDisk for Toy {
 
     async fn flush(&self) -> Result<()> {
         while self.flushing.replace(true) {
+            // Simulated time, until the other flush has ended.
             rt::sleep(std::time::Duration::from_micros(50)).await;
         }
         let mut result = self.flush_alone().await;

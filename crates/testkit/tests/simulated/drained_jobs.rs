@@ -40,9 +40,11 @@ async fn add(graph: &Arc<Graph>, options: &str) -> Result<Arc<Node>> {
 
 /// Drains `node` while a job copies: the drain ends before the job, and nothing is copied under it.
 async fn drain_beside(graph: &Arc<Graph>, node: &Arc<Node>, job: &JobHandle) -> (u64, u64) {
+    // The job is in the midst of a piece.
     rt::sleep(PIECE / 2).await;
     let drained = graph.drain(&[node]).await;
     let at = job.progress().offset;
+    // Nothing is copied, however long this takes.
     rt::sleep(PIECE * 10).await;
     let later = job.progress().offset;
     drop(drained);

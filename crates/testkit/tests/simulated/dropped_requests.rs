@@ -79,6 +79,7 @@ fn a_dropped_write_never_lands_in_the_next_owner() {
             disk.write(cluster * CLUSTER, cluster_of(7)).await.0.expect("a write");
             disk.flush().await.expect("a flush");
             if cluster == 71 {
+                // Simulated time, behind the delay of the write.
                 rt::sleep(Duration::from_secs(2)).await;
                 disk.flush().await.expect("a flush");
             }
@@ -170,9 +171,11 @@ fn a_throttle_lets_dropped_writes_go() {
         for write in &mut writes {
             let _ = poll!(write);
         }
+        // Simulated time, in which the limit holds most back.
         rt::sleep(Duration::from_millis(100)).await;
         assert!(guest.attachment.statistics().in_flight > 10, "nothing was held back");
         drop(writes);
+        // Simulated time, in which what can end ends.
         rt::sleep(Duration::from_millis(100)).await;
         assert_eq!(guest.attachment.statistics().in_flight, 0);
         let (result, bytes) = guest.node().read(0, IoBuf::zeroed(16 * CLUSTER as usize)).await;

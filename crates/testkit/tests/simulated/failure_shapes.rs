@@ -290,6 +290,7 @@ fn no_request_gets_the_place_of_a_slow_one<T: 'static>(
             let disk = Arc::clone(&disk);
             async move { request(&disk).await }
         });
+        // The slow request has begun by then.
         rt::sleep(Duration::from_millis(1)).await;
         disk.0.discard(SLOW * 4096, 4096).await.expect("a discard");
         let write = async |clusters: Range<u64>| {
@@ -381,6 +382,7 @@ fn shrink_waits_for_writers_past_the_new_end() {
         disk.0.read(0x1f000, IoBuf::zeroed(512)).await.0.expect("a read");
         let node = disk.0.clone();
         let writer = rt::spawn(async move { node.write(0x1f000, IoBuf::copy_from(&[9; 4096])).await.0 });
+        // The slow write has begun by then.
         rt::sleep(Duration::from_millis(1)).await;
         assert!(!writer.is_finished());
         disk.0.resize(0x10000, Preallocation::Off).await.expect("a shrink");

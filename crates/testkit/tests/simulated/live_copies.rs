@@ -79,6 +79,7 @@ fn dropped_copy_of_a_piece_is_repeated() {
             let job = JobHandle::new();
             {
                 let copying = Box::pin(mirror.catch_up(&job, &Strict));
+                // Simulated time, in the midst of the slow copy.
                 let later = Box::pin(rt::sleep(Duration::from_millis(10)));
                 let first = futures_util::future::select(copying, later).await;
                 assert!(matches!(first, futures_util::future::Either::Right(_)), "the copy was too fast");
@@ -108,6 +109,7 @@ fn early_writes_leave_their_parts_to_the_mirror() {
             let (graph, source, target, guest) = start().await?;
             let queue = guest.queue();
             let writer = rt::spawn(async move {
+                // The write comes while the mirror asks for data.
                 rt::sleep(Duration::from_millis(10)).await;
                 queue.write(PART / 2, IoBuf::copy_from(&[7; 512])).await.0
             });
@@ -187,6 +189,7 @@ fn a_backup_discards_behind_the_readers_of_the_old_state() {
         world.add_fault(slow);
         let queue = reader.queue();
         let read = rt::spawn(async move { queue.read(0, IoBuf::zeroed(PART as usize)).await });
+        // The slow read has begun by then.
         rt::sleep(Duration::from_millis(100)).await;
         backup.copy(&JobHandle::new(), &Strict).await?;
         let (result, seen) = read.await;
@@ -235,6 +238,7 @@ fn a_drain_lets_throttled_requests_go_at_once() {
                 rt::spawn(async move { queue.write(number * 512, IoBuf::copy_from(&[7; 512])).await.0 })
             })
             .collect();
+        // The writes wait for the limit by then.
         rt::sleep(Duration::from_millis(10)).await;
         let before = rt::now();
         drop(graph.drain(&[&top]).await);

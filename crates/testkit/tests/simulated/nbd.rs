@@ -6,6 +6,7 @@ use cowshed_image::{Node, OpenRequest, open};
 use cowshed_nbd::{Client, ClientOptions};
 use cowshed_nbd_server::{Export, Removal, Server, ServerConfig};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
+use cowshed_testkit::waiting::await_that;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -119,6 +120,7 @@ fn lost_write_is_an_error_or_sent_again() {
                 (result, client)
             });
             while relay.swallowed.load(Ordering::SeqCst) == 0 {
+                // The writing task runs meanwhile.
                 rt::sleep(Duration::from_millis(1)).await;
             }
             relay.cut.store(false, Ordering::SeqCst);
@@ -188,6 +190,7 @@ fn leave_reads(served: &Served) -> (TcpStream, u64) {
         if served.reads() != last.0 {
             last = (served.reads(), Instant::now());
         }
+        // Between two looks, with the bound above.
         std::thread::sleep(Duration::from_millis(5));
     }
     (client, last.0)
@@ -224,9 +227,7 @@ fn buffered_requests_do_not_delay_removal_of_an_export() {
     let (mut client, begun) = leave_reads(&served);
     let server = Arc::clone(&served.server);
     let removing = std::thread::spawn(move || rt::block_on(server.remove_export("", Removal::Hard)).expect("removed"));
-    while served.server.exports().first().is_some_and(|export| !export.shutting_down) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    await_that("the export goes", || served.server.exports().first().is_none_or(|export| export.shutting_down));
     let mut replies = Vec::new();
     let _ = client.read_to_end(&mut replies);
     removing.join().expect("the removal ends");

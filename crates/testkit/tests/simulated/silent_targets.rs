@@ -92,6 +92,7 @@ fn cancelled_commit_ends_with_its_silent_base() {
         world.add_fault(silent(OpKind::Sync, "base.qcow2"));
         let (finishing, finished_job) = (Rc::clone(&mirror), job.clone());
         let finish = rt::spawn(async move { finishing.finish(true, &finished_job).await });
+        // The job waits for the silent target by then.
         rt::sleep(SILENCE / 4).await;
         job.cancel();
         guest.queue().write(8192, IoBuf::copy_from(&[8; 4096])).await.0?;
@@ -123,6 +124,7 @@ fn filter_leaves_a_silent_target_without_holding_changes() {
         let (deleting, name) = (Arc::clone(&graph), filter.name().to_owned());
         drop(filter);
         let deleted = rt::spawn(async move { deleting.delete(&name).await });
+        // The removal waits for the silent target by then.
         rt::sleep(Duration::from_secs(1)).await;
         let began = rt::now();
         let other = graph.attach(&source, AttachRequest::export("other", false)).await?;

@@ -429,6 +429,7 @@ impl Scene {
             let server = serve_ring(&disk, memory.clone(), place, notes, (unflushed, life), |piece| &piece.memory);
             let driver = async {
                 while !step() {
+                    // Simulated time between two steps of the guest.
                     rt::sleep(Duration::from_micros(30)).await;
                 }
             };

@@ -73,6 +73,35 @@ fn names_of_tests_are_short() {
     assert_none(found.collect(), "a test's name is about eight words");
 }
 
+/// The lines of a source that belong to tests, with their index.
+fn lines_of_tests<'a>(name: &str, lines: &[&'a str]) -> Vec<(usize, &'a str)> {
+    let is_whole = name.contains("/tests/") || name.ends_with("/tests.rs") || name.starts_with("crates/testkit/");
+    let is_module = |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod ") && pair[1].ends_with('{');
+    let start = if is_whole { 0 } else { lines.windows(2).position(is_module).unwrap_or(lines.len()) };
+    lines.iter().copied().enumerate().skip(start).collect()
+}
+
+#[test]
+fn a_sleep_of_a_test_has_its_reason() {
+    let is_comment = |line: &&str| line.trim_start().starts_with("//") || line.contains(" // ");
+    let sleeps = |line: &str| {
+        // Of `rt`, of `std::thread`, or imported.
+        let calls = ["sleep(", "sleep_until("].iter().flat_map(|call| line.match_indices(call));
+        let mut before = calls.map(|(at, _)| &line[..at]);
+        !is_comment(&line)
+            && before.any(|text| !text.ends_with("fn ") && !text.ends_with(|c: char| c.is_alphanumeric() || c == '_'))
+    };
+    let found = sources().into_iter().flat_map(|(name, text)| {
+        let lines: Vec<&str> = text.lines().collect();
+        let of_tests = lines_of_tests(&name, &lines);
+        let silent = of_tests
+            .into_iter()
+            .filter(|(index, line)| sleeps(line) && !lines[index.saturating_sub(3)..*index].iter().any(is_comment));
+        silent.map(|(index, _)| format!("{name}:{}", index + 1)).collect::<Vec<_>>()
+    });
+    assert_none(found.collect(), "a comment above says why a test sleeps; `await_that` waits for a state");
+}
+
 #[test]
 fn unsafe_code_is_in_storage_only() {
     let word = concat!("un", "safe");

@@ -183,6 +183,7 @@ fn requests_of_an_earlier_life_keep_to_ring_memory() {
     while faults.held().is_empty() {
         std::thread::yield_now();
     }
+    // No further request begins, however long this takes.
     std::thread::sleep(std::time::Duration::from_millis(200));
     let begun = faults.held().len();
     assert!((2..=32).contains(&begun), "{begun} requests of 1 MiB each have begun");
@@ -237,6 +238,7 @@ fn counters_that_block_keep_no_guest_out() {
         driver.prepare(0, 3 * head, 0, 0, &[], 512);
         driver.offer(0, 3 * head);
         driver.kick(0);
+        // Each request is answered by itself, with a call of its own.
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     drop(driver);

@@ -305,6 +305,7 @@ fn servers_stop_while_their_front_ends_leave() {
         driver.kick(0);
         let waiting = served.connect();
         let leaves = std::thread::spawn(move || {
+            // Each round leaves at another moment of the stop.
             std::thread::sleep(Duration::from_micros(round * 20));
             drop((driver, waiting));
         });

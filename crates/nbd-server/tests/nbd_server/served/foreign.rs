@@ -3,10 +3,10 @@
 
 use super::text;
 use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::waiting::await_that;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 /// A foreign server on a Unix socket.
 pub struct Foreign {
@@ -32,14 +32,11 @@ impl Foreign {
             let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
             sockets.lines().any(|line| line.ends_with(text(socket)) && line.contains(" 00010000 "))
         };
-        for _ in 0..6000 {
-            if listens() {
-                return foreign;
-            }
+        await_that(&format!("{program:?} listens"), || {
             assert!(foreign.child.try_wait().expect("wait").is_none(), "{program:?} ended at once");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        panic!("{program:?} did not listen within a minute");
+            listens()
+        });
+        foreign
     }
 
     pub fn qemu_nbd(qemu: &Qemu, socket: &Path, image: &Path, arguments: &[&str]) -> Foreign {

@@ -34,6 +34,7 @@ impl Held {
         let now = self.bytes.fetch_add(len, Ordering::SeqCst) + len;
         self.most_bytes.fetch_max(now, Ordering::SeqCst);
         while offset >= HELD_FROM && !self.is_open.load(Ordering::SeqCst) {
+            // Held until the test opens it.
             rt::sleep(Duration::from_millis(1)).await;
         }
         buf.fill(0);

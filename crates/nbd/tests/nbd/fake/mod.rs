@@ -175,6 +175,7 @@ fn serve(mut stream: UnixStream, offer: Offer, mut note: impl FnMut(u16, u64, u6
             return Ok(());
         }
         if let Some(delay) = offer.dies_after {
+            // The server dies so long after the request.
             std::thread::sleep(delay);
             return Ok(());
         }
