@@ -4,26 +4,14 @@
 use cowshed_crypto::luks::Volume;
 use cowshed_crypto::{CipherSpec, Hash, SECTOR_BYTES};
 use cowshed_layout::luks::{HEADER_BYTES, LuksHeader};
+use cowshed_testbase::programs::{output, run};
+use cowshed_testbase::temp_dir;
 use std::path::Path;
-use std::process::{Command, Output};
 
 const PASSPHRASE: &str = "the key, and \"more\"";
 
-fn output(program: &str, folder: &Path, args: &[&str]) -> Output {
-    // The system's administration tools aren't on every user's path.
-    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
-    let output = Command::new(program).current_dir(folder).args(args).env("PATH", path).output();
-    output.unwrap_or_else(|error| panic!("{program} must be installed: {error}"))
-}
-
-fn run(program: &str, folder: &Path, args: &[&str]) -> String {
-    let output = output(program, folder, args);
-    assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
 fn folder() -> tempfile::TempDir {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let folder = temp_dir();
     std::fs::write(folder.path().join("pass"), PASSPHRASE).unwrap();
     folder
 }
@@ -54,18 +42,9 @@ fn open(bytes: &[u8], passphrase: &[u8]) -> Option<(Volume, cowshed_crypto::Sect
     Some((volume, cipher))
 }
 
-/// On a busy machine QEMU's own measurement of its speed can fail.
 fn create(folder: &Path, options: &str) {
     let args = ["create", "-q", "-f", "luks", "--object", SECRET, "-o", options, "a.luks", "1M"];
-    for _ in 0..50 {
-        let output = output("qemu-img", folder, &args);
-        if output.status.success() {
-            return;
-        }
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(text.contains("Unable to get accurate CPU usage"), "{options}: {text}");
-    }
-    panic!("qemu-img could not measure its speed in 50 attempts");
+    run("qemu-img", folder, &args);
 }
 
 #[test]
@@ -144,13 +123,13 @@ fn qemu_and_cryptsetup_open_ours() {
         assert!(dump.contains(&volume.header().uuid) && dump.contains(mode), "{dump}");
         // cryptsetup opens key slots by the kernel, where that has the device mapper.
         let test = ["luksOpen", "--test-passphrase", "--batch-mode", "--key-file"];
-        let good = output("cryptsetup", at, &[&test[..], &["pass", "a.luks"]].concat());
-        if String::from_utf8_lossy(&good.stderr).contains("Cannot initialize device-mapper") {
+        let (good, said) = output("cryptsetup", at, &[&test[..], &["pass", "a.luks"]].concat());
+        if said.contains("Cannot initialize device-mapper") {
             eprintln!("NOT RUN: cryptsetup luksOpen (this kernel has no device mapper)");
             continue;
         }
-        assert!(good.status.success(), "{good:?}");
+        assert!(good, "{said}");
         std::fs::write(at.join("wrong"), "wrong").unwrap();
-        assert!(!output("cryptsetup", at, &[&test[..], &["wrong", "a.luks"]].concat()).status.success());
+        assert!(!output("cryptsetup", at, &[&test[..], &["wrong", "a.luks"]].concat()).0);
     }
 }

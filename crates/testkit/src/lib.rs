@@ -20,7 +20,6 @@ pub mod means;
 pub mod model;
 pub mod mutants;
 pub mod operations;
-pub mod programs;
 pub mod qemu;
 pub mod random;
 pub mod reflink;
@@ -31,4 +30,5 @@ pub mod stress;
 pub mod switches;
 pub mod tally;
 pub mod vhost;
-pub mod waiting;
+
+pub use cowshed_testbase::{programs, waiting};

@@ -2,6 +2,7 @@
 //! The real QEMU tools as oracle: `qemu-img` and `qemu-io`, observed from outside. Two sets of them: the system's, and the
 //! newest that Debian has, which `scripts/peers` fetches.
 
+pub use cowshed_testbase::temp_dir;
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -331,17 +332,6 @@ impl Qemu {
         assert!(failed.is_none(), "`{}`: {}", output.command, failed.unwrap_or_default());
         output
     }
-}
-
-/// An empty folder for a test, removed with it, on the disk that holds the build. It is never tmpfs where the build
-/// isn't: holes, `fallocate` and direct I/O behave differently there.
-pub fn temp_dir() -> tempfile::TempDir {
-    let executable = std::env::current_exe().expect("the test knows its own path");
-    // target/TRIPLE/PROFILE/deps/TEST-HASH → target/TRIPLE/tmp
-    let target = executable.ancestors().nth(3).expect("a test lies three folders deep in target/TRIPLE");
-    let parent = target.join("tmp");
-    std::fs::create_dir_all(&parent).expect("target/TRIPLE/tmp can be made");
-    tempfile::Builder::new().prefix("cowshed-").tempdir_in(parent).expect("a folder in target/TRIPLE/tmp can be made")
 }
 
 /// The folder that `scripts/peers` has filled with the newest QEMU tools, `nbdcopy`, `nbdinfo` and `nbdpython`.

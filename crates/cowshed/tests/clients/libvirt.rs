@@ -61,18 +61,12 @@ impl Libvirt {
         command_in(self.folder.path(), self.tools.as_deref(), program)
     }
 
-    /// The output of a command of virsh. A qemu-img that could not measure its own time for a new key is run again.
+    /// The output of a command of virsh.
     #[track_caller]
     pub(crate) fn virsh(&self, arguments: &[&str]) -> String {
         let mut command = self.command("virsh");
         command.args(["-q", "-c", "qemu:///session"]).args(arguments);
-        let mut said = finish(&mut command);
-        for _ in 0..10 {
-            if !said.err.contains("Unable to get accurate CPU usage") {
-                break;
-            }
-            said = finish(&mut command);
-        }
+        let said = finish(&mut command);
         assert_eq!(said.code, Some(0), "virsh {arguments:?}: {}", said.err);
         said.out
     }

@@ -74,15 +74,14 @@ fn verdicts_texts_and_exit_codes_are_those_of_qemu_img() {
             let theirs = bench.tool("qemu-img", &args);
             let options = CompareOptions { first: spec(&bench, one), second: spec(&bench, other), strict };
             let ours = run(compare::run(&options, &JobHandle::new())).expect("compared");
-            let text = String::from_utf8_lossy(&theirs.stdout).into_owned();
             let cut = |line: &str| match line.find("Offset") {
                 // In strict mode qemu-img also distinguishes the ends of runs, so it may stop earlier.
                 Some(at) => line[..at].to_owned(),
                 None => line.to_owned(),
             };
             let ours_text: Vec<String> = ours.messages().iter().map(|line| cut(line)).collect();
-            assert_eq!(ours_text, text.lines().map(cut).collect::<Vec<_>>(), "{one} {other} strict: {strict}");
-            assert_eq!(Some(ours.exit_code()), theirs.status.code(), "{one} {other} strict: {strict}");
+            assert_eq!(ours_text, theirs.out.lines().map(cut).collect::<Vec<_>>(), "{one} {other} strict: {strict}");
+            assert_eq!(Some(ours.exit_code()), theirs.code, "{one} {other} strict: {strict}");
         }
     }
     let options = CompareOptions { first: spec(&bench, "no.raw"), second: spec(&bench, "no.raw"), strict: false };
@@ -106,8 +105,12 @@ fn the_first_finding_counts_in_any_order_of_threads() {
         for (one, other) in [("one.raw", "other.raw"), ("other.raw", "one.raw")] {
             let options = CompareOptions { first: spec(&bench, one), second: spec(&bench, other), strict: false };
             let ours = run(compare::run(&options, &JobHandle::new())).expect("compared");
-            let text = String::from_utf8_lossy(&theirs.stdout);
-            assert_eq!(ours.messages(), text.lines().collect::<Vec<_>>(), "{one} {other}, first at {}", places[first]);
+            assert_eq!(
+                ours.messages(),
+                theirs.out.lines().collect::<Vec<_>>(),
+                "{one} {other}, first at {}",
+                places[first]
+            );
         }
         // A sector that can't be read: before the first difference, in the same chunk, and far behind.
         for (unreadable, is_first) in [(0, true), (places[first], true), (SIZE - 512, false)] {

@@ -137,7 +137,7 @@ fn what_qemu_img_refuses_is_refused_and_the_file_kept() {
         ("encrypt.format=aes,encrypt.cipher-alg=aes-128", "Parameter 'encrypt.cipher-alg' is unexpected"),
     ] {
         let theirs = bench.tool("qemu-img", &["create", "-f", "qcow2", "-o", options, "theirs.qcow2", "1M"]);
-        assert_eq!(theirs.status.code(), Some(1), "qemu-img with {options}");
+        assert_eq!(theirs.code, Some(1), "qemu-img with {options}");
         let error = run(create::run(&request(&bench, "ours.qcow2", options, Some(1 << 20)), &JobHandle::new()))
             .expect_err(options)
             .to_string();

@@ -27,12 +27,12 @@ fn check(bench: &Bench, source: Option<&str>, size: Option<u64>, format: &str, o
         &JobHandle::new(),
     ));
     let what = format!("{source:?} {size:?} as {format} with '{options}'");
-    if !theirs.status.success() {
+    if theirs.code != Some(0) {
         let error = ours.err().unwrap_or_else(|| panic!("qemu-img refuses {what}"));
         assert!(!error.to_string().is_empty());
         return;
     }
-    let theirs: serde_json::Value = serde_json::from_slice(&theirs.stdout).expect("json");
+    let theirs: serde_json::Value = serde_json::from_str(&theirs.out).expect("json");
     assert_eq!(serde_json::to_value(ours.expect(&what)).expect("json"), theirs, "{what}");
 }
 

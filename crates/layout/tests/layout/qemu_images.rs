@@ -11,31 +11,13 @@ use cowshed_layout::qcow2::{
     Cluster, Extension, Header, L1Entry, L2Entry, L2Format, Parsed, RefcountTableEntry, Subcluster, SubclusterBitmap,
     bitmap, refcount, snapshot,
 };
+use cowshed_testbase::programs::run;
+use cowshed_testbase::temp_dir;
 use std::path::Path;
-use std::process::Command;
-
-/// The number of times that qemu-img may fail to time its key derivation on a loaded machine.
-const TIMING_TRIES: usize = 50;
-
-fn run(dir: &Path, program: &str, arguments: &[&str]) {
-    let once = || {
-        let output = Command::new(program).args(arguments).current_dir(dir).output();
-        output.unwrap_or_else(|error| panic!("{program} must be installed for this test: {error}"))
-    };
-    let mut output = once();
-    for _ in 1..TIMING_TRIES {
-        // A fault of the oracle under load, when it makes LUKS images; every other failure counts at once.
-        if !String::from_utf8_lossy(&output.stderr).contains("Unable to get accurate CPU usage") {
-            break;
-        }
-        output = once();
-    }
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// The bytes of a fresh image.
 fn create(options: &str, more: &[&str], size: &str) -> (tempfile::TempDir, Vec<u8>) {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = temp_dir();
     std::fs::write(dir.path().join("base.raw"), vec![0; 65536]).unwrap();
     let mut arguments = vec!["create", "-q", "-f", "qcow2"];
     if !options.is_empty() {
@@ -43,7 +25,7 @@ fn create(options: &str, more: &[&str], size: &str) -> (tempfile::TempDir, Vec<u
     }
     arguments.extend(more);
     arguments.extend(["a.qcow2", size]);
-    run(dir.path(), "qemu-img", &arguments);
+    run("qemu-img", dir.path(), &arguments);
     let bytes = read(dir.path());
     (dir, bytes)
 }
@@ -165,9 +147,9 @@ fn encryption() {
 fn bitmaps() {
     let (dir, _) = create("", &[], "1G");
     for (name, granularity) in [("first", "64k"), ("second", "1M")] {
-        run(dir.path(), "qemu-img", &["bitmap", "--add", "-g", granularity, "a.qcow2", name]);
+        run("qemu-img", dir.path(), &["bitmap", "--add", "-g", granularity, "a.qcow2", name]);
     }
-    run(dir.path(), "qemu-img", &["bitmap", "--disable", "a.qcow2", "second"]);
+    run("qemu-img", dir.path(), &["bitmap", "--disable", "a.qcow2", "second"]);
     let bytes = read(dir.path());
     let header = parse(&bytes);
     assert_eq!(header.autoclear_features, AUTOCLEAR_BITMAPS);
@@ -190,8 +172,8 @@ fn snapshots() {
     for (compat, version) in [("0.10", 2), ("1.1", 3)] {
         let (dir, _) = create(&format!("compat={compat}"), &[], "1G");
         for name in ["one", "the second snapshot"] {
-            run(dir.path(), "qemu-io", &["-c", "write -P 7 0 64k", "a.qcow2"]);
-            run(dir.path(), "qemu-img", &["snapshot", "-c", name, "a.qcow2"]);
+            run("qemu-io", dir.path(), &["-c", "write -P 7 0 64k", "a.qcow2"]);
+            run("qemu-img", dir.path(), &["snapshot", "-c", name, "a.qcow2"]);
         }
         let bytes = read(dir.path());
         let header = parse(&bytes);
@@ -249,8 +231,8 @@ fn refcount_of(bytes: &[u8], header: &Header, host: u64) -> u64 {
 fn entries_of_written_clusters() {
     let (dir, _) = create("cluster_size=64k,refcount_bits=2", &[], "64M");
     run(
-        dir.path(),
         "qemu-io",
+        dir.path(),
         &["-c", "write 0 128k", "-c", "write -z 1M 64k", "-c", "write -c -P 3 2M 64k", "a.qcow2"],
     );
     let bytes = read(dir.path());
@@ -273,7 +255,7 @@ fn entries_of_written_clusters() {
 #[test]
 fn subclusters() {
     let (dir, _) = create("extended_l2=on,cluster_size=64k", &[], "64M");
-    run(dir.path(), "qemu-io", &["-c", "write 4k 6k", "-c", "write -z 16k 2k", "a.qcow2"]);
+    run("qemu-io", dir.path(), &["-c", "write 4k 6k", "-c", "write -z 16k 2k", "a.qcow2"]);
     let bytes = read(dir.path());
     let header = parse(&bytes);
     let format = L2Format::of(&header).unwrap();
@@ -300,9 +282,9 @@ fn what_we_add_qemu_keeps_reading() {
     bytes[..4096].fill(0);
     bytes[..encoded.len()].copy_from_slice(&encoded);
     std::fs::write(dir.path().join("a.qcow2"), &bytes).unwrap();
-    run(dir.path(), "qemu-img", &["check", "-q", "a.qcow2"]);
+    run("qemu-img", dir.path(), &["check", "-q", "a.qcow2"]);
     // qemu-img writes the whole header anew for this, and keeps unknown parts as well.
-    run(dir.path(), "qemu-img", &["amend", "-o", "lazy_refcounts=on", "a.qcow2"]);
+    run("qemu-img", dir.path(), &["amend", "-o", "lazy_refcounts=on", "a.qcow2"]);
     let again = Header::parse(&read(dir.path())).unwrap();
     assert_eq!(again.backing_file, header.backing_file);
     assert!(again.extensions.contains(&Extension::Unknown { kind: 0x1234_5678, data: b"kept".to_vec() }));

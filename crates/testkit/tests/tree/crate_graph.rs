@@ -118,9 +118,11 @@ const ARROWS: &[(&str, &[&str])] = &[
             "cowshed-vhost-user",
         ],
     ),
+    ("cowshed-testbase", &[]),
     (
         "cowshed-testkit",
         &[
+            "cowshed-testbase",
             "cowshed-types",
             "cowshed-codec",
             "cowshed-create",
@@ -293,7 +295,7 @@ fn no_product_reaches_the_simulator() {
     for product in ["cowshed", "cowshed-daemon"] {
         let reached = reached(&graph, product);
         assert!(reached.contains("cowshed-storage"), "{product}: the test sees no dependencies");
-        for tests_only in ["cowshed-simulator", "cowshed-testkit"] {
+        for tests_only in ["cowshed-simulator", "cowshed-testbase", "cowshed-testkit"] {
             assert!(!reached.contains(tests_only), "{product} reaches {tests_only}");
         }
     }

@@ -75,7 +75,7 @@ fn names_of_tests_are_short() {
 
 /// The lines of a source that belong to tests, with their index.
 fn lines_of_tests<'a>(name: &str, lines: &[&'a str]) -> Vec<(usize, &'a str)> {
-    let is_whole = name.contains("/tests/") || name.ends_with("/tests.rs") || name.starts_with("crates/testkit/");
+    let is_whole = name.contains("/tests/") || name.ends_with("/tests.rs") || name.starts_with("crates/test");
     let is_module = |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod ") && pair[1].ends_with('{');
     let start = if is_whole { 0 } else { lines.windows(2).position(is_module).unwrap_or(lines.len()) };
     lines.iter().copied().enumerate().skip(start).collect()

@@ -5,9 +5,11 @@
 #![allow(dead_code)]
 
 use cowshed_storage::rt;
+use cowshed_testbase::programs::{Said, finish, finish_well};
+use cowshed_testbase::temp_dir;
 use std::future::Future;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::Command;
 
 /// A folder for images, on a real disk.
 pub struct Bench {
@@ -16,7 +18,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new() -> Self {
-        Bench { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for images") }
+        Bench { folder: temp_dir() }
     }
 
     /// The full name of a file.
@@ -25,18 +27,13 @@ impl Bench {
     }
 
     /// Runs a tool in the folder.
-    pub fn tool(&self, tool: &str, args: &[&str]) -> Output {
-        let mut command = Command::new(tool);
-        command.current_dir(self.folder.path()).args(args);
-        command.output().unwrap_or_else(|error| panic!("{tool} must be installed (apt install qemu-utils): {error}"))
+    pub fn tool(&self, tool: &str, args: &[&str]) -> Said {
+        finish(Command::new(tool).current_dir(self.folder.path()).args(args))
     }
 
     /// Runs qemu-img, which must succeed, and returns its output.
     pub fn qemu_img(&self, args: &[&str]) -> String {
-        let output = self.tool("qemu-img", args);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success(), "qemu-img {args:?}: {text}{}", String::from_utf8_lossy(&output.stderr));
-        text
+        finish_well(Command::new("qemu-img").current_dir(self.folder.path()).args(args))
     }
 
     /// Runs commands of qemu-io on an image.
@@ -46,23 +43,20 @@ impl Bench {
             args.extend(["-c", command]);
         }
         args.push(image);
-        let output = self.tool("qemu-io", &args);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success() && !text.contains("failed"), "qemu-io {commands:?}: {text}");
+        let text = finish_well(Command::new("qemu-io").current_dir(self.folder.path()).args(&args));
+        assert!(!text.contains("failed"), "qemu-io {commands:?}: {text}");
     }
 
     /// `qemu-img check` finds nothing.
     pub fn assert_clean(&self, image: &str, what: &str) {
-        let output = self.tool("qemu-img", &["check", image]);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success(), "{what}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        let said = self.tool("qemu-img", &["check", image]);
+        assert_eq!(said.code, Some(0), "{what}: {}{}", said.out, said.err);
     }
 
     /// Asserts by `qemu-img compare` that two images read the same.
     pub fn assert_same(&self, one: &str, other: &str, what: &str) {
-        let output = self.tool("qemu-img", &["compare", one, other]);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success(), "{what}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        let said = self.tool("qemu-img", &["compare", one, other]);
+        assert_eq!(said.code, Some(0), "{what}: {}{}", said.out, said.err);
     }
 
     /// A raw file of `len` bytes with data, zeroes and holes in a pattern that follows from `seed`.

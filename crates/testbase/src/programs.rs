@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 /// The exit and the output of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,15 +17,31 @@ pub struct Said {
     pub err: String,
 }
 
+/// The words of QEMU where it could not measure its own speed for a new key.
+const UNMEASURED: &str = "Unable to get accurate CPU usage";
+/// The number of times that a command runs again for that.
+const MEASUREMENTS: usize = 200;
+
 /// Runs a command to its end, without input. The tools of administration are found, which not every user's path has.
+/// A command runs again where QEMU could not measure its own speed: on a busy machine this happens now and then.
 #[track_caller]
 fn output_of(command: &mut Command) -> Output {
     if !command.get_envs().any(|(key, _)| key == "PATH") {
         let path = std::env::var("PATH").unwrap_or_default();
         command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
     }
-    let output = command.stdin(Stdio::null()).output();
-    output.unwrap_or_else(|error| panic!("{command:?} must be installed (scripts/setup test): {error}"))
+    command.stdin(Stdio::null());
+    for _ in 0..MEASUREMENTS {
+        let output = command
+            .output()
+            .unwrap_or_else(|error| panic!("{command:?} must be installed (scripts/setup test): {error}"));
+        if output.status.success() || !String::from_utf8_lossy(&output.stderr).contains(UNMEASURED) {
+            return output;
+        }
+        // The other load of the machine may end meanwhile.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    panic!("{command:?}: the machine is too busy");
 }
 
 /// Runs a command to its end, without input.
