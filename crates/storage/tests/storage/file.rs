@@ -552,7 +552,9 @@ fn a_file_that_others_cut_or_replace_goes_on() {
 fn another_file_of_the_name_is_not_emptied() {
     let dir = disk_dir();
     let [made, other] = ["made", "other"].map(|name| dir.path().join(name));
-    [&made, &other].map(|path| std::fs::write(path, b"data").unwrap());
+    for path in [&made, &other] {
+        std::fs::write(path, b"data").unwrap();
+    }
     let identity = FileIdentity::of_path(&made).unwrap();
     identity.empty(&made).unwrap();
     assert_eq!(std::fs::read(&made).unwrap(), b"");
