@@ -63,7 +63,11 @@ impl Journal {
     /// The journal of an image with this header, the first one or the second.
     pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
         let data_guid = Mutex::new(header.data_guid);
-        Journal { state: Turn::new(JournalState { header, slot, log: None }), is_changed: AtomicBool::new(false), data_guid }
+        Journal {
+            state: Turn::new(JournalState { header, slot, log: None }),
+            is_changed: AtomicBool::new(false),
+            data_guid,
+        }
     }
 
     /// The id of the disk's content, by which differences refer to it.
