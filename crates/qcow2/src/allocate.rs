@@ -50,23 +50,38 @@ pub struct Allocation {
     pub head: Fill,
     /// Filling of `data_end..end`.
     pub tail: Fill,
-    /// The place of the bytes that `head` copies, where they are in one place. It holds as long as the guest clusters are locked.
-    pub head_source: Option<Mapping>,
-    /// As `head_source`, for `tail`.
-    pub tail_source: Option<Mapping>,
     /// The host range reads as zeroes already: zero filling need not be written.
     pub host_is_zero: bool,
     clusters: Range<u64>,
     /// Host offset of the first cluster.
     base: HostOffset,
     is_new: bool,
+    /// In a box: most allocations copy nothing, and a plan is moved several times.
+    sources: Option<Box<Sources>>,
+}
+
+/// The places of the bytes that the head and the tail copy, each where they are in one place.
+#[derive(Debug)]
+struct Sources {
+    head: Option<Mapping>,
+    tail: Option<Mapping>,
 }
 
 impl Allocation {
+    /// The place of the bytes that `head` copies, where they are in one place. It holds as long as the guest clusters are locked.
+    pub fn head_source(&self) -> Option<Mapping> {
+        self.sources.as_ref()?.head
+    }
+
+    /// As [`Allocation::head_source`], for `tail`.
+    pub fn tail_source(&self) -> Option<Mapping> {
+        self.sources.as_ref()?.tail
+    }
+
     /// The place of all bytes from `start` to `end`, where `head` and `tail` are parts of one place. Between the two
     /// there may be anything: the data comes to lie over it.
     pub fn source(&self) -> Option<Mapping> {
-        let (head, tail) = (self.head_source?, self.tail_source?);
+        let (head, tail) = (self.head_source()?, self.tail_source()?);
         let distance = self.data_end - self.start;
         let is_one = match (head, tail) {
             (Mapping::Unallocated, Mapping::Unallocated) => true,
@@ -165,12 +180,11 @@ impl Engine {
             encrypted: self.config.encrypted,
             head: Fill::None,
             tail: Fill::None,
-            head_source: None,
-            tail_source: None,
             host_is_zero: is_zero,
             base,
             is_new,
             clusters,
+            sources: None,
         };
         self.set_edges(&mut allocation, &first, last.as_ref().unwrap_or(&first))?;
         allocation.host =
@@ -340,19 +354,23 @@ impl Engine {
                 && found.bitmap.get(self.geometry.subcluster_index(at)) == Subcluster::Data
         };
         let bits = self.geometry.subcluster_bits();
+        let mut sources = Sources { head: None, tail: None };
         if !has_data(first, allocation.data_start) {
             let carried = self.carried(first, allocation.clusters.start).start;
             allocation.start = GuestOffset(allocation.data_start.align_down(bits).0.min(carried));
             let bytes = allocation.start.0..allocation.data_start.0;
             allocation.head = self.fill_of(first, bytes.clone());
-            allocation.head_source = self.source_of(first, allocation.head, bytes);
+            sources.head = self.source_of(first, allocation.head, bytes);
         }
         if !has_data(last, GuestOffset(allocation.data_end.0 - 1)) {
             let carried = self.carried(last, allocation.clusters.end - 1).end;
             allocation.end = GuestOffset((allocation.data_end.0.div_ceil(1 << bits) << bits).max(carried));
             let bytes = allocation.data_end.0..allocation.end.0;
             allocation.tail = self.fill_of(last, bytes.clone());
-            allocation.tail_source = self.source_of(last, allocation.tail, bytes);
+            sources.tail = self.source_of(last, allocation.tail, bytes);
+        }
+        if sources.head.is_some() || sources.tail.is_some() {
+            allocation.sources = Some(Box::new(sources));
         }
         Ok(())
     }

@@ -132,14 +132,14 @@ impl Qcow2Driver {
         }
         let mut host = allocation.host;
         let mut bufs = Vec::with_capacity(3);
-        let head = (allocation.head, allocation.head_source);
+        let head = (allocation.head, allocation.head_source());
         match self.filling(allocation, head, allocation.start, head_len, host).await {
             Ok(Some(head)) => bufs.push(head),
             Ok(None) => host = host + head_len,
             Err(error) => return (Err(error), data),
         }
         let tail_host = allocation.host + (allocation.data_end - allocation.start);
-        let tail = (allocation.tail, allocation.tail_source);
+        let tail = (allocation.tail, allocation.tail_source());
         let tail = match self.filling(allocation, tail, allocation.data_end, tail_len, tail_host).await {
             Ok(tail) => tail,
             Err(error) => return (Err(error), data),

@@ -222,8 +222,8 @@ impl Disk {
         let len = (allocation.data_end - allocation.data_start) as usize;
         let mut bytes = Vec::new();
         let edges = [
-            (allocation.head, allocation.head_source, allocation.start.0..allocation.data_start.0),
-            (allocation.tail, allocation.tail_source, allocation.data_end.0..allocation.end.0),
+            (allocation.head, allocation.head_source(), allocation.start.0..allocation.data_start.0),
+            (allocation.tail, allocation.tail_source(), allocation.data_end.0..allocation.end.0),
         ];
         let whole = allocation.source().map(|from| self.read_mapped(from, allocation.start.0..allocation.end.0));
         for (index, (fill, source, range)) in edges.into_iter().enumerate() {
