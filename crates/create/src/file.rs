@@ -6,9 +6,10 @@ use crate::created::{Created, discard_file};
 use crate::encryption::NewEncryption;
 use crate::layout::FreshLayout;
 use crate::qcow2::Qcow2CreateOptions;
+use cowshed_image::DRIVERS;
 use cowshed_image::encryption::{Cipher, encrypt};
 use cowshed_image::node::Preallocation;
-use cowshed_image::open::{check_file_name, is_nbd_name, is_read_only_device, open_nbd_file};
+use cowshed_image::open::{is_nbd_name, is_read_only_device, open_nbd_file};
 use cowshed_storage::{
     CacheMode, File, FileIdentity, IoBuf, LayoutHints, OpenOptions, Permissions, rt, sync_folder_of, text_of_path,
 };
@@ -197,7 +198,8 @@ fn check_data_file_name(name: &str) -> Result<()> {
         return Err(error.qemu(format!("Could not create '{name}': No such file or directory")));
     }
     // The error is about the image.
-    check_file_name(name).map_err(|error| Error::invalid_argument(error.message().to_owned()).qemu(error.sentence()))
+    let checked = DRIVERS.check_file_name(name);
+    checked.map_err(|error| Error::invalid_argument(error.message().to_owned()).qemu(error.sentence()))
 }
 
 async fn create_data_file(image: &Path, path: &Path, options: &Qcow2CreateOptions, how: &Manner) -> Result<Created> {

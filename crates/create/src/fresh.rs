@@ -2,6 +2,7 @@
 //! New images of formats without an engine: each is a few pieces, which `layout` knows.
 
 use crate::file::{Failed, Manner, NewName, write_zeroes};
+use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
 use crate::{Created, path_of};
@@ -30,6 +31,9 @@ pub(super) struct FreshFormat {
     lay_out: fn(&Request<'_>) -> Result<Fresh>,
     /// Looks at the backing file that the options name, for its facts that the image stores.
     parent: Option<fn(&OptionValues) -> Result<()>>,
+    pub by_monitor: MonitorRules,
+    /// All kinds of new images take compressed clusters.
+    pub compresses: bool,
 }
 
 /// The image to make.
@@ -69,14 +73,77 @@ impl From<FreshFile> for Fresh {
 
 /// All of them.
 const FORMATS: &[FreshFormat] = &[
-    FreshFormat { name: "parallels", options: PARALLELS, lay_out: parallels, parent: None },
-    FreshFormat { name: "qcow", options: QCOW, lay_out: qcow, parent: None },
-    FreshFormat { name: "qed", options: QED, lay_out: qed, parent: None },
-    FreshFormat { name: "vdi", options: VDI, lay_out: vdi, parent: None },
-    FreshFormat { name: "vhdx", options: VHDX, lay_out: vhdx, parent: None },
-    FreshFormat { name: "vmdk", options: VMDK, lay_out: vmdk, parent: Some(check_vmdk_parent) },
-    FreshFormat { name: "vpc", options: VPC, lay_out: vpc, parent: None },
+    FreshFormat {
+        name: "parallels",
+        options: PARALLELS,
+        lay_out: parallels,
+        parent: None,
+        by_monitor: MonitorRules { ends_at_once: true, check_units: check_parallels, ..MonitorRules::SECTORS },
+        compresses: false,
+    },
+    FreshFormat {
+        name: "qcow",
+        options: QCOW,
+        lay_out: qcow,
+        parent: None,
+        by_monitor: MonitorRules { unsaid_backing_format: Some(NOT_RAW), ..MonitorRules::SECTORS },
+        compresses: true,
+    },
+    FreshFormat {
+        name: "qed",
+        options: QED,
+        lay_out: qed,
+        parent: None,
+        by_monitor: MonitorRules {
+            refuses_odd_size: Some(
+                "QED image size must be a non-zero multiple of cluster size and less than 70368744177664 bytes",
+            ),
+            unsaid_backing_format: Some(NOT_RAW),
+            ends_at_once: true,
+            ..MonitorRules::SECTORS
+        },
+        compresses: false,
+    },
+    FreshFormat {
+        name: "vdi",
+        options: VDI,
+        lay_out: vdi,
+        parent: None,
+        by_monitor: MonitorRules { when_allocated: Some("static=on"), ..MonitorRules::ROUNDED },
+        compresses: false,
+    },
+    FreshFormat {
+        name: "vhdx",
+        options: VHDX,
+        lay_out: vhdx,
+        parent: None,
+        by_monitor: MonitorRules { ends_at_once: true, check_units: check_vhdx, ..MonitorRules::SECTORS },
+        compresses: false,
+    },
+    FreshFormat {
+        name: VMDK_NAME,
+        options: VMDK,
+        lay_out: vmdk,
+        parent: Some(check_vmdk_parent),
+        by_monitor: MonitorRules { unsaid_backing_format: Some(VMDK_NAME), has_extents: true, ..MonitorRules::SECTORS },
+        compresses: false,
+    },
+    FreshFormat {
+        name: "vpc",
+        options: VPC,
+        lay_out: vpc,
+        parent: None,
+        by_monitor: MonitorRules {
+            refuses_odd_size: Some("The requested image size cannot be represented in CHS geometry"),
+            ..MonitorRules::SECTORS
+        },
+        compresses: false,
+    },
 ];
+
+const VMDK_NAME: &str = "vmdk";
+/// A format that needs no mark of a raw file.
+const NOT_RAW: &str = "qcow2";
 
 /// The format of this name, if it is one of these.
 pub(super) fn find(name: &str) -> Option<&'static FreshFormat> {
@@ -153,7 +220,7 @@ impl FreshFormat {
 async fn content_id(filename: &str, backing: &str) -> Result<u32> {
     let name = resolve_name(backing, Some(filename))?;
     let node = open(OpenRequest::file(&name).without_content().force_share(true)).await?;
-    if node.driver_name() != "vmdk" {
+    if node.driver_name() != VMDK_NAME {
         let message = format!("Invalid backing file format: {}. Must be vmdk", node.driver_name());
         node.close().await?;
         return Err(Error::invalid_argument(message));
@@ -300,7 +367,7 @@ fn bad_value(option: &'static str, value: &str) -> Error {
 }
 
 fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
-    if values.get("backing_fmt").is_some_and(|format| format != "vmdk") {
+    if values.get("backing_fmt").is_some_and(|format| format != VMDK_NAME) {
         return Err(Error::invalid_argument("backing_file must be a vmdk image"));
     }
     match vmdk_kind(values)?.is_flat {

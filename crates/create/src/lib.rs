@@ -6,12 +6,13 @@ mod encryption;
 mod file;
 mod fresh;
 pub mod layout;
+mod monitor;
 pub mod qcow2;
 pub mod schema;
 
 use cowshed_image::graph::files_below;
 use cowshed_image::node::Preallocation;
-use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, check_file_name, resolve_name};
+use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, resolve_name};
 use cowshed_image::secret::Secret;
 use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
@@ -27,6 +28,7 @@ use std::sync::atomic::AtomicBool;
 pub use created::{Created, INCOMPLETE};
 pub use encryption::{ImageEncryption, NewEncryption};
 pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
+pub use monitor::{MonitorRules, Numbers};
 
 /// A request for a new image, in the user's words.
 #[derive(Clone, Debug, Default)]
@@ -165,7 +167,7 @@ async fn check_backing(
         .field("backing_file"));
     }
     // No image with such a name can be opened.
-    let refused = Policy::default().check_backing(backing, &request.filename);
+    let refused = Policy::default().check_backing(&DRIVERS, backing, &request.filename);
     refused.map_err(|error| error.field("backing_file"))?;
     let format = values.get("backing_fmt").map(str::to_owned);
     let mut below = Vec::new();
@@ -233,7 +235,7 @@ fn path_of(filename: &str) -> Result<PathBuf> {
         let error = Error::unsupported("an image can't be created under a json: name").file(filename);
         return Err(error.qemu("Unknown protocol 'json'"));
     }
-    check_file_name(filename)?;
+    DRIVERS.check_file_name(filename)?;
     check_device_name(filename)?;
     Ok(path_of_name(filename))
 }
@@ -246,7 +248,7 @@ pub fn path_of_name(name: &str) -> PathBuf {
 
 /// The driver and the path of a name with the protocol of devices.
 fn device_name(name: &str) -> Option<(&str, &str)> {
-    name.split_once(':').filter(|(protocol, _)| ["host_device", "host_cdrom"].contains(protocol))
+    name.split_once(':').filter(|(protocol, _)| *protocol != "file" && DRIVERS.takes_paths(protocol))
 }
 
 /// Refuses a name with the protocol of devices that is none of a block device: devices can't be made.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The `-o` options of `create`, per format, and the parser of their lists.
 
+use crate::monitor::MonitorRules;
 use cowshed_image::options::{parse_on_off, parse_size, size_refused};
 use cowshed_types::{Error, Result};
 
@@ -216,13 +217,67 @@ pub const QCOW2_AMEND: &[CreateOption] = &[
     option("size", Size, "size of the virtual disk"),
 ];
 
+/// A format whose images are created by code of its own.
+struct OwnFormat {
+    name: &'static str,
+    options: &'static [CreateOption],
+    /// Options of an image that exists which can be changed.
+    amended: Option<&'static [CreateOption]>,
+    by_monitor: Option<MonitorRules>,
+    /// New images take compressed clusters.
+    compresses: bool,
+}
+
+const OWN_FORMATS: &[OwnFormat] = &[
+    OwnFormat {
+        name: "qcow2",
+        options: QCOW2,
+        amended: Some(QCOW2_AMEND),
+        by_monitor: Some(MonitorRules::SECTORS),
+        compresses: true,
+    },
+    OwnFormat {
+        name: "luks",
+        options: LUKS,
+        amended: Some(LUKS_SLOTS),
+        by_monitor: Some(MonitorRules::ROUNDED),
+        compresses: false,
+    },
+    // By a monitor it is the file that the next driver creates.
+    OwnFormat { name: "raw", options: RAW, amended: None, by_monitor: None, compresses: false },
+    OwnFormat {
+        name: "file",
+        options: RAW,
+        amended: None,
+        by_monitor: Some(MonitorRules { format: Some("raw"), checks_offset: true, ..MonitorRules::ROUNDED }),
+        compresses: false,
+    },
+];
+
+fn own(format: &str) -> Option<&'static OwnFormat> {
+    OWN_FORMATS.iter().find(|own| own.name == format)
+}
+
 /// The options of a format, `None` when images of this format can't be created.
 pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
-    match format {
-        "qcow2" => Some(QCOW2),
-        "luks" => Some(LUKS),
-        "raw" | "file" => Some(RAW),
-        name => crate::fresh::find(name).map(|format| format.options),
+    own(format).map(|own| own.options).or_else(|| crate::fresh::find(format).map(|format| format.options))
+}
+
+/// Options of images of `format` that can be changed afterwards, key slots among them; `None` where it has none.
+pub fn amended_options_of(format: &str) -> Option<&'static [CreateOption]> {
+    own(format)?.amended
+}
+
+/// True for a format whose new images take compressed clusters. Those of VMDK do by their kind.
+pub fn takes_compressed(format: &str) -> bool {
+    own(format).map_or_else(|| crate::fresh::find(format).is_some_and(|format| format.compresses), |own| own.compresses)
+}
+
+/// The rules of a monitor for new images by this driver. `None`: a monitor makes none.
+pub fn monitor_rules_of(driver: &str) -> Option<&'static MonitorRules> {
+    match own(driver) {
+        Some(own) => own.by_monitor.as_ref(),
+        None => crate::fresh::find(driver).map(|format| &format.by_monitor),
     }
 }
 

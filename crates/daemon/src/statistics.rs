@@ -132,7 +132,7 @@ pub(crate) fn of_node(node: &Node) -> Value {
             "refcount-entries": cache.refcount_blocks, "refcount-limit-bytes": cache.refcount_limit_bytes,
         });
     }
-    if matches!(node.driver_name(), "file" | "host_device" | "host_cdrom") {
+    if node.is_on_host() {
         let discards = *node.statistics().kind(IoKind::Discard);
         stats["driver-specific"] = json!({
             "driver": node.driver_name(), "discard-nb-ok": discards.operations, "discard-nb-failed": discards.failed,

@@ -4,7 +4,7 @@
 use cowshed_image::graph::Graph;
 use cowshed_image::open::Policy;
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::{Node, OpenRequest};
+use cowshed_image::{DRIVERS, Node, OpenRequest};
 use cowshed_jobs::inspect::{self, InspectVerdict};
 use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::Value;
@@ -77,8 +77,7 @@ fn is_loosened(policy: &Policy) -> bool {
 
 /// Refuses an image that `inspect` calls suspicious. The policy decides about the files that it names.
 async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
-    let is_raw =
-        options.text("driver").is_some_and(|driver| ["raw", "file", "host_device", "host_cdrom"].contains(&driver));
+    let is_raw = options.text("driver").is_some_and(|driver| driver == "raw" || DRIVERS.takes_paths(driver));
     let Some(name) = file_of(graph, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
     // The content of an image of no format makes no claims.
@@ -94,7 +93,7 @@ fn file_of(graph: &Graph, options: &BlockdevOptions) -> Option<String> {
     match options.get("file")? {
         Value::String(name) => {
             let node = graph.find(name)?;
-            matches!(node.driver_name(), "file" | "host_device" | "host_cdrom").then(|| node.filename())
+            node.is_on_host().then(|| node.filename())
         }
         Value::Object(file) => {
             let is_local = file.get("driver").is_none_or(|driver| driver == "file" || driver == "host_device");

@@ -49,7 +49,7 @@ impl BlockFormat for Bochs {
     }
 
     fn describe(&self) -> Description {
-        Description { only_sizes: true, ..Description::default() }
+        Description { only_sizes: true, in_sectors: true, ..Description::default() }
     }
 
     fn takes_backing(&self) -> bool {

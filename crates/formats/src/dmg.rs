@@ -58,7 +58,7 @@ impl BlockFormat for Dmg {
     }
 
     fn describe(&self) -> Description {
-        Description { only_sizes: true, ..Description::default() }
+        Description { only_sizes: true, in_sectors: true, ..Description::default() }
     }
 
     fn takes_backing(&self) -> bool {

@@ -127,7 +127,7 @@ impl BlockFormat for Parallels {
 
     /// qemu-img doesn't print the cluster size.
     fn describe(&self) -> Description {
-        Description { only_sizes: true, ..Description::default() }
+        Description { only_sizes: true, in_sectors: true, ..Description::default() }
     }
 
     async fn before_writing(&self, file: &ImageFile) -> Result<()> {

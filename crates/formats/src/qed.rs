@@ -213,6 +213,9 @@ impl BlockFormat for Qed {
     fn describe(&self) -> Description {
         let backing = self.backing();
         Description {
+            in_sectors: true,
+            zeroes_in_clusters: true,
+            bounds_zeroes: true,
             cluster_bytes: Some(self.header.cluster_bytes),
             backing_format: backing.format(),
             backing_name: backing.name,

@@ -4,9 +4,9 @@
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
-use cowshed_image::Node;
 use cowshed_image::node::{ChildRole, Description, LocalFuture};
 use cowshed_image::open::resolve_name;
+use cowshed_image::{DRIVERS, Node};
 use cowshed_layout::luks::{KeySlot, LuksHeader};
 use cowshed_layout::qcow2::Snapshot;
 use cowshed_layout::qcow2::bitmap::BitmapEntry;
@@ -171,7 +171,7 @@ pub async fn run_telling(options: &InfoOptions, job: &JobHandle, tell: &dyn Fn(&
                 let message = format!("the backing chain is longer than {MAX_CHAIN_DEPTH} images");
                 return Err(Error::invalid_argument(message).file(name.clone()));
             }
-            spec.policy.check_backing(name, &info.filename)?;
+            spec.policy.check_backing(&DRIVERS, name, &info.filename)?;
             next = Some(ImageSpec {
                 name: name.clone(),
                 format: info.backing_filename_format.clone(),
@@ -291,17 +291,18 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     }
     let format = node.driver_name();
     // As in QEMU, which asks no further there.
-    let is_asked = children.iter().all(|child| child.name != "file" || child.info.format != "blkdebug");
-    let actual_size = actual_size.filter(|_| is_asked && format != "blkdebug");
+    let has_faults = |node: &Node| node.child(ChildRole::Image).is_some();
+    let is_asked = !has_faults(node) && node.child(ChildRole::File).is_none_or(|file| !has_faults(&file));
+    let actual_size = actual_size.filter(|_| is_asked);
     // Raw nodes and filters report the facts of the node below them. A filter's clusters are those of the image below
     // it.
-    let below = if node.driver_name() == "blkdebug" { "image" } else { "file" };
-    let passes = node.is_filter() || ["blkdebug", "raw"].contains(&node.driver_name());
+    let below = if has_faults(node) { "image" } else { "file" };
+    let passes = node.is_filter() || has_faults(node) || format == "raw";
     let cluster_size = children.iter().find(|child| child.name == below && passes);
     let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {
-        Some(below) => below.info.dirty_flag.is_some() && format != "snapshot-access",
-        None => !["nbd", "null-co", "null-aio", "quorum", "vvfat"].contains(&format),
+        Some(below) => below.info.dirty_flag.is_some() && !node.driver().shows_past(),
+        None => node.is_on_host() || node.child(ChildRole::Test).is_some(),
     };
     Ok(ImageInfo {
         limits: None,
@@ -313,9 +314,7 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
         cluster_size,
         format: format.to_owned(),
         actual_size,
-        format_specific: ["file", "host_device", "host_cdrom"]
-            .contains(&format)
-            .then(|| json!({ "type": "file", "data": {} })),
+        format_specific: node.is_on_host().then(|| json!({ "type": "file", "data": {} })),
         encrypted: None,
         full_backing_filename: None,
         backing_filename: None,

@@ -3,7 +3,7 @@
 //! `luks`.
 
 use crate::{ImageSpec, JobHandle};
-use cowshed_create::schema::{CreateOption, LUKS_SLOTS, OptionValues, QCOW2_AMEND};
+use cowshed_create::schema::{LUKS_SLOTS, OptionValues, amended_options_of};
 use cowshed_image::Node;
 use cowshed_image::encryption::{SlotChange, change_slots, check_slot_change};
 use cowshed_image::graph::Graph;
@@ -21,19 +21,10 @@ const DEFAULT_ITERATION_TIME: Duration = Duration::from_secs(2);
 pub struct KeySlotOptions {
     /// The image.
     pub image: ImageSpec,
-    /// `-o`: each a `key=value,key=value` list of [`options_of`].
+    /// `-o`: each a `key=value,key=value` list of [`amended_options_of`].
     pub options: Vec<String>,
     /// A slot in use may be overwritten, and the last one erased, with which all data is lost.
     pub force: bool,
-}
-
-/// The options of key slots that images of a format have, `None` where they have no slots.
-pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
-    match format {
-        "qcow2" => Some(QCOW2_AMEND),
-        "luks" => Some(LUKS_SLOTS),
-        _ => None,
-    }
 }
 
 /// Opens an image, changes its key slots and closes it.
@@ -42,11 +33,12 @@ pub async fn run(options: &KeySlotOptions, job: &JobHandle) -> Result<()> {
     // Without its cipher: the data isn't looked at.
     let request = options.image.request()?.force_share(false).writable(true).for_check();
     let node = options.image.open(request).await?;
-    let result = match options_of(node.driver_name()).map(|schema| OptionValues::parse(schema, &options.options)) {
-        Some(Ok(values)) => amend(&node, &options.image, &values, options.force).await,
-        Some(Err(error)) => Err(error.file(node.filename())),
-        None => Err(Error::unsupported("only encrypted images have key slots").file(node.filename())),
-    };
+    let result =
+        match amended_options_of(node.driver_name()).map(|schema| OptionValues::parse(schema, &options.options)) {
+            Some(Ok(values)) => amend(&node, &options.image, &values, options.force).await,
+            Some(Err(error)) => Err(error.file(node.filename())),
+            None => Err(Error::unsupported("only encrypted images have key slots").file(node.filename())),
+        };
     let closed = node.close().await;
     result.and(closed)
 }
@@ -82,7 +74,7 @@ pub struct LiveSlots {
 }
 
 impl LiveSlots {
-    /// `options`: `key=value` as [`options_of`] has them. `opened_by`: the secret that opens the image, else its node's.
+    /// `options`: `key=value` as [`amended_options_of`] has them. `opened_by`: the secret that opens the image, else its node's.
     pub fn new(
         graph: &Arc<Graph>,
         node: &Arc<Node>,
@@ -91,7 +83,7 @@ impl LiveSlots {
         force: bool,
     ) -> Result<LiveSlots> {
         let (_, prefix) = node.key_slots()?;
-        let schema = options_of(node.driver_name()).unwrap_or(LUKS_SLOTS);
+        let schema = amended_options_of(node.driver_name()).unwrap_or(LUKS_SLOTS);
         Ok(LiveSlots {
             graph: Arc::clone(graph),
             node: Arc::clone(node),

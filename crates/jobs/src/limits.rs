@@ -61,27 +61,21 @@ impl BlockLimits {
     pub fn of(node: &Node) -> BlockLimits {
         let stored = [ChildRole::File, ChildRole::Image, ChildRole::Test, ChildRole::Replica(0)];
         let below = stored.into_iter().find_map(|role| node.child(role)).map(|child| Self::of(&child));
-        match (node.driver_name(), below) {
-            ("raw", Some(below)) => BlockLimits {
-                write_zeroes_alignment: None,
-                // A guessed format is watched sector by sector.
-                request_alignment: if node.is_probed_raw() { SECTOR_BYTES } else { 1 },
+        let Some(below) = below else { return Self::of_protocol(node) };
+        let has = |role: ChildRole| node.child(role).is_some();
+        if let (Some(geometry), Some(layer)) = (geometry(node), qcow2_layer(node)) {
+            return BlockLimits {
+                write_zeroes_alignment: Some(geometry.allocation_unit_bytes),
+                request_alignment: if layer.header.crypt_method != 0 { SECTOR_BYTES } else { 1 },
+                discard_alignment: Some(geometry.cluster_bytes),
                 ..below
-            },
-            ("qcow2", Some(below)) => {
-                let geometry = geometry(node);
-                let encrypted = qcow2_layer(node).is_some_and(|layer| layer.header.crypt_method != 0);
-                BlockLimits {
-                    write_zeroes_alignment: geometry.map(|geometry| geometry.allocation_unit_bytes),
-                    request_alignment: if encrypted { SECTOR_BYTES } else { 1 },
-                    discard_alignment: geometry.map(|geometry| geometry.cluster_bytes),
-                    ..below
-                }
-            }
-            ("luks", Some(below)) => {
-                BlockLimits { write_zeroes_alignment: None, request_alignment: SECTOR_BYTES, ..below }
-            }
-            ("blkdebug", Some(below)) => BlockLimits {
+            };
+        }
+        if node.encrypted_volume().is_some() {
+            return BlockLimits { write_zeroes_alignment: None, request_alignment: SECTOR_BYTES, ..below };
+        }
+        if has(ChildRole::Image) {
+            return BlockLimits {
                 request_alignment: node.file().map_or(1, |file| file.alignment().offset),
                 max_transfer: node.file().and_then(|file| file.max_transfer()).or(below.max_transfer),
                 write_zeroes_alignment: option(node, "opt-write-zero"),
@@ -89,33 +83,34 @@ impl BlockLimits {
                 discard_alignment: option(node, "opt-discard"),
                 max_discard: option(node, "max-discard"),
                 ..below
-            },
-            ("compress" | "blklogwrites" | "blkverify" | "quorum", Some(below)) => BlockLimits {
-                write_zeroes_alignment: None,
-                request_alignment: node.request_bytes().unwrap_or(1),
-                ..below
-            },
-            (driver, Some(below)) => {
-                let cluster = node.description().and_then(|known| known.cluster_bytes);
-                let in_sectors = ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vhdx"].contains(&driver);
-                let zeroes = cluster.filter(|_| ["qed", "vmdk"].contains(&driver));
-                BlockLimits {
-                    write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment.filter(|_| !node.is_filter())),
-                    request_alignment: if in_sectors { SECTOR_BYTES } else { below.request_alignment },
-                    max_write_zeroes: zeroes.filter(|_| driver == "qed").map(|bytes| MOST_ZEROES / bytes * bytes),
-                    ..below
-                }
-            }
-            (driver, None) => Self::of_protocol(node, driver),
+            };
+        }
+        if node.driver_name() == "raw" {
+            // A guessed format is watched sector by sector.
+            let request_alignment = if node.is_probed_raw() { SECTOR_BYTES } else { 1 };
+            return BlockLimits { write_zeroes_alignment: None, request_alignment, ..below };
+        }
+        let unit = node.request_bytes();
+        if unit.is_some() || has(ChildRole::Test) || has(ChildRole::Replica(0)) {
+            let request_alignment = unit.unwrap_or(1);
+            return BlockLimits { write_zeroes_alignment: None, request_alignment, ..below };
+        }
+        let known = node.description().unwrap_or_default();
+        let zeroes = known.cluster_bytes.filter(|_| known.zeroes_in_clusters);
+        BlockLimits {
+            write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment.filter(|_| !node.is_filter())),
+            request_alignment: if known.in_sectors { SECTOR_BYTES } else { below.request_alignment },
+            max_write_zeroes: zeroes.filter(|_| known.bounds_zeroes).map(|bytes| MOST_ZEROES / bytes * bytes),
+            ..below
         }
     }
 
-    fn of_protocol(node: &Node, driver: &str) -> BlockLimits {
+    fn of_protocol(node: &Node) -> BlockLimits {
         let alignment = node.file().map(|file| file.alignment());
         let offset = alignment.map_or(1, |alignment| alignment.offset);
         let memory = alignment.map_or(1, |alignment| alignment.memory as u64);
         // Requests past the page cache are never for less than a sector, nor are those of a node without a file.
-        let is_direct = offset > 1 || matches!(driver, "null-co" | "null-aio" | "nbd" | "vvfat");
+        let is_direct = offset > 1 || !node.is_on_host();
         let sizes = node.file().and_then(|file| file.transfer_sizes());
         let queue = node.file().and_then(|file| file.device_queue());
         let logical = |queue: &DeviceQueue| queue.logical_block_bytes.filter(|_| !is_direct);

@@ -7,8 +7,8 @@ mod map;
 use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle};
 use cowshed_create::{CreateRequest, INCOMPLETE};
-use cowshed_image::Node;
 use cowshed_image::open::resolve_name;
+use cowshed_image::{DRIVERS, Node};
 use cowshed_layout::qcow2::SnapshotName;
 pub use cowshed_rescue::Overrides;
 use cowshed_rescue::{DamagedImage, Loss, Slot};
@@ -183,7 +183,7 @@ async fn open_backing(
         (Some((name, format)), _) => ImageSpec { format: format.clone(), ..ImageSpec::file(name) },
         (None, None) => return Ok(()),
         (None, Some((name, format))) => {
-            let allowed = policy.check_backing(name, &options.image.name).and_then(|()| match format {
+            let allowed = policy.check_backing(&DRIVERS, name, &options.image.name).and_then(|()| match format {
                 None if !policy.allow_backing_probe => {
                     Err(Error::new(ErrorKind::PermissionDenied, "the image doesn't say the format of its backing file"))
                 }

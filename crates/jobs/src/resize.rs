@@ -2,7 +2,7 @@
 //! Changes the virtual size of an image.
 
 use crate::{ImageSpec, JobHandle, in_work};
-use cowshed_image::node::ChildRole;
+use cowshed_image::node::{ChildRole, StorageKind};
 use cowshed_image::{Node, Preallocation};
 use cowshed_types::{Errno, Error, Result};
 
@@ -110,13 +110,10 @@ async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
 /// Refuses another size for an image whose size can't be changed: a raw disk would only report that it has become
 /// smaller.
 fn check_grows(node: &Node, old_size: u64, new_size: u64) -> Result<()> {
-    let below = match node.driver_name() {
-        "raw" => node.child(ChildRole::File),
-        _ => None,
-    };
-    let sentence = match below.as_deref().unwrap_or(node).driver_name() {
-        "nbd" => "Cannot resize NBD nodes",
-        "host_device" | "host_cdrom" => "Cannot resize device files",
+    let below = node.child(ChildRole::File).filter(|_| node.driver_name() == "raw");
+    let sentence = match below.as_deref().unwrap_or(node).storage_kind() {
+        Some(StorageKind::Export) => "Cannot resize NBD nodes",
+        Some(StorageKind::HostDevice) => "Cannot resize device files",
         _ => return Ok(()),
     };
     match new_size == old_size {

@@ -8,7 +8,7 @@ use super::{Verb, create_options, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
-use cowshed_create::schema::help_lines;
+use cowshed_create::schema::{amended_options_of, help_lines};
 use cowshed_image::DRIVERS;
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::amend::{self, AmendOptions};
@@ -116,7 +116,7 @@ fn is_refused_by_format(error: &Error) -> bool {
 }
 
 fn print_help(format: &str, console: &mut Console) -> Result<u8, Failure> {
-    let Some(options) = amend::options_of(format) else {
+    let Some(options) = amended_options_of(format) else {
         return Err(match DRIVERS.is_format(format) {
             true => Failure::new(format!("Format driver '{format}' does not support option amendment")),
             false => Failure::new(format!("Unknown file format '{format}'")),

@@ -9,7 +9,6 @@ use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_create::schema::options_of;
 use cowshed_image::DRIVERS;
-use cowshed_image::open::check_file_name;
 use cowshed_jobs::create::{self, CreateRequest};
 use cowshed_types::{Errno, Error, LINE_END};
 
@@ -85,7 +84,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let format = chosen.format.clone();
     // The name counts before what the format can do.
     if console.persona == Persona::QemuImg && (options_of(&format).is_some() || DRIVERS.is_known(&format)) {
-        check_file_name(file).map_err(|error| Failure::new(format!("{file}: {}", error.sentence())))?;
+        DRIVERS.check_file_name(file).map_err(|error| Failure::new(format!("{file}: {}", error.sentence())))?;
     }
     if console.persona == Persona::QemuImg && options_of(&format).is_none() {
         return Err(Failure::new(format!("{file}: {}", create_options::refusal(&format))));

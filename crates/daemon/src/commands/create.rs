@@ -6,7 +6,8 @@ use super::snapshot::free_name;
 use super::{Arguments, Group, command, nothing};
 use crate::jobs::{Finish, JobSpec};
 use crate::state::Daemon;
-use cowshed_create::{CreateRequest, prepare};
+use cowshed_create::schema::monitor_rules_of;
+use cowshed_create::{CreateRequest, MonitorRules, prepare};
 use cowshed_image::Node;
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::options::BlockdevOptions;
@@ -100,13 +101,9 @@ const OPTIONS: &[(&str, &str)] = &[
 
 async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let options = Arguments::new(arguments.object("options").cloned().unwrap_or_default());
-    if !matches!(
-        options.text("driver"),
-        "file" | "luks" | "parallels" | "qcow" | "qcow2" | "qed" | "vdi" | "vhdx" | "vmdk" | "vpc"
-    ) {
-        // A raw image is the file that driver 'file' creates; an export is its server's.
-        return Err(QmpError::generic("Driver does not support blockdev-create"));
-    }
+    // A raw image is the file that driver 'file' creates; an export is its server's.
+    let unsupported = || QmpError::generic("Driver does not support blockdev-create");
+    let rules = monitor_rules_of(options.text("driver")).ok_or_else(unsupported)?;
     names::check_job_id(arguments.text("job-id"))?;
     let spec = JobSpec {
         id: arguments.text("job-id").to_owned(),
@@ -119,12 +116,11 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
-    // As in QEMU these are refused before their file is looked at, and the job ends before its answer.
-    let ends_at_once = matches!(options.text("driver"), "parallels" | "qed" | "vhdx") && request_of(&options).is_err();
+    let ends_at_once = rules.ends_at_once && request_of(&options, rules).is_err();
     let (jobs, handle) = (Rc::clone(&daemon.jobs), job.handle.clone());
     let work = async move {
         handle.set_progress(0, 1);
-        let created = create(&daemon, &options).await;
+        let created = create(&daemon, &options, rules).await;
         handle.set_progress(1, 1);
         created
     };
@@ -136,24 +132,24 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
     nothing()
 }
 
-async fn create(daemon: &Rc<Daemon>, options: &Arguments) -> Result<()> {
-    let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options)? };
+async fn create(daemon: &Rc<Daemon>, options: &Arguments, rules: &MonitorRules) -> Result<()> {
+    let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options, rules)? };
     match options.get("file") {
         None => prepare(&request).await?.run().await.map(drop),
         Some(file) => {
             let extents = options.get("extents").and_then(Value::as_array).into_iter().flatten();
             let others: Vec<&Value> = options.get("data-file").into_iter().chain(extents).collect();
-            create_in(daemon, (file, &others), request).await
+            create_in(daemon, (file, &others), request, rules).await
         }
     }
 }
 
-fn request_of(options: &Arguments) -> Result<CreateRequest> {
+fn request_of(options: &Arguments, rules: &MonitorRules) -> Result<CreateRequest> {
     let mut list = Vec::new();
-    // QEMU's words for an image whose blocks are all allocated.
-    let is_static = options.text("driver") == "vdi" && options.maybe_text("preallocation") == Some("metadata");
-    list.extend(is_static.then(|| "static=on".to_owned()));
-    for (key, name) in OPTIONS.iter().filter(|(key, _)| !is_static || *key != "preallocation") {
+    let preallocation = options.maybe_text("preallocation");
+    let allocated = rules.when_allocated.filter(|_| preallocation == Some("metadata"));
+    list.extend(allocated.map(str::to_owned));
+    for (key, name) in OPTIONS.iter().filter(|(key, _)| allocated.is_none() || *key != "preallocation") {
         list.extend(options.get(key).map(|value| assignment(name, value)));
     }
     for (key, value) in options.object("encrypt").into_iter().flatten() {
@@ -165,35 +161,26 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         Some(_) => list.push("compat=1.1".to_owned()),
         None => {}
     }
-    let is_vdi = options.text("driver") == "vdi";
-    if is_vdi && matches!(options.maybe_text("preallocation"), Some("falloc" | "full")) {
-        return Err(Error::unsupported("Preallocation mode not supported for vdi"));
+    let driver = options.text("driver");
+    if rules.when_allocated.is_some() && matches!(preallocation, Some("falloc" | "full")) {
+        return Err(Error::unsupported(format!("Preallocation mode not supported for {driver}")));
     }
-    let is_file = options.text("driver") == "file";
-    let size = options.number("size").map_err(|error| Error::invalid_argument(error.description))?;
-    if is_file && size.is_some_and(|size| i64::try_from(size).is_err()) {
+    let number = |key: &str| options.number(key).map_err(|error| Error::invalid_argument(error.description));
+    let size = number("size")?;
+    if rules.checks_offset && size.is_some_and(|size| i64::try_from(size).is_err()) {
         return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
     }
-    let rounds = is_file || is_vdi || options.text("driver") == "luks";
-    if !rounds && size.is_some_and(|size| !size.is_multiple_of(512)) {
-        return Err(Error::invalid_argument(match options.text("driver") {
-            "vpc" => "The requested image size cannot be represented in CHS geometry",
-            "qed" => "QED image size must be a non-zero multiple of cluster size and less than 70368744177664 bytes",
-            _ => "Image size must be a multiple of 512 bytes",
-        }));
+    if let Some(sentence) = rules.refuses_odd_size
+        && size.is_some_and(|size| !size.is_multiple_of(512))
+    {
+        return Err(Error::invalid_argument(sentence));
     }
-    check_units(options)?;
-    // These headers have at most a mark of a raw backing file, so another format is as good as none.
-    let unsaid = match options.text("driver") {
-        "qcow" | "qed" => Some("qcow2"),
-        "vmdk" => Some("vmdk"),
-        _ => None,
-    };
-    let unsaid = unsaid.filter(|_| options.maybe_text("backing-file").is_some());
+    (rules.check_units)(&number)?;
+    let unsaid = rules.unsaid_backing_format.filter(|_| options.maybe_text("backing-file").is_some());
     let backing_format = options.maybe_text("backing-fmt").or(unsaid);
     Ok(CreateRequest {
         filename: options.text("filename").to_owned(),
-        format: if is_file { "raw" } else { options.text("driver") }.to_owned(),
+        format: rules.format.unwrap_or(driver).to_owned(),
         size,
         options: list,
         backing_file: options.maybe_text("backing-file").map(str::to_owned),
@@ -201,29 +188,6 @@ fn request_of(options: &Arguments) -> Result<CreateRequest> {
         backing_unchecked: true,
         ..CreateRequest::default()
     })
-}
-
-/// Refuses sizes of logs, blocks and clusters that no image has, in QEMU's words. `-o` of `create` rounds some of them.
-fn check_units(options: &Arguments) -> Result<()> {
-    const MIB: u64 = 1 << 20;
-    let number = |key: &str| options.number(key).map_err(|error| Error::invalid_argument(error.description));
-    let refuse = |message: &str| Err(Error::invalid_argument(message));
-    match options.text("driver") {
-        "vhdx" => match (number("log-size")?, number("block-size")?) {
-            (Some(log), _) if log >= 4096 * MIB => refuse("Log size must be smaller than 4 GB"),
-            (Some(log), _) if !log.is_multiple_of(MIB) => refuse("Log size must be a multiple of 1 MB"),
-            (_, Some(block)) if block == 0 || !block.is_multiple_of(MIB) || i64::try_from(block).is_err() => {
-                refuse("Block size must be a multiple of 1 MB")
-            }
-            (_, Some(block)) if !block.is_power_of_two() => refuse("Block size must be a power of two"),
-            (_, Some(block)) if block > 256 * MIB => refuse("Block size must not exceed 268435456"),
-            _ => Ok(()),
-        },
-        "parallels" if number("cluster-size")?.is_some_and(|cluster| !cluster.is_multiple_of(512)) => {
-            refuse("Cluster size must be a multiple of 512 bytes")
-        }
-        _ => Ok(()),
-    }
 }
 
 /// As `-o` takes it.
@@ -280,7 +244,12 @@ impl Place {
 }
 
 /// Creates an image in the file of a node, and in those of its data file or its extents.
-async fn create_in(daemon: &Rc<Daemon>, (file, others): (&Value, &[&Value]), request: CreateRequest) -> Result<()> {
+async fn create_in(
+    daemon: &Rc<Daemon>,
+    (file, others): (&Value, &[&Value]),
+    request: CreateRequest,
+    rules: &MonitorRules,
+) -> Result<()> {
     let mut places = Vec::with_capacity(others.len() + 1);
     let mut result = Ok(());
     for reference in std::iter::once(&file).chain(others) {
@@ -293,7 +262,7 @@ async fn create_in(daemon: &Rc<Daemon>, (file, others): (&Value, &[&Value]), req
         }
     }
     if let (Ok(()), Some((image, others))) = (&result, places.split_first()) {
-        result = fill(image, others, request).await;
+        result = fill(image, others, request, rules).await;
     }
     for place in places.into_iter().rev() {
         result = result.and(place.give_back(daemon).await);
@@ -301,11 +270,11 @@ async fn create_in(daemon: &Rc<Daemon>, (file, others): (&Value, &[&Value]), req
     result
 }
 
-async fn fill(image: &Place, others: &[Place], mut request: CreateRequest) -> Result<()> {
+async fn fill(image: &Place, others: &[Place], mut request: CreateRequest, rules: &MonitorRules) -> Result<()> {
     request.filename = image.node.filename();
-    match request.format.as_str() {
-        "vmdk" => request.extents = others.iter().map(|extent| name_beside(&extent.node, &request.filename)).collect(),
-        _ => {
+    match rules.has_extents {
+        true => request.extents = others.iter().map(|extent| name_beside(&extent.node, &request.filename)).collect(),
+        false => {
             let data_file = others.first().map(|data| assignment("data_file", &data.node.filename().into()));
             request.options.extend(data_file);
         }

@@ -6,6 +6,7 @@ use super::create::assignment;
 use super::{Arguments, Group, change, command, failed, names, nothing};
 use crate::jobs::{Finish, JobSpec};
 use crate::state::Daemon;
+use cowshed_create::schema::amended_options_of;
 use cowshed_image::Node;
 use cowshed_jobs::key_slots::LiveSlots;
 use cowshed_qmp::{QmpError, QmpResult};
@@ -47,7 +48,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if driver != node.driver_name() {
         return Err(QmpError::generic("x-blockdev-amend doesn't support changing the block driver"));
     }
-    if !matches!(driver, "qcow2" | "luks") {
+    if amended_options_of(driver).is_none() {
         return Err(QmpError::generic("Driver does not support x-blockdev-amend"));
     }
     names::check_job_id(arguments.text("job-id"))?;
@@ -101,7 +102,7 @@ fn slot_change(
     options: &Map<String, Value>,
     force: bool,
 ) -> Result<Option<LiveSlots>> {
-    let is_luks = node.driver_name() == "luks";
+    let is_luks = node.encrypted_volume().is_some();
     let given = match options.get("encrypt").and_then(Value::as_object) {
         _ if is_luks => options,
         None => return Ok(None),

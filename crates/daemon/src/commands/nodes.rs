@@ -256,7 +256,7 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
         check_clients(&daemon, &node)?;
         check_clients(&daemon, &image)?;
     }
-    if node.driver_name() == "qcow2" && !size.is_multiple_of(512) {
+    if node.is_sized_in_sectors() && !size.is_multiple_of(512) {
         return Err(QmpError::generic("The new size must be a multiple of 512"));
     }
     // Shrinking takes away a range that a request may be about to write to, and a map may move. Users of the image itself
@@ -455,11 +455,11 @@ fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
 
 /// The next node of a chain: the one below a filter, or the backing file.
 fn next_below(node: &Arc<Node>) -> Option<Arc<Node>> {
-    match node.driver_name() {
-        "blkdebug" => node.child(ChildRole::Image),
-        "blkverify" => node.child(ChildRole::Raw),
-        _ if node.is_filter() => node.child(ChildRole::File),
-        _ => node.backing(),
+    let trusted = [ChildRole::Image, ChildRole::Raw].into_iter().find_map(|role| node.child(role));
+    match trusted {
+        None if node.is_filter() => node.child(ChildRole::File),
+        None => node.backing(),
+        Some(trusted) => Some(trusted),
     }
 }
 

@@ -16,8 +16,8 @@ use crate::metrics;
 use crate::monitor::MonitorAddress;
 use crate::objects::OBJECTS_OF_MACHINES;
 use crate::state::Daemon;
-use cowshed_image::TlsCredentials;
 use cowshed_image::options::{BareKey, BlockdevOptions, parse_list, short_forms};
+use cowshed_image::{DRIVERS, TlsCredentials};
 use cowshed_nbd::{ClientTls, ServerTls};
 use cowshed_qmp::{QmpError, Strictness, parse_json};
 use cowshed_storage::{ListenOptions, SocketAddress, path_of_text, text_of_path};
@@ -109,7 +109,8 @@ fn parse(text: &str, implied: &str, bare: BareKey) -> Result<(Map<String, Value>
 fn anchor(options: &mut Map<String, Value>) {
     let kind = ["driver", "qom-type"].into_iter().find_map(|key| options.get(key)).and_then(Value::as_str);
     let key = match kind {
-        Some("file" | "host_device" | "host_cdrom" | "authz-listfile") => "filename",
+        Some("authz-listfile") => "filename",
+        Some(driver) if DRIVERS.takes_paths(driver) => "filename",
         Some("tls-creds-x509") => "dir",
         _ => "",
     };

@@ -181,6 +181,7 @@ impl BlockFormat for Vhdx {
 
     fn describe(&self) -> Description {
         Description {
+            in_sectors: true,
             cluster_bytes: Some(self.disk.block_bytes),
             backing_name: self.parent.as_ref().and_then(|parent| parent.name.clone()),
             backing_format: self.parent.as_ref().map(|_| SCHEMA.name),

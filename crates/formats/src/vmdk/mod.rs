@@ -213,13 +213,13 @@ impl MappedFormat for Vmdk {
     fn describe(&self) -> Description {
         let backing_name = self.descriptor.parent_hint.clone();
         Description {
-            only_sizes: false,
+            zeroes_in_clusters: true,
             cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
             backing_format: backing_name.is_some().then_some(SCHEMA.name),
             backing_name,
-            identity: None,
             takes_stream: self.stream().is_some(),
             specific: self.specific(),
+            ..Description::default()
         }
     }
 

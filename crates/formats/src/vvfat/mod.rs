@@ -5,8 +5,8 @@
 mod tree;
 
 use cowshed_graph::node::{Driver, LocalFuture, StatusExtent, Transfer};
-use cowshed_graph::open::{Draft, DriverLine, Opened, Opener, Telling};
-use cowshed_graph::options::{DriverKind, DriverSchema, KeyType, key};
+use cowshed_graph::open::{Draft, DriverLine, FileNames, NameParts, Opened, Opener, Telling, WithoutWord};
+use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, KeyType, key};
 use cowshed_layout::fat::{ClusterChain, FatDisk, FatKind, FatRegion, LABEL_BYTES};
 use cowshed_storage::{File, IoBuf, Locking, OpenOptions, path_of_text, rt};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -31,7 +31,28 @@ const SCHEMA: DriverSchema = DriverSchema {
 
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
-    .telling(Telling::Keys(&["dir", "fat-type", "floppy", "label", "rw"]));
+    .telling(Telling::Keys(&["dir", "fat-type", "floppy", "label", "rw"]))
+    .reading(FileNames::beginning_with("fat", folder_options, WithoutWord::Refused(|_| OTHER_NAME.to_owned())));
+
+const OTHER_NAME: &str = "File name string must start with 'fat:'";
+
+/// The options of `fat:[12:|16:|32:][floppy:][rw:]FOLDER`.
+fn folder_options(parts: &NameParts<'_>) -> Result<BlockdevOptions> {
+    let (mut folder, mut kind, mut is_floppy, mut writes) = (parts.rest, 0, false, false);
+    while let Some((word, rest)) = folder.split_once(':') {
+        match word {
+            "12" => kind = 12,
+            "16" => kind = 16,
+            "32" => kind = 32,
+            "floppy" => is_floppy = true,
+            "rw" => writes = true,
+            _ => break,
+        }
+        folder = rest;
+    }
+    let options = BlockdevOptions::new().with("fat-type", kind).with("dir", folder).with("driver", parts.driver);
+    Ok(options.with("floppy", is_floppy).with("rw", writes))
+}
 
 /// Files that are kept open.
 const OPEN_FILES: usize = 32;

@@ -4,6 +4,7 @@
 use super::Filter;
 use crate::node::Ranges;
 use crate::node::{Below, Node, Preallocation, Transfer, Work, ZeroFlags};
+use crate::options::schemas;
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
@@ -87,7 +88,7 @@ impl Compress {
 
 impl Filter for Compress {
     fn name(&self) -> &'static str {
-        "compress"
+        schemas::COMPRESS.name
     }
 
     fn below(&self) -> &Below {

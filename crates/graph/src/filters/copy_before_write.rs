@@ -9,7 +9,7 @@ use crate::node::{
     Below, ChildRole, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, below_filters,
     done, nodes_below,
 };
-use crate::options::BlockdevOptions;
+use crate::options::{BlockdevOptions, schemas};
 use cowshed_storage::{IoBuf, Permissions, rt};
 use cowshed_types::{DirtyBits, Errno, Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
@@ -244,7 +244,7 @@ impl CopyBeforeWrite {
 
 impl Filter for CopyBeforeWrite {
     fn name(&self) -> &'static str {
-        "copy-before-write"
+        schemas::COPY_BEFORE_WRITE.name
     }
 
     fn below(&self) -> &Below {

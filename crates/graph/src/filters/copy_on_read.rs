@@ -7,6 +7,7 @@ use crate::node::{
     Below, Chain, ChildRole, Intent, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags,
     below_filters,
 };
+use crate::options::schemas;
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -115,7 +116,7 @@ impl CopyOnRead {
 
 impl Filter for CopyOnRead {
     fn name(&self) -> &'static str {
-        "copy-on-read"
+        schemas::COPY_ON_READ.name
     }
 
     fn moves_freely(&self) -> bool {

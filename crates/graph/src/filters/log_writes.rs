@@ -5,6 +5,7 @@
 use super::Filter;
 use crate::node::Ranges;
 use crate::node::{Below, Preallocation, Transfer, Work, ZeroFlags, done};
+use crate::options::schemas;
 use cowshed_storage::{File, IoBuf, PermissionSet, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::lock::Mutex;
@@ -152,7 +153,7 @@ impl LogWrites {
 
 impl Filter for LogWrites {
     fn name(&self) -> &'static str {
-        "blklogwrites"
+        schemas::LOG_WRITES.name
     }
 
     fn below(&self) -> &Below {

@@ -3,6 +3,7 @@
 
 use super::Filter;
 use crate::node::{Below, Intent, Mapped, Preallocation, Work, done};
+use crate::options::schemas;
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::Result;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,7 +49,7 @@ impl Preallocate {
 
 impl Filter for Preallocate {
     fn name(&self) -> &'static str {
-        "preallocate"
+        schemas::PREALLOCATE.name
     }
 
     fn below(&self) -> &Below {

@@ -5,7 +5,7 @@ use crate::node::{
     Driver, Link, LocalFuture, Node, QuorumReport, QuorumWork, Ranges, Reporter, StatusExtent, Transfer, Work,
     ZeroFlags,
 };
-use crate::options::BlockdevOptions;
+use crate::options::{BlockdevOptions, schemas};
 use cowshed_storage::IoBuf;
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use futures_util::future::join_all;
@@ -124,10 +124,8 @@ impl Replicas {
 
     fn mismatch(&self, offset: u64, len: usize, at: u64) -> Error {
         let place = offset + at;
-        let (name, what) = match self.agreement {
-            Agreement::Verify => ("blkverify", "read "),
-            Agreement::Votes { .. } => ("quorum", ""),
-        };
+        let what = if self.agreement == Agreement::Verify { "read " } else { "" };
+        let name = self.name();
         let report = format!("{name}: {what}offset={offset} bytes={len} contents mismatch at offset {place}");
         Error::os(Errno::EIO, "the copies of the disk differ").offset(place).with_report(report)
     }
@@ -195,8 +193,8 @@ impl Replicas {
 impl Driver for Replicas {
     fn name(&self) -> &'static str {
         match self.agreement {
-            Agreement::Verify => "blkverify",
-            Agreement::Votes { .. } => "quorum",
+            Agreement::Verify => schemas::VERIFY.name,
+            Agreement::Votes { .. } => schemas::QUORUM.name,
         }
     }
 

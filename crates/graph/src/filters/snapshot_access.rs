@@ -2,6 +2,7 @@
 //! Snapshot access: a node that reads the disk as it was when the copy-before-write filter below it came.
 
 use crate::node::{Driver, Link, LocalFuture, Node, StatusExtent, Transfer, Work};
+use crate::options::schemas;
 use cowshed_storage::IoBuf;
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
@@ -24,7 +25,7 @@ impl SnapshotAccess {
 
 impl Driver for SnapshotAccess {
     fn name(&self) -> &'static str {
-        "snapshot-access"
+        schemas::SNAPSHOT_ACCESS.name
     }
 
     fn size(&self) -> u64 {

@@ -9,17 +9,13 @@ use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
-/// Drivers that stay read-only once they are opened so. Each writes to a second node besides, and an image may have named that
-/// node for reading only. QEMU refuses to reopen the same drivers.
-const STAY_READ_ONLY: &[&str] = &["blklogwrites", "blkverify", "compress", "copy-before-write", "quorum"];
-
 /// Refuses a read-only node that could not be opened again for writing, or that stands on one.
 pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
     if !node.is_read_only() {
         return Ok(());
     }
     let driver = node.driver_name();
-    if STAY_READ_ONLY.contains(&driver) {
+    if node.graph().schemas().stays_read_only(driver) {
         let message =
             format!("Block format '{driver}' used by node '{}' does not support reopening files", node.name());
         return Err(Error::new(ErrorKind::ReadOnly, message));

@@ -20,6 +20,12 @@ pub struct Description {
     pub identity: Option<String>,
     /// The image takes whole clusters, compressed, and each once.
     pub takes_stream: bool,
+    /// Requests are for whole sectors.
+    pub in_sectors: bool,
+    /// Only zeroes in whole clusters cost no data.
+    pub zeroes_in_clusters: bool,
+    /// One request writes no more zeroes than a number of 31 bits counts.
+    pub bounds_zeroes: bool,
     /// The properties that only this format has, with QEMU's keys; null for nothing.
     pub specific: Value,
 }

@@ -77,6 +77,19 @@ pub enum Mapped<'a> {
 /// is set if the image takes no more writes.
 pub type OnCorruption = Box<dyn Fn(&Error, Option<(u64, u64)>, bool) + Send + Sync>;
 
+/// The storage behind a protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StorageKind {
+    /// A file of the host.
+    HostFile,
+    /// A block device of the host.
+    HostDevice,
+    /// An export of a server.
+    Export,
+    /// No storage at all.
+    Nothing,
+}
+
 /// Virtual disks are counted in sectors: a file with an odd tail is shown rounded up, its tail reads as zeroes.
 const SECTOR_BYTES: u64 = 512;
 
@@ -209,6 +222,11 @@ pub trait Driver: Any + Send + Sync {
 
     /// The file of a protocol: its locks follow from the users of the node, and its length is the node's.
     fn protocol_file(&self) -> Option<&File> {
+        None
+    }
+
+    /// The storage of a protocol.
+    fn storage_kind(&self) -> Option<StorageKind> {
         None
     }
 

@@ -38,7 +38,8 @@ pub(crate) use deadline::Deadline;
 pub use description::Described;
 pub use description::{Description, MappedCheck};
 pub use driver::LocalFuture;
-pub use driver::{Driver, Intent, Mapped, NamedBacking, OnCorruption, Place, Transfer, Work, done, whole_sectors};
+pub use driver::{Driver, Intent, Mapped, NamedBacking, OnCorruption, Place, StorageKind, Transfer, Work};
+pub use driver::{done, whole_sectors};
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children};
 pub use edge::{Link, graph_changes};
@@ -376,6 +377,16 @@ impl Node {
     /// for kernel copies and allocation figures.
     pub fn file(&self) -> Option<&File> {
         self.driver.whole_file()
+    }
+
+    /// The storage of a protocol; `None` for other drivers.
+    pub fn storage_kind(&self) -> Option<StorageKind> {
+        self.driver.storage_kind()
+    }
+
+    /// True for a file or a device of the host.
+    pub fn is_on_host(&self) -> bool {
+        matches!(self.storage_kind(), Some(StorageKind::HostFile | StorageKind::HostDevice))
     }
 
     /// For `null-co` and nodes that pass it on unchanged: whether reads are promised to give zeroes.

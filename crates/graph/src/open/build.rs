@@ -97,21 +97,23 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
 
 /// The option tree for a file name and perhaps a format.
 pub(super) fn named(drivers: &Drivers, name: &str, format: Option<&str>, files: &dyn Files) -> Result<BlockdevOptions> {
-    let Some(format) = format else { return without_format(name, files) };
+    let Some(format) = format else { return without_format(drivers, name, files) };
     match BlockdevOptions::from_json_name(name) {
         // The format counts, not a driver in the name.
         Some(options) => Ok(options.map_err(|error| error.file(name))?.with("driver", format)),
         // A protocol as "format": the node itself, without a format above it.
-        None if drivers.is_protocol(format) || has_names(format, name) => options_for(format, name, files),
-        None => Ok(without_format(name, files)?.with("driver", format)),
+        None if drivers.is_protocol(format) || has_names(drivers, format, name) => {
+            options_for(drivers, format, name, files)
+        }
+        None => Ok(without_format(drivers, name, files)?.with("driver", format)),
     }
 }
 
 /// The option tree for a file name without a format.
-pub(super) fn without_format(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+pub(super) fn without_format(drivers: &Drivers, name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
     match BlockdevOptions::from_json_name(name) {
         Some(options) => options.map_err(|error| error.file(name)),
-        None => Ok(BlockdevOptions::new().with("file", protocol_options(name, files)?)),
+        None => Ok(BlockdevOptions::new().with("file", protocol_options(drivers, name, files)?)),
     }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The table of drivers that opening reads. The crate above the formats makes it and hands it in; no module here names its lines.
 
+use super::file_names::{FileNames, WithoutWord};
 use super::line::DriverLine;
 use super::{HostFiles, OpenRequest, build, names};
 use crate::graph::Graph;
@@ -40,6 +41,32 @@ impl Drivers {
     /// The driver with this name.
     pub(super) fn find(&self, name: &str) -> Option<&'static DriverLine> {
         self.lines().find(|line| line.schema.name == name)
+    }
+
+    /// The driver that reads a file name by itself, with its names.
+    pub(super) fn reading(&self, name: &str) -> Option<(&'static DriverLine, &'static FileNames)> {
+        let mut named = self.lines().filter_map(|line| line.names.as_ref().map(|names| (line, names)));
+        named.find(|(_, names)| names.claims(name))
+    }
+
+    /// The file names of the driver with this name.
+    pub(super) fn names_of(&self, driver: &str) -> Option<&'static FileNames> {
+        self.find(driver)?.names.as_ref()
+    }
+
+    /// True for a driver whose nodes are the files of paths.
+    pub fn takes_paths(&self, driver: &str) -> bool {
+        self.names_of(driver).is_some_and(|names| matches!(names.without_word, WithoutWord::Path))
+    }
+
+    /// True for a driver whose nodes have the name of their disk.
+    pub(super) fn has_name_of_disk(&self, driver: &str) -> bool {
+        self.find(driver).is_some_and(|line| line.has_name_of_disk)
+    }
+
+    /// Refuses a name that no driver would open again as a file: one with a colon before any slash.
+    pub fn check_file_name(&self, name: &str) -> Result<()> {
+        names::check_file_name(self, name)
     }
 
     /// The reason why a recognised format can't be opened.
@@ -117,5 +144,9 @@ impl Drivers {
 impl Schemas for Drivers {
     fn schema(&self, name: &str) -> Option<&'static DriverSchema> {
         Drivers::schema(self, name)
+    }
+
+    fn stays_read_only(&self, name: &str) -> bool {
+        self.find(name).is_some_and(|line| line.stays_read_only)
     }
 }

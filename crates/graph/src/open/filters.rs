@@ -2,6 +2,7 @@
 //! Opens filters, and the drivers that keep one disk in several nodes.
 
 use super::build::{Draft, Opened, Opener, Role, TreePlace};
+use super::file_names::{RULES_AND_FILE, TWO_FILES};
 use super::line::{DriverLine, FirstUse, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
@@ -21,29 +22,37 @@ use std::sync::Arc;
 const BLKDEBUG: DriverLine = DriverLine::new(&schemas::BLKDEBUG, |opener, draft| Box::pin(blkdebug(opener, draft)))
     .prepared_by(|_, draft| options::read_config(&mut draft.options))
     .asking_first(FirstUse::Opening)
-    .telling(Telling::AllBut("image"));
+    .telling(Telling::AllBut("image"))
+    .reading(RULES_AND_FILE);
 const THROTTLE: DriverLine = DriverLine::new(&schemas::THROTTLE, |opener, draft| Box::pin(throttle(opener, draft)))
     .telling(Telling::Keys(&["throttle-group"]));
 const COPY_ON_READ: DriverLine =
     DriverLine::new(&schemas::COPY_ON_READ, |opener, draft| Box::pin(copy_on_read(opener, draft)));
 const COPY_BEFORE_WRITE: DriverLine =
-    DriverLine::new(&schemas::COPY_BEFORE_WRITE, |opener, draft| Box::pin(copy_before_write(opener, draft)));
+    DriverLine::new(&schemas::COPY_BEFORE_WRITE, |opener, draft| Box::pin(copy_before_write(opener, draft)))
+        .named_as_its_disk()
+        .staying_read_only();
 /// It only reads.
 const SNAPSHOT_ACCESS: DriverLine =
     DriverLine::new(&schemas::SNAPSHOT_ACCESS, |opener, draft| Box::pin(snapshot_access(opener, draft)))
         .asking_first(FirstUse::Opening);
-const COMPRESS: DriverLine = DriverLine::new(&schemas::COMPRESS, |opener, draft| Box::pin(compress(opener, draft)));
+const COMPRESS: DriverLine =
+    DriverLine::new(&schemas::COMPRESS, |opener, draft| Box::pin(compress(opener, draft))).staying_read_only();
 const PREALLOCATE: DriverLine =
     DriverLine::new(&schemas::PREALLOCATE, |opener, draft| Box::pin(preallocate(opener, draft)));
 const LOG_WRITES: DriverLine =
     DriverLine::new(&schemas::LOG_WRITES, |opener, draft| Box::pin(log_writes(opener, draft)))
-        .telling(Telling::Keys(&["log-append", "log-sector-size"]));
-const VERIFY: DriverLine =
-    DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft))).asking_first(FirstUse::Opening);
+        .telling(Telling::Keys(&["log-append", "log-sector-size"]))
+        .staying_read_only();
+const VERIFY: DriverLine = DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft)))
+    .asking_first(FirstUse::Opening)
+    .reading(TWO_FILES)
+    .staying_read_only();
 const QUORUM: DriverLine = DriverLine::new(&schemas::QUORUM, |opener, draft| Box::pin(quorum(opener, draft)))
     .prepared_by(|_, draft| check_agreement(&draft.options))
     .asking_first(FirstUse::Opening)
-    .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]));
+    .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]))
+    .staying_read_only();
 const FAULT: DriverLine = DriverLine::new(&FAULT_SCHEMA, |opener, draft| Box::pin(fault(opener, draft)))
     .prepared_by(|_, draft| read_scenario(&mut draft.options));
 
@@ -219,7 +228,8 @@ async fn blkdebug(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
             None => error,
         })?;
     let null_reads_zeroes = child.null_reads_zeroes();
-    Ok((Box::new(FileDriver { name: "blkdebug", file, null_reads_zeroes, context: None }), filename))
+    let name = schemas::BLKDEBUG.name;
+    Ok((Box::new(FileDriver { name, file, kind: None, null_reads_zeroes, context: None }), filename))
 }
 
 async fn copy_before_write(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {

@@ -3,6 +3,7 @@
 //! before.
 
 use super::build::{Draft, Opened, Opener};
+use super::file_names::FileNames;
 use crate::node::LocalFuture;
 use crate::options::{DriverKind, DriverSchema};
 use cowshed_storage::Permissions;
@@ -47,6 +48,12 @@ pub struct DriverLine {
     pub(super) passes_on: bool,
     /// It becomes read-only with its file.
     pub(super) follows_file: bool,
+    /// The file names that it reads by itself.
+    pub(super) names: Option<FileNames>,
+    /// As in QEMU a node has the name of its disk.
+    pub(super) has_name_of_disk: bool,
+    /// A node stays read-only once it was opened so.
+    pub(super) stays_read_only: bool,
 }
 
 impl DriverLine {
@@ -62,6 +69,9 @@ impl DriverLine {
             telling: Telling::Keys(&[]),
             passes_on: is_filter,
             follows_file: is_filter,
+            names: None,
+            has_name_of_disk: false,
+            stays_read_only: false,
         }
     }
 
@@ -88,6 +98,22 @@ impl DriverLine {
     /// Becomes read-only with its file: it writes no metadata by itself.
     pub const fn following_file(self) -> DriverLine {
         DriverLine { follows_file: true, ..self }
+    }
+
+    /// Reads these file names by itself.
+    pub const fn reading(self, names: FileNames) -> DriverLine {
+        DriverLine { names: Some(names), ..self }
+    }
+
+    /// Gives a node the name of its disk.
+    pub(super) const fn named_as_its_disk(self) -> DriverLine {
+        DriverLine { has_name_of_disk: true, ..self }
+    }
+
+    /// Keeps a node read-only that was opened so. It writes to a second node besides, and an image may have named that node for
+    /// reading only. QEMU refuses to reopen the same drivers.
+    pub(super) const fn staying_read_only(self) -> DriverLine {
+        DriverLine { stays_read_only: true, ..self }
     }
 
     /// The rights that a node needs at its file before it has users, where they depend on its users. `by_users`: the

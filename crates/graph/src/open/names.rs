@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! File names: pseudo protocols, and names that are relative to the image that holds them.
 
+use super::file_names::WithoutWord;
 use super::policy::{FileKind, Files};
 use super::{Drivers, HostFiles};
-use crate::options::{self, BlockdevOptions, DriverKind};
-use cowshed_nbd_proto::NbdUri;
+use crate::options::BlockdevOptions;
 use cowshed_storage::path_of_text;
 use cowshed_types::{Error, Result};
 use serde_json::Value;
@@ -16,104 +16,38 @@ pub(super) fn protocol(name: &str) -> Option<&str> {
 }
 
 /// The options of the protocol node for a name.
-pub(super) fn protocol_options(name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
-    if NbdUri::is_one(name) {
-        return Ok(options::nbd_of_uri(&NbdUri::parse(name)?));
+pub(super) fn protocol_options(drivers: &Drivers, name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    if let Some((line, names)) = drivers.reading(name) {
+        return names.read((drivers, line.schema.name), name, files);
     }
-    let path = match protocol(name) {
-        None => name,
-        Some("file") => {
-            let path = &name["file:".len()..];
-            // Under the name that is shown it can be opened again.
-            return match protocol(path) {
-                Some(_) => Ok(file_options(driver_for(path, files), &format!("./{path}"))),
-                None if path.is_empty() => Err(no_file_name(name)),
-                None => Ok(file_options(driver_for(path, files), path)),
-            };
-        }
-        Some("blkdebug") => {
-            let Some((config, file)) = name["blkdebug:".len()..].split_once(':') else {
-                let message = "the name is 'blkdebug:CONFIG:FILE', with or without a file of rules as CONFIG";
-                let error = Error::invalid_argument(message).file(name);
-                return Err(error.qemu("blkdebug requires both config file and image path"));
-            };
-            let node = BlockdevOptions::new().with("driver", "blkdebug").with("image", protocol_options(file, files)?);
-            return Ok(if config.is_empty() { node } else { node.with("config", config) });
-        }
-        Some("blkverify") => {
-            let Some((raw, test)) = name["blkverify:".len()..].split_once(':') else {
-                let error = Error::invalid_argument("the name is 'blkverify:RAW:TEST'").file(name);
-                return Err(error.qemu("blkverify requires raw copy and original image path"));
-            };
-            let test = BlockdevOptions::new().with("file", protocol_options(test, files)?);
-            let node = BlockdevOptions::new().with("driver", "blkverify").with("raw", protocol_options(raw, files)?);
-            return Ok(node.with("test", test));
-        }
-        Some(driver @ ("host_device" | "host_cdrom")) => return Ok(file_options(driver, &name[driver.len() + 1..])),
-        Some(driver @ ("null-co" | "null-aio")) => match name.strip_prefix(driver) {
-            Some("://") => return Ok(BlockdevOptions::new().with("driver", driver)),
-            _ => {
-                let sentence = format!("The only allowed filename for this driver is '{driver}://'");
-                let message = format!("the name of a {driver} disk is '{driver}://'");
-                return Err(Error::invalid_argument(message).file(name).qemu(sentence));
-            }
-        },
-        Some("fat") => return Ok(folder_options(&name["fat:".len()..])),
-        Some(protocol) => return Err(unknown_protocol(protocol, name)),
-    };
-    if path.is_empty() {
-        return Err(no_file_name(name));
+    match protocol(name) {
+        Some(protocol) => Err(unknown_protocol(protocol, name)),
+        None if name.is_empty() => Err(no_file_name(name)),
+        None => Ok(file_options(driver_for(name, files), name)),
     }
-    Ok(file_options(driver_for(path, files), path))
 }
 
 /// True for a driver above others that reads names by itself.
-pub(super) fn has_names(driver: &str, name: &str) -> bool {
-    driver == "blkdebug" || (driver == "blkverify" && protocol(name) == Some(driver))
+pub(super) fn has_names(drivers: &Drivers, driver: &str, name: &str) -> bool {
+    drivers
+        .names_of(driver)
+        .is_some_and(|names| matches!(names.without_word, WithoutWord::Child(_)) || names.claims(name))
 }
 
 /// The options of a protocol node whose driver is given. The driver decides about the reading of the name.
-pub(super) fn options_for(driver: &str, name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
-    let wrong = |message: &str| Err(Error::invalid_argument(message).file(name));
-    let is_own = match driver {
-        "file" | "host_device" | "host_cdrom" => {
-            let path = name.strip_prefix(driver).and_then(|rest| rest.strip_prefix(':')).unwrap_or(name);
-            return if path.is_empty() { Err(no_file_name(name)) } else { Ok(file_options(driver, path)) };
-        }
-        "nbd" if NbdUri::is_one(name) => true,
-        "nbd" if name.contains("://") => return wrong("No valid URL specified"),
-        "nbd" => return wrong("File name string for NBD must start with 'nbd:'"),
-        "null-co" | "null-aio" if protocol(name) != Some(driver) => {
-            return wrong(&format!("The only allowed filename for this driver is '{driver}://'"));
-        }
-        "vvfat" if protocol(name) != Some("fat") => return wrong("File name string must start with 'fat:'"),
-        "vvfat" | "null-co" | "null-aio" => true,
-        "blkdebug" if protocol(name) != Some(driver) => {
-            return Ok(BlockdevOptions::new().with("driver", driver).with("image", protocol_options(name, files)?));
-        }
-        "blkdebug" | "blkverify" => true,
-        _ => false,
-    };
-    let options = protocol_options(name, files)?;
-    Ok(if is_own { options } else { options.with("driver", driver) })
-}
-
-/// The options of `fat:[12:|16:|32:][floppy:][rw:]FOLDER`, behind the protocol.
-fn folder_options(name: &str) -> BlockdevOptions {
-    let (mut folder, mut kind, mut is_floppy, mut writes) = (name, 0, false, false);
-    while let Some((word, rest)) = folder.split_once(':') {
-        match word {
-            "12" => kind = 12,
-            "16" => kind = 16,
-            "32" => kind = 32,
-            "floppy" => is_floppy = true,
-            "rw" => writes = true,
-            _ => break,
-        }
-        folder = rest;
+pub(super) fn options_for(drivers: &Drivers, driver: &str, name: &str, files: &dyn Files) -> Result<BlockdevOptions> {
+    let options = || protocol_options(drivers, name, files);
+    let Some(names) = drivers.names_of(driver) else { return Ok(options()?.with("driver", driver)) };
+    match names.without_word {
+        WithoutWord::Path => match names.strip(name) {
+            "" => Err(no_file_name(name)),
+            path => Ok(file_options(driver, path)),
+        },
+        _ if names.claims(name) => options(),
+        WithoutWord::Refused(words) => Err(Error::invalid_argument(words(name)).file(name)),
+        WithoutWord::Child(key) => Ok(BlockdevOptions::new().with("driver", driver).with(key, options()?)),
+        WithoutWord::Other => Ok(options()?.with("driver", driver)),
     }
-    let options = BlockdevOptions::new().with("fat-type", kind).with("dir", folder).with("driver", "vvfat");
-    options.with("floppy", is_floppy).with("rw", writes)
 }
 
 const CURL: &str = "'nbdkit curl URL' serves what is there over NBD";
@@ -132,7 +66,7 @@ pub(super) fn instead_of(protocol: &str) -> Option<&'static str> {
     SERVED_BY_NBDKIT.iter().find(|(known, _)| *known == protocol).map(|(_, server)| *server)
 }
 
-fn no_file_name(name: &str) -> Error {
+pub(super) fn no_file_name(name: &str) -> Error {
     let error = Error::invalid_argument("empty file name").file(name);
     error.qemu("The 'file' block driver requires a file name")
 }
@@ -145,17 +79,16 @@ fn unknown_protocol(protocol: &str, name: &str) -> Error {
     error.hint(format!(" (a file of this name is './{name}')"))
 }
 
-/// Refuses a name that no driver would open again as a file: one with a colon before any slash.
-pub fn check_file_name(name: &str) -> Result<()> {
-    match protocol(name) {
-        _ if NbdUri::is_one(name) => Ok(()),
-        None | Some("file" | "host_device" | "host_cdrom" | "json") => Ok(()),
-        Some(protocol @ ("blkdebug" | "blkverify" | "null-co" | "null-aio" | "fat")) => {
-            let driver = if protocol == "fat" { "vvfat" } else { protocol };
-            let message = format!("Protocol driver '{driver}' does not support image creation");
+/// See [`Drivers::check_file_name`].
+pub(super) fn check_file_name(drivers: &Drivers, name: &str) -> Result<()> {
+    match (drivers.reading(name), protocol(name)) {
+        (Some((_, names)), _) if names.makes_files => Ok(()),
+        (Some((line, _)), _) => {
+            let message = format!("Protocol driver '{}' does not support image creation", line.schema.name);
             Err(Error::invalid_argument(message).file(name).hint(format!(" (a file of this name is './{name}')")))
         }
-        Some(protocol) => Err(unknown_protocol(protocol, name)),
+        (None, None | Some("json")) => Ok(()),
+        (None, Some(protocol)) => Err(unknown_protocol(protocol, name)),
     }
 }
 
@@ -180,23 +113,23 @@ pub(super) fn options_with_name(
     let of_name = match BlockdevOptions::from_json_name(name) {
         Some(of_name) => of_name.map_err(|error| error.file(name))?,
         None => {
-            let driver = options.text("driver").and_then(|driver| drivers.schema(driver));
-            let child = match driver {
-                Some(driver) if driver.name == "blkdebug" && name.starts_with("blkdebug:") => None,
-                Some(driver) if driver.name == "blkdebug" => Some("image"),
-                Some(driver) if driver.kind == DriverKind::Protocol => None,
+            let driver = options.text("driver").unwrap_or_default();
+            let child = match drivers.names_of(driver).map(|names| (names.without_word, names.claims(name))) {
+                Some((WithoutWord::Child(_), true)) => None,
+                Some((WithoutWord::Child(key), false)) => Some(key),
+                _ if drivers.is_protocol(driver) => None,
                 _ => Some("file"),
             };
             let Some(child) = child else {
-                return with_protocol_name(options, name);
+                return with_protocol_name(drivers, options, name);
             };
             let nested = match options.remove(child) {
-                None => with_protocol_name(BlockdevOptions::new(), name)?,
+                None => with_protocol_name(drivers, BlockdevOptions::new(), name)?,
                 Some(Value::Object(map)) => {
                     let nested = BlockdevOptions::from_map(map)?;
                     match nested.get("driver") {
                         Some(_) => options_with_name(drivers, nested, name)?,
-                        None => with_protocol_name(nested, name)?,
+                        None => with_protocol_name(drivers, nested, name)?,
                     }
                 }
                 // A node by its name takes no file name.
@@ -209,14 +142,13 @@ pub(super) fn options_with_name(
 }
 
 /// The options of a protocol node with those that its name means.
-fn with_protocol_name(options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
-    let of_name = match options.text("driver") {
+fn with_protocol_name(drivers: &Drivers, options: BlockdevOptions, name: &str) -> Result<BlockdevOptions> {
+    let of_name = match options.text("driver").and_then(|driver| drivers.names_of(driver)) {
         // The driver decides about the reading of the name.
-        Some(driver @ ("file" | "host_device" | "host_cdrom")) => {
-            let prefix = format!("{driver}:");
-            BlockdevOptions::new().with("filename", name.strip_prefix(&prefix).unwrap_or(name))
+        Some(names) if matches!(names.without_word, WithoutWord::Path) => {
+            BlockdevOptions::new().with("filename", names.strip(name))
         }
-        _ => protocol_options(name, &HostFiles)?,
+        _ => protocol_options(drivers, name, &HostFiles)?,
     };
     of_name.overlaid(options)
 }
@@ -238,22 +170,6 @@ pub fn resolve(name: &str, image: Option<&str>) -> Result<String> {
     }
 }
 
-/// Refuses a folder, or a file for a driver of devices.
-pub(super) fn check_file_kind(driver: &str, path: &str, kind: Option<FileKind>, writes: bool) -> Result<()> {
-    let wanted = match (driver, kind) {
-        // The system refuses these when they are opened.
-        ("file", Some(FileKind::Socket)) => return Ok(()),
-        ("file", Some(FileKind::Folder)) if writes => return Ok(()),
-        ("file", Some(FileKind::Folder | FileKind::CharacterDevice)) => "a regular file",
-        ("file", Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
-        ("host_device" | "host_cdrom", Some(kind)) if !kind.is_device() => "a block device",
-        _ => return Ok(()),
-    };
-    let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
-    let named = if driver == "file" { wanted } else { "either a character or block device" };
-    Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {named}")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -265,15 +181,15 @@ mod tests {
     #[test]
     fn files_are_made_only_under_names_that_open_them() {
         for name in ["a", "./a:b", "dir/a:b", "file:a:b", "/a:b", "nbd+unix:///?socket=s", "nbd:unix:s", "nbd://h/x"] {
-            check_file_name(name).unwrap();
+            check_file_name(&OWN, name).unwrap();
         }
-        for name in ["null-co://", "blkdebug::a", "blkverify:a:b", "fat:a"] {
-            let error = check_file_name(name).unwrap_err();
+        for name in ["null-co://", "blkdebug::a", "blkverify:a:b"] {
+            let error = check_file_name(&OWN, name).unwrap_err();
             assert!(error.sentence().ends_with("' does not support image creation"), "{error}");
             assert!(error.to_string().contains(&format!("'./{name}'")), "{error}");
         }
         for name in ["a:b", "2026-01-01T10:00.qcow2", "x:"] {
-            let error = check_file_name(name).unwrap_err();
+            let error = check_file_name(&OWN, name).unwrap_err();
             assert!(error.sentence().starts_with("Unknown protocol '"), "{error}");
             assert!(error.to_string().contains(&format!("'./{name}'")), "{error}");
         }
@@ -340,7 +256,8 @@ mod tests {
 
     #[test]
     fn protocols_are_named_or_refused() {
-        let driver = |name: &str| protocol_options(name, &HostFiles).map(|o| o.text("driver").unwrap().to_owned());
+        let driver =
+            |name: &str| protocol_options(&OWN, name, &HostFiles).map(|o| o.text("driver").unwrap().to_owned());
         assert_eq!(driver("a.qcow2").unwrap(), "file");
         assert_eq!(driver("./a:b").unwrap(), "file");
         assert_eq!(driver("null-co://").unwrap(), "null-co");
@@ -349,7 +266,7 @@ mod tests {
         for name in ["nbd://h/x", "nbd:unix:/x", "nbd+unix:///?socket=/x", "NBD://h"] {
             assert_eq!(driver(name).unwrap(), "nbd");
         }
-        let file = protocol_options("file:a:b", &HostFiles).unwrap();
+        let file = protocol_options(&OWN, "file:a:b", &HostFiles).unwrap();
         assert_eq!(file.text("filename"), Some("./a:b"));
         for (name, part) in [("nbd+unix:///x", "'socket'"), ("http://x/y", "'http'"), ("", "empty"), ("file:", "empty")]
         {

@@ -5,6 +5,7 @@
 //! Else the name has them, children by their own options and not by their node-names.
 
 use super::Drivers;
+use super::file_names::ShownName;
 use super::line::{DriverLine, Telling};
 use super::names::resolve as resolve_name;
 use crate::node::{ChildRole, HeaderName, Node};
@@ -158,12 +159,13 @@ impl Node {
         let mut own = self.telling(purpose);
         let is_plain = own.is_empty();
         own.push(("driver".to_owned(), driver.into()));
-        if ["file", "host_device", "host_cdrom"].contains(&driver) {
+        let drivers = Drivers::of(self.graph());
+        if drivers.takes_paths(driver) {
             let filename = if purpose == Purpose::Written { absolute(&self.filename()) } else { self.filename() };
             own.push(("filename".to_owned(), filename.into()));
         }
         let mut plain = self.plain_protocol(is_plain, purpose);
-        let mut is_path = plain.is_some() && ["file", "host_device", "host_cdrom"].contains(&driver);
+        let mut is_path = plain.is_some() && drivers.takes_paths(driver);
         let mut replicas = Vec::new();
         for child in self.children() {
             let is_shown = child.role != ChildRole::Header || purpose == Purpose::Written;
@@ -174,7 +176,7 @@ impl Node {
             match child.role {
                 ChildRole::DataFile if self.names_data_file(&named) => continue,
                 ChildRole::Image => plain = self.plain_blkdebug(&own, &named),
-                ChildRole::Raw => plain = named.plain.clone().filter(|_| driver == "blkverify"),
+                ChildRole::Raw => plain = named.plain.clone().filter(|_| drivers.names_of(driver).is_some()),
                 ChildRole::Test => {
                     plain = plain.and_then(|raw| Some(format!("blkverify:{raw}:{}", named.plain.as_ref()?)));
                 }
@@ -187,7 +189,7 @@ impl Node {
                     (plain, is_path) = (named.plain.clone(), named.is_path);
                 }
                 // As in QEMU these have the name of their disk.
-                ChildRole::File if driver == "copy-before-write" || self.driver().shows_past() => {
+                ChildRole::File if drivers.has_name_of_disk(driver) || self.driver().shows_past() => {
                     (plain, is_path) = (Some(named.text()), named.is_path);
                 }
                 ChildRole::File | ChildRole::Target => {}
@@ -202,7 +204,6 @@ impl Node {
             plain = None;
             own.push(("backing".to_owned(), backing));
         }
-        let drivers = Drivers::of(self.graph());
         Ok(Named { plain, is_path, options: sorted(own), driver, drivers, is_probed_raw: self.is_probed_raw() })
     }
 
@@ -231,16 +232,17 @@ impl Node {
 
     fn plain_protocol(&self, is_plain: bool, purpose: Purpose) -> Option<String> {
         self.driver().protocol_file()?;
-        match self.driver_name() {
-            "blkdebug" => None,
-            driver @ ("null-co" | "null-aio") => is_plain.then(|| format!("{driver}://")),
-            "nbd" => {
+        let driver = self.driver_name();
+        match Drivers::of(self.graph()).names_of(driver).map_or(ShownName::File, |names| names.shown) {
+            ShownName::Children => None,
+            ShownName::Word => is_plain.then(|| format!("{driver}://")),
+            ShownName::Address => {
                 let options = self.options();
                 let says_all = NBD_BESIDE_URI.iter().all(|key| options.get(key).is_none());
                 // Shown is the address alone, as in QEMU.
                 (says_all || purpose == Purpose::Shown).then(|| self.filename())
             }
-            _ => Some(self.filename()).filter(|name| !name.starts_with("json:")),
+            ShownName::File => Some(self.filename()).filter(|name| !name.starts_with("json:")),
         }
     }
 
@@ -338,7 +340,7 @@ fn opens_as(format: Option<&str>, backing: &Named, purpose: Purpose) -> bool {
 }
 
 fn is_protocol(drivers: &Drivers, driver: &str) -> bool {
-    drivers.is_protocol(driver) || ["blkdebug", "blkverify"].contains(&driver)
+    drivers.is_protocol(driver) || drivers.names_of(driver).is_some()
 }
 
 fn without_prefix(name: &str) -> &str {

@@ -3,7 +3,8 @@
 
 use super::build::{Draft, Opened, Opener};
 use crate::nbd_client::{Client, ClientTls};
-use crate::options;
+use crate::node::StorageKind;
+use crate::options::{self, schemas};
 use crate::protocols::{FileDriver, ForeignContext};
 use cowshed_nbd_proto::NbdUri;
 use cowshed_nbd_proto::context::QEMU_ALLOCATION_DEPTH;
@@ -25,7 +26,8 @@ impl Opener {
         // The context doesn't have the places of data, so only a request for a map shows it.
         let context = draft.options.text("x-dirty-bitmap").filter(|_| self.no_content);
         let context = context.map(|name| ForeignContext { client, has_depths: name == QEMU_ALLOCATION_DEPTH });
-        Ok((Box::new(FileDriver { name: "nbd", file, null_reads_zeroes: None, context }), filename))
+        let (name, kind) = (schemas::NBD.name, Some(StorageKind::Export));
+        Ok((Box::new(FileDriver { name, file, kind, null_reads_zeroes: None, context }), filename))
     }
 }
 

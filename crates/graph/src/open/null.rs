@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The drivers `null-co` and `null-aio`: disks without storage. Reads are zeroes, and writes go nowhere.
 
-use crate::node::Driver;
+use crate::node::{Driver, StorageKind};
 use crate::options::{BlockdevOptions, NullOptions};
 use crate::protocols::FileDriver;
 use cowshed_storage::File;
@@ -21,5 +21,7 @@ pub(super) fn driver(options: &BlockdevOptions, driver: &'static str) -> (Box<dy
         len: values.size,
         latency: std::time::Duration::from_nanos(values.latency_ns),
     });
-    (Box::new(FileDriver { name: driver, file, null_reads_zeroes: Some(values.read_zeroes), context: None }), filename)
+    let null_reads_zeroes = Some(values.read_zeroes);
+    let driver = FileDriver { name: driver, file, kind: Some(StorageKind::Nothing), null_reads_zeroes, context: None };
+    (Box::new(driver), filename)
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The gate: which files may be opened on whose word, and how a file is opened at all.
 
+use super::Drivers;
 use super::build::without_format;
 use super::children::names_rules;
 use cowshed_layout::qcow2::Header;
@@ -117,12 +118,12 @@ impl Policy {
     }
 
     /// Whether the backing file `name` of `image` may be opened: for callers that follow a chain by themselves.
-    pub fn check_backing(&self, name: &str, image: &str) -> Result<()> {
+    pub fn check_backing(&self, drivers: &Drivers, name: &str, image: &str) -> Result<()> {
         self.check(self.allow_backing, "the backing file", name, image)?;
         self.check(self.allow_json || !name.starts_with("json:"), "a file by", name, image)?;
         self.check(!names_rules(name), "rules by", name, image)?;
         // A name that means nothing is an error of its own where it is opened.
-        match without_format(name, &HostFiles) {
+        match without_format(drivers, name, &HostFiles) {
             Ok(options) => self.check_drivers(&options.into(), name, image),
             Err(_) => Ok(()),
         }

@@ -2,40 +2,80 @@
 //! The drivers of protocols: files and devices here, others beside.
 
 use super::build::{Draft, Opened, OpenedFile, Opener, TreePlace};
+use super::file_names::{ADDRESSES, FileNames, NameParts, only_allowed, only_word};
 use super::line::{DriverLine, Telling};
-use super::names::check_file_kind;
 use super::null;
 use super::policy::FileKind;
-use crate::node::Edge;
-use crate::options::{self, FileOptions, schemas};
+use crate::node::{Edge, StorageKind};
+use crate::options::{self, BlockdevOptions, FileOptions, schemas};
 use crate::protocols::FileDriver;
 use cowshed_storage::{File, OpenOptions, PermissionSet, Permissions, path_of_text};
 use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
 use std::future::ready;
 use std::rc::Rc;
 
-const FILE: DriverLine =
-    DriverLine::new(&schemas::FILE, |opener, draft| Box::pin(ready(opener.file_driver(draft, "file"))));
-const HOST_DEVICE: DriverLine =
-    DriverLine::new(&schemas::HOST_DEVICE, |opener, draft| Box::pin(ready(opener.file_driver(draft, "host_device"))));
-const HOST_CDROM: DriverLine =
-    DriverLine::new(&schemas::HOST_CDROM, |opener, draft| Box::pin(ready(opener.file_driver(draft, "host_cdrom"))));
+const FILE: DriverLine = DriverLine::new(&schemas::FILE, |opener, draft| {
+    Box::pin(ready(opener.file_driver(draft, schemas::FILE.name, FileWanted::Regular)))
+})
+.reading(FileNames::paths(schemas::FILE.name, |parts| parts.file()));
+const HOST_DEVICE: DriverLine = DriverLine::new(&schemas::HOST_DEVICE, |opener, draft| {
+    Box::pin(ready(opener.file_driver(draft, schemas::HOST_DEVICE.name, FileWanted::Device)))
+})
+.reading(FileNames::paths(schemas::HOST_DEVICE.name, device));
+const HOST_CDROM: DriverLine = DriverLine::new(&schemas::HOST_CDROM, |opener, draft| {
+    Box::pin(ready(opener.file_driver(draft, schemas::HOST_CDROM.name, FileWanted::Device)))
+})
+.reading(FileNames::paths(schemas::HOST_CDROM.name, device));
 const NBD: DriverLine = DriverLine::new(&schemas::NBD, |opener, draft| Box::pin(opener.nbd_driver(draft)))
-    .telling(Telling::AllBut("driver"));
-const NULL_CO: DriverLine =
-    DriverLine::new(&schemas::NULL_CO, |_, draft| Box::pin(ready(Ok(null::driver(&draft.options, "null-co")))))
-        .telling(NULL_TELLING);
-const NULL_AIO: DriverLine =
-    DriverLine::new(&schemas::NULL_AIO, |_, draft| Box::pin(ready(Ok(null::driver(&draft.options, "null-aio")))))
-        .telling(NULL_TELLING);
+    .telling(Telling::AllBut("driver"))
+    .reading(ADDRESSES);
+const NULL_CO: DriverLine = DriverLine::new(&schemas::NULL_CO, |_, draft| {
+    Box::pin(ready(Ok(null::driver(&draft.options, schemas::NULL_CO.name))))
+})
+.telling(NULL_TELLING)
+.reading(only_word(schemas::NULL_CO.name, |_| only_allowed(schemas::NULL_CO.name)));
+const NULL_AIO: DriverLine = DriverLine::new(&schemas::NULL_AIO, |_, draft| {
+    Box::pin(ready(Ok(null::driver(&draft.options, schemas::NULL_AIO.name))))
+})
+.telling(NULL_TELLING)
+.reading(only_word(schemas::NULL_AIO.name, |_| only_allowed(schemas::NULL_AIO.name)));
+
+fn device(parts: &NameParts<'_>) -> Result<BlockdevOptions> {
+    Ok(parts.node().with("filename", parts.rest))
+}
+
+/// The kind of file that a driver opens.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FileWanted {
+    Regular,
+    Device,
+}
 
 const NULL_TELLING: Telling = Telling::Keys(&["size", "read-zeroes"]);
 
 /// The protocols, in the order of the help.
 pub const PROTOCOLS: &[DriverLine] = &[FILE, HOST_DEVICE, HOST_CDROM, NBD, NULL_CO, NULL_AIO];
 
+impl FileWanted {
+    /// Refuses a folder, or a file for a driver of devices.
+    fn check(self, driver: &str, path: &str, kind: Option<FileKind>, writes: bool) -> Result<()> {
+        let wanted = match (self, kind) {
+            // The system refuses these when they are opened.
+            (FileWanted::Regular, Some(FileKind::Socket)) => return Ok(()),
+            (FileWanted::Regular, Some(FileKind::Folder)) if writes => return Ok(()),
+            (FileWanted::Regular, Some(FileKind::Folder | FileKind::CharacterDevice)) => "a regular file",
+            (FileWanted::Regular, Some(FileKind::Other | FileKind::BlockDevice)) => "a regular file",
+            (FileWanted::Device, Some(kind)) if !kind.is_device() => "a block device",
+            _ => return Ok(()),
+        };
+        let error = Error::invalid_argument(format!("driver '{driver}' needs {wanted}"));
+        let named = if self == FileWanted::Regular { wanted } else { "either a character or block device" };
+        Err(error.qemu(format!("'{driver}' driver requires '{path}' to be {named}")))
+    }
+}
+
 impl Opener {
-    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str) -> Opened {
+    fn file_driver(self: &Rc<Self>, draft: &mut Draft, driver: &'static str, wanted: FileWanted) -> Opened {
         let options = FileOptions::new(&draft.options);
         if options.filename.is_empty() {
             let error = Error::invalid_argument("the file name is empty");
@@ -49,7 +89,8 @@ impl Opener {
             .map_err(|error| error.file(options.filename.clone()))?;
         let path = path_of_text(&options.filename);
         let writes = !draft.settings.read_only && !draft.place.auto_read_only;
-        check_file_kind(driver, &options.filename, self.files.kind(&path), writes)
+        wanted
+            .check(driver, &options.filename, self.files.kind(&path), writes)
             .map_err(|error| error.file(options.filename.clone()))?;
         let mut open_options = OpenOptions {
             write: !draft.settings.read_only,
@@ -84,7 +125,12 @@ impl Opener {
         if !self.locks_by_users {
             file.lock(self.file_permissions(&draft.place, open_options.write))?;
         }
-        Ok((Box::new(FileDriver { name: driver, file, null_reads_zeroes: None, context: None }), options.filename))
+        let kind = match wanted {
+            FileWanted::Regular => StorageKind::HostFile,
+            FileWanted::Device => StorageKind::HostDevice,
+        };
+        let driver = FileDriver { name: driver, file, kind: Some(kind), null_reads_zeroes: None, context: None };
+        Ok((Box::new(driver), options.filename))
     }
 
     /// The rights for the locks of a file.

@@ -36,6 +36,9 @@ pub struct DriverSchema {
 pub trait Schemas: Any + Sync {
     /// The keys of the driver with this name.
     fn schema(&self, name: &str) -> Option<&'static DriverSchema>;
+
+    /// True for a driver of which a node stays read-only once it was opened so.
+    fn stays_read_only(&self, name: &str) -> bool;
 }
 
 /// An option of a driver.

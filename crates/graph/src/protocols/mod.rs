@@ -7,7 +7,8 @@ pub use file::{check_can_preallocate, discard_file, resize_file, zero_file};
 
 use crate::nbd_client::Client;
 use crate::node::{
-    Driver, Intent, LocalFuture, Mapped, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, whole_sectors,
+    Driver, Intent, LocalFuture, Mapped, Preallocation, StatusExtent, StorageKind, Transfer, Work, ZeroFlags,
+    whole_sectors,
 };
 use cowshed_nbd_proto::flags::{STATE_HOLE, STATE_ZERO};
 use cowshed_storage::{File, IoBuf};
@@ -20,6 +21,8 @@ use std::sync::Arc;
 pub(crate) struct FileDriver {
     pub name: &'static str,
     pub file: File,
+    /// `None`: that of the node below.
+    pub kind: Option<StorageKind>,
     /// For `null-co`: whether reads are promised to give zeroes.
     pub null_reads_zeroes: Option<bool>,
     /// The context that a map shows in place of the places of data.
@@ -82,6 +85,10 @@ impl Driver for FileDriver {
 
     fn protocol_file(&self) -> Option<&File> {
         Some(&self.file)
+    }
+
+    fn storage_kind(&self) -> Option<StorageKind> {
+        self.kind
     }
 
     fn null_reads_zeroes(&self) -> Option<bool> {

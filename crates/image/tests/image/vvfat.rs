@@ -105,3 +105,10 @@ fn a_folder_is_never_opened_for_writing() {
     assert!(rt::block_on(async { node.write(0, IoBuf::zeroed(512)).await.0 }).is_err());
     rt::block_on(node.close()).unwrap();
 }
+
+#[test]
+fn no_file_is_made_under_the_name_of_a_folder() {
+    let error = cowshed_image::DRIVERS.check_file_name("fat:a").unwrap_err();
+    assert_eq!(error.sentence(), "Protocol driver 'vvfat' does not support image creation");
+    assert!(error.to_string().contains("'./fat:a'"), "{error}");
+}

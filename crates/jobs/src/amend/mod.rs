@@ -6,7 +6,7 @@
 
 use crate::snapshot::file_of;
 use crate::{ImageSpec, JobHandle, in_work, key_slots};
-use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, QCOW2_AMEND};
+use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, amended_options_of};
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use cowshed_offline::amend::{self, Amendment, NewBacking};
 use cowshed_types::{Error, LINE_END, Result};
@@ -23,15 +23,6 @@ pub struct AmendOptions {
     pub keeps_backing: bool,
     /// `--force`: allows changes that lose the last way to the data.
     pub force: bool,
-}
-
-/// Options of `format` that can be changed, `None` where it has none.
-pub fn options_of(format: &str) -> Option<&'static [CreateOption]> {
-    match format {
-        "qcow2" => Some(QCOW2_AMEND),
-        "luks" => Some(LUKS_SLOTS),
-        _ => None,
-    }
 }
 
 /// The parsed options.
@@ -167,7 +158,7 @@ fn wanted(node: &Node, options: &AmendOptions) -> Result<Wanted> {
     let lists = &options.options;
     let format = node.driver_name();
     let refused = || Error::unsupported(format!("Format driver '{format}' does not support option amendment"));
-    let (Some(known), Some(metadata)) = (options_of(format), node.metadata()) else {
+    let (Some(known), Some(metadata)) = (amended_options_of(format), node.metadata()) else {
         return Err(refused().file(node.filename()));
     };
     let values = OptionValues::parse(known, lists).map_err(|error| only_for_creation(QCOW2, error, lists))?;

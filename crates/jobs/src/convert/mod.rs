@@ -14,7 +14,6 @@ use cowshed_create::INCOMPLETE;
 use cowshed_types::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
-pub use target::COMPRESSED_FORMATS;
 use target::Target;
 
 /// `-S` by default: zeroes of at least this many bytes become holes.

@@ -5,7 +5,7 @@ use super::ConvertOptions;
 use super::source::Sources;
 use crate::ImageSpec;
 use cowshed_codec::Codec;
-use cowshed_create::schema::{OptionValues, options_of};
+use cowshed_create::schema::{OptionValues, options_of, takes_compressed};
 use cowshed_create::{CreateRequest, Created};
 use cowshed_image::Node;
 use cowshed_image::graph::check_apart;
@@ -81,9 +81,6 @@ impl Target {
     }
 }
 
-/// Formats whose new images take compressed clusters. Those of VMDK do by their kind.
-pub const COMPRESSED_FORMATS: &[&str] = &["qcow2", "qcow"];
-
 /// True when the new image is one whose grains are compressed, each written once.
 fn is_stream(options: &ConvertOptions) -> bool {
     is_vmdk_of(options, |kind| kind == "streamOptimized")
@@ -149,7 +146,7 @@ type Extra = Vec<(&'static str, String)>;
 /// Creates it. Returns further options for its opening, whether it has space of its own, and the new files.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
-    if options.compressed && !COMPRESSED_FORMATS.contains(&format.as_str()) && !is_sparse_vmdk(options) {
+    if options.compressed && !takes_compressed(&format) && !is_sparse_vmdk(options) {
         return Err(Error::unsupported("Compression not supported for this file format"));
     }
     if options.backing_file.is_some() && is_stream(options) {

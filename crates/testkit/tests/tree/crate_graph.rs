@@ -388,37 +388,6 @@ fn only_the_folder_of_a_format_knows_its_driver() {
     }
 }
 
-/// Files that work for any driver, and of which no line may choose by a driver's name.
-const CHOOSE_BY_TABLE: &[&str] =
-    &["open/build.rs", "open/line.rs", "graph/reopen.rs", "node/permissions.rs", "options/schema.rs"];
-
-/// The drivers that these still name: a probe's result for no format, and words of QEMU.
-const STILL_NAMED: &[(&str, &[&str])] = &[
-    ("open/build.rs", &["raw"]),
-    ("graph/reopen.rs", &["raw"]),
-    ("options/schema.rs", &["raw", "blkdebug", "blkverify"]),
-];
-
-#[test]
-fn only_the_table_chooses_by_the_name_of_a_driver() {
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../graph/src");
-    let drivers: Vec<&str> = cowshed_image::DRIVERS.schemas().map(|schema| schema.name).collect();
-    assert!(drivers.contains(&"qcow2") && drivers.contains(&"throttle"), "the table is read");
-    for file in CHOOSE_BY_TABLE {
-        let text = std::fs::read_to_string(source.join(file)).expect("a source file is readable");
-        let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
-        let still = STILL_NAMED.iter().find(|(name, _)| name == file).map_or(&[][..], |(_, names)| names);
-        // `file` is a child's role too.
-        let named: Vec<&&str> = drivers
-            .iter()
-            .filter(|name| **name != "file")
-            .filter(|name| code.contains(&format!("\"{name}\"")))
-            .collect();
-        assert!(named.iter().all(|name| still.contains(*name)), "{file} names the drivers {named:?}");
-        assert_eq!(named.len(), still.len(), "{file} names less than STILL_NAMED says");
-    }
-}
-
 pub(super) fn rust_files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).expect("a source folder is readable") {

@@ -4,6 +4,7 @@
 mod crate_graph;
 mod dependencies;
 mod documents;
+mod driver_names;
 mod module_graph;
 mod programs;
 mod style;

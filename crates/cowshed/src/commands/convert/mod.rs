@@ -12,7 +12,7 @@ use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_create::NO_EXPORT;
-use cowshed_create::schema::options_of;
+use cowshed_create::schema::{options_of, takes_compressed};
 use cowshed_image::SnapshotName;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
@@ -368,7 +368,7 @@ fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
         let message = "a VMDK disk is compressed with -o subformat=streamOptimized only";
         return Err(Failure::new(message));
     }
-    if !convert::COMPRESSED_FORMATS.contains(&format) && format != "vmdk" && args.compress {
+    if !takes_compressed(format) && format != "vmdk" && args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
     Ok(())

@@ -172,7 +172,7 @@ impl Fault {
 
 impl Filter for Fault {
     fn name(&self) -> &'static str {
-        "fault"
+        SCHEMA.name
     }
 
     fn moves_freely(&self) -> bool {
