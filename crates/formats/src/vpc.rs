@@ -117,22 +117,22 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     finish(opener, draft, file, vpc, backing).await
 }
 
-/// The footer. The one at the end counts: the bytes at the start of a fixed disk are its guest's. The copy at the start
-/// is for files that lost their end.
+/// The footer. A fixed disk has it at the end alone, and the bytes at its start are its guest's. Of another disk the copy at the
+/// start counts, as in QEMU: where the file lost its end, the last bytes are the guest's.
 async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
-    let at_end = VpcFooter::parse(&end);
-    if let Ok(footer) = at_end {
-        return Ok((footer, end));
-    }
     let start = file.read(0, FOOTER_BYTES).await?;
-    if !start.starts_with(COOKIE) {
-        return at_end.map(|footer| (footer, end));
-    }
-    match VpcFooter::parse(&start) {
-        // A fixed disk has no copy in front.
-        Ok(VpcFooter { kind: VpcKind::Fixed, .. }) => at_end.map(|footer| (footer, end)),
-        copy => copy.map(|footer| (footer, start)),
+    let is_fixed = |footer: &VpcFooter| footer.kind == VpcKind::Fixed;
+    let copy = start.starts_with(COOKIE).then(|| VpcFooter::parse(&start));
+    match (VpcFooter::parse(&end), copy.filter(|copy| !copy.as_ref().is_ok_and(is_fixed))) {
+        (Ok(footer), Some(Ok(_))) if is_fixed(&footer) => {
+            let message = "the disk is a fixed one by the footer at the end of the file, and a dynamic one by that at its start: \
+                           one of them may be its guest's (docs/formats/block-formats.md)";
+            Err(Error::invalid_image("disk_type", "fixed", message))
+        }
+        (_, Some(Ok(copy))) => Ok((copy, start)),
+        (Ok(footer), _) => Ok((footer, end)),
+        (Err(_), Some(Err(error))) | (Err(error), None) => Err(error),
     }
 }
 

@@ -7,6 +7,7 @@ mod lengthening;
 mod linking;
 mod packing;
 mod room;
+mod tail;
 
 use super::blocks::{BlockFormat, ImageFile};
 use super::mapped::Place;
@@ -21,6 +22,7 @@ use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
 use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use tail::ends_with;
 
 /// The file grows by about this much at once, in bytes. A close cuts off unused space.
 const GROWTH_BYTES: u64 = 16 << 20;
@@ -71,6 +73,8 @@ struct WriterState {
     free: Vec<u64>,
     /// The file's end isn't as a close leaves it.
     has_grown: bool,
+    /// The bytes that belong at the file's end are not there.
+    lacks_tail: bool,
 }
 
 /// The part of an image that writes.
@@ -177,7 +181,7 @@ impl Writer {
         offset: u64,
         buf: IoBuf,
     ) -> (Result<()>, IoBuf) {
-        if let Err(error) = format.before_change(&self.file).await {
+        if let Err(error) = self.before_change(format).await {
             return (Err(error), buf);
         }
         let (mut at, mut rest, mut done) = (offset, buf, None);
@@ -480,7 +484,7 @@ impl Writer {
         (offset, len): (u64, u64),
         flags: ZeroFlags,
     ) -> Result<()> {
-        format.before_change(&self.file).await?;
+        self.before_change(format).await?;
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
@@ -537,7 +541,7 @@ impl Writer {
         image: &ImageFile,
         (offset, len): (u64, u64),
     ) -> Result<()> {
-        format.before_change(&self.file).await?;
+        self.before_change(format).await?;
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
@@ -604,43 +608,6 @@ impl Writer {
         }
         Ok(())
     }
-
-    /// True where the file ends as it must.
-    async fn has_tail(&self, units: &Units) -> Result<bool> {
-        let len = units.tail.len();
-        let Some(start) = self.file.len().checked_sub(len as u64) else { return Ok(false) };
-        let (result, tail) = self.file.read_at(IoBuf::try_zeroed(len)?, start).await;
-        result?;
-        Ok(tail[..] == units.tail[..])
-    }
-
-    /// Leaves the file as long as it must be. No request runs.
-    pub(crate) async fn complete<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
-        self.flush(format, image).await?;
-        format.settle(&self.file).await?;
-        let Some(units) = &self.units else { return Ok(()) };
-        let end = {
-            let state = self.state();
-            if !state.has_grown || self.file.is_device() {
-                return Ok(());
-            }
-            state.next
-        };
-        if !units.tail.is_empty() {
-            match self.file.write_at(IoBuf::copy_from(&units.tail), end).await.0 {
-                // The disk is full: the bytes at the end of the file, behind free space, stay there.
-                Err(error) if error.kind() == ErrorKind::NoSpace && self.has_tail(units).await? => return Ok(()),
-                done => done?,
-            }
-            self.file.sync().await?;
-        }
-        self.file.set_len(end + units.tail.len() as u64).await?;
-        self.file.sync().await?;
-        let mut state = self.state();
-        state.room = end;
-        state.has_grown = false;
-        Ok(())
-    }
 }
 
 /// Where blocks are in an image, and where new ones go.
@@ -660,6 +627,7 @@ async fn look_through<F: BlockFormat>(
         state.next = units.behind(if units.is_at_end { end.max(file.len()) } else { end });
         state.room = if file.is_device() { file.len().saturating_sub(units.tail.len() as u64) } else { state.next };
         state.free = gaps(&ranges, units)?;
+        state.lacks_tail = !file.is_device() && !ends_with(file, &units.tail).await?;
     }
     Ok(state)
 }

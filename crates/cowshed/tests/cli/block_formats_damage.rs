@@ -3,7 +3,7 @@
 //! value.
 
 use crate::oracle::{Oracle, words};
-use crate::written_edges::run_io;
+use crate::written_edges::{io, run_io};
 use cowshed_layout::{vhdx, vpc};
 use std::fs;
 
@@ -150,6 +150,74 @@ fn vpc_footers_and_headers() {
     assert!(oracle.refused("info -f vpc bad").contains("too short"));
     fs::write(oracle.work().join("bad"), &fixed[..512]).unwrap();
     assert!(oracle.refused("info -f vpc bad").contains("invalid VPC image"));
+}
+
+/// The last bytes of a dynamic VHD that lost its footer are the guest's. It doesn't choose what the disk is by them.
+#[test]
+fn a_guest_forges_no_footer_of_a_vhd() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let whole = image(&oracle, "vpc", "-o force_size=on");
+    let lost = &whole[..whole.len() - 512];
+    for kind in [2u32, 3, 4] {
+        let mut footer = whole[..512].to_vec();
+        footer[48..56].copy_from_slice(&(1u64 << 20).to_be_bytes());
+        footer[60..64].copy_from_slice(&kind.to_be_bytes());
+        footer[68..84].fill(7);
+        if kind == 2 {
+            footer[16..24].fill(0xff);
+        }
+        sum_vpc(&mut footer, 0, 512, 64);
+        let mut forged = lost.to_vec();
+        forged[lost.len() - 512..].copy_from_slice(&footer);
+        fs::write(work.join("bad"), forged).unwrap();
+        oracle.make("convert -f vpc -O raw bad expected");
+        assert_eq!(fs::metadata(work.join("expected")).unwrap().len(), 10 << 20);
+        match kind {
+            // It could be a fixed disk, whose guest wrote the start.
+            2 => assert!(oracle.refused("info -f vpc bad").contains("may be its guest's")),
+            _ => assert_eq!(oracle.ours(&work, &words("compare -f vpc -F raw bad expected")).code, Some(0)),
+        }
+    }
+    // A fixed disk is one still where its guest writes a footer of that kind, or half of another.
+    oracle.make("create -q -f vpc -o subformat=fixed,force_size=on fixed 1M");
+    let fixed = fs::read(work.join("fixed")).unwrap();
+    let mut half = whole[..512].to_vec();
+    half[64] ^= 1;
+    for (start, is_read) in [(&fixed[1 << 20..], true), (&half, true), (&whole[..512], false)] {
+        let mut image = fixed.clone();
+        image[..512].copy_from_slice(start);
+        fs::write(work.join("bad"), image).unwrap();
+        match is_read {
+            true => {
+                assert_eq!(oracle.ours(&work, &words("convert -f vpc -O raw bad out")).code, Some(0));
+                assert_eq!(fs::read(work.join("out")).unwrap()[..512], *start);
+            }
+            false => assert!(oracle.refused("info -f vpc bad").contains("may be its guest's")),
+        }
+    }
+}
+
+/// The footer is back before the first write, which may make the file longer or not.
+#[test]
+fn a_write_restores_the_lost_footer_of_a_vhd() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let whole = image(&oracle, "vpc", "");
+    let read = || fs::read(work.join("bad")).unwrap();
+    for cut in [512, 511, 1] {
+        for place in ["1M 64k", "6M 64k"] {
+            fs::write(work.join("bad"), &whole[..whole.len() - cut]).unwrap();
+            io(&oracle, "vpc", "bad", &["read 0 64k"]);
+            assert_eq!(read().len(), whole.len() - cut);
+            io(&oracle, "vpc", "bad", &[&format!("write -P 9 {place}")]);
+            assert!(read().ends_with(&whole[..512]), "{cut}, {place}");
+            fs::copy(work.join("good"), work.join("expected")).unwrap();
+            oracle.io(&[&format!("write -P 9 {place}")], "expected");
+            oracle.make("compare -f vpc -F vpc bad expected");
+            assert_eq!(oracle.ours(&work, &words("compare -f vpc -F vpc bad expected")).code, Some(0));
+        }
+    }
 }
 
 #[test]

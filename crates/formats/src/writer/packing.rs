@@ -44,7 +44,7 @@ impl Writer {
                 return Err(Error::invalid_argument("whole clusters are compressed").offset(*at));
             }
         }
-        format.before_change(&self.file).await?;
+        self.before_change(format).await?;
         let mut run: Vec<Packing> = Vec::new();
         for block in pack(blocks, units.block_bytes).await? {
             let is_next = run.last().is_none_or(|last| last.at + units.block_bytes == block.at);

@@ -4,7 +4,7 @@
 
 use crate::fresh_images::{
     BASE, IMAGE, Kind, SECTOR, SECTORS, base_value, kinds, opened, overlays, qed_over_raw, split_vmdk, vdi_count,
-    vhdx_of,
+    vhd_without_end, vhdx_of,
 };
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
 use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
@@ -197,7 +197,7 @@ fn survive(kind: Kind, files: &[(String, Vec<u8>)], before: fn(usize) -> u8, pac
 fn formats_without_reference_counts_survive_power_cuts() {
     let mut total = CrashReport::default();
     let single = kinds().into_iter().map(|(kind, image)| (kind, vec![(IMAGE.to_owned(), image)]));
-    for (kind, files) in single.chain([split_vmdk()]) {
+    for (kind, files) in single.chain([split_vmdk(), vhd_without_end()]) {
         total.add(&survive(kind, &files, |_| 0, kind.format == "qcow"));
     }
     println!("formats: {total}");

@@ -82,6 +82,13 @@ fn vpc() -> Vec<u8> {
     bytes
 }
 
+/// A VHD image that lost its footer. The one at the start is there.
+pub fn vhd_without_end() -> (Kind, Vec<(String, Vec<u8>)>) {
+    let mut bytes = vpc();
+    bytes.truncate(bytes.len() - 512);
+    (Kind { format: "vpc", block_bytes: u64::from(BLOCK_BYTES) }, vec![(IMAGE.to_owned(), bytes)])
+}
+
 /// A VHDX image with the smallest blocks that there are.
 fn vhdx() -> Vec<u8> {
     vhdx_of(24 << 20)
