@@ -43,7 +43,7 @@ fn flushes(served: &Served) -> u64 {
 }
 
 fn switch(driver: &FrontEnd, on: u8) {
-    assert!(driver.tell(request::SET_CONFIG, &config_reply(32, 0, &[on]), None));
+    assert!(driver.send_acked(request::SET_CONFIG, &config_reply(32, 0, &[on]), None));
 }
 
 /// Passes a new region, as front ends do after a reset of their guest.
