@@ -69,7 +69,7 @@ impl Kind {
 type Key = (Identifier, String);
 
 #[derive(Default)]
-struct Counts {
+struct FloodCounts {
     kinds: HashMap<Key, Kind>,
     /// A thread waits to report the left-out lines.
     is_telling: bool,
@@ -77,10 +77,10 @@ struct Counts {
 
 /// The bounds of one log.
 #[derive(Clone, Default)]
-pub struct Bounds(Arc<Mutex<Counts>>);
+pub struct Bounds(Arc<Mutex<FloodCounts>>);
 
 impl Bounds {
-    fn counts(&self) -> MutexGuard<'_, Counts> {
+    fn counts(&self) -> MutexGuard<'_, FloodCounts> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
