@@ -362,6 +362,17 @@ async fn allocate_first_block(file: &File, size: u64) -> Result<()> {
     write(file, 0, &vec![0; usize::try_from(size.min(BLOCK_BYTES)).unwrap_or_default()]).await
 }
 
+/// Makes a file as long as an image needs it; a file of whole sectors alone, as FUSE shows it of an image, up to the next one.
+pub(super) async fn lengthen(file: &File, len: u64) -> Result<()> {
+    const SECTOR_BYTES: u64 = 512;
+    match file.set_len(len).await {
+        Err(error) if error.errno() == Errno::EINVAL && len % SECTOR_BYTES != 0 => {
+            file.set_len(len.next_multiple_of(SECTOR_BYTES)).await
+        }
+        result => result,
+    }
+}
+
 /// Makes `file`, whose contents count for nothing, a fresh qcow2 image. Its header is written last, after a barrier:
 /// whatever happens before, the file isn't taken for an image.
 pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Result<()> {
@@ -381,7 +392,7 @@ pub async fn write_fresh_qcow2(file: &File, options: &Qcow2CreateOptions) -> Res
     }
     // Bytes that aren't written below are zero: the file's new end covers them.
     if file.len() < layout.file_bytes {
-        file.set_len(layout.file_bytes).await?;
+        lengthen(file, layout.file_bytes).await?;
     }
     write(file, layout.refcount_table_offset, &layout.refcount_table(options)).await?;
     for (index, cluster) in &layout.refcount_blocks {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New images of formats without an engine: each is a few pieces, which `layout` knows.
 
-use crate::file::{Failed, Manner, NewName, write_zeroes};
+use crate::file::{Failed, Manner, NewName, lengthen, write_zeroes};
 use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
@@ -239,7 +239,7 @@ pub(super) async fn write(file: &File, fresh: &FreshFile) -> Result<()> {
         file.sync().await?;
     }
     if file.len() < fresh.len {
-        file.set_len(fresh.len).await?;
+        lengthen(file, fresh.len).await?;
     }
     for (offset, piece) in &fresh.pieces {
         write_piece(file, *offset, piece).await?;

@@ -35,6 +35,23 @@ fn df_shows_the_space_that_the_image_takes() {
     daemon.stop();
 }
 
+/// The file has whole sectors, and new images of these formats are no multiple of one.
+#[test]
+fn images_are_made_in_a_growable_file() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "growable": true})));
+    let file = folder.join("m");
+    for format in ["qcow2", "qcow", "vmdk"] {
+        run_to_code(COWSHED, &["create", "--force", "-q", "-f", format, text(&file), "20M"], &[0]);
+        tool("qemu-io", &["-f", format, "-c", "write -P 7 5M 64k", "-c", "read -P 7 5M 64k", text(&file)]);
+        File::options().write(true).truncate(true).open(&file).expect("it is emptied");
+    }
+    daemon.stop();
+}
+
 /// The path shows the disk while the export runs, and the image itself before and afterwards.
 #[test]
 fn a_file_covers_the_image_that_it_shows() {
