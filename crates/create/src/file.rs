@@ -362,7 +362,7 @@ async fn allocate_first_block(file: &File, size: u64) -> Result<()> {
     write(file, 0, &vec![0; usize::try_from(size.min(BLOCK_BYTES)).unwrap_or_default()]).await
 }
 
-/// Makes a file as long as an image needs it; a file of whole sectors alone, as FUSE shows it of an image, up to the next one.
+/// Makes a file as long as an image needs it. Where a file has whole sectors alone, as FUSE shows it of an image, it ends with one.
 pub(super) async fn lengthen(file: &File, len: u64) -> Result<()> {
     const SECTOR_BYTES: u64 = 512;
     match file.set_len(len).await {

@@ -117,14 +117,17 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     finish(opener, draft, file, vpc, backing).await
 }
 
-/// The footer. A fixed disk has it at the end alone, and the bytes at its start are its guest's. Of another disk the copy at the
-/// start counts, as in QEMU: where the file lost its end, the last bytes are the guest's.
+/// The footer. A fixed disk has it at the end alone, exactly behind the disk, and the bytes at its start are its guest's. Of another
+/// disk the copy at the start counts, as in QEMU: where the file lost its end, the last bytes are the guest's.
 async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
     let start = file.read(0, FOOTER_BYTES).await?;
     let is_fixed = |footer: &VpcFooter| footer.kind == VpcKind::Fixed;
     let copy = start.starts_with(COOKIE).then(|| VpcFooter::parse(&start));
     match (VpcFooter::parse(&end), copy.filter(|copy| !copy.as_ref().is_ok_and(is_fixed))) {
+        (Ok(footer), Some(Ok(_))) if is_fixed(&footer) && footer.size + FOOTER_BYTES as u64 == file.len() => {
+            Ok((footer, end))
+        }
         (Ok(footer), Some(Ok(_))) if is_fixed(&footer) => {
             let message = "the disk is a fixed one by the footer at the end of the file, and a dynamic one by that at its start: \
                            one of them may be its guest's (docs/formats/block-formats.md)";

@@ -184,17 +184,12 @@ fn a_guest_forges_no_footer_of_a_vhd() {
     let fixed = fs::read(work.join("fixed")).unwrap();
     let mut half = whole[..512].to_vec();
     half[64] ^= 1;
-    for (start, is_read) in [(&fixed[1 << 20..], true), (&half, true), (&whole[..512], false)] {
+    for start in [&fixed[1 << 20..], &half, &whole[..512]] {
         let mut image = fixed.clone();
         image[..512].copy_from_slice(start);
         fs::write(work.join("bad"), image).unwrap();
-        match is_read {
-            true => {
-                assert_eq!(oracle.ours(&work, &words("convert -f vpc -O raw bad out")).code, Some(0));
-                assert_eq!(fs::read(work.join("out")).unwrap()[..512], *start);
-            }
-            false => assert!(oracle.refused("info -f vpc bad").contains("may be its guest's")),
-        }
+        assert_eq!(oracle.ours(&work, &words("convert -f vpc -O raw bad out")).code, Some(0));
+        assert_eq!(fs::read(work.join("out")).unwrap()[..512], *start);
     }
 }
 

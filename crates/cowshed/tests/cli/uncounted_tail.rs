@@ -60,7 +60,8 @@ fn changes_leave_uncounted_clusters_at_the_end() {
         "qemu-img resize -q a.qcow2 2G",
         "qemu-img bitmap --add a.qcow2 b",
         "qemu-img snapshot -c s a.qcow2",
-        "qemu-img snapshot -c s a.qcow2; qemu-img snapshot -d s a.qcow2",
+        // Counts are too low to take any away.
+        "qemu-img snapshot -c s a.qcow2; ! qemu-img snapshot -d s a.qcow2",
     ] {
         let oracle = Oracle::new();
         for tool in tools {

@@ -22,7 +22,7 @@ fn flood_http(address: &str) {
     let stream = TcpStream::connect(address).expect("it listens");
     let mut asking = stream.try_clone().expect("a socket");
     let asker = std::thread::spawn(move || {
-        let requests = "GET /other HTTP/1.1\r\nHost: h\r\n\r\n".repeat(100);
+        let requests = "GET /other HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(100);
         (0..REQUESTS / 100).for_each(|_| asking.write_all(requests.as_bytes()).expect("it reads"));
     });
     let answers = BufReader::new(stream).lines().map(|line| line.expect("an answer"));

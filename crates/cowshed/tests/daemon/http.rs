@@ -5,7 +5,9 @@ use super::process::{Monitor, Serving, text};
 use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
+use cowshed_testkit::waiting::await_that;
 use serde_json::json;
+use std::os::unix::net::UnixStream;
 
 #[test]
 fn a_node_is_read_by_ranges_until_its_export_goes() {
@@ -147,9 +149,11 @@ fn writes_through_a_node_below_make_another_etag() {
     let (socket, monitor) = (folder.join("h.sock"), folder.join("m.sock"));
     let below = ["--blockdev", "file,node-name=f,filename=d.raw", "--blockdev", "raw,node-name=top,file=f"];
     let http = format!("http,id=h,node-name=top,addr.type=unix,addr.path={}", text(&socket));
-    let start = ["serve", "-k", "n.sock", "--monitor", "m.sock", "--export", "nbd,id=e,node-name=f,writable=on"];
-    let mut daemon = Serving::start(folder, &[&start[..], &below, &["--export", &http]].concat());
-    daemon.line();
+    let start = ["qemu-storage-daemon", "--nbd-server", "addr.type=unix,addr.path=n.sock", "--chardev"];
+    let more = ["socket,path=m.sock,server=on,wait=off,id=m", "--monitor", "chardev=m"];
+    let exports = ["--export", "nbd,id=e,node-name=f,writable=on", "--export", &http];
+    let daemon = Serving::start(folder, &[&start[..], &more, &below, &exports].concat());
+    await_that("the export listens", || UnixStream::connect(&socket).is_ok());
     let etag = || {
         tool(
             "curl",

@@ -250,6 +250,7 @@ fn counts_of_an_export_stay_with_its_node() {
             assert_eq!((stats.highest_written_byte, stats.last_end_ns), (65536 + 4096, 50 * MS), "{when}");
         };
         expect("all are there");
+        // Time of the simulation, in which nothing may change.
         rt::sleep(Duration::from_secs(1)).await;
         drop(queue);
         expect("a queue is gone");
@@ -272,6 +273,7 @@ fn a_wait_for_a_drain_is_the_time_of_the_export() {
             queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
             queue
         });
+        // Time of the simulation: the length of the drain.
         rt::sleep(Duration::from_secs(1)).await;
         drop(drained);
         let queue = requests.await;

@@ -11,7 +11,7 @@ use cowshed_image::node::{ChildRole, Marks};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::path_of_text;
-use cowshed_types::{Error, Result};
+use cowshed_types::{Errno, Error, Result};
 use std::sync::Arc;
 
 /// The image to commit, and its target.
@@ -154,7 +154,11 @@ async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandl
         let image = below_filters(base);
         // No request runs yet.
         let moving = image.moving_blocks();
-        base.resize(top.size(), Preallocation::Off).await?;
+        let resized = base.resize(top.size(), Preallocation::Off).await;
+        resized.map_err(|error| match error.message() {
+            "Image format driver does not support resize" => error.qemu("Block job failed").with_errno(Errno::ENOTSUP),
+            _ => error,
+        })?;
         drop(moving);
     }
     job.set_len(top.size());
