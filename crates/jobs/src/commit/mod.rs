@@ -43,7 +43,12 @@ async fn commit(top: &Arc<Node>, options: &CommitOptions, job: &JobHandle) -> Re
     let (base, depth) = find_base(top, options.base.as_deref())?;
     let graph = top.graph();
     graph.set_read_only(&base, false).await?;
-    let result = match announce_change(&base, &layer_above(top, &base)).await {
+    // Before the base gets another content id: one that can't be longer stays as it is.
+    let result = match lengthen(top, &base).await {
+        Ok(()) => announce_change(&base, &layer_above(top, &base)).await,
+        Err(error) => Err(error),
+    };
+    let result = match result {
         Ok(()) => copy_down(top, &base, depth, job).await,
         Err(error) => Err(error),
     };
@@ -149,7 +154,8 @@ fn is_named(above: &Node, backing: &Node, wanted: &str) -> bool {
         || real(&resolved).is_ok_and(|path| real(&backing.filename()).is_ok_and(|other| path == other))
 }
 
-async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandle) -> Result<()> {
+/// Makes the base as long as the image.
+async fn lengthen(top: &Arc<Node>, base: &Arc<Node>) -> Result<()> {
     if base.size() < top.size() {
         let image = below_filters(base);
         // No request runs yet.
@@ -161,6 +167,10 @@ async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandl
         })?;
         drop(moving);
     }
+    Ok(())
+}
+
+async fn copy_down(top: &Arc<Node>, base: &Arc<Node>, depth: u32, job: &JobHandle) -> Result<()> {
     job.set_len(top.size());
     // Also ranges that no layer holds: behind the end of a shorter layer the base must not show through.
     let above_base = |run: &cowshed_image::StatusExtent| run.depth < depth;
