@@ -366,7 +366,7 @@ async fn allocate_first_block(file: &File, size: u64) -> Result<()> {
 pub(super) async fn lengthen(file: &File, len: u64) -> Result<()> {
     const SECTOR_BYTES: u64 = 512;
     match file.set_len(len).await {
-        Err(error) if error.errno() == Errno::EINVAL && len % SECTOR_BYTES != 0 => {
+        Err(error) if error.errno() == Errno::EINVAL && !len.is_multiple_of(SECTOR_BYTES) => {
             file.set_len(len.next_multiple_of(SECTOR_BYTES)).await
         }
         result => result,

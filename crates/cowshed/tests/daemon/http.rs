@@ -147,7 +147,8 @@ fn writes_through_a_node_below_make_another_etag() {
     let folder = folder.path();
     std::fs::write(folder.join("d.raw"), vec![b'A'; 4 << 20]).expect("an image");
     let (socket, monitor) = (folder.join("h.sock"), folder.join("m.sock"));
-    let below = ["--blockdev", "file,node-name=f,filename=d.raw", "--blockdev", "raw,node-name=top,file=f"];
+    let below =
+        ["--blockdev", "file,node-name=f,filename=d.raw,discard=unmap", "--blockdev", "raw,node-name=top,file=f"];
     let http = format!("http,id=h,node-name=top,addr.type=unix,addr.path={}", text(&socket));
     let start = ["qemu-storage-daemon", "--nbd-server", "addr.type=unix,addr.path=n.sock", "--chardev"];
     let more = ["socket,path=m.sock,server=on,wait=off,id=m", "--monitor", "chardev=m"];
