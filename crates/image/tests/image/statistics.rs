@@ -49,6 +49,7 @@ fn outcomes_bytes_and_times_are_counted_apart() {
         assert!(queue.write(0, IoBuf::zeroed(512)).await.0.is_err());
         queue.count_merged(IoKind::Write);
         queue.count_invalid(IoKind::Discard);
+        // The idle time that is asked for below.
         rt::sleep(Duration::from_secs(2)).await;
         let stats = attachment.statistics();
         let read = stats.kind(IoKind::Read);
@@ -99,6 +100,7 @@ fn failed_requests_count_for_latencies_unless_told_otherwise() {
         let queue = attachment.queue();
         for (failed, invalid) in [(true, true), (false, false)] {
             attachment.set_accounting(Accounting { failed, invalid });
+            // Simulated idle time, which the last counted request ends.
             rt::sleep(Duration::from_secs(1)).await;
             queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
             rt::sleep(Duration::from_secs(1)).await;
@@ -180,6 +182,7 @@ fn intervals_and_histograms_show_latencies() {
         let histogram = stats.histograms[IoKind::Read as usize].as_ref().unwrap();
         assert_eq!(histogram.bins, [0, 0, 400, 0]);
         assert!(stats.histograms[IoKind::Write as usize].is_none());
+        // The short interval ends, the long one goes on.
         rt::sleep(Duration::from_secs(9)).await;
         let later = attachment.statistics();
         assert_eq!(
