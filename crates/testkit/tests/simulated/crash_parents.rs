@@ -155,6 +155,20 @@ fn grain(number: u64, seed: u64) -> Vec<u8> {
     }
 }
 
+/// The grains of the stream, and what `check` finds in it.
+async fn read_stream() -> cowshed_types::Result<(Vec<Vec<u8>>, Vec<String>)> {
+    let node = open(OpenRequest::file(IMAGE).format("vmdk")).await?;
+    let mut grains = Vec::new();
+    for number in GRAINS {
+        let (result, bytes) = node.read(number * GRAIN_BYTES, IoBuf::zeroed(GRAIN_BYTES as usize)).await;
+        result?;
+        grains.push(bytes.to_vec());
+    }
+    let check = node.check_mapped(4).await.expect("a format with tables")?;
+    node.close().await?;
+    Ok((grains, check.map(|check| check.findings).unwrap_or_default()))
+}
+
 /// The footer at the end of a stream leads to its tables, so it comes last.
 #[test]
 fn power_cut_leaves_a_stream_empty_whole_or_refused() {
@@ -179,18 +193,7 @@ fn power_cut_leaves_a_stream_empty_whole_or_refused() {
         let plan = CrashPlan { max_distinct: 600, per_change: 40, ..CrashPlan::new(seed) };
         let report = explore(&world.trace(), &plan, |case| {
             let left = World::with_files(Config::new(0), &case.state.files);
-            let read = left.run(async {
-                let node = open(OpenRequest::file(IMAGE).format("vmdk")).await?;
-                let mut grains = Vec::new();
-                for number in GRAINS {
-                    let (result, bytes) = node.read(number * GRAIN_BYTES, IoBuf::zeroed(GRAIN_BYTES as usize)).await;
-                    result?;
-                    grains.push(bytes.to_vec());
-                }
-                let check = node.check_mapped(4).await.expect("a format with tables")?;
-                node.close().await?;
-                Ok::<_, cowshed_types::Error>((grains, check.map(|check| check.findings).unwrap_or_default()))
-            });
+            let read = left.run(read_stream());
             match read {
                 Err(_) if case.position < end => {
                     refused += 1;
@@ -244,18 +247,7 @@ fn power_cut_keeps_the_flushed_grains_of_a_stream() {
             let durable =
                 flushed.iter().rfind(|(position, _)| *position <= case.position).map_or(0, |(_, count)| *count);
             let left = World::with_files(Config::new(0), &case.state.files);
-            let read = left.run(async {
-                let node = open(OpenRequest::file(IMAGE).format("vmdk")).await?;
-                let mut grains = Vec::new();
-                for number in GRAINS {
-                    let (result, bytes) = node.read(number * GRAIN_BYTES, IoBuf::zeroed(GRAIN_BYTES as usize)).await;
-                    result?;
-                    grains.push(bytes.to_vec());
-                }
-                let check = node.check_mapped(4).await.expect("a format with tables")?;
-                node.close().await?;
-                Ok::<_, cowshed_types::Error>((grains, check.map(|check| check.findings).unwrap_or_default()))
-            });
+            let read = left.run(read_stream());
             match read {
                 Err(_) if durable == 0 => {
                     refused += 1;
