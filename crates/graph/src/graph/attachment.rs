@@ -3,11 +3,11 @@
 //! attachment's place now.
 
 use super::changes::Scope;
-use super::gate::{Gate, Lane};
+use super::gate::Gate;
 use super::queue::Queue;
 use super::{Drained, Graph};
 use crate::node::{Edge, Hold, Node};
-use crate::stats::{Accounting, AttachmentStats, IoKind, KINDS, KindStats, Observed};
+use crate::stats::{Accounting, AttachmentStats, IoKind, LaneSum, Observed};
 use arc_swap::ArcSwap;
 use cowshed_storage::{PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
@@ -77,21 +77,13 @@ pub struct Attachment {
     detached: AtomicBool,
     /// Held by the one that gives the node back, and its result afterwards.
     ending: futures_util::lock::Mutex<Option<Result<()>>>,
-    /// Counters of queues that are gone.
-    past: Mutex<Past>,
+    counts: LaneSum,
     counted: bool,
     /// True when `observed` has something: then each request looks there.
     observing: AtomicBool,
     account_failed: AtomicBool,
     account_invalid: AtomicBool,
     observed: Mutex<Observed>,
-}
-
-#[derive(Default)]
-struct Past {
-    kinds: [KindStats; KINDS],
-    highest_written_byte: u64,
-    last_end_ns: u64,
 }
 
 /// The user of a node that stands for an attachment.
@@ -120,7 +112,7 @@ impl Attachment {
             gate: Gate::default(),
             detached: AtomicBool::new(false),
             ending: futures_util::lock::Mutex::default(),
-            past: Mutex::default(),
+            counts: LaneSum::default(),
             counted: request.counted,
             observing: AtomicBool::new(false),
             account_failed: AtomicBool::new(true),
@@ -234,25 +226,17 @@ impl Attachment {
 
     /// The requests that went through it so far.
     pub fn statistics(&self) -> AttachmentStats {
-        let mut stats = AttachmentStats { accounting: self.accounting(), ..AttachmentStats::default() };
-        let mut last_end_ns = 0;
-        self.gate.with_lanes(|lanes| {
-            // Both at once: a lane that goes away is either still there or in the past.
-            for lane in lanes {
-                lane.counters.collect(&mut stats.kinds);
-                stats.highest_written_byte = stats.highest_written_byte.max(lane.counters.highest_written_byte());
-                last_end_ns = last_end_ns.max(lane.counters.last_end_ns());
-            }
-            let past = self.past();
-            for (kind, more) in stats.kinds.iter_mut().zip(&past.kinds) {
-                kind.add(more);
-            }
-            stats.highest_written_byte = stats.highest_written_byte.max(past.highest_written_byte);
-            last_end_ns = last_end_ns.max(past.last_end_ns);
-        });
+        let counts = self.counts.counts();
+        let mut stats = AttachmentStats {
+            kinds: counts.kinds,
+            accounting: self.accounting(),
+            highest_written_byte: counts.highest_written_byte,
+            ..AttachmentStats::default()
+        };
         stats.in_flight = self.gate.in_flight();
         let now = rt::now_ns();
-        stats.idle_ns = (stats.in_flight == 0 && last_end_ns != 0).then(|| now.saturating_sub(last_end_ns));
+        let is_idle = stats.in_flight == 0 && counts.last_end_ns != 0;
+        stats.idle_ns = is_idle.then(|| now.saturating_sub(counts.last_end_ns));
         let observed = self.observed();
         stats.intervals = observed.intervals(now);
         stats.histograms = observed.histograms();
@@ -300,10 +284,6 @@ impl Attachment {
         self.observed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn past(&self) -> MutexGuard<'_, Past> {
-        self.past.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn user(&self) -> String {
         user_of(&self.name)
     }
@@ -349,14 +329,9 @@ impl Attachment {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Keeps the counters of a lane that goes.
-    pub(super) fn keep_counters(&self, lane: &Arc<Lane>) {
-        self.gate.remove_lane(lane, |lane| {
-            let mut past = self.past();
-            lane.counters.collect(&mut past.kinds);
-            past.highest_written_byte = past.highest_written_byte.max(lane.counters.highest_written_byte());
-            past.last_end_ns = past.last_end_ns.max(lane.counters.last_end_ns());
-        });
+    /// The lanes that count its requests.
+    pub(super) fn counts(&self) -> &LaneSum {
+        &self.counts
     }
 
     /// Another node in its place. It is drained, and attached to that node already.

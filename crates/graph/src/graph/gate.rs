@@ -3,7 +3,6 @@
 //! until those are done.
 
 use crate::events::Events;
-use crate::stats::LaneCounters;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,7 +13,6 @@ pub(super) struct Lane {
     in_flight: AtomicU64,
     /// A request that was carried out is not just counted: see [`Lane::is_plain`].
     special: AtomicBool,
-    pub(super) counters: LaneCounters,
 }
 
 impl Lane {
@@ -62,11 +60,9 @@ impl Gate {
         lane
     }
 
-    /// Takes out a lane whose queue is gone; `fold` gets it under the lock, so no reader misses it in both places.
-    pub(super) fn remove_lane(&self, lane: &Arc<Lane>, fold: impl FnOnce(&Lane)) {
-        let mut lanes = self.lanes();
-        lanes.retain(|known| !Arc::ptr_eq(known, lane));
-        fold(lane);
+    /// Takes out a lane whose queue is gone.
+    pub(super) fn remove_lane(&self, lane: &Arc<Lane>) {
+        self.lanes().retain(|known| !Arc::ptr_eq(known, lane));
     }
 
     /// Shows the lanes while none comes or goes.

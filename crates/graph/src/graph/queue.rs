@@ -3,14 +3,16 @@
 //!
 //! - the gate of the attachment, which a drain closes;
 //! - the limits of a throttle filter at the top, without the filter's node where its credit suffices;
-//! - the node;
-//! - the statistics of the attachment.
+//! - the node.
+//!
+//! A read or a write that was carried out is counted once, in the counters of its route. They count for the attachment and for the
+//! nodes of the route. Where these don't count the same, each counts by itself.
 
 use super::attachment::Attachment;
 use super::gate::Lane;
 use crate::filters::throttle::{Credit, Direction};
-use crate::node::{ChildRole, Node, Preallocation, StatusExtent, ZeroFlags};
-use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
+use crate::node::{ChildRole, Counting, Node, Preallocation, StatusExtent, ZeroFlags};
+use crate::stats::{IoKind, LaneCounters, RequestOutcome, outcome_of};
 use cowshed_storage::{IoBuf, PermissionSet, SharedBufs, rt};
 use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use std::cell::RefCell;
@@ -21,56 +23,73 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Queue(Rc<QueueState>);
 
+/// A request is one request of its node, too.
+const ONE: bool = true;
+/// It is several requests of its node: a write and a flush.
+const SEVERAL: bool = false;
+
 /// The node at the attachment's place. Requests share it without touching the counts that all threads see.
 struct CachedRoute {
+    attachment: Arc<Attachment>,
     node: Arc<Node>,
     /// When `node` is a throttle filter without settings of its own.
     fast_path: Option<FastPath>,
+    /// Counts requests that go the whole route, for the attachment and for each node of the route.
+    counters: Arc<LaneCounters>,
 }
 
 /// The way past a throttle filter.
 struct FastPath {
-    filter: Arc<Node>,
     /// The node behind it.
     behind: Arc<Node>,
     /// The credit that requests may take from the filter's group without asking it; for reads, and for writes.
     credits: [Credit; 2],
-    /// The requests that did, for the filter's statistics.
-    passed: Arc<PassedCounters>,
 }
 
-impl Drop for FastPath {
+impl Drop for CachedRoute {
     fn drop(&mut self) {
-        self.filter.fold_passed(&self.passed);
+        self.attachment.counts().fold(&self.counters);
+        self.nodes().for_each(|node| node.lanes().fold(&self.counters));
     }
 }
 
 impl CachedRoute {
-    fn new(node: Arc<Node>) -> CachedRoute {
+    fn new(attachment: &Arc<Attachment>) -> CachedRoute {
+        let (attachment, node) = (Arc::clone(attachment), attachment.node());
         let behind = if node.is_plain_throttle() { node.child(ChildRole::File) } else { None };
-        let fast_path = behind.map(|behind| FastPath {
-            filter: Arc::clone(&node),
-            behind,
-            credits: Default::default(),
-            passed: node.add_passed(),
-        });
-        CachedRoute { node, fast_path }
+        let fast_path = behind.map(|behind| FastPath { behind, credits: Default::default() });
+        let route = CachedRoute { attachment, node, fast_path, counters: Arc::default() };
+        route.attachment.counts().add(&route.counters);
+        route.nodes().for_each(|node| node.lanes().add(&route.counters));
+        route
     }
 
-    /// Where a request goes: to the node, or past a throttle filter that lets it go at once.
+    fn nodes(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.fast_path.iter().map(|fast_path| &fast_path.behind).chain([&self.node])
+    }
+
+    /// The way of a request: to the node, or past a throttle filter that lets it go at once. `shared`: the counters of the
+    /// route may count it.
     #[inline]
-    fn choose<const WRITES: bool>(&self, len: u64) -> Route<'_> {
+    fn choose<const WRITES: bool>(&self, len: u64, shared: bool) -> Way<'_> {
         let direction = if WRITES { Direction::Write } else { Direction::Read };
-        match &self.fast_path {
+        let (to, is_past) = match &self.fast_path {
             Some(fast_path) if !self.node.is_watched() && (!WRITES || !self.node.is_tracked()) => {
                 if self.try_debit(fast_path, direction, len) {
-                    return Route { to: &fast_path.behind, fast_path: Some(fast_path) };
+                    (&*fast_path.behind, true)
+                } else {
+                    self.note_entrance();
+                    (&*self.node, false)
                 }
-                self.note_entrance();
             }
-            _ => {}
-        }
-        Route { to: &self.node, fast_path: None }
+            _ => (&*self.node, false),
+        };
+        let is_whole = is_past || self.fast_path.is_none();
+        let counting = match shared && is_whole && to.is_counted_in_lanes::<WRITES>() {
+            true => Counting::Lane(rt::round_now_ns()),
+            false => Counting::Node,
+        };
+        Way { route: self, to, is_past, counting }
     }
 
     /// The request that is about to go to the node has not begun while a throttle filter there holds it back.
@@ -90,30 +109,22 @@ impl CachedRoute {
 }
 
 /// The way of a request.
-struct Route<'a> {
+struct Way<'a> {
+    route: &'a CachedRoute,
     to: &'a Node,
-    /// The filter that it goes past.
-    fast_path: Option<&'a FastPath>,
+    /// It goes past the throttle filter.
+    is_past: bool,
+    counting: Counting,
 }
 
-impl Route<'_> {
-    #[inline]
-    fn count(&self, kind: IoKind, len: u64, span: Span, result: &Result<()>) {
-        let Some(fast_path) = self.fast_path else { return };
-        match result {
-            Ok(()) => fast_path.passed.count(kind, len, span.took_ns, span.end_ns),
-            Err(_) => fast_path.count_refused(kind, len, span.start_ns, result),
-        }
-    }
-}
-
-impl FastPath {
+impl Way<'_> {
+    /// Counts a request at the filter that it went past, which didn't see it.
     #[cold]
-    fn count_refused(&self, kind: IoKind, len: u64, start_ns: u64, result: &Result<()>) {
-        self.filter.count(kind, 0, len, start_ns, result);
-        if outcome_of(result) == RequestOutcome::Invalid {
+    fn count_past(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        self.route.node.count_passed(kind, offset, len, start_ns, result);
+        if let (RequestOutcome::Invalid, Some(fast_path)) = (outcome_of(result), &self.route.fast_path) {
             // An impossible request is no load.
-            self.credits[direction_of(kind) as usize].give_back(len);
+            fast_path.credits[direction_of(kind) as usize].give_back(len);
         }
     }
 }
@@ -134,13 +145,16 @@ fn direction_of(kind: IoKind) -> Direction {
 struct QueueState {
     attachment: Arc<Attachment>,
     lane: Arc<Lane>,
+    /// Counts requests for the attachment alone.
+    counters: Arc<LaneCounters>,
     /// The route of some generation. While that is the attachment's, no shared counter is touched to hold it.
     seen: RefCell<(u64, Rc<CachedRoute>)>,
 }
 
 impl Drop for QueueState {
     fn drop(&mut self) {
-        self.attachment.keep_counters(&self.lane);
+        self.attachment.gate().remove_lane(&self.lane);
+        self.attachment.counts().fold(&self.counters);
     }
 }
 
@@ -150,7 +164,7 @@ impl QueueState {
         let generation = self.attachment.generation();
         let mut seen = self.seen.borrow_mut();
         if seen.0 != generation {
-            *seen = (generation, Rc::new(CachedRoute::new(self.attachment.node())));
+            *seen = (generation, Rc::new(CachedRoute::new(&self.attachment)));
         }
         Rc::clone(&seen.1)
     }
@@ -181,9 +195,39 @@ impl QueueState {
     #[inline]
     fn count(&self, kind: IoKind, offset: u64, len: u64, span: Span, result: &Result<()>) {
         if result.is_ok() && self.lane.is_plain() {
-            self.lane.counters.count_done(kind, offset, len, span.took_ns, span.end_ns);
+            self.counters.count_done(kind, offset, len, span.took_ns, span.end_ns);
         } else {
             self.count_special(kind, offset, len, span.start_ns, result);
+        }
+    }
+
+    /// Counts a request that took this way.
+    #[inline]
+    fn count_on_way(&self, way: &Way<'_>, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+        match (way.counting, result) {
+            (Counting::Lane(entered_ns), Ok(())) => {
+                let end_ns = rt::round_now_ns();
+                way.route.counters.count_done(kind, offset, len, end_ns.saturating_sub(entered_ns), end_ns);
+                if start_ns != entered_ns || !self.lane.is_plain() {
+                    self.count_rest(kind, start_ns, entered_ns);
+                }
+            }
+            _ => {
+                if way.is_past {
+                    way.count_past(kind, offset, len, start_ns, result);
+                }
+                self.count(kind, offset, len, self.span_since(start_ns), result);
+            }
+        }
+    }
+
+    /// The attachment's own of such a request: a wait at the gate, and intervals that were set while it ran.
+    #[cold]
+    fn count_rest(&self, kind: IoKind, start_ns: u64, entered_ns: u64) {
+        self.counters.add_time(kind, entered_ns.saturating_sub(start_ns));
+        if self.attachment.is_observing() {
+            let end_ns = rt::now_ns();
+            self.attachment.observe(kind, end_ns.saturating_sub(start_ns), end_ns);
         }
     }
 
@@ -222,7 +266,7 @@ impl QueueState {
         let end_ns = self.end_ns();
         match result {
             Ok(()) => {
-                self.lane.counters.count_done(kind, offset, len, end_ns.saturating_sub(start_ns), end_ns);
+                self.counters.count_done(kind, offset, len, end_ns.saturating_sub(start_ns), end_ns);
                 if self.attachment.is_observing() {
                     self.attachment.observe(kind, end_ns.saturating_sub(start_ns), end_ns);
                 }
@@ -239,7 +283,7 @@ impl QueueState {
             RequestOutcome::Invalid if accounting.invalid => Some(0),
             _ => None,
         };
-        self.lane.counters.count_refused(kind, outcome, latency_ns, end_ns);
+        self.counters.count_refused(kind, outcome, latency_ns, end_ns);
         if let (RequestOutcome::Failed, Some(latency_ns), true) = (outcome, latency_ns, self.attachment.is_observing())
         {
             self.attachment.observe(kind, latency_ns, end_ns);
@@ -276,26 +320,26 @@ macro_rules! carry_out {
     }};
 }
 
-/// The same for a request with a buffer, which comes back; it may go past a throttle filter.
+/// The same for a read or a write, whose buffer comes back; it may go past a throttle filter. `$count` is [`ONE`] or [`SEVERAL`].
 macro_rules! carry_out_with {
-    ($queue:expr, $start_ns:expr, $kind:path, $offset:expr, $buf:ident, |$node:ident| $work:expr) => {{
+    ($queue:expr, $start_ns:expr, $kind:path, $count:ident, $offset:expr, $buf:ident, |$way:ident| $work:expr) => {{
         const WRITES: bool = !matches!($kind, IoKind::Read);
         let queue: &QueueState = $queue;
         let len = $buf.len() as u64;
-        let (result, buf, span) = match queue.check($kind) {
+        match queue.check($kind) {
             Ok(()) => {
                 let route = queue.route();
-                let chosen = route.choose::<WRITES>(len);
-                let $node = chosen.to;
+                let $way = route.choose::<WRITES>(len, $count && queue.lane.is_plain());
                 let (result, buf) = $work.await;
-                let span = queue.span_since($start_ns);
-                chosen.count($kind, len, span, &result);
-                (result, buf, span)
+                queue.count_on_way(&$way, $kind, $offset, len, $start_ns, &result);
+                (result, buf)
             }
-            Err(error) => (Err(error), $buf, queue.span_since($start_ns)),
-        };
-        queue.count($kind, $offset, len, span, &result);
-        (result, buf)
+            Err(error) => {
+                let result = Err(error);
+                queue.count($kind, $offset, len, queue.span_since($start_ns), &result);
+                (result, $buf)
+            }
+        }
     }};
 }
 
@@ -304,9 +348,10 @@ impl Queue {
         let lane = attachment.gate().add_lane();
         // It is in the list by now: a later change of this finds it there.
         lane.set_plain(attachment.counts_plainly());
-        let attachment = Arc::clone(attachment);
-        let seen = RefCell::new((attachment.generation(), Rc::new(CachedRoute::new(attachment.node()))));
-        Queue(Rc::new(QueueState { attachment, lane, seen }))
+        let counters = Arc::default();
+        attachment.counts().add(&counters);
+        let seen = RefCell::new((attachment.generation(), Rc::new(CachedRoute::new(attachment))));
+        Queue(Rc::new(QueueState { attachment: Arc::clone(attachment), lane, counters, seen }))
     }
 
     /// The attachment that the requests go through.
@@ -332,7 +377,9 @@ impl Queue {
     pub async fn read(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let start_ns = self.0.start_ns();
         let passage = self.0.attachment.gate().enter(&self.0.lane).await;
-        let read = carry_out_with!(&*self.0, start_ns, IoKind::Read, offset, buf, |node| node.read(offset, buf));
+        let read = carry_out_with!(&*self.0, start_ns, IoKind::Read, ONE, offset, buf, |way| {
+            way.to.read_counted(offset, buf, way.counting)
+        });
         drop(passage);
         read
     }
@@ -343,7 +390,9 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, buf, |node| node.run_write(offset, buf))
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, ONE, offset, buf, |way| {
+                way.to.write_counted(offset, buf, way.counting)
+            })
         })
         .await
     }
@@ -353,10 +402,10 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, buf, |node| async {
-                let (result, buf) = node.run_write(offset, buf).await;
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, SEVERAL, offset, buf, |way| async {
+                let (result, buf) = way.to.run_write(offset, buf).await;
                 match result {
-                    Ok(()) => (node.run_flush().await, buf),
+                    Ok(()) => (way.to.run_flush().await, buf),
                     Err(error) => (Err(error), buf),
                 }
             })
@@ -370,7 +419,9 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside.0, start_ns, IoKind::Read, offset, bufs, |node| node.read_shared(offset, bufs))
+            carry_out_with!(&inside.0, start_ns, IoKind::Read, ONE, offset, bufs, |way| {
+                way.to.read_shared_counted(offset, bufs, way.counting)
+            })
         })
         .await
     }
@@ -381,8 +432,9 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, bufs, |node| node
-                .run_write_shared(offset, bufs))
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, ONE, offset, bufs, |way| {
+                way.to.write_shared_counted(offset, bufs, way.counting)
+            })
         })
         .await
     }
@@ -392,10 +444,10 @@ impl Queue {
         let start_ns = self.0.start_ns();
         let inside = self.enter().await;
         rt::to_completion(async move {
-            carry_out_with!(&inside.0, start_ns, IoKind::Write, offset, bufs, |node| async {
-                let (result, bufs) = node.run_write_shared(offset, bufs).await;
+            carry_out_with!(&inside.0, start_ns, IoKind::Write, SEVERAL, offset, bufs, |way| async {
+                let (result, bufs) = way.to.run_write_shared(offset, bufs).await;
                 match result {
-                    Ok(()) => (node.run_flush().await, bufs),
+                    Ok(()) => (way.to.run_flush().await, bufs),
                     Err(error) => (Err(error), bufs),
                 }
             })
@@ -501,7 +553,7 @@ impl Queue {
 
     /// Counts a request that the caller joined with another one.
     pub fn count_merged(&self, kind: IoKind) {
-        self.0.lane.counters.count_merged(kind);
+        self.0.counters.count_merged(kind);
     }
 
     /// Counts a request that the caller refused as impossible before it got here.

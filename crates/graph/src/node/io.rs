@@ -2,9 +2,9 @@
 //! Requests: the checks that every driver needs, then the driver.
 
 use super::driver::{Intent, Mapped, Place, Transfer, whole_sectors};
-use super::{Corruption, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
-use crate::stats::{IoKind, PassedCounters, RequestOutcome, outcome_of};
-use cowshed_storage::{IoBuf, rt};
+use super::{ByNode, CountedBy, DetectZeroes, LocalFuture, Node, Preallocation, Reading, ZeroFlags, boxed};
+use crate::stats::IoKind;
+use cowshed_storage::IoBuf;
 #[cfg(mutants)]
 use cowshed_types::slip;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -28,87 +28,21 @@ impl Node {
         self.tracking.is_active()
     }
 
-    /// Counters for a queue whose requests go past this node.
-    pub(crate) fn add_passed(&self) -> Arc<PassedCounters> {
-        self.counters.add_passed()
-    }
-
-    /// Takes over the counters of such a queue that is gone.
-    pub(crate) fn fold_passed(&self, gone: &Arc<PassedCounters>) {
-        self.counters.fold(gone);
-    }
-
-    /// The time: by the clock itself where latencies are watched, else by that of the executor's round, which is there
-    /// already.
-    #[inline]
-    pub(super) fn clock_ns(&self) -> u64 {
-        if self.is_watched() { rt::now_ns() } else { rt::round_now_ns() }
-    }
-
-    /// Counts a request of this node for `len` bytes at `offset` that began at `start_ns`.
-    #[inline]
-    pub(crate) fn count(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        // One look at the flag, and nothing else where no watch is set.
-        if self.is_watched() {
-            return self.count_watched(kind, offset, len, start_ns, result);
-        }
-        self.count_until(kind, len, start_ns, rt::round_now_ns(), result);
-    }
-
-    #[cold]
-    fn count_watched(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        let end_ns = rt::now_ns();
-        self.count_until(kind, len, start_ns, end_ns, result);
-        self.note_watched(kind, offset + len, start_ns, end_ns, outcome_of(result));
-    }
-
-    #[inline]
-    fn count_until(&self, kind: IoKind, len: u64, start_ns: u64, end_ns: u64, result: &Result<()>) {
-        match result {
-            Ok(()) => self.counters.count_done(kind, len, start_ns, end_ns),
-            Err(error) => self.count_failed(kind, end_ns.saturating_sub(start_ns), end_ns, error),
-        }
-    }
-
-    /// Counts a write or a write of zeroes, and tells observers of it, also of one that failed: a part may have arrived.
-    #[inline]
-    pub(super) fn end_write(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
-        self.count(kind, offset, len, start_ns, result);
-        if result.is_ok() {
-            self.counters.note_written(offset + len);
-        }
-        self.tracking.written(offset, len);
-    }
-
-    /// Counts a request that is impossible.
-    #[cold]
-    pub(super) fn count_invalid(&self, kind: IoKind) {
-        self.counters.count_refused(kind, RequestOutcome::Invalid, 0, rt::round_now_ns());
-    }
-
-    #[cold]
-    fn count_failed(&self, kind: IoKind, latency_ns: u64, end_ns: u64, error: &Error) {
-        let outcome = outcome_of::<()>(&Err(error.clone()));
-        let latency_ns = if outcome == RequestOutcome::Failed { latency_ns } else { 0 };
-        self.counters.count_refused(kind, outcome, latency_ns, end_ns);
-        if error.kind() == ErrorKind::InvalidImage {
-            self.tell_corrupt(error);
-        }
-    }
-
-    /// Reports damage that a request met, once, if it is this image's own.
-    fn tell_corrupt(&self, error: &Error) {
-        let own = error.file_name().is_none_or(|file| file == self.filename);
-        if !own || !self.driver.tells_damage() || self.told_corrupt.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        self.home.report_corruption(&Corruption::new(&self.name, error, false));
-    }
-
     /// Fills `buf` from byte `offset`; reading past the end is `InvalidArgument`. After an error all of `buf` is
     /// zeroes.
-    pub async fn read(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
-        let (len, start_ns) = (buf.len() as u64, self.clock_ns());
+    #[inline]
+    pub fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
+        self.read_counted(offset, buf, ByNode)
+    }
+
+    /// As [`Node::read`].
+    pub(crate) async fn read_counted<C: CountedBy>(
+        &self,
+        offset: u64,
+        mut buf: IoBuf,
+        counting: C,
+    ) -> (Result<()>, IoBuf) {
+        let (len, start_ns) = (buf.len() as u64, self.start_ns(counting));
         if let Err(error) = self.check_range(offset, len) {
             self.count_invalid(IoKind::Read);
             buf.forget();
@@ -134,7 +68,7 @@ impl Node {
             },
             Mapped::Nothing | Mapped::Special => self.read_noted(offset, buf).await,
         };
-        self.count(IoKind::Read, offset, len, start_ns, &result);
+        self.end(counting, IoKind::Read, offset, len, start_ns, &result);
         if result.is_err() {
             buf.forget();
         }
@@ -266,8 +200,19 @@ impl Node {
     }
 
     /// See [`Node::write`]. `node/requests.rs` carries it on to its end when its caller drops the future.
-    pub(crate) async fn run_write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        let (len, start_ns) = (buf.len() as u64, self.clock_ns());
+    #[inline]
+    pub(crate) fn run_write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = (Result<()>, IoBuf)> {
+        self.write_counted(offset, buf, ByNode)
+    }
+
+    /// As [`Node::run_write`]. A lane may count it only while [`Node::is_counted_in_lanes`].
+    pub(crate) async fn write_counted<C: CountedBy>(
+        &self,
+        offset: u64,
+        buf: IoBuf,
+        counting: C,
+    ) -> (Result<()>, IoBuf) {
+        let (len, start_ns) = (buf.len() as u64, self.start_ns(counting));
         if let Err(error) = self.check_counted(IoKind::Write, offset, len) {
             return (Err(error), buf);
         }
@@ -300,7 +245,7 @@ impl Node {
             },
             Mapped::Zeroes | Mapped::Layer(..) | Mapped::Special => self.driver.write(offset, buf).await,
         };
-        self.end_write(IoKind::Write, offset, len, start_ns, &result);
+        self.end_write(counting, IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, buf);
         }
@@ -318,7 +263,17 @@ impl Node {
 
     /// As [`Node::run_write`], in a box: for drivers that write to another node.
     pub(crate) fn write_boxed(&self, offset: u64, buf: IoBuf) -> LocalFuture<'_, (Result<()>, IoBuf)> {
-        boxed!(self, |node| node.run_write(offset, buf))
+        self.write_boxed_counted(offset, buf, ByNode)
+    }
+
+    /// As [`Node::write_counted`], in a box.
+    pub(super) fn write_boxed_counted<C: CountedBy>(
+        &self,
+        offset: u64,
+        buf: IoBuf,
+        counting: C,
+    ) -> LocalFuture<'_, (Result<()>, IoBuf)> {
+        boxed!(self, |node| node.write_counted(offset, buf, counting))
     }
 
     /// As [`Node::write_boxed`], of data that the range already has: it only moves into this image, and dirty bitmaps
@@ -380,7 +335,7 @@ impl Node {
             false => None,
         };
         let result = self.driver.write_zeroes(offset, len, flags).await;
-        self.end_write(IoKind::WriteZeroes, offset, len, start_ns, &result);
+        self.end_write(ByNode, IoKind::WriteZeroes, offset, len, start_ns, &result);
         result?;
         self.flush_if_writethrough().await
     }
@@ -447,7 +402,7 @@ impl Node {
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
         let result = self.driver.write_compressed(clusters).await;
         for (offset, len) in spans {
-            self.end_write(IoKind::Write, offset, len, start_ns, &result);
+            self.end_write(ByNode, IoKind::Write, offset, len, start_ns, &result);
         }
         result?;
         self.flush_if_writethrough().await

@@ -3,7 +3,7 @@
 //! this process. All else has a copy: the guest may change its memory while a driver looks at the bytes.
 
 use super::driver::{Intent, Mapped};
-use super::{DetectZeroes, Node};
+use super::{ByNode, CountedBy, DetectZeroes, Node};
 use crate::stats::IoKind;
 use cowshed_storage::{IoBuf, SharedBufs};
 use cowshed_types::Result;
@@ -12,8 +12,19 @@ use cowshed_types::slip;
 
 impl Node {
     /// As [`Node::read`], into shared memory. After an error it may be filled in part.
-    pub async fn read_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
-        let (len, start_ns) = (bufs.len() as u64, self.clock_ns());
+    #[inline]
+    pub fn read_shared(&self, offset: u64, bufs: SharedBufs) -> impl Future<Output = (Result<()>, SharedBufs)> {
+        self.read_shared_counted(offset, bufs, ByNode)
+    }
+
+    /// As [`Node::read_shared`].
+    pub(crate) async fn read_shared_counted<C: CountedBy>(
+        &self,
+        offset: u64,
+        bufs: SharedBufs,
+        counting: C,
+    ) -> (Result<()>, SharedBufs) {
+        let (len, start_ns) = (bufs.len() as u64, self.start_ns(counting));
         if let Err(error) = self.check_range(offset, len) {
             self.count_invalid(IoKind::Read);
             return (Err(error), bufs);
@@ -33,7 +44,7 @@ impl Node {
             mapped => (self.read_copied(mapped, offset, &bufs).await, bufs),
         };
         let result = result.and_then(|()| bufs.check());
-        self.count(IoKind::Read, offset, len, start_ns, &result);
+        self.end(counting, IoKind::Read, offset, len, start_ns, &result);
         (result, bufs)
     }
 
@@ -52,8 +63,23 @@ impl Node {
     }
 
     /// As [`Node::run_write`], from shared memory, which may change meanwhile.
-    pub(crate) async fn run_write_shared(&self, offset: u64, bufs: SharedBufs) -> (Result<()>, SharedBufs) {
-        let (len, start_ns) = (bufs.len() as u64, self.clock_ns());
+    #[inline]
+    pub(crate) fn run_write_shared(
+        &self,
+        offset: u64,
+        bufs: SharedBufs,
+    ) -> impl Future<Output = (Result<()>, SharedBufs)> {
+        self.write_shared_counted(offset, bufs, ByNode)
+    }
+
+    /// As [`Node::run_write_shared`]. A lane may count it only while [`Node::is_counted_in_lanes`].
+    pub(crate) async fn write_shared_counted<C: CountedBy>(
+        &self,
+        offset: u64,
+        bufs: SharedBufs,
+        counting: C,
+    ) -> (Result<()>, SharedBufs) {
+        let (len, start_ns) = (bufs.len() as u64, self.start_ns(counting));
         if let Err(error) = self.check_write(offset, len).and_then(|()| bufs.check()) {
             self.count_invalid(IoKind::Write);
             return (Err(error), bufs);
@@ -61,7 +87,7 @@ impl Node {
         if self.settings.detect_zeroes() != DetectZeroes::Off || self.settings.is_probed_raw() {
             // The bytes decide.
             let result = match IoBuf::try_copy_of(&bufs) {
-                Ok(buf) => self.write_boxed(offset, buf).await.0,
+                Ok(buf) => self.write_boxed_counted(offset, buf, counting).await.0,
                 Err(error) => Err(error),
             };
             return (result, bufs);
@@ -77,7 +103,7 @@ impl Node {
             mapped => (self.write_copied(mapped, offset, &bufs).await, bufs),
         };
         let result = result.and_then(|()| bufs.check());
-        self.end_write(IoKind::Write, offset, len, start_ns, &result);
+        self.end_write(counting, IoKind::Write, offset, len, start_ns, &result);
         if result.is_ok() && self.settings.is_writethrough() {
             return (self.flush_boxed().await, bufs);
         }

@@ -125,27 +125,85 @@ impl LaneCounters {
         bump(&self.kinds[kind as usize].merged, 1);
     }
 
-    /// Adds the counters to `into`.
-    pub(crate) fn collect(&self, into: &mut [KindStats; KINDS]) {
-        for (kind, sum) in self.kinds.iter().zip(into) {
-            sum.add(&KindStats {
-                operations: kind.operations.load(Ordering::Relaxed),
-                bytes: kind.bytes.load(Ordering::Relaxed),
-                merged: kind.merged.load(Ordering::Relaxed),
-                failed: kind.failed.load(Ordering::Relaxed),
-                invalid: kind.invalid.load(Ordering::Relaxed),
-                total_ns: kind.total_ns.load(Ordering::Relaxed),
-            });
+    /// Adds to the time of a kind. Only the lane's thread calls this.
+    #[cold]
+    pub(crate) fn add_time(&self, kind: IoKind, more_ns: u64) {
+        bump(&self.kinds[kind as usize].total_ns, more_ns);
+    }
+
+    /// The counts so far.
+    fn counts(&self) -> Counts {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let kinds = self.kinds.each_ref().map(|kind| KindStats {
+            operations: load(&kind.operations),
+            bytes: load(&kind.bytes),
+            merged: load(&kind.merged),
+            failed: load(&kind.failed),
+            invalid: load(&kind.invalid),
+            total_ns: load(&kind.total_ns),
+        });
+        let (highest_written_byte, last_end_ns) = (load(&self.highest_written_byte), load(&self.last_end_ns));
+        Counts { kinds, highest_written_byte, last_end_ns }
+    }
+}
+
+/// Counts as they are at some time.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Counts {
+    /// By [`IoKind`] as index.
+    pub(crate) kinds: [KindStats; KINDS],
+    pub(crate) highest_written_byte: u64,
+    /// When the last request ended; 0 before the first one.
+    pub(crate) last_end_ns: u64,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Counts) {
+        for (kind, more) in self.kinds.iter_mut().zip(&other.kinds) {
+            kind.add(more);
+        }
+        self.highest_written_byte = self.highest_written_byte.max(other.highest_written_byte);
+        self.last_end_ns = self.last_end_ns.max(other.last_end_ns);
+    }
+}
+
+/// The sum of lanes. A lane may be part of several sums: its requests are counted once for all of them.
+#[derive(Debug, Default)]
+pub(crate) struct LaneSum(Mutex<Lanes>);
+
+#[derive(Debug, Default)]
+struct Lanes {
+    running: Vec<Arc<LaneCounters>>,
+    /// Of lanes that are gone.
+    past: Counts,
+}
+
+impl LaneSum {
+    fn lanes(&self) -> MutexGuard<'_, Lanes> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in a lane, until [`LaneSum::fold`].
+    pub(crate) fn add(&self, lane: &Arc<LaneCounters>) {
+        self.lanes().running.push(Arc::clone(lane));
+    }
+
+    /// Keeps the counts of a lane that counts no more.
+    pub(crate) fn fold(&self, gone: &Arc<LaneCounters>) {
+        let mut lanes = self.lanes();
+        let known = lanes.running.len();
+        lanes.running.retain(|lane| !Arc::ptr_eq(lane, gone));
+        if lanes.running.len() < known {
+            lanes.past.add(&gone.counts());
         }
     }
 
-    pub(crate) fn highest_written_byte(&self) -> u64 {
-        self.highest_written_byte.load(Ordering::Relaxed)
-    }
-
-    /// When the last request ended; 0 before the first one.
-    pub(crate) fn last_end_ns(&self) -> u64 {
-        self.last_end_ns.load(Ordering::Relaxed)
+    /// The counts so far. A lane is either running or past.
+    pub(crate) fn counts(&self) -> Counts {
+        let lanes = self.lanes();
+        let mut counts = lanes.past.clone();
+        lanes.running.iter().for_each(|lane| counts.add(&lane.counts()));
+        counts
     }
 }
 
@@ -191,46 +249,17 @@ impl NodeStats {
     }
 }
 
-/// Reads and writes of one queue that went past a node which counts them all the same. One thread adds, any reads.
-#[derive(Debug, Default)]
-#[repr(align(64))]
-pub(crate) struct PassedCounters {
-    /// Operations, bytes and nanoseconds; of reads, and of writes.
-    sums: [[AtomicU64; 3]; 2],
-    last_end_ns: AtomicU64,
-}
-
-impl PassedCounters {
-    /// Counts a read or a write that was carried out in `took_ns`. Only the queue's thread calls this.
-    #[inline]
-    pub(crate) fn count(&self, kind: IoKind, len: u64, took_ns: u64, end_ns: u64) {
-        let [operations, bytes, total_ns] = &self.sums[usize::from(kind != IoKind::Read)];
-        bump(operations, 1);
-        bump(bytes, len);
-        bump(total_ns, took_ns);
-        self.last_end_ns.store(end_ns, Ordering::Relaxed);
-    }
-
-    /// The sums of a kind: operations, bytes and nanoseconds.
-    fn sums(&self, kind: IoKind) -> [u64; 3] {
-        match kind {
-            IoKind::Read => self.sums[0].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
-            IoKind::Write => self.sums[1].each_ref().map(|counter| counter.load(Ordering::Relaxed)),
-            _ => [0; 3],
-        }
-    }
-}
-
 /// Column of [`NodeCounters`] that is stored, not added to.
 const LAST_END_NS: usize = 5;
 
-/// The counters of one node: operations, bytes, failed, invalid, nanoseconds, end of the last.
+/// The counters of one node. Its own table has operations, bytes, failed, invalid, nanoseconds and the end of the last.
 #[derive(Debug, Default)]
 pub(crate) struct NodeCounters {
+    /// Of requests that no lane counts for the node.
     table: ShardedCounters<KINDS, 6>,
     highest_written_byte: AtomicU64,
-    /// Of queues whose requests go past the node.
-    passed: Mutex<Vec<Arc<PassedCounters>>>,
+    /// Of queues that count for the node.
+    lanes: LaneSum,
 }
 
 impl NodeCounters {
@@ -265,51 +294,28 @@ impl NodeCounters {
         }
     }
 
-    /// Counters for a queue whose requests go past the node, until [`NodeCounters::fold`].
-    pub(crate) fn add_passed(&self) -> Arc<PassedCounters> {
-        let counters = Arc::new(PassedCounters::default());
-        self.passed().push(Arc::clone(&counters));
-        counters
-    }
-
-    /// Takes over the counts of a queue that is gone.
-    pub(crate) fn fold(&self, gone: &Arc<PassedCounters>) {
-        let mut passed = self.passed();
-        passed.retain(|known| !Arc::ptr_eq(known, gone));
-        for kind in [IoKind::Read, IoKind::Write] {
-            let [operations, bytes, total_ns] = gone.sums(kind);
-            let [all_operations, all_bytes, _, _, all_ns, last_end_ns] = self.table.row(kind as usize);
-            all_operations.fetch_add(operations, Ordering::Relaxed);
-            all_bytes.fetch_add(bytes, Ordering::Relaxed);
-            all_ns.fetch_add(total_ns, Ordering::Relaxed);
-            last_end_ns.fetch_max(gone.last_end_ns.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-    }
-
-    fn passed(&self) -> MutexGuard<'_, Vec<Arc<PassedCounters>>> {
-        self.passed.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The lanes that count requests for the node.
+    pub(crate) fn lanes(&self) -> &LaneSum {
+        &self.lanes
     }
 
     pub(crate) fn snapshot(&self) -> NodeStats {
-        // A queue's counters are either still there or folded.
-        let passed = self.passed();
-        let sums = self.table.sums();
-        let kinds = IoKind::ALL.map(|kind| {
-            let [mut operations, mut bytes, failed, invalid, mut total_ns, _] = sums[kind as usize];
-            for [more_operations, more_bytes, more_ns] in passed.iter().map(|counters| counters.sums(kind)) {
-                operations += more_operations;
-                bytes += more_bytes;
-                total_ns += more_ns;
-            }
-            KindStats { operations, bytes, merged: 0, failed, invalid, total_ns }
-        });
-        let passed_ends = passed.iter().map(|counters| counters.last_end_ns.load(Ordering::Relaxed));
-        NodeStats {
-            kinds,
+        let own = Counts {
+            kinds: self.table.sums().map(|[operations, bytes, failed, invalid, total_ns, _]| KindStats {
+                operations,
+                bytes,
+                merged: 0,
+                failed,
+                invalid,
+                total_ns,
+            }),
             highest_written_byte: self.highest_written_byte.load(Ordering::Relaxed),
-            last_end_ns: passed_ends.fold(self.table.largest(LAST_END_NS), u64::max),
-            ..NodeStats::default()
-        }
+            last_end_ns: self.table.largest(LAST_END_NS),
+        };
+        let mut counts = self.lanes.counts();
+        counts.add(&own);
+        let Counts { kinds, highest_written_byte, last_end_ns } = counts;
+        NodeStats { kinds, highest_written_byte, last_end_ns, ..NodeStats::default() }
     }
 }
 
@@ -324,31 +330,42 @@ mod tests {
         lane.count_refused(IoKind::Write, RequestOutcome::Failed, Some(30), 400);
         lane.count_refused(IoKind::Write, RequestOutcome::Invalid, None, 450);
         lane.count_merged(IoKind::Read);
-        let mut kinds = [KindStats::default(); KINDS];
-        lane.collect(&mut kinds);
-        lane.collect(&mut kinds);
-        let write = KindStats { operations: 2, bytes: 1024, merged: 0, failed: 2, invalid: 2, total_ns: 560 };
-        assert_eq!(kinds[IoKind::Write as usize], write);
-        assert_eq!(kinds[IoKind::Read as usize].merged, 2);
-        assert_eq!((lane.highest_written_byte(), lane.last_end_ns()), (4608, 400));
+        lane.add_time(IoKind::Write, 7);
+        let mut counts = lane.counts();
+        counts.add(&lane.counts());
+        let write = KindStats { operations: 2, bytes: 1024, merged: 0, failed: 2, invalid: 2, total_ns: 574 };
+        assert_eq!(counts.kinds[IoKind::Write as usize], write);
+        assert_eq!(counts.kinds[IoKind::Read as usize].merged, 2);
+        assert_eq!((counts.highest_written_byte, counts.last_end_ns), (4608, 400));
     }
 
     #[test]
-    fn requests_past_a_node_are_counted_once() {
-        let node = NodeCounters::default();
+    fn a_lane_counts_once_for_each_of_its_sums() {
+        let (node, export) = (NodeCounters::default(), LaneSum::default());
         node.count_done(IoKind::Read, 1, 5, 7);
-        let (queue, other) = (node.add_passed(), node.add_passed());
-        queue.count(IoKind::Read, 10, 0, 8);
-        queue.count(IoKind::Write, 20, 0, 9);
-        other.count(IoKind::Read, 100, 0, 10);
-        for gone in [Some(&queue), Some(&other), None] {
+        let lanes = [Arc::new(LaneCounters::default()), Arc::new(LaneCounters::default())];
+        for lane in &lanes {
+            node.lanes().add(lane);
+            export.add(lane);
+        }
+        lanes[0].count_done(IoKind::Read, 0, 10, 0, 8);
+        lanes[0].count_done(IoKind::Write, 100, 20, 0, 9);
+        lanes[1].count_done(IoKind::Read, 0, 100, 0, 10);
+        for gone in [Some(&lanes[0]), Some(&lanes[1]), Some(&lanes[1]), None] {
             let stats = node.snapshot();
             assert_eq!((stats.kind(IoKind::Read).operations, stats.kind(IoKind::Read).bytes), (3, 111));
             assert_eq!((stats.kind(IoKind::Write).operations, stats.kind(IoKind::Write).bytes), (1, 20));
             assert_eq!(stats.kind(IoKind::Discard), &KindStats::default());
-            assert_eq!(stats.kind(IoKind::Read).total_ns, 2);
-            assert!(stats.last_end_ns > 0);
-            gone.into_iter().for_each(|gone| node.fold(gone));
+            assert_eq!(
+                (stats.kind(IoKind::Read).total_ns, stats.highest_written_byte, stats.last_end_ns),
+                (2, 120, 10)
+            );
+            let counts = export.counts();
+            assert_eq!(counts.kinds[IoKind::Read as usize].bytes, 110);
+            assert_eq!((counts.highest_written_byte, counts.last_end_ns), (120, 10));
+            // An export may go before its node.
+            gone.into_iter().for_each(|gone| export.fold(gone));
+            gone.into_iter().for_each(|gone| node.lanes().fold(gone));
         }
     }
 

@@ -8,7 +8,7 @@ mod interval;
 mod observed;
 
 pub use counters::{Accounting, KindStats, NodeStats, RequestOutcome};
-pub(crate) use counters::{LaneCounters, NodeCounters, PassedCounters};
+pub(crate) use counters::{LaneCounters, LaneSum, NodeCounters};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use interval::{Interval, IntervalStats, LatencyStats};
 pub(crate) use observed::Observed;

@@ -4,7 +4,7 @@
 use cowshed_image::filters::{FaultOp, FaultRule};
 use cowshed_image::graph::{AttachRequest, Attachment, Graph};
 use cowshed_image::options::BlockdevOptions;
-use cowshed_image::stats::{Accounting, IoKind};
+use cowshed_image::stats::{Accounting, IoKind, KINDS, KindStats};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_simulator::{Config, World};
 use cowshed_storage::{IoBuf, rt};
@@ -225,4 +225,152 @@ fn dirty_maps_follow_every_kind_of_change() {
         assert!(map.is_dirty(0, 1));
         assert!(node.track_dirty(1000).is_err());
     });
+}
+
+#[test]
+fn counts_of_an_export_stay_with_its_node() {
+    in_simulation(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let attachment = slow_disk(&graph).await;
+        let (node, queue, other) = (attachment.node(), attachment.queue(), attachment.queue());
+        for offset in [0, 4096, 8192] {
+            queue.read(offset, IoBuf::zeroed(512)).await.0.unwrap();
+        }
+        other.write(65536, IoBuf::zeroed(4096)).await.0.unwrap();
+        // A request of another user.
+        node.read(0, IoBuf::zeroed(1024)).await.0.unwrap();
+        let exported = attachment.statistics();
+        assert_eq!((exported.kind(IoKind::Read).operations, exported.kind(IoKind::Read).bytes), (3, 1536));
+        assert_eq!((exported.kind(IoKind::Write).bytes, exported.highest_written_byte), (4096, 65536 + 4096));
+        let expect = |when: &str| {
+            let stats = node.statistics();
+            let (read, write) = (stats.kind(IoKind::Read), stats.kind(IoKind::Write));
+            assert_eq!((read.operations, read.bytes, read.total_ns), (4, 2560, 4 * 10 * MS), "{when}");
+            assert_eq!((write.operations, write.bytes, write.total_ns), (1, 4096, 10 * MS), "{when}");
+            assert_eq!((stats.highest_written_byte, stats.last_end_ns), (65536 + 4096, 50 * MS), "{when}");
+        };
+        expect("all are there");
+        // Time of the simulation, in which nothing may change.
+        rt::sleep(Duration::from_secs(1)).await;
+        drop(queue);
+        expect("a queue is gone");
+        attachment.hand_over().await.unwrap();
+        expect("the export is gone, a queue still there");
+        drop(other);
+        expect("all are gone");
+        assert_eq!(attachment.statistics().kinds, exported.kinds);
+    });
+}
+
+#[test]
+fn a_wait_for_a_drain_is_the_time_of_the_export() {
+    in_simulation(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let attachment = slow_disk(&graph).await;
+        let (node, queue) = (attachment.node(), attachment.queue());
+        let drained = graph.drain(&[&node]).await;
+        let requests = rt::spawn(async move {
+            queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
+            queue
+        });
+        // Time of the simulation: the length of the drain.
+        rt::sleep(Duration::from_secs(1)).await;
+        drop(drained);
+        let queue = requests.await;
+        let times = |kind| (attachment.statistics().kind(kind).total_ns, node.statistics().kind(kind).total_ns);
+        assert_eq!(times(IoKind::Read), (1010 * MS, 10 * MS));
+        queue.write(0, IoBuf::zeroed(512)).await.0.unwrap();
+        assert_eq!(times(IoKind::Write), (10 * MS, 10 * MS));
+    });
+}
+
+#[test]
+fn exports_and_nodes_count_what_differs_apart() {
+    in_simulation(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let options = "driver=fault,node-name=n,detect-zeroes=on,file.driver=null-co,file.size=1M,file.read-zeroes=on";
+        let node = add(&graph, options).await;
+        let attachment = graph.attach(&node, AttachRequest::export("e", true)).await.unwrap();
+        let uncounted = graph.attach(&node, AttachRequest::export("u", false).without_statistics()).await.unwrap();
+        let queue = attachment.queue();
+        queue.write(0, IoBuf::zeroed(4096)).await.0.unwrap();
+        queue.write_durable(4096, IoBuf::copy_from(&[7; 512])).await.0.unwrap();
+        uncounted.queue().read(0, IoBuf::zeroed(512)).await.0.unwrap();
+        attachment.set_histogram(IoKind::Read, &[MS]).unwrap();
+        queue.read(0, IoBuf::zeroed(1024)).await.0.unwrap();
+        let of_export = attachment.statistics().kinds.map(|kind| (kind.operations, kind.bytes));
+        let of_node = node.statistics().kinds.map(|kind| (kind.operations, kind.bytes));
+        assert_eq!(of_export, [(1, 1024), (2, 4608), (0, 0), (0, 0), (0, 0)]);
+        assert_eq!(of_node, [(2, 1536), (1, 512), (1, 4096), (0, 0), (1, 0)]);
+        assert_eq!(uncounted.statistics().kinds, [KindStats::default(); KINDS]);
+    });
+}
+
+#[test]
+fn counts_go_to_the_node_that_is_there() {
+    in_simulation(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let attachment = slow_disk(&graph).await;
+        let (node, queue) = (attachment.node(), attachment.queue());
+        let read = async |count: u64| {
+            for _ in 0..count {
+                queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
+            }
+        };
+        queue.write(1 << 16, IoBuf::zeroed(512)).await.0.unwrap();
+        read(2).await;
+        let options = BlockdevOptions::from_keyval("driver=fault,node-name=f").unwrap();
+        let filter = graph.insert_filter(&node, options).await.unwrap();
+        assert_eq!(filter.statistics().highest_written_byte, 0);
+        read(3).await;
+        queue.write(0, IoBuf::zeroed(512)).await.0.unwrap();
+        let counts = |node: &Node| {
+            let stats = node.statistics();
+            (stats.kind(IoKind::Read).operations, stats.kind(IoKind::Write).operations, stats.highest_written_byte)
+        };
+        assert_eq!((counts(&filter), counts(&node)), ((3, 1, 512), (5, 2, (1 << 16) + 512)));
+        graph.take_filter_out(&filter).await.unwrap();
+        read(4).await;
+        assert_eq!((counts(&filter), counts(&node)), ((3, 1, 512), (9, 2, (1 << 16) + 512)));
+        let all = attachment.statistics();
+        assert_eq!((all.kind(IoKind::Read).operations, all.highest_written_byte), (9, (1 << 16) + 512));
+        assert_eq!(all.kind(IoKind::Read).total_ns, 9 * 10 * MS);
+    });
+}
+
+#[test]
+fn no_count_of_many_threads_is_lost() {
+    let graph = Graph::new(&cowshed_image::DRIVERS);
+    let options = "driver=fault,node-name=n,file.driver=null-co,file.size=1M,file.read-zeroes=on";
+    let node = rt::block_on(add(&graph, options));
+    let attachment = rt::block_on(graph.attach(&node, AttachRequest::export("e", true))).unwrap();
+    std::thread::scope(|scope| {
+        let threads = [0; 4].map(|_| {
+            scope.spawn(|| {
+                rt::block_on(async {
+                    // Queues come and go meanwhile.
+                    for _ in 0..50 {
+                        let queue = attachment.queue();
+                        for _ in 0..20 {
+                            queue.read(0, IoBuf::zeroed(512)).await.0.unwrap();
+                        }
+                    }
+                });
+            })
+        });
+        let (mut at_node, mut at_export) = (0, 0);
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            let seen = (
+                node.statistics().kind(IoKind::Read).operations,
+                attachment.statistics().kind(IoKind::Read).operations,
+            );
+            assert!(seen.0 >= at_node && seen.1 >= at_export, "{seen:?} after {at_node}, {at_export}");
+            (at_node, at_export) = seen;
+            std::thread::yield_now();
+        }
+    });
+    let read =
+        |kinds: [KindStats; KINDS]| (kinds[IoKind::Read as usize].operations, kinds[IoKind::Read as usize].bytes);
+    assert_eq!(read(node.statistics().kinds), (4000, 4000 * 512));
+    assert_eq!(read(attachment.statistics().kinds), (4000, 4000 * 512));
 }

@@ -254,6 +254,24 @@ fn requests_past_a_filter_are_counted_and_limited() {
 }
 
 #[test]
+fn a_filter_shows_the_furthest_write_past_it() {
+    World::new(Config::new(1)).run(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        graph.throttle_groups().create("g", Limits::new()).unwrap();
+        let attachment = throttled(&graph, "a", "g").await;
+        let (filter, queue) = (attachment.node(), attachment.queue());
+        queue.write(8192, IoBuf::zeroed(512)).await.0.unwrap();
+        queue.read(0, IoBuf::zeroed(4096)).await.0.unwrap();
+        let below = filter.children()[0].node.statistics();
+        for (at, stats) in [("behind", below), ("filter", filter.statistics())] {
+            let operations = (stats.kind(IoKind::Read).operations, stats.kind(IoKind::Write).operations);
+            assert_eq!((operations, stats.highest_written_byte), ((1, 1), 8704), "{at}");
+        }
+        assert_eq!(attachment.statistics().highest_written_byte, 8704);
+    });
+}
+
+#[test]
 fn wrong_options_of_filters_are_named() {
     rt::block_on(async {
         let graph = Graph::new(&cowshed_image::DRIVERS);
