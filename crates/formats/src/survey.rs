@@ -21,8 +21,8 @@ pub(crate) struct Survey {
 
 /// Host blocks that are in use, by their offset in blocks, rounded down.
 enum Used {
-    /// A bit for each, 512 together. Blocks begin at one distance from each other, so each has a number of its own.
-    OnGrid(HashMap<u64, [u64; 8]>),
+    /// A bit for each, 64 together. Blocks begin at one distance from each other, so each has a number of its own.
+    OnGrid(HashMap<u64, u64>),
     /// Where it begins. Blocks begin anywhere, so those that share a number lie on each other.
     Anywhere(HashMap<u64, u64>),
 }
@@ -40,8 +40,7 @@ impl Used {
         match self {
             Used::OnGrid(used) => {
                 grow_map(used)?;
-                let words = used.entry(number / 512).or_default();
-                let (word, bit) = (&mut words[(number / 64 % 8) as usize], 1 << (number % 64));
+                let (word, bit) = (used.entry(number / 64).or_default(), 1 << (number % 64));
                 let is_free = *word & bit == 0;
                 *word |= bit;
                 Ok(is_free)
@@ -116,7 +115,7 @@ impl Survey {
     /// Blocks of the file that are in use.
     pub(crate) fn used(&self) -> u64 {
         match &self.used {
-            Used::OnGrid(used) => used.values().flatten().map(|word| u64::from(word.count_ones())).sum(),
+            Used::OnGrid(used) => used.values().map(|word| u64::from(word.count_ones())).sum(),
             Used::Anywhere(used) => used.len() as u64,
         }
     }

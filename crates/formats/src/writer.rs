@@ -495,7 +495,8 @@ impl Writer {
                     len
                 }
                 Place::Zero => len,
-                Place::Unallocated if backing.load().is_none() => len,
+                // A backing node that is left out, or comes later, must not show here.
+                Place::Unallocated if !F::LINKS_BACKING && backing.load().is_none() => len,
                 Place::Unallocated if self.is_whole(format, at, len) => {
                     let len = self.mark_zero(format, image, at).await?;
                     self.bound_pending(format, image).await?;

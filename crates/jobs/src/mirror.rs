@@ -5,17 +5,20 @@
 //! A dirty map holds the parts that are still to be copied; writers of the source fill it, too. A part is taken out of
 //! the map before it is read, so a write that comes in between puts it back.
 
+mod ends;
+
+use self::ends::{Ends, Missing};
 use crate::JobHandle;
 use crate::commit::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::faults::{Failure, Judge, settle};
 use crate::held_writes::follow_writes;
-use crate::zeroes::{is_zero, reads_as_zeroes};
+use crate::zeroes::reads_as_zeroes;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
-use cowshed_image::node::{ChildRole, LocalFuture};
-use cowshed_image::{Node, StatusExtent, ZeroFlags};
-use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
+use cowshed_image::node::{ChildRole, LocalFuture, below_filters};
+use cowshed_image::{Node, ZeroFlags};
+use cowshed_storage::{PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use futures_util::future::{Either, select};
 use std::ops::Range;
@@ -88,6 +91,8 @@ pub struct Mirror {
     /// The target is the base of the source's own chain.
     opened: Option<OpenedBase>,
     replaces: Option<Arc<Node>>,
+    /// The target's backing file isn't attached: a write to a piece of a cluster fills the rest up with zeroes.
+    lacks_backing: bool,
     skipped_bytes: u64,
     /// Held while a piece is copied, and while the writer of the target changes. True once it has ended.
     piece: futures_util::lock::Mutex<bool>,
@@ -147,65 +152,6 @@ fn writer_of(name: String) -> AttachRequest {
     AttachRequest::job(name, Permissions { used, shared: PermissionSet::WRITE_UNCHANGED })
 }
 
-/// A range that is clean in the map while it is copied. It becomes dirty again where the copy fails or its future is dropped.
-struct Missing<'a> {
-    map: &'a DirtyMap,
-    range: &'a Range<u64>,
-}
-
-impl Missing<'_> {
-    /// The target has it.
-    fn came(self) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Missing<'_> {
-    fn drop(&mut self) {
-        self.map.mark(self.range.start, self.range.end - self.range.start);
-    }
-}
-
-/// Both ends of a copy: through the gates of the graph, or under a drain past them.
-enum Ends<'a> {
-    Queues(&'a Queue, &'a Queue),
-    Nodes(&'a Node, &'a Node),
-}
-
-impl Ends<'_> {
-    async fn status(&self, at: u64, len: u64) -> Result<Vec<StatusExtent>> {
-        match self {
-            Ends::Queues(source, _) => source.block_status_chain(at, len, STATUS_RUNS).await,
-            Ends::Nodes(source, _) => source.block_status_chain(at, len, STATUS_RUNS).await,
-        }
-    }
-
-    async fn copy(&self, at: u64, len: u64) -> Result<(), Failure> {
-        let buf = IoBuf::scratch(usize::try_from(len).unwrap_or(usize::MAX));
-        let (result, buf) = match self {
-            Ends::Queues(source, _) => source.read(at, buf).await,
-            Ends::Nodes(source, _) => source.read(at, buf).await,
-        };
-        result.map_err(Failure::read)?;
-        if is_zero(&buf) {
-            return self.zero(at, len).await;
-        }
-        let written = match self {
-            Ends::Queues(_, target) => target.write(at, buf).await.0,
-            Ends::Nodes(_, target) => target.write(at, buf).await.0,
-        };
-        written.map_err(Failure::write)
-    }
-
-    async fn zero(&self, at: u64, len: u64) -> Result<(), Failure> {
-        let written = match self {
-            Ends::Queues(_, target) => target.write_zeroes(at, len, ZEROES).await,
-            Ends::Nodes(_, target) => target.write_zeroes(at, len, ZEROES).await,
-        };
-        written.map_err(Failure::write)
-    }
-}
-
 impl Mirror {
     /// Starts it: from now on writes to `source` are noticed. The target must be writable, and have no users. With
     /// another size the first step fails.
@@ -222,6 +168,12 @@ impl Mirror {
             return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
         }
         check_apart(target, [source])?;
+        let image = below_filters(target);
+        let lacks_backing = options.sync != Sync::Full && image.child(ChildRole::Backing).is_none();
+        let cluster = || image.cluster_bytes().or_else(|| image.description()?.cluster_bytes);
+        if let Some(cluster) = cluster().filter(|_| lacks_backing) {
+            options.granularity_bytes = options.granularity_bytes.max(cluster);
+        }
         let writer = match &options.write_blocking {
             Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),
             None => Writer::Job(graph.attach(target, writer_of(format!("{id}-target"))).await?),
@@ -229,7 +181,8 @@ impl Mirror {
         match Self::observe(graph, id, source, options.granularity_bytes).await {
             Ok((reader, dirty)) => {
                 let target = Arc::clone(target);
-                Self::begin(Mirror::of(graph, source, target, reader, writer, dirty), options).await
+                let mirror = Mirror::of(graph, source, target, reader, writer, dirty);
+                Self::begin(Mirror { lacks_backing, ..mirror }, options).await
             }
             Err(error) => writer.end(graph).await.and(Err(error)),
         }
@@ -283,8 +236,22 @@ impl Mirror {
     ) -> Mirror {
         let (graph, source) = (Arc::clone(graph), Arc::clone(source));
         let (chunk_bytes, writer) = (CHUNK_BYTES, Mutex::new(writer));
-        let (opened, replaces, piece) = (None, None, futures_util::lock::Mutex::default());
-        Mirror { graph, source, target, reader, writer, dirty, chunk_bytes, opened, replaces, skipped_bytes: 0, piece }
+        let piece = futures_util::lock::Mutex::default();
+        let (opened, replaces, lacks_backing, skipped_bytes) = (None, None, false, 0);
+        Mirror {
+            graph,
+            source,
+            target,
+            reader,
+            writer,
+            dirty,
+            chunk_bytes,
+            opened,
+            replaces,
+            lacks_backing,
+            skipped_bytes,
+            piece,
+        }
     }
 
     async fn begin(mut self, options: MirrorOptions) -> Result<Mirror> {
@@ -294,7 +261,7 @@ impl Mirror {
         if slip!("writes_held_before_the_map_is_whole")
             && let Some(filter) = self.writer().filter()
         {
-            filter.activate(Arc::clone(&self.dirty));
+            filter.activate(Arc::clone(&self.dirty), self.lacks_backing);
         }
         match self.mark(options.sync, options.target_is_zero).await {
             Ok(skipped_bytes) => self.skipped_bytes = skipped_bytes,
@@ -303,7 +270,7 @@ impl Mirror {
         // Only a whole map has the parts that the target lacks: a write to both ends leaves the other parts clean.
         if let Some(filter) = self.writer().filter() {
             let _drained = self.graph.drain(&[&self.source]).await;
-            filter.activate(Arc::clone(&self.dirty));
+            filter.activate(Arc::clone(&self.dirty), self.lacks_backing);
         }
         Ok(self)
     }
@@ -428,7 +395,7 @@ impl Mirror {
         match self.graph.insert_write_blocking(&self.source, &self.target, name).await {
             Ok(filter) => {
                 if let Some(holding) = filter.write_blocking() {
-                    holding.activate(Arc::clone(&self.dirty));
+                    holding.activate(Arc::clone(&self.dirty), self.lacks_backing);
                 }
                 self.set_writer(Writer::Filter(filter));
                 Ok(())

@@ -267,10 +267,16 @@ impl List {
             if disk.format != "vmdk" || disk.is_gzip {
                 continue;
             }
-            let Some(member) = disk.pieces.first().and_then(|piece| package.member(&piece.name)) else { continue };
+            // The first pieces of a disk in several may be shorter than what is looked at.
             let mut head = Vec::new();
-            let read = package.reader(member)?.take(HEAD_BYTES).read_to_end(&mut head);
-            read.map_err(|error| Error::io(&error, format!("could not read '{name}'")))?;
+            for member in disk.pieces.iter().map_while(|piece| package.member(&piece.name)) {
+                let left = HEAD_BYTES - head.len() as u64;
+                let read = package.reader(member)?.take(left).read_to_end(&mut head);
+                read.map_err(|error| Error::io(&error, format!("could not read '{name}'")))?;
+            }
+            if disk.pieces.first().is_none_or(|piece| package.member(&piece.name).is_none()) {
+                continue;
+            }
             self.stream(&name, &head, disk.capacity_bytes, importer);
         }
         Ok(())

@@ -193,6 +193,41 @@ fn a_guest_forges_no_footer_of_a_vhd() {
     }
 }
 
+/// The start of a fixed disk is its guest's, who may make it the start of a difference to any file.
+#[test]
+fn a_fixed_vhd_without_footer_names_no_parent() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    oracle.make("create -q -f vpc -o force_size=on parent.vhd 4M");
+    let parent = fs::read(work.join("parent.vhd")).unwrap();
+    oracle.make("create -q -f vpc -o subformat=fixed,force_size=on fixed 8M");
+    let mut disk = fs::read(work.join("fixed")).unwrap();
+    disk.truncate(8 << 20);
+    // A footer of a difference, and a header that names the parent.
+    let mut start = parent[..1536].to_vec();
+    start[60..64].copy_from_slice(&4u32.to_be_bytes());
+    start[68..84].fill(9);
+    start[512 + 40..512 + 56].copy_from_slice(&parent[68..84]);
+    let name: Vec<u8> = "parent.vhd".encode_utf16().flat_map(u16::to_be_bytes).collect();
+    start[512 + 64..512 + 64 + name.len()].copy_from_slice(&name);
+    sum_vpc(&mut start, 0, 512, 64);
+    sum_vpc(&mut start, 512, 1024, 36);
+    disk[..1536].copy_from_slice(&start);
+    disk[1536..2048].fill(0xff);
+    fs::write(work.join("bad"), &disk).unwrap();
+    for line in ["info -f vpc bad", "convert -f vpc -O raw bad out"] {
+        assert!(oracle.refused(line).contains("may be its guest's"), "{line}");
+    }
+    // It is one where the user says so, or where its end is there.
+    let image = "driver=vpc,file.filename=bad,backing.driver=vpc,backing.file.filename=parent.vhd";
+    let said = oracle.ours(&work, &words(&format!("convert --image-opts -O raw {image} out")));
+    assert_eq!(said.code, Some(0), "{}", said.err);
+    disk.extend_from_slice(&start[..512]);
+    fs::write(work.join("bad"), &disk).unwrap();
+    let said = oracle.ours(&work, &words("info -f vpc bad"));
+    assert!(said.out.contains("backing file: parent.vhd"), "{said:?}");
+}
+
 /// The footer is back before the first write, which may make the file longer or not.
 #[test]
 fn a_write_restores_the_lost_footer_of_a_vhd() {
@@ -560,4 +595,40 @@ fn inspect_tells_what_an_image_asks_for() {
         assert_eq!((code, json["verdict"].as_str()), (Some(2), Some(verdict)), "{json}");
         assert_eq!(json["asks-for"][0]["name"], "base.raw", "{json}");
     }
+}
+
+/// A log may have zeroes for any part of a file whose length it gives itself.
+#[test]
+fn zeroes_of_a_vhdx_log_take_no_space() {
+    use std::os::unix::fs::MetadataExt;
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vhdx -o block_size=1M bad 8M");
+    let path = oracle.work().join("bad");
+    let mut image = fs::read(&path).unwrap();
+    let newer = if image[0x10008] > image[0x20008] { 0x10000 } else { 0x20000 };
+    let log = u64::from_le_bytes(image[newer + 72..newer + 80].try_into().unwrap()) as usize;
+    let (end, more) = (image.len() as u64, 8u64 << 30);
+    let mut entry = vec![0u8; 4096];
+    entry[..4].copy_from_slice(b"loge");
+    entry[8..12].copy_from_slice(&4096u32.to_le_bytes());
+    entry[16..24].copy_from_slice(&7u64.to_le_bytes());
+    entry[24..28].copy_from_slice(&1u32.to_le_bytes());
+    entry[32..48].fill(5);
+    entry[48..56].copy_from_slice(&end.to_le_bytes());
+    entry[56..64].copy_from_slice(&(end + more).to_le_bytes());
+    entry[64..68].copy_from_slice(b"zero");
+    entry[72..80].copy_from_slice(&more.to_le_bytes());
+    entry[80..88].copy_from_slice(&end.to_le_bytes());
+    entry[88..96].copy_from_slice(&7u64.to_le_bytes());
+    let sum = vhdx::checksum(&entry);
+    entry[4..8].copy_from_slice(&sum.to_le_bytes());
+    image[log..log + 4096].copy_from_slice(&entry);
+    image[newer + 48..newer + 64].fill(5);
+    sum_vhdx(&mut image);
+    fs::write(&path, &image).unwrap();
+    io(&oracle, "vhdx", "bad", &["write -P 3 0 64k"]);
+    let now = fs::metadata(&path).unwrap();
+    assert!(now.len() >= end + more, "the log was carried out: {} bytes", now.len());
+    assert!(now.blocks() * 512 < 64 << 20, "{} bytes on the disk", now.blocks() * 512);
+    oracle.make("check -f vhdx bad");
 }

@@ -2,6 +2,7 @@
 //! The command line tool from outside: as qemu-img, as a stranger meets it, and its documents.
 
 mod as_qemu_img;
+mod backing_left_out;
 mod bad_input;
 mod bitmap;
 mod block_formats;

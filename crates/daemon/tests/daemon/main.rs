@@ -39,6 +39,7 @@ mod python;
 mod quorum;
 mod running;
 mod several_backups;
+mod shallow_mirrors;
 mod snapshots;
 mod statistics;
 mod streams;

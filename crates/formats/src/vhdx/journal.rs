@@ -94,7 +94,10 @@ impl Journal {
         }
         for write in replay.writes {
             match write {
-                LogWrite::Zeroes(at, len) => zero_file(file, at, len, ZeroFlags::default()).await?,
+                // The log may name any part of the file, so this takes no space.
+                LogWrite::Zeroes(at, len) => {
+                    zero_file(file, at, len, ZeroFlags { may_unmap: true, no_fallback: false }).await?;
+                }
                 LogWrite::Sector(at, bytes) => file.write_at(IoBuf::copy_from(&bytes), at).await.0?,
             }
         }

@@ -92,6 +92,7 @@ fn expect_in_file(field: &'static str, sector: u64, end: u64, file_bytes: u64) -
 
 impl BlockFormat for Grains<'_> {
     const NAME: &'static str = "vmdk";
+    const LINKS_BACKING: bool = true;
 
     fn size(&self) -> u64 {
         self.len

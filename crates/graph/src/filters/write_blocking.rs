@@ -18,11 +18,18 @@ pub struct WriteBlocking {
     below: Below,
     target: Arc<Link>,
     /// Until the mirror has one, writes only pass.
-    dirty: OnceLock<Arc<DirtyMap>>,
+    map: OnceLock<MirrorMap>,
     ranges: Arc<Ranges>,
     copies: Arc<Copies>,
     /// Bytes of requests that have reached the target, and are not counted yet.
     written: Arc<AtomicU64>,
+}
+
+/// The parts of the target that differ from the source.
+struct MirrorMap {
+    dirty: Arc<DirtyMap>,
+    /// A write to a piece of a part leaves the part dirty.
+    takes_whole_parts: bool,
 }
 
 /// A range that no other task writes or copies, until it is dropped.
@@ -54,7 +61,7 @@ impl Touched {
 impl WriteBlocking {
     pub(crate) fn new(below: Below, target: Arc<Link>) -> WriteBlocking {
         let (ranges, copies, written) = <(Arc<Ranges>, Arc<Copies>, Arc<AtomicU64>)>::default();
-        WriteBlocking { below, target, dirty: OnceLock::new(), ranges, copies, written }
+        WriteBlocking { below, target, map: OnceLock::new(), ranges, copies, written }
     }
 
     /// The bytes of requests that have reached the target since the last call.
@@ -63,9 +70,10 @@ impl WriteBlocking {
     }
 
     /// From now on writes go to the target too. `dirty` has every part that the target lacks, and is marked by all writes to the
-    /// source. No request runs.
-    pub fn activate(&self, dirty: Arc<DirtyMap>) {
-        let _ = self.dirty.set(dirty);
+    /// source. `takes_whole_parts`: the target fills up the rest of a part with zeroes behind a smaller write. So the mirror copies
+    /// such a part. No request runs.
+    pub fn activate(&self, dirty: Arc<DirtyMap>, takes_whole_parts: bool) {
+        let _ = self.map.set(MirrorMap { dirty, takes_whole_parts });
     }
 
     /// Keeps writes out of a range (bytes, in whole parts of the map) while it is copied.
@@ -86,7 +94,8 @@ impl WriteBlocking {
 
     /// `None`: requests pass by the target.
     async fn touch(&self, offset: u64, len: u64) -> Option<Touched> {
-        let dirty = self.dirty.get().filter(|_| !self.copies.is_given_up())?;
+        let MirrorMap { dirty, takes_whole_parts } = self.map.get().filter(|_| !self.copies.is_given_up())?;
+        let stays_dirty = |at| *takes_whole_parts || dirty.is_dirty(at, 1);
         let part = dirty.granularity_bytes();
         let end = offset.saturating_add(len);
         let start = offset / part * part;
@@ -94,10 +103,10 @@ impl WriteBlocking {
         let whole_end = end.checked_next_multiple_of(part).unwrap_or(u64::MAX);
         let claim = self.copies.unless_given_up(self.ranges.claim(start, whole_end - start)).await?;
         let mut clean = start..whole_end;
-        if !slip!("head_of_a_held_write_unchecked") && offset != start && dirty.is_dirty(start, 1) {
+        if !slip!("head_of_a_held_write_unchecked") && offset != start && stays_dirty(start) {
             clean.start += part;
         }
-        if end != whole_end && end != self.below.size() && dirty.is_dirty(whole_end - 1, 1) {
+        if end != whole_end && end != self.below.size() && stays_dirty(whole_end - 1) {
             clean.end -= part;
         }
         clean.end = clean.end.max(clean.start);
