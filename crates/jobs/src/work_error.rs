@@ -6,6 +6,8 @@ use cowshed_types::{Errno, Error, ErrorKind};
 /// Words an I/O error of work as QEMU does: `sentence`, then the system's words. Other errors have sentences of their own.
 pub(crate) fn in_work(error: Error, sentence: impl Into<String>) -> Error {
     match error.kind() {
+        // The driver knows better.
+        _ if error.sentence().starts_with("Failed to discard cropped clusters") => error,
         ErrorKind::Io | ErrorKind::NoSpace | ErrorKind::Poisoned => {
             let errno = error.errno();
             error.qemu(sentence).with_errno(errno)

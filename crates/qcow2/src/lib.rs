@@ -36,7 +36,7 @@ pub use grow::RefcountGrowth;
 pub use interleaving::set_interleaving_hook;
 pub use map::{ExtentList, MAX_EXTENTS};
 pub use pins::EpochGuard;
-pub use resize::{L1Growth, Tail};
+pub use resize::{L1Growth, Tail, TailCut};
 pub use restart::Restart;
 pub use stall::{Load, Planned, Reserve, Stall, TableId};
 pub use structures::{OverlapSet, Structure};

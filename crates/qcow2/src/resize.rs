@@ -5,14 +5,23 @@ use crate::engine::{Edit, Engine, State};
 use crate::stall::{Planned, Stall};
 use crate::structures::Structure;
 use crate::writeback::MetaWrite;
-use cowshed_layout::qcow2::{L1Entry, L2Entry};
+use cowshed_layout::qcow2::{L1Entry, L2Entry, SubclusterBitmap};
 use cowshed_types::memory::vec_for;
 use cowshed_types::{Error, ErrorKind, GuestOffset, HostOffset, slip};
 
 /// L1 entries without a table that are passed over in one critical section.
 const ENTRIES_AT_ONCE: usize = 1 << 16;
 
-/// The progress of [`Engine::unmap_tail`].
+/// The rest of the entries behind a new end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TailCut {
+    /// Nothing, and no table that lies behind it.
+    Unmap,
+    /// Zero clusters in place of data, so that no backing file shows. Version 3 of the format has them.
+    Zero,
+}
+
+/// The progress of [`Engine::cut_tail`].
 #[derive(Clone, Copy, Debug)]
 pub struct Tail {
     at: GuestOffset,
@@ -131,8 +140,8 @@ impl Engine {
         GuestOffset((l1_index as u64) << self.geometry.l2_coverage_bits())
     }
 
-    /// Makes the tables from `tail` on our own, in steps. So [`Engine::unmap_tail`] finds no damaged one and needs no
-    /// space. Returns true when all is done.
+    /// Makes the tables from `tail` on our own and reads them, in steps. So [`Engine::cut_tail`] finds no damaged one and
+    /// needs no space. Returns true when all is done.
     pub fn own_tail(&self, tail: &mut Tail) -> Planned<bool> {
         let mut state = self.own();
         let state = &mut *state;
@@ -140,17 +149,40 @@ impl Engine {
         if l1_index >= state.tables.l1_len {
             return Ok(true);
         }
-        tail.at = self.table_at(l1_index);
+        tail.at = tail.at.max(self.table_at(l1_index));
         if is_there {
             self.own_table(state, l1_index, Edit::Empty)?;
-            tail.at = self.table_at(l1_index + 1);
+            let (slice, _, first) = self.entry_slice(state, self.guest_cluster(tail.at))?;
+            let words = self.slice_bytes() as usize / 8;
+            let step = self.geometry.l2_entry_size() as usize / 8;
+            for word in (first..words).step_by(step) {
+                self.refuse_overlap(state, L2Entry(self.entry_of(&slice, word).0))?;
+            }
+            tail.at = self.behind_slice(tail.at, first);
         }
         Ok(false)
     }
 
-    /// Unmaps everything from `tail` on, in steps; returns true when all is done. The size is published and older requests are
+    /// The disk behind the slice in which the word `first` belongs to the cluster at `at`.
+    fn behind_slice(&self, at: GuestOffset, first: usize) -> GuestOffset {
+        let words = self.slice_bytes() as usize / 8 - first;
+        let covered = (words / (self.geometry.l2_entry_size() as usize / 8)) as u64;
+        GuestOffset((self.guest_cluster(at) + covered) << self.geometry.cluster_bits())
+    }
+
+    /// The entry that `cut` leaves for `old` behind the new end.
+    fn cut_entry(&self, cut: TailCut, old: (u64, u64)) -> (u64, u64) {
+        match cut {
+            TailCut::Unmap => (0, 0),
+            TailCut::Zero if old == (0, 0) => old,
+            TailCut::Zero if self.geometry.extended_l2() => (0, SubclusterBitmap::ALL_ZERO.0),
+            TailCut::Zero => (L2Entry::ZERO_PLAIN.0, 0),
+        }
+    }
+
+    /// Frees everything from `tail` on, in steps; returns true when all is done. The size is published and older requests are
     /// drained.
-    pub fn unmap_tail(&self, tail: &mut Tail) -> Planned<bool> {
+    pub fn cut_tail(&self, tail: &mut Tail, cut: TailCut) -> Planned<bool> {
         let mut state = self.own();
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
@@ -174,24 +206,24 @@ impl Engine {
         let words = self.slice_bytes() as usize / 8;
         for word in (word..words).step_by(step) {
             let old = self.entry_of(&slice, word);
-            if old != (0, 0) {
+            let new = self.cut_entry(cut, old);
+            if old != new {
                 self.refuse_overlap(state, L2Entry(old.0))?;
                 if let Some(host) = self.unaligned_host(L2Entry(old.0)) {
                     let message = "the offset of a data cluster is not cluster-aligned";
                     self.tolerate(Error::invalid_image("l2_entry", format!("{:#018x}", old.0), message), host);
                 }
                 self.references_of(L2Entry(old.0), &mut lost);
-                self.edit_entry(state, number, &mut slice, word, (0, 0));
+                self.edit_entry(state, number, &mut slice, word, new);
             }
         }
-        let covered = ((words - word) / step) as u64;
         let covers_table = tail.covers_table || tail.at.within(self.geometry.l2_coverage_bits()) == 0;
-        *tail = Tail { at: GuestOffset((self.guest_cluster(tail.at) + covered) << bits), covers_table };
+        *tail = Tail { at: self.behind_slice(tail.at, word), covers_table };
         if tail.at == next_table {
             tail.covers_table = false;
         }
         // The whole table was walked from its start: it goes too.
-        if tail.at == next_table && covers_table {
+        if tail.at == next_table && covers_table && cut == TailCut::Unmap {
             let table = L1Entry(self.directory.l1(l1_index));
             let cluster = table.offset().0 >> bits;
             self.unmark(Structure::ActiveL2, cluster..cluster + 1);

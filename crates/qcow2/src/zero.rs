@@ -80,7 +80,7 @@ impl Engine {
     }
 
     /// True when the image has a backing file, or its header names one. Its length doesn't matter: it may grow.
-    fn stands_on_another(&self) -> bool {
+    pub fn stands_on_another(&self) -> bool {
         self.backing_size().is_some() || self.config.names_backing
     }
 

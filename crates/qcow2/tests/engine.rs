@@ -4,7 +4,7 @@
 
 mod disk;
 
-use cowshed_qcow2::{Budget, BudgetedCache, Stall, Tail, ZeroMode};
+use cowshed_qcow2::{Budget, BudgetedCache, Stall, Tail, TailCut, ZeroMode};
 use cowshed_types::{GuestOffset, HostOffset};
 use disk::{Disk, Shape};
 use std::sync::Arc;
@@ -371,7 +371,7 @@ fn entries_without_a_table_are_passed_over_together() {
     let at = (1 << 49) + (3 << 29);
     disk.write(at, &[7; 512]);
     let mut tail = Tail::new(GuestOffset(65536));
-    let steps = (1..).find(|_| disk.plan(|engine| engine.unmap_tail(&mut tail))).unwrap();
+    let steps = (1..).find(|_| disk.plan(|engine| engine.cut_tail(&mut tail, TailCut::Unmap))).unwrap();
     assert!(steps < 200, "{steps} steps");
     assert_eq!(disk.read(at, 512), [0; 512]);
     disk.flush();

@@ -22,6 +22,8 @@ pub struct Audit {
     pub most_uses: u64,
     /// Clusters of the tables that move when they grow: L1 table and refcount table.
     pub moving_table_clusters: u64,
+    /// Entries with data behind the end of the disk.
+    pub behind_end: u64,
     /// Dirty bitmaps that count, and how many of them are in use.
     pub bitmaps: (u64, u64),
 }
@@ -107,6 +109,7 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
         image.use_metadata(snapshot.l1, snapshot.l1_len * 8, "L1 table of a snapshot")?;
         image.walk_l1(snapshot.l1, snapshot.l1_len)?;
     }
+    image.audit.behind_end = image.data_behind(l1, l1_len, word(24));
     image.walk_bitmaps()?;
     image.walk_refcounts()?;
     if !image.audit.dirty {
@@ -295,6 +298,21 @@ impl Image<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The entries of the table at `l1` with data of clusters that begin at `size` or behind.
+    fn data_behind(&self, l1: u64, l1_len: u64, size: u64) -> u64 {
+        let per_table = self.cluster_bytes() / self.l2_entry_bytes();
+        let first = size.div_ceil(self.cluster_bytes());
+        let tables = (0..l1_len).map(|index| (index, read(self.file, l1 + index * 8, 8) & OFFSET));
+        let behind = tables.filter(|(_, l2)| *l2 != 0).map(|(index, l2)| {
+            let entries = self.table(l2).into_iter().filter(|(at, entry)| {
+                let cluster = index * per_table + (at - l2) / self.l2_entry_bytes();
+                cluster >= first && entry.0 & (COMPRESSED | COPIED | OFFSET) != 0
+            });
+            entries.count() as u64
+        });
+        behind.sum()
     }
 
     /// Offset and length of a compressed entry's target.

@@ -4,10 +4,10 @@
 use super::Qcow2Driver;
 use cowshed_graph::node::{Preallocation, ZeroFlags};
 use cowshed_graph::protocols::check_can_preallocate;
-use cowshed_qcow2::{L1Growth, Tail, ZeroMode};
+use cowshed_qcow2::{L1Growth, Tail, TailCut, ZeroMode};
 use cowshed_storage::fault::Event;
 use cowshed_storage::rt;
-use cowshed_types::{Error, GuestOffset, Result, slip};
+use cowshed_types::{Error, ErrorKind, GuestOffset, Result, slip};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -143,7 +143,7 @@ impl Qcow2Driver {
                 let planned = self.plan(|engine| engine.zero(GuestOffset(at), stop - at, ZeroMode::Unmap)).await;
                 match planned {
                     Ok(done) => at += done,
-                    Err(error) if error.kind() == cowshed_types::ErrorKind::Unsupported && !flags.no_fallback => {
+                    Err(error) if error.kind() == ErrorKind::Unsupported && !flags.no_fallback => {
                         self.write_zero_data(at, self.cluster_size()).await?;
                         at += self.cluster_size();
                     }
@@ -173,40 +173,58 @@ impl Qcow2Driver {
 
     async fn shrink(&self, size: u64) -> Result<()> {
         let old = self.size();
-        // Nothing is cut off where the rest would then fail for lack of space or for a damaged table.
-        let mut tail = self.tail_of(size);
-        loop {
-            self.make_room_for_edits().await?;
-            if slip!("shrink_cuts_before_it_may_fail") || self.plan(|engine| engine.own_tail(&mut tail)).await? {
-                break;
-            }
-            self.events.notify();
-        }
+        self.own_tail(size).await.map_err(not_cut)?;
         self.engine.publish_size(size);
-        // The size first: unmapped under the old one, the range cut off would show the backing file. Mappings behind
-        // the end that a power cut leaves are for the next growth to remove.
-        if slip!("shrink_unmaps_before_the_header") {
-            self.unmap_behind(size).await?;
-            self.write_back(false).await?;
-        }
-        if let Err(error) = self.set_header_size(size).await {
-            self.engine.publish_size(old);
-            return Err(error);
-        }
         // Also where guests' discards are ignored: a shrink is to give space back.
         self.shrinks.store(true, Ordering::Relaxed);
-        let freed = async {
-            self.unmap_behind(size).await?;
-            self.write_back(false).await?;
-            self.reclaim().await
-        }
-        .await;
+        let cut = self.cut_and_switch(size, old).await;
         self.shrinks.store(false, Ordering::Relaxed);
-        freed?;
+        cut?;
         match &self.data_file {
             Some(data_file) if data_file.len() > size => data_file.set_len(size).await,
             _ => Ok(()),
         }
+    }
+
+    /// Nothing is cut off where the rest would then fail for lack of space, or for a table that is damaged or can't be read.
+    async fn own_tail(&self, size: u64) -> Result<()> {
+        let mut tail = self.tail_of(size);
+        loop {
+            self.make_room_for_edits().await?;
+            if slip!("shrink_cuts_before_it_may_fail") || self.plan(|engine| engine.own_tail(&mut tail)).await? {
+                return Ok(());
+            }
+            self.events.notify();
+        }
+    }
+
+    /// The data behind the new end goes before the header has it: QEMU shows data behind the end again when it makes the
+    /// disk longer. Under the old size an unmapped range would show a backing file, so zero clusters hide that one until
+    /// the switch. Version 2 has none: there the header goes first, and a power cut may leave data behind the end.
+    async fn cut_and_switch(&self, size: u64, old: u64) -> Result<()> {
+        let stands_alone = !self.engine.stands_on_another() || slip!("shrink_unmaps_before_the_header");
+        let first = match stands_alone {
+            true => Some(TailCut::Unmap),
+            false => (self.header().version >= 3).then_some(TailCut::Zero),
+        };
+        let first = first.filter(|_| !slip!("shrink_switches_before_it_cuts"));
+        let switched = async {
+            if let Some(cut) = first {
+                self.cut_behind(size, cut).await.map_err(not_cut)?;
+                self.write_back(false).await?;
+            }
+            self.set_header_size(size).await
+        }
+        .await;
+        if let Err(error) = switched {
+            self.engine.publish_size(old);
+            return Err(error);
+        }
+        if first != Some(TailCut::Unmap) {
+            self.unmap_behind(size).await?;
+            self.write_back(false).await?;
+        }
+        self.reclaim().await
     }
 
     /// A walk over the clusters that start at `size` or behind.
@@ -217,6 +235,10 @@ impl Qcow2Driver {
 
     /// Unmaps every cluster that starts at `size` or behind.
     pub(super) async fn unmap_behind(&self, size: u64) -> Result<()> {
+        self.cut_behind(size, TailCut::Unmap).await
+    }
+
+    async fn cut_behind(&self, size: u64, cut: TailCut) -> Result<()> {
         let tag = self.engine.drain_tag();
         while !slip!("shrink_overtakes_writers") && !self.engine.is_drained(tag) {
             rt::sleep(Duration::from_millis(1)).await;
@@ -224,12 +246,23 @@ impl Qcow2Driver {
         let mut tail = self.tail_of(size);
         loop {
             self.make_room_for_edits().await?;
-            if self.plan(|engine| engine.unmap_tail(&mut tail)).await? {
+            if self.plan(|engine| engine.cut_tail(&mut tail, cut)).await? {
                 return Ok(());
             }
             self.tell_tolerated();
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
         }
+    }
+}
+
+/// QEMU's words for a shrink that can't cut off what lies behind the new end.
+fn not_cut(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Io => {
+            let errno = error.errno();
+            error.qemu("Failed to discard cropped clusters").with_errno(errno)
+        }
+        _ => error,
     }
 }

@@ -170,6 +170,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_findings", "a_shrink_never_shows_the_backing_file"),
     },
     Mutant {
+        name: "shrink_switches_before_it_cuts",
+        about: "a shrink leaves data behind the new end until the header has it",
+        test: ("failure_shapes", "no_cut_of_a_shrink_leaves_data_behind_the_end"),
+    },
+    Mutant {
         name: "shrink_loses_the_tail",
         about: "a shrink unmaps the cluster that holds its new end",
         test: ("failure_shapes", "a_shrink_loses_nothing_before_its_new_end"),

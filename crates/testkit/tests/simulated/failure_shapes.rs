@@ -396,6 +396,26 @@ fn shrink_waits_for_writers_past_the_new_end() {
     assert_eq!(end.leaks, 0);
 }
 
+/// QEMU shows data behind the end again when it makes the disk longer.
+#[test]
+fn no_cut_of_a_shrink_leaves_data_behind_the_end() {
+    let whole = || image(4096, 128 << 10, 0..128 << 10);
+    for layers in [vec![whole()], vec![whole(), whole()]] {
+        let prepared = Prepared::new(&Chain { layers });
+        for seed in 0..4 {
+            let trial = trial(seed, "0 write 0x10000 0x1000 1; 0 resize 0x8000; 0 flush");
+            let run = survives(&prepared, &trial);
+            let report = explore(&run.world.trace(), &trial.plan, |case| {
+                match audit(&case.state.files[&prepared.top])?.behind_end {
+                    0 => Ok(()),
+                    count => Err(format!("{count} entries with data behind the end")),
+                }
+            });
+            report.unwrap_or_else(|failure| panic!("{failure}"));
+        }
+    }
+}
+
 #[test]
 fn the_dirty_bit_is_never_cleared_too_early() {
     let spec = Qcow2Spec { cluster_size: 4096, lazy_refcounts: true, ..Qcow2Spec::default() };
