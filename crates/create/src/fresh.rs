@@ -366,10 +366,15 @@ fn bad_value(option: &'static str, value: &str) -> Error {
         .qemu(format!("invalid parameter value: {value}"))
 }
 
-fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
-    if values.get("backing_fmt").is_some_and(|format| format != VMDK_NAME) {
-        return Err(Error::invalid_argument("backing_file must be a vmdk image"));
+fn check_vmdk_backing_format(values: &OptionValues) -> Result<()> {
+    match values.get("backing_fmt").is_some_and(|format| format != VMDK_NAME) {
+        true => Err(Error::invalid_argument("backing_file must be a vmdk image")),
+        false => Ok(()),
     }
+}
+
+fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
+    check_vmdk_backing_format(values)?;
     match vmdk_kind(values)?.is_flat {
         true => Err(Error::invalid_argument("Flat image can't have backing file")),
         false => Ok(()),
@@ -378,6 +383,7 @@ fn check_vmdk_parent(values: &OptionValues) -> Result<()> {
 
 fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
     let values = asked.values;
+    check_vmdk_backing_format(values)?;
     let adapter = values.get("adapter_type").unwrap_or("ide");
     let known = ADAPTERS.iter().find(|known| **known == adapter);
     let adapter = known.ok_or_else(|| bad_value("adapter_type", adapter))?;

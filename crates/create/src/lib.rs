@@ -211,14 +211,21 @@ async fn check_backing(
 
 /// The errors that QEMU finds only while it makes the image, after it has announced the image.
 fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
-    let name = values.get("backing_fmt").filter(|name| request.backing_unchecked && !DRIVERS.is_name(name))?;
-    let message = format!("Parameter 'backing-fmt' does not accept value '{name}'");
+    let is_unchecked = request.backing_unchecked || values.get("backing_file").is_none();
+    let name = values.get("backing_fmt").filter(|name| is_unchecked && !DRIVERS.is_name(name))?;
+    let message = match request.format.as_str() {
+        "qcow" => format!("unrecognized backing format '{name}'"),
+        // It looks for its own name itself.
+        "vmdk" => return None,
+        _ => format!("Parameter 'backing-fmt' does not accept value '{name}'"),
+    };
     Some(Error::invalid_argument(message).field("backing_fmt"))
 }
 
 /// Removes the contents of an open file durably.
 async fn clear(file: &File) -> Result<()> {
-    if file.is_device() {
+    // The disk of another image keeps its size, as in QEMU. The new image's part of it is zeroed.
+    if file.is_device() || file.is_remote() {
         return Ok(());
     }
     file.set_len(0).await?;

@@ -7,6 +7,9 @@ use cowshed_image::node::{BitmapChange, BitmapStatus, Bitmaps, ChildRole, check_
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use std::sync::Arc;
 
+/// Begins the error of a close that loses bitmaps.
+const LOST: &str = "Lost persistent bitmaps";
+
 /// A change of a bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapAction {
@@ -59,8 +62,14 @@ pub async fn run(options: &BitmapOptions, job: &JobHandle) -> Result<(), (Bitmap
     let request = options.image.request().map_err(of_image)?.force_share(false).writable(true);
     let node = options.image.open(request.no_backing()).await.map_err(of_image)?;
     let result = run_on(&node, options).await;
-    let closed = node.close().await.map_err(of_image);
-    result.and(closed)
+    let closed = node.close().await.map_err(|error| match error.message().starts_with(LOST) {
+        true => {
+            let sentence = format!("{LOST} during inactivation of node '{}': No memory", node.name());
+            error.qemu(sentence)
+        }
+        false => error,
+    });
+    result.and(closed.map_err(of_image))
 }
 
 async fn run_on(node: &Node, options: &BitmapOptions) -> Result<(), (BitmapStep, Error)> {

@@ -96,7 +96,7 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
     let report = result.map_err(|error| in_work(error, "Check failed"))?;
     closed?;
     Ok(Some(CheckOutcome {
-        filename: node.filename(),
+        filename: options.image.name.clone(),
         format: node.driver_name().to_owned(),
         report,
         repair: options.repair,
@@ -108,7 +108,7 @@ async fn check_image(options: &CheckOptions, job: &JobHandle) -> Result<Option<C
 fn mapped_outcome(node: &Node, check: MappedCheck, options: &CheckOptions) -> CheckOutcome {
     let report = CheckReport { counters: check.counters, notes: check.findings, ..CheckReport::default() };
     CheckOutcome {
-        filename: node.filename(),
+        filename: options.image.name.clone(),
         format: node.driver_name().to_owned(),
         report,
         repair: options.repair,

@@ -304,10 +304,17 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
         Some(below) => below.info.dirty_flag.is_some() && !node.driver().shows_past(),
         None => node.is_on_host() || node.child(ChildRole::Test).is_some(),
     };
+    // As in QEMU a driver without snapshots shows those of its only child.
+    let mut stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    let is_passed = matches!(
+        (stored.next().map(|child| child.role), stored.next()),
+        (Some(ChildRole::File | ChildRole::Image), None)
+    );
+    let snapshots = children.first().filter(|_| is_passed).map(|child| child.info.snapshots.clone());
     Ok(ImageInfo {
         limits: None,
         children,
-        snapshots: Vec::new(),
+        snapshots: snapshots.unwrap_or_default(),
         backing_filename_format: None,
         virtual_size: node.size(),
         filename: node.reference(),

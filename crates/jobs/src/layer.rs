@@ -6,6 +6,7 @@ use cowshed_layout::luks::{self, LuksHeader};
 use cowshed_layout::qcow2::bitmap::{BitmapEntry, parse_directory};
 use cowshed_layout::qcow2::{Header, Snapshot, limits};
 use cowshed_offline::snapshots;
+use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, Result};
 
@@ -42,7 +43,7 @@ pub fn geometry(node: &Node) -> Option<LayerGeometry> {
 impl Qcow2Layer {
     /// The internal snapshots.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
-        snapshots::list(&self.file, &self.header).await.map_err(|error| error.file(self.file.name()))
+        as_metadata(snapshots::list(&self.file, &self.header)).await.map_err(|error| error.file(self.file.name()))
     }
 
     /// The persistent bitmaps; none when the extension doesn't count (its autoclear bit is not set).
@@ -70,7 +71,7 @@ impl Qcow2Layer {
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<IoBuf> {
-        let (result, buf) = self.file.read_at(IoBuf::zeroed(len), offset).await;
+        let (result, buf) = as_metadata(self.file.read_at(IoBuf::zeroed(len), offset)).await;
         result.map(|()| buf)
     }
 }

@@ -57,8 +57,31 @@ fn option(node: &Node, key: &str) -> Option<u64> {
 }
 
 impl BlockLimits {
-    /// The limits of a node, from its driver and its file.
+    /// The limits of a node, from its driver, its file and its backing file.
     pub fn of(node: &Node) -> BlockLimits {
+        let limits = Self::of_stored(node);
+        match node.backing() {
+            Some(backing) => limits.above(&Self::of(&backing)),
+            None => limits,
+        }
+    }
+
+    /// The needs of a backing file's requests hold for those of its overlay.
+    fn above(self, backing: &BlockLimits) -> BlockLimits {
+        let least = |one: Option<u64>, other: Option<u64>| one.into_iter().chain(other).min();
+        BlockLimits {
+            opt_transfer: self.opt_transfer.max(backing.opt_transfer),
+            max_transfer: least(self.max_transfer, backing.max_transfer),
+            max_hw_transfer: least(self.max_hw_transfer, backing.max_hw_transfer),
+            min_mem_alignment: self.min_mem_alignment.max(backing.min_mem_alignment),
+            opt_mem_alignment: self.opt_mem_alignment.max(backing.opt_mem_alignment),
+            max_iov: self.max_iov.min(backing.max_iov),
+            max_hw_iov: least(self.max_hw_iov, backing.max_hw_iov),
+            ..self
+        }
+    }
+
+    fn of_stored(node: &Node) -> BlockLimits {
         let stored = [ChildRole::File, ChildRole::Image, ChildRole::Test, ChildRole::Replica(0)];
         let below = stored.into_iter().find_map(|role| node.child(role)).map(|child| Self::of(&child));
         let Some(below) = below else { return Self::of_protocol(node) };
@@ -76,11 +99,11 @@ impl BlockLimits {
         }
         if has(ChildRole::Image) {
             return BlockLimits {
-                request_alignment: node.file().map_or(1, |file| file.alignment().offset),
+                request_alignment: option(node, "align").unwrap_or(1),
                 max_transfer: node.file().and_then(|file| file.max_transfer()).or(below.max_transfer),
                 write_zeroes_alignment: option(node, "opt-write-zero"),
                 max_write_zeroes: option(node, "max-write-zero"),
-                discard_alignment: option(node, "opt-discard"),
+                discard_alignment: option(node, "opt-discard").or(below.discard_alignment),
                 max_discard: option(node, "max-discard"),
                 ..below
             };
@@ -99,7 +122,11 @@ impl BlockLimits {
         let zeroes = known.cluster_bytes.filter(|_| known.zeroes_in_clusters);
         BlockLimits {
             write_zeroes_alignment: zeroes.or(below.write_zeroes_alignment.filter(|_| !node.is_filter())),
-            request_alignment: if known.in_sectors { SECTOR_BYTES } else { below.request_alignment },
+            request_alignment: match (known.in_sectors, node.is_filter()) {
+                (true, _) => SECTOR_BYTES,
+                (false, true) => below.request_alignment,
+                (false, false) => 1,
+            },
             max_write_zeroes: zeroes.filter(|_| known.bounds_zeroes).map(|bytes| MOST_ZEROES / bytes * bytes),
             ..below
         }

@@ -6,7 +6,9 @@ use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_create::NewEncryption;
 use cowshed_create::qcow2::{Qcow2CreateOptions, round_size};
 use cowshed_create::schema::{OptionValues, options_of};
+use cowshed_image::node::BitmapStatus;
 use cowshed_image::{Node, Preallocation};
+use cowshed_layout::qcow2::BitmapEntry;
 use cowshed_types::{Error, Result};
 
 /// The object to measure: an existing image, or an empty one of a given size.
@@ -159,19 +161,30 @@ async fn data_clusters(node: &Node, cluster: u64, job: &JobHandle) -> Result<u64
 
 /// Space for the source's persistent bitmaps in the new image: `None` where the source can't have any.
 async fn bitmap_bytes(node: &Node, cluster: u64) -> Result<Option<u64>> {
-    let Some(layer) = qcow2_layer(node) else { return Ok(None) };
-    if layer.header.version < 3 {
-        return Ok(None);
-    }
+    let granule_bytes = |bits: u8| 1u64.checked_shl(u32::from(bits)).unwrap_or(u64::MAX);
+    // Bytes of a granule, and of an entry in the directory.
+    let bitmaps: Vec<(u64, u64)> = match (qcow2_layer(node), node.stored_bitmaps()) {
+        (Some(layer), _) if layer.header.version < 3 => return Ok(None),
+        (Some(layer), _) => {
+            let entry = |map: BitmapEntry| (granule_bytes(map.granularity_bits), map.encoded_len() as u64);
+            layer.bitmaps().await?.into_iter().map(entry).collect()
+        }
+        (None, Some(stored)) => {
+            let entry =
+                |map: BitmapStatus| (map.granularity_bytes.max(1), (24 + map.name.len() as u64).next_multiple_of(8));
+            stored.list().await?.into_iter().map(entry).collect()
+        }
+        (None, None) => return Ok(None),
+    };
     let mut sum: u64 = 0;
     let mut directory: u64 = 0;
-    for bitmap in layer.bitmaps().await? {
+    for (granule_bytes, entry_bytes) in bitmaps {
         // One bit per granule, in whole clusters, found through a table of 8 bytes an entry.
-        let bits = node.size().div_ceil(1u64.checked_shl(u32::from(bitmap.granularity_bits)).unwrap_or(u64::MAX));
+        let bits = node.size().div_ceil(granule_bytes);
         let data_clusters = bits.div_ceil(8).div_ceil(cluster);
         let table_clusters = (data_clusters * 8).div_ceil(cluster);
         sum = sum.saturating_add((data_clusters + table_clusters).saturating_mul(cluster));
-        directory += bitmap.encoded_len() as u64;
+        directory += entry_bytes;
     }
     Ok(Some(sum.saturating_add(directory.next_multiple_of(cluster))))
 }

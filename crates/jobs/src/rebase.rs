@@ -7,11 +7,13 @@ use crate::zeroes::is_zero;
 use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_image::graph::{AttachRequest, check_apart};
 use cowshed_image::open::resolve_name;
-use cowshed_image::{Node, StatusExtent};
+use cowshed_image::{DRIVERS, Node, StatusExtent};
 use cowshed_storage::{IoBuf, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
+/// Begins the error for a format that there isn't.
+pub const UNKNOWN_FORMAT: &str = "Invalid format name: ";
 /// Longest name that a header may hold, in bytes.
 const MAX_NAME_BYTES: usize = 1023;
 /// Runs that one question about the mapping answers at most.
@@ -61,15 +63,18 @@ async fn rebase(
         Some(base) => error.context(format!("could not change the backing file to '{base}'")),
         None => error,
     };
+    if options.compressed && !image.compresses() {
+        return Err(Error::unsupported("Compression not supported for this file format"));
+    }
+    if let Some(format) = options.base_format.as_ref().filter(|format| !DRIVERS.is_known(format)) {
+        return Err(Error::invalid_argument(format!("{UNKNOWN_FORMAT}'{format}'")));
+    }
     if image.description().is_some_and(|known| known.only_sizes) {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());
         return Err(Error::unsupported(message).qemu("could not get block driver info"));
     }
     if let (Some(name), false) = (&options.base, options.only_name) {
         opened.push(open_base(image, name, options).await?);
-    }
-    if options.compressed && !image.compresses() {
-        return Err(Error::unsupported("Compression not supported for this file format"));
     }
     check_name(options).map_err(cannot)?;
     if image.backing_name().is_none() {

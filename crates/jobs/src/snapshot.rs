@@ -8,7 +8,9 @@ use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, OpenRequest};
 use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_storage::File;
+use cowshed_storage::fault::as_metadata;
 use cowshed_types::{Error, Result};
+use std::sync::Arc;
 
 /// An operation on snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +26,8 @@ pub enum SnapshotAction {
 /// The snapshots of an image; none for formats without them.
 pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
     let node = image.open(image.request()?.no_backing().without_content()).await?;
-    let listed = match qcow2_layer(&node) {
+    // As in QEMU a driver without snapshots shows those of its only child.
+    let listed = match qcow2_layer(&node).or_else(|| only_child(&node).and_then(|below| qcow2_layer(&below))) {
         Some(layer) => layer.snapshots().await,
         None => Ok(Vec::new()),
     };
@@ -33,13 +36,25 @@ pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
     closed.map(|()| snapshots)
 }
 
+/// The node below one that has no other children but a backing file.
+fn only_child(node: &Node) -> Option<Arc<Node>> {
+    let mut stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    match (stored.next(), stored.next()) {
+        (Some(child), None) if matches!(child.role, ChildRole::File | ChildRole::Image) => {
+            let below = qcow2_layer(&child.node).is_none().then(|| only_child(&child.node)).flatten();
+            below.or(Some(child.node))
+        }
+        _ => None,
+    }
+}
+
 /// Carries an action out. Progress counts tables of metadata. The image is locked for writing meanwhile.
 pub async fn run(image: &ImageSpec, action: &SnapshotAction, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     let request: OpenRequest = image.request()?.force_share(false).writable(true);
     let node = image.open(request.for_check().trying_keys().no_backing()).await?;
     let result = match file_of(&node) {
-        Ok(file) => change(&file, action, job).await,
+        Ok(file) => as_metadata(change(&file, action, job)).await,
         Err(error) => Err(error),
     };
     let closed = node.close().await;

@@ -210,11 +210,16 @@ impl QedHeader {
         Ok(stages)
     }
 
-    /// The largest disk that the tables can describe, in bytes.
+    /// The largest disk that the tables can describe and QEMU opens, in bytes.
     pub fn largest_size(&self) -> u64 {
-        let most = u128::from(self.l2_span_bytes()) * u128::from(self.table_entries());
-        u64::try_from(most).unwrap_or(u64::MAX).min(i64::MAX as u64) / SECTOR_BYTES * SECTOR_BYTES
+        largest_bytes(self.table_entries(), self.cluster_bytes).min(i64::MAX as u64) / SECTOR_BYTES * SECTOR_BYTES
     }
+}
+
+/// The size that two levels of tables describe. QEMU counts in 64 bits: of a product that doesn't fit it takes the rest, and
+/// opens no larger image.
+fn largest_bytes(entries: u64, cluster_bytes: u64) -> u64 {
+    entries.wrapping_mul(entries).wrapping_mul(cluster_bytes)
 }
 
 /// A new image.
@@ -261,9 +266,8 @@ impl NewQed<'_> {
         bytes.extend_from_slice(&place.to_le_bytes());
         bytes.extend_from_slice(&(name.len() as u32).to_le_bytes());
         let entries = self.table_clusters * self.cluster_bytes / ENTRY_BYTES;
-        let most = u128::from(entries) * u128::from(entries) * u128::from(self.cluster_bytes);
-        if u128::from(self.size) > most || i64::try_from(self.size).is_err() {
-            let most = u64::try_from(most).unwrap_or(0);
+        let most = largest_bytes(entries, self.cluster_bytes);
+        if self.size > most || i64::try_from(self.size).is_err() {
             let message =
                 format!("QED image size must be a non-zero multiple of cluster size and less than {most} bytes");
             return Err(Error::invalid_argument(message).field("size").value(self.size));
@@ -306,6 +310,7 @@ mod tests {
             (NewQed { table_clusters: 0, ..new }, "table size must be"),
             (NewQed { table_clusters: 32, ..new }, "table size must be"),
             (NewQed { size: (1 << 32) + 512, ..new }, "less than 4294967296 bytes"),
+            (NewQed { cluster_bytes: 4 << 20, table_clusters: 4, ..new }, "less than 0 bytes"),
         ] {
             let error = new.lay_out().unwrap_err().to_string();
             assert!(error.contains(part), "{error}");

@@ -53,6 +53,9 @@ pub trait Remote: Send + Sync + fmt::Debug {
     /// Makes a range read as zeroes; `may_unmap`: its space may be given back. `ENOTSUP` where it can't.
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Result<(), Errno>>;
 
+    /// As [`Remote::write_zeroes`], but never by writing: `ENOTSUP` where the other side would.
+    fn write_zeroes_fast(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Result<(), Errno>>;
+
     /// Gives a range back; its bytes are unknown afterwards.
     fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Result<(), Errno>>;
 
@@ -148,6 +151,16 @@ impl RemoteFile {
     pub(crate) async fn next_data(&self, offset: u64) -> SysResult<Option<DataRange>> {
         let found = self.remote.next_data(offset - offset % self.block_bytes()).await?;
         Ok(found.map(|range| DataRange { start: range.start.max(offset), end: range.end }))
+    }
+
+    /// Zeroes that the other side makes without writing them.
+    pub(crate) async fn zero_fast(&self, offset: u64, len: u64, may_unmap: bool) -> SysResult<()> {
+        if !(offset | len).is_multiple_of(self.block_bytes()) {
+            return Err(Errno::ENOTSUP);
+        }
+        self.remote.write_zeroes_fast(offset, len, may_unmap).await?;
+        self.note_end(offset + len);
+        Ok(())
     }
 
     pub(crate) async fn change_space(

@@ -184,6 +184,12 @@ fn failed(persona: Persona, options: &BitmapOptions, step: Option<BitmapStep>, e
             Failure::new(format!("Operation {verb} on bitmap {} failed: {reason}", options.name))
         }
         (Some(BitmapStep::Source), Some(source)) => Failure::open(persona, &source.name, error),
+        (Some(BitmapStep::Image), _) if error.sentence().starts_with("Lost persistent bitmaps during") => {
+            // QEMU says it at both of its attempts.
+            let (lost, closing) = (error.sentence(), "Error while closing the image: Invalid argument");
+            let all = format!("{lost}{LINE_END}qemu-img: {closing}{LINE_END}qemu-img: {lost}");
+            Failure::open(persona, file, &error.clone().qemu(all))
+        }
         _ => Failure::open(persona, file, error),
     }
 }

@@ -11,7 +11,7 @@ use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_image::DRIVERS;
 use cowshed_image::open::resolve_name;
 use cowshed_jobs::ImageSpec;
-use cowshed_jobs::rebase::{self, RebaseOptions};
+use cowshed_jobs::rebase::{self, RebaseOptions, UNKNOWN_FORMAT};
 use cowshed_types::Error;
 
 pub const VERB: Verb = Verb {
@@ -81,11 +81,9 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let spec = args.naming.spec(file, args.format.as_ref())?;
     if let Some(format) = &args.backing_format
         && !DRIVERS.is_known(format)
+        && (console.persona != Persona::QemuImg || args.naming.untrusted.is_on())
     {
-        let later = Failure::new(format!("Invalid format name: '{format}'"));
-        // Only the image itself is opened to change its name.
-        let images: &[&ImageSpec] = if args.only_name { &[] } else { &[&spec] };
-        return Err(work::opened_first(console.persona, &args.naming, images, later));
+        return Err(Failure::new(format!("{UNKNOWN_FORMAT}'{format}'")));
     }
     let options = RebaseOptions {
         image: ImageSpec { cache, ..spec },
@@ -119,7 +117,7 @@ fn failed(persona: Persona, options: &RebaseOptions, error: &Error) -> Failure {
             "Could not change the backing file to '{base}': backing format must be specified"
         ));
     }
-    if error.sentence() == "could not get block driver info" {
+    if error.sentence() == "could not get block driver info" || error.sentence().starts_with(UNKNOWN_FORMAT) {
         return Failure::new(error.sentence());
     }
     if error.message().contains("have no backing file") {

@@ -6,7 +6,7 @@ use super::untrusted::Use;
 use super::{Verb, work};
 use crate::invocation::Persona;
 use crate::output::{Console, Failure, info};
-use clap::{ArgMatches, Args, FromArgMatches};
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_jobs::ImageSpec;
 use cowshed_jobs::snapshot::{self, SnapshotAction};
 use cowshed_types::{Errno, Error, ErrorKind};
@@ -36,17 +36,17 @@ struct SnapshotArgs {
     #[command(flatten)]
     naming: NamingArgs,
     /// List the snapshots (the default)
-    #[arg(short, long)]
-    list: bool,
+    #[arg(short, long, action = ArgAction::Count)]
+    list: u8,
     /// Take a snapshot of this name
-    #[arg(short, long, value_name = "SNAPSHOT")]
-    create: Option<String>,
+    #[arg(short, long, value_name = "SNAPSHOT", action = ArgAction::Append)]
+    create: Vec<String>,
     /// Make the disk what it was in this snapshot
-    #[arg(short, long, value_name = "SNAPSHOT")]
-    apply: Option<String>,
+    #[arg(short, long, value_name = "SNAPSHOT", action = ArgAction::Append)]
+    apply: Vec<String>,
     /// Delete the snapshot of this name
-    #[arg(short, long, value_name = "SNAPSHOT")]
-    delete: Option<String>,
+    #[arg(short, long, value_name = "SNAPSHOT", action = ArgAction::Append)]
+    delete: Vec<String>,
     /// List even while another process writes to the image
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -60,14 +60,11 @@ struct SnapshotArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = SnapshotArgs::from_arg_matches(matches)?;
-    let actions = [
-        args.create.clone().map(SnapshotAction::Create),
-        args.apply.clone().map(SnapshotAction::Apply),
-        args.delete.clone().map(SnapshotAction::Delete),
-    ];
-    let mut actions = actions.into_iter().flatten();
+    let created = args.create.iter().cloned().map(SnapshotAction::Create);
+    let applied = args.apply.iter().cloned().map(SnapshotAction::Apply);
+    let mut actions = created.chain(applied).chain(args.delete.iter().cloned().map(SnapshotAction::Delete));
     let action = actions.next();
-    if actions.next().is_some() || (args.list && action.is_some()) {
+    if actions.count() + usize::from(args.list) + usize::from(action.is_some()) > 1 {
         return Err(Failure::usage("Cannot mix '-l', '-a', '-c', '-d'"));
     }
     let [file] = args.files.as_slice() else {

@@ -273,7 +273,8 @@ impl Qcow2Driver {
         if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
-        self.settle_all().await
+        self.settle_all().await?;
+        self.lost_bitmaps()
     }
 
     /// Makes the image on disk complete, as a close leaves it. No request may run.

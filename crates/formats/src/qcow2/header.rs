@@ -5,7 +5,7 @@
 use super::Qcow2Driver;
 use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
 use cowshed_storage::IoBuf;
-use cowshed_storage::fault::Event;
+use cowshed_storage::fault::{Event, as_metadata};
 use cowshed_types::{Result, name_of_text};
 use std::sync::PoisonError;
 
@@ -14,8 +14,7 @@ impl Qcow2Driver {
     pub(super) async fn edit_header(&self, edit: impl FnOnce(&mut Header)) -> Result<()> {
         let mut header = self.header();
         edit(&mut header);
-        let (result, _) = self.file.write_at(IoBuf::copy_from(&header.encode_changing_fields()), offset::SIZE).await;
-        result?;
+        self.write_metadata(IoBuf::copy_from(&header.encode_changing_fields()), offset::SIZE).await?;
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
         Ok(())
     }
@@ -28,17 +27,17 @@ impl Qcow2Driver {
         let old = self.header();
         let mut new = old.clone();
         edit(&mut new);
-        let (result, cluster) = self.file.read_at(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
+        let (result, cluster) = self.read_metadata(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
         result?;
         let stages = switch_header(&cluster, &old, &new).map_err(|error| self.error(error))?;
         self.barrier().await?;
         for stage in stages {
             for (offset, bytes) in stage {
-                self.file.write_at(IoBuf::copy_from(&bytes), offset).await.0?;
+                self.write_metadata(IoBuf::copy_from(&bytes), offset).await?;
             }
             self.file.sync().await?;
         }
-        let written = cowshed_offline::read_header(&self.file).await?;
+        let written = as_metadata(cowshed_offline::read_header(&self.file)).await?;
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = written;
         Ok(())
     }

@@ -13,6 +13,7 @@ use cowshed_offline::check::recover_dirty;
 use cowshed_offline::read_header;
 use cowshed_offline::snapshots::{self, SnapshotOptions};
 use cowshed_qcow2::Restart;
+use cowshed_storage::fault::as_metadata;
 use cowshed_types::{Error, Result};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -20,7 +21,7 @@ use std::sync::atomic::Ordering;
 impl Qcow2Driver {
     /// The internal snapshots, in the order of the image's table.
     pub async fn internal_snapshots(&self) -> Result<Vec<Snapshot>> {
-        snapshots::list(&self.file, &self.header()).await
+        as_metadata(snapshots::list(&self.file, &self.header())).await
     }
 
     /// Takes a snapshot called `name`; its ID.
@@ -46,7 +47,7 @@ impl Qcow2Driver {
         self.check_writable()?;
         // Reading ahead goes by the mapping, and is not a request that the graph waits for.
         self.ahead.end().await;
-        let done = self.at_rest_alone(options, work).await;
+        let done = as_metadata(self.at_rest_alone(options, work)).await;
         self.ahead.go_on();
         done
     }
@@ -74,8 +75,8 @@ impl Qcow2Driver {
     pub(super) async fn recover(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
         self.membership.make_exclusive().map_err(|error| self.error(error))?;
         self.ahead.end().await;
-        let recovered = recover_dirty(&self.file).await;
-        let again = self.read_anew(options).await;
+        let recovered = as_metadata(recover_dirty(&self.file)).await;
+        let again = as_metadata(self.read_anew(options)).await;
         self.ahead.go_on();
         // Facts that an attempt before has left unknown are known by now.
         self.abandoned.store(again.is_err(), Ordering::Relaxed);

@@ -299,6 +299,24 @@ impl Qcow2Driver {
         }
     }
 
+    /// Reads what is no guest data.
+    async fn read_metadata(&self, buf: IoBuf, host: u64) -> (Result<()>, IoBuf) {
+        let read = self.file.read_at(buf, host);
+        match self.file.faults() {
+            Some(_) => as_metadata(read).await,
+            None => read.await,
+        }
+    }
+
+    /// Writes what is no guest data.
+    async fn write_metadata(&self, buf: IoBuf, host: u64) -> Result<()> {
+        let write = self.file.write_at(buf, host);
+        match self.file.faults() {
+            Some(_) => as_metadata(write).await.0,
+            None => write.await.0,
+        }
+    }
+
     /// Reads a table for the engine.
     async fn load(&self, load: Load) -> Result<()> {
         struct Guard<'a>(&'a Qcow2Driver, Option<Load>);
@@ -322,11 +340,7 @@ impl Qcow2Driver {
             return Err(self.error(Error::invalid_image("table", load.host, message).with_errno(Errno::EIO)));
         }
         self.meet(event).await;
-        let read = self.file.read_at(IoBuf::try_zeroed(load.len)?, load.host.0);
-        let (result, buf) = match self.file.faults() {
-            Some(_) => as_metadata(read).await,
-            None => read.await,
-        };
+        let (result, buf) = self.read_metadata(IoBuf::try_zeroed(load.len)?, load.host.0).await;
         result?;
         guard.1 = None;
         match self.engine.loaded(&load, &buf) {

@@ -48,7 +48,7 @@ impl Qcow2Driver {
         }
         // Old space can't be made certain then: it was written once.
         match reserve.is_new {
-            true => self.file.write_at(IoBuf::try_zeroed(reserve.len as usize)?, reserve.host.0).await.0,
+            true => self.write_metadata(IoBuf::try_zeroed(reserve.len as usize)?, reserve.host.0).await,
             false => Ok(()),
         }
     }

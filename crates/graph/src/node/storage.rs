@@ -133,6 +133,14 @@ impl Remote for NodeStorage {
         })
     }
 
+    fn write_zeroes_fast(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Result<(), Errno>> {
+        Box::pin(async move {
+            self.make_room(offset + len).await?;
+            let flags = ZeroFlags { may_unmap, no_fallback: true };
+            self.node.write_zeroes_boxed(offset, len, flags).await.map_err(errno)
+        })
+    }
+
     fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Result<(), Errno>> {
         Box::pin(async move { self.node.discard_boxed(offset, len).await.map_err(errno) })
     }

@@ -7,7 +7,7 @@ use cowshed_types::{Error, Result};
 const MAX_TEXT_BYTES: usize = 64;
 
 /// A size in bytes: digits with an optional suffix `b` (bytes), `k`, `M`, `G`, `T`, `P`, `E` (powers of 1024, upper or
-/// lower case). The digits may have a fraction ("1.5G"; parts of a byte are cut off, and without a suffix it must be
+/// lower case). The digits may have a fraction ("1.5G"; rounded to a byte, and without a suffix it must be
 /// zero; "0.5G" may be written ".5G"), or be hexadecimal behind `0x`, then without a suffix. A number alone counts
 /// bytes. As in QEMU, leading space and one `+` are skipped. The largest result is 2^64 - 1.
 pub fn parse_size(text: &str) -> Result<u64> {
@@ -65,18 +65,13 @@ fn digits(text: &str) -> Option<u64> {
     text.parse().ok()
 }
 
-/// `0.fraction << shift`, rounded down. Digits past the 18th can't move a 60-bit result by more than one byte.
+/// `0.fraction << shift`, rounded to the nearest byte, as QEMU rounds it in floating point.
 fn fraction_bytes(text: &str, shift: u32) -> Option<u64> {
-    if text.is_empty() {
-        return Some(0);
-    }
     if !text.bytes().all(|byte| byte.is_ascii_digit()) || (shift == 0 && text.bytes().any(|byte| byte != b'0')) {
         return None;
     }
-    let text = &text[..text.len().min(18)];
-    let numerator = u128::from(digits(text)?);
-    let denominator = 10u128.pow(text.len() as u32);
-    u64::try_from((numerator << shift) / denominator).ok()
+    let fraction: f64 = format!("0.{text}0").parse().ok()?;
+    Some((fraction * (1u64 << shift) as f64 + 0.5) as u64)
 }
 
 #[cfg(test)]
@@ -112,6 +107,9 @@ mod tests {
             (".0", 0),
             ("010", 10),
             ("0.3333333333333333333333M", 349525),
+            ("1.3M", 1363149),
+            (".9k", 922),
+            ("0.9999999999999999999999M", 1 << 20),
             ("18446744073709551615", u64::MAX),
         ] {
             assert_eq!(parse_size(text).ok(), Some(bytes), "{text}");

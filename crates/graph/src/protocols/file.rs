@@ -12,6 +12,9 @@ const ZERO_CHUNK_BYTES: u64 = 1 << 20;
 /// Makes a range of a file read as zeroes: by giving it back where request and node allow that, by `fallocate`, or by
 /// writing.
 pub async fn zero_file(file: &File, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
+    if flags.no_fallback && file.is_remote() {
+        return file.zero_fast(offset, len, flags.may_unmap && !file.keeps_space()).await;
+    }
     if flags.may_unmap && !file.keeps_space() {
         // A hole doesn't make the file longer. The range behind its end (an odd tail) is written: setting the length
         // could cut off the bytes of a write in flight.

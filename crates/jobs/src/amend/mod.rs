@@ -9,6 +9,7 @@ use crate::{ImageSpec, JobHandle, in_work, key_slots};
 use cowshed_create::schema::{CreateOption, LUKS, LUKS_SLOTS, OptionValues, QCOW2, amended_options_of};
 use cowshed_image::{Node, OpenRequest, Preallocation};
 use cowshed_offline::amend::{self, Amendment, NewBacking};
+use cowshed_storage::fault::as_metadata;
 use cowshed_types::{Error, LINE_END, Result};
 use std::sync::Arc;
 
@@ -96,7 +97,7 @@ async fn amend_luks(node: &Node, options: &AmendOptions) -> Result<()> {
 
 async fn amend_bare(node: &Node, options: &AmendOptions, wanted: &Wanted, job: &JobHandle) -> Result<()> {
     let file = file_of(node)?;
-    amend::check(&file, &wanted.amendment, wanted.size).await?;
+    as_metadata(amend::check(&file, &wanted.amendment, wanted.size)).await?;
     if wanted.size.is_some_and(|size| !size.is_multiple_of(512)) {
         return Err(Error::invalid_argument("The new size must be a multiple of 512").field("size").file(file.name()));
     }
@@ -117,7 +118,7 @@ async fn change(node: &Node, amendment: &Amendment, job: &JobHandle) -> Result<(
         job.set_progress(done, total);
         !job.is_cancelled()
     };
-    let amended = amend::amend(&file_of(node)?, amendment, true, &watch).await;
+    let amended = as_metadata(amend::amend(&file_of(node)?, amendment, true, &watch)).await;
     let sentence = match amendment.refcount_order {
         Some(_) => "Failed to write refblock",
         None => "Failed to update the image header",

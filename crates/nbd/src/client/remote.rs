@@ -94,6 +94,10 @@ impl Remote for Client {
         Box::pin(Client::write_zeroes(self, offset, len, may_unmap, false))
     }
 
+    fn write_zeroes_fast(&self, offset: u64, len: u64, may_unmap: bool) -> RemoteFuture<'_, Reply<()>> {
+        Box::pin(Client::write_zeroes(self, offset, len, may_unmap, true))
+    }
+
     fn discard(&self, offset: u64, len: u64) -> RemoteFuture<'_, Reply<()>> {
         Box::pin(self.trim(offset, len))
     }

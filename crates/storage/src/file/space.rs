@@ -5,7 +5,7 @@ use super::File;
 use crate::IoBuf;
 use crate::counters::FileOp;
 use crate::medium::{Medium, Space};
-use cowshed_types::Result;
+use cowshed_types::{Errno, Result};
 use std::sync::atomic::Ordering;
 
 impl File {
@@ -19,6 +19,16 @@ impl File {
     /// Says whether discards are to be ignored from now on.
     pub fn set_keeps_space(&self, keeps: bool) {
         self.0.keeps_space.store(keeps, Ordering::Release);
+    }
+
+    /// True for bytes behind a protocol, or of another image.
+    pub fn is_remote(&self) -> bool {
+        matches!(self.0.medium, Medium::Remote(_))
+    }
+
+    /// True where writes are forgotten.
+    pub fn is_null(&self) -> bool {
+        matches!(self.0.medium, Medium::Null(_))
     }
 
     /// Gives the space of a range back: a hint. On a local file it reads as zeroes then. Behind a protocol, and where a
@@ -44,6 +54,19 @@ impl File {
     /// where the file system can't.
     pub async fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
         self.make_zero(Space::Zero, offset, len, "could not zero a range").await
+    }
+
+    /// Makes a range in bytes behind a protocol read as zeroes. `Unsupported` where the other side would write them, and for
+    /// other files.
+    pub async fn zero_fast(&self, offset: u64, len: u64, may_unmap: bool) -> Result<()> {
+        self.check_change(offset, len, true)?;
+        let start_ns = self.0.counters.start_ns();
+        let result = match &self.0.medium {
+            Medium::Remote(file) => file.zero_fast(offset, len, may_unmap).await,
+            _ => Err(Errno::ENOTSUP),
+        };
+        self.0.counters.count(FileOp::Zero, offset, len, start_ns, result.is_ok());
+        result.map_err(|errno| self.error(errno, "could not zero a range", offset))
     }
 
     /// A change of space is about whole blocks of this many bytes.

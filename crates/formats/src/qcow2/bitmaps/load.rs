@@ -7,6 +7,7 @@ use cowshed_graph::node::BitmapStatus;
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE, parse_directory};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS;
 use cowshed_layout::qcow2::{BitmapEntry, BitmapsExtension, Header, limits};
+use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use std::collections::{BTreeMap, HashSet};
@@ -31,7 +32,7 @@ pub(super) async fn read_directory(file: &File, header: &Header) -> Result<Vec<B
         let message = format!("the bitmap directory at {start:#x} is too large or ends past the end of the file");
         return Err(Error::invalid_image("bitmap_directory_size", len, message));
     }
-    let (result, bytes) = file.read_at(IoBuf::try_zeroed(len as usize)?, start).await;
+    let (result, bytes) = as_metadata(file.read_at(IoBuf::try_zeroed(len as usize)?, start)).await;
     result?;
     parse_directory(&bytes, extension)
 }
@@ -197,7 +198,8 @@ impl Qcow2Driver {
         let mut at = 0;
         while at < bytes {
             let piece = TABLE_PIECE_BYTES.min(bytes - at);
-            let (result, words) = self.file.read_at(IoBuf::try_zeroed(piece as usize)?, entry.table_offset + at).await;
+            let buf = IoBuf::try_zeroed(piece as usize)?;
+            let (result, words) = self.read_metadata(buf, entry.table_offset + at).await;
             result?;
             for (index, word) in words.as_chunks::<8>().0.iter().enumerate() {
                 let raw = u64::from_be_bytes(*word);
@@ -226,7 +228,8 @@ impl Qcow2Driver {
             match BitmapTableEntry(*raw).offset().0 {
                 0 => bits.fill_piece(*piece),
                 host => {
-                    let (result, data) = self.file.read_at(IoBuf::zeroed(geometry.cluster_size() as usize), host).await;
+                    let buf = IoBuf::zeroed(geometry.cluster_size() as usize);
+                    let (result, data) = self.read_metadata(buf, host).await;
                     result?;
                     bits.put_piece(*piece, data[..].into());
                 }

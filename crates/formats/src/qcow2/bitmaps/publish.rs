@@ -43,10 +43,16 @@ impl Qcow2Driver {
             (known.maps.clone(), known.in_use)
         };
         let directory_bytes = self.directory_bytes(&maps)?;
+        // The format has no bitmaps of 0 bits. They are in memory until the disk grows.
+        let stores = size.unwrap_or(self.header().size) > 0;
+        for map in maps.iter_mut().filter(|_| !stores) {
+            (map.entry.table_offset, map.entry.table_size) = (0, 0);
+            (map.table, map.is_new) = (None, true);
+        }
         let geometry = self.engine.geometry();
         let clusters = |bytes: u64| bytes.div_ceil(geometry.cluster_size());
         let mut directory = None;
-        if directory_bytes > 0 {
+        if directory_bytes > 0 && stores {
             let mut space = Space { driver: self, taken: Vec::new() };
             let written = match self.write_new(&mut maps, &mut space, in_use).await {
                 // The counts are durable before anything refers to the clusters; so are the written bits.
@@ -69,7 +75,8 @@ impl Qcow2Driver {
         }
         self.engine.set_bitmap_directory(directory.map(|(offset, bytes)| (HostOffset(offset), bytes)));
         let kept: Vec<u64> = maps.iter().map(old_table_of).collect();
-        let gone: Vec<StoredBitmap> = old.into_iter().filter(|map| !kept.contains(&map.entry.table_offset)).collect();
+        let is_gone = |map: &StoredBitmap| map.entry.table_offset > 0 && !kept.contains(&map.entry.table_offset);
+        let gone: Vec<StoredBitmap> = old.into_iter().filter(is_gone).collect();
         let old_directory = {
             let mut known = self.bitmaps.known();
             let old_directory = known.directory;
@@ -122,10 +129,10 @@ impl Qcow2Driver {
                 }
             }
             let mut writes = stream::iter(data)
-                .map(|(piece, host)| self.file.write_at(IoBuf::copy_from(&bits.piece_bytes(piece)), host))
+                .map(|(piece, host)| self.write_metadata(IoBuf::copy_from(&bits.piece_bytes(piece)), host))
                 .buffer_unordered(WRITES_AT_ONCE);
             let mut result = Ok(());
-            while let Some((outcome, _)) = writes.next().await {
+            while let Some(outcome) = writes.next().await {
                 result = result.and(outcome);
             }
             drop(writes);
@@ -139,7 +146,7 @@ impl Qcow2Driver {
             }
             map.entry.table_offset = space.take(bytes.len() as u64).await?;
             map.entry.table_size = u32::try_from(entries).unwrap_or(u32::MAX);
-            self.file.write_at(IoBuf::copy_from(&bytes), map.entry.table_offset).await.0?;
+            self.write_metadata(IoBuf::copy_from(&bytes), map.entry.table_offset).await?;
             map.table = Some(table);
             map.is_new = false;
         }
@@ -157,7 +164,7 @@ impl Qcow2Driver {
         let len = bytes.len() as u64;
         bytes.resize(bytes.len().next_multiple_of(cluster_size as usize), 0);
         let directory = space.take(len).await?;
-        self.file.write_at(IoBuf::copy_from(&bytes), directory).await.0?;
+        self.write_metadata(IoBuf::copy_from(&bytes), directory).await?;
         Ok(Some((directory, len)))
     }
 

@@ -173,7 +173,7 @@ impl Qcow2Driver {
             let table = self.bitmaps.known().maps.get(step.map).map(|map| map.entry.table_offset);
             let Some(table) = table else { continue };
             let at = table + step.piece * 8;
-            self.file.write_at(IoBuf::copy_from(&raw.to_be_bytes()), at).await.0?;
+            self.write_metadata(IoBuf::copy_from(&raw.to_be_bytes()), at).await?;
         }
         Ok(())
     }
@@ -187,7 +187,7 @@ impl Qcow2Driver {
             return self.mark_corrupt(error, Some(host..host + self.cluster_size())).await;
         }
         let bytes = IoBuf::copy_from(&step.bytes[step.changed.clone()]);
-        self.file.write_at(bytes, host + step.changed.start as u64).await.0
+        self.write_metadata(bytes, host + step.changed.start as u64).await
     }
 
     /// Marks on disk that the recording bitmaps change from now on. First comes the journal, after which only this
@@ -245,6 +245,15 @@ impl Qcow2Driver {
         }
     }
 
+    /// The error of a close that loses bitmaps: a disk of 0 bytes stores none.
+    pub(in super::super) fn lost_bitmaps(&self) -> Result<()> {
+        if self.header().size > 0 || self.bitmaps.known().maps.is_empty() {
+            return Ok(());
+        }
+        let message = "Lost persistent bitmaps: a disk of 0 bytes can't store them";
+        Err(self.error(Error::unsupported(message)))
+    }
+
     /// Writes the flags of the recording bitmaps in the directory, each within its sector.
     async fn write_flags(&self, in_use: bool) -> Result<()> {
         let (mut at, flags) = {
@@ -258,7 +267,7 @@ impl Qcow2Driver {
         };
         for (len, flags) in flags {
             if let Some(flags) = flags {
-                self.file.write_at(IoBuf::copy_from(&flags.to_be_bytes()), at + FLAGS_AT).await.0?;
+                self.write_metadata(IoBuf::copy_from(&flags.to_be_bytes()), at + FLAGS_AT).await?;
             }
             at += len;
         }
