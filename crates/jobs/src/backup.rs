@@ -207,7 +207,7 @@ impl Backup {
         let queue = self.user.queue();
         let size = self.request.source.size();
         if self.request.sync == Sync::None {
-            self.measure(job, size);
+            self.measure(job, size.next_multiple_of(saver.part_bytes()));
             loop {
                 job.pause_point().await?;
                 saver.broken().map_or(Ok(()), Err)?;

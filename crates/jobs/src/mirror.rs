@@ -422,7 +422,8 @@ impl Mirror {
             let found = self.dirty.next(from, most).or_else(|| self.dirty.next(0, most));
             let Some(range) = found else { return Ok(()) };
             from = range.end;
-            let len = range.end - range.start;
+            // As in QEMU the disk's end counts, not that of its last granule.
+            let len = range.end.min(self.source.size()).saturating_sub(range.start);
             job.throttle(len).await?;
             // A target may never answer; the piece stays to be copied then.
             let (piece, cancelled) = (self.copy_piece(&source, &mut target, &range), job.cancelled());
@@ -442,6 +443,15 @@ impl Mirror {
                 continue;
             }
             job.set_progress(job.progress().offset + len, job.progress().offset + len + self.remaining_bytes());
+        }
+    }
+
+    /// Flushes the target, once it has been caught up with. False after an error that the job goes on with: then both are to
+    /// be tried again.
+    pub async fn flush(&self, job: &JobHandle, judge: &dyn Judge) -> Result<bool> {
+        match job.unless_cancelled(self.target.flush()).await? {
+            Ok(()) => Ok(true),
+            Err(error) => settle(Failure::write(error), judge, job).await.map(|()| false),
         }
     }
 

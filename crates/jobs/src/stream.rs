@@ -168,7 +168,7 @@ impl StreamJob {
         // A drain waits for this piece, and the next one for the drain.
         let _inside = queue.enter().await;
         let filter = self.filter.copy_on_read().ok_or_else(|| Error::internal("not the filter of a stream"))?;
-        Ok((len, filter.take_over(&self.chain, at, len).await.map_err(Failure::from)))
+        Ok((len, filter.take_over(&self.chain, at, len).await.map_err(|failure| Failure::read(failure.error))))
     }
 
     /// Makes the image durable, so that [`StreamJob::finish`] finds little to do while it holds the disk's users. A cancelled `job` does

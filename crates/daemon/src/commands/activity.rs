@@ -114,7 +114,7 @@ async fn inactivate(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
 }
 
 async fn close(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
-    let mut described = describe(node, true).await?;
+    let mut described = describe(daemon, node, true).await?;
     described.insert("active".to_owned(), json!(false));
     let options = lasting_options(daemon, node);
     let name = node.name().to_owned();
@@ -183,7 +183,7 @@ pub(super) async fn add_inactive(daemon: &Rc<Daemon>, options: BlockdevOptions) 
     let added = daemon.untrusted.add(&daemon.graph, looked_at).await.map_err(failed);
     let described = match added {
         Ok(node) => {
-            let described = describe(&node, true).await;
+            let described = describe(daemon, &node, true).await;
             let closed = daemon.graph.delete(node.name()).await.map_err(failed);
             described.and_then(|described| closed.map(|()| described))
         }

@@ -5,6 +5,7 @@ use super::names;
 use super::{Arguments, Group, change, failed, nothing};
 use crate::jobs::{Closing, Job, JobFilter, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
+use crate::warnings::report_unit;
 use cowshed_image::Node;
 use cowshed_image::graph::{Chain, GeneratedName, below_filters};
 use cowshed_image::node::ChildRole;
@@ -565,8 +566,10 @@ impl BackupPlan {
         daemon.jobs.check_disk_free(&self.request.target)?;
         Common::check_unused(daemon, &self.common.id)?;
         let (is_idle, empties_source) = (self.request.sync == Sync::None, self.request.discard_source);
+        let target = Arc::clone(&self.request.target);
         let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await;
         let backup = backup.map_err(|error| self.common.not_started(daemon, error))?;
+        report_unit(&target);
         let (nodes, source) = (backup.nodes(), vec![Arc::clone(backup.source())]);
         let spec = self.common.spec("backup", nodes, self.policies).lending(source);
         match daemon.jobs.add(spec, &daemon.events) {

@@ -237,9 +237,20 @@ impl Place {
         detached.and(closed)
     }
 
-    fn file(&self) -> Result<&File> {
-        let message = || format!("'{}' is not a plain file ({})", self.node.name(), self.node.driver_name());
-        self.node.file().ok_or_else(|| Error::unsupported(message()).field("file"))
+    /// The node's bytes: its file, or what requests of the node reach.
+    fn file(&self) -> Result<File> {
+        let file = self.node.storage();
+        if file.is_null() {
+            let message = format!("'{}' ({}) keeps nothing", self.node.name(), self.node.driver_name());
+            return Err(Error::unsupported(message).field("file"));
+        }
+        Ok(file)
+    }
+
+    /// A name for the image. One that is made of options is none of a file.
+    fn filename(&self) -> String {
+        let name = self.node.filename();
+        if name.starts_with("json:") { self.node.name().to_owned() } else { name }
     }
 }
 
@@ -271,7 +282,7 @@ async fn create_in(
 }
 
 async fn fill(image: &Place, others: &[Place], mut request: CreateRequest, rules: &MonitorRules) -> Result<()> {
-    request.filename = image.node.filename();
+    request.filename = image.filename();
     match rules.has_extents {
         true => request.extents = others.iter().map(|extent| name_beside(&extent.node, &request.filename)).collect(),
         false => {
@@ -280,8 +291,8 @@ async fn fill(image: &Place, others: &[Place], mut request: CreateRequest, rules
         }
     }
     let plan = prepare(&request).await?;
-    let files: Vec<&File> = others.iter().map(Place::file).collect::<Result<_>>()?;
-    plan.run_on_with(image.file()?, &files).await
+    let files: Vec<File> = others.iter().map(Place::file).collect::<Result<_>>()?;
+    plan.run_on_with(&image.file()?, &files.iter().collect::<Vec<_>>()).await
 }
 
 /// The name of a node's file for an image: without its folder where that is the image's.

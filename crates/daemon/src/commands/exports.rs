@@ -159,9 +159,8 @@ pub(super) fn place(given: Option<&Map<String, Value>>, is_starting: bool) -> Qm
     let kind = given.get("type").and_then(Value::as_str).unwrap_or_default();
     match kind {
         "unix" => {
-            let is_abstract = members.get("abstract").and_then(Value::as_bool).unwrap_or(false);
-            let prefix = if is_abstract { "\0" } else { "" };
-            let address = SocketAddress::Unix(format!("{prefix}{}", text("path")));
+            let flag = |key: &str, default: bool| members.get(key).and_then(Value::as_bool).unwrap_or(default);
+            let address = SocketAddress::of_unix(text("path"), flag("abstract", false), flag("tight", true));
             Ok((ListenPlace::Address(address), ListenOptions::default()))
         }
         "inet" => {

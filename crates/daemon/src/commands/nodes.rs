@@ -383,7 +383,7 @@ async fn query_named_block_nodes(daemon: Rc<Daemon>, arguments: Arguments) -> Qm
     let flat = arguments.flag("flat", false);
     let mut list = Vec::new();
     for node in newest_first(&daemon) {
-        let mut described = describe(&node, flat).await?;
+        let mut described = describe(&daemon, &node, flat).await?;
         if !daemon.inserted_filters.contains(&node) {
             hide_limits(&mut described);
         }
@@ -423,12 +423,23 @@ fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
     fn is_in(list: &[Arc<Node>], node: &Arc<Node>) -> bool {
         list.iter().any(|one| Arc::ptr_eq(one, node))
     }
+    /// An image and the files that store it, which come first.
+    fn with_files(image: Arc<Node>, owned: &[Arc<Node>]) -> Vec<Arc<Node>> {
+        let file_of = |node: &Arc<Node>| node.child(ChildRole::File).filter(|file| !is_in(owned, file));
+        let mut files: Vec<Arc<Node>> = std::iter::successors(Some(image), file_of).collect();
+        files.reverse();
+        files
+    }
     /// The nodes of the files that an image names, in the order in which QEMU opens them.
     fn named_by(node: &Arc<Node>, owned: &[Arc<Node>]) -> Vec<Arc<Node>> {
         let parts = node.children().into_iter();
-        let parts = parts.filter(|child| matches!(child.role, ChildRole::DataFile | ChildRole::Extent(_)));
-        let named = parts.map(|child| child.node).chain(node.backing()).filter(|named| !is_in(owned, named));
-        named.flat_map(|named| nodes_below(&named).into_iter().rev()).filter(|below| !is_in(owned, below)).collect()
+        let is_late = |role: ChildRole| {
+            use ChildRole::{DataFile, Extent, Image, Log, Raw, Replica, Target, Test};
+            matches!(role, DataFile | Extent(_) | Image | Log | Raw | Replica(_) | Target | Test)
+        };
+        let parts = parts.filter(|child| is_late(child.role)).map(|child| child.node);
+        let named = parts.chain(node.backing()).filter(|named| !is_in(owned, named));
+        named.flat_map(|named| with_files(named, owned)).collect()
     }
     fn add(node: &Arc<Node>, owned: &[Arc<Node>], found: &mut Vec<Arc<Node>>) {
         if is_in(found, node) {
@@ -464,7 +475,7 @@ fn next_below(node: &Arc<Node>) -> Option<Arc<Node>> {
 }
 
 /// A `BlockDeviceInfo`. `flat`: without the images below.
-pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
+pub(super) async fn describe(daemon: &Daemon, node: &Arc<Node>, flat: bool) -> QmpResult<Map<String, Value>> {
     let image = image_in_time(node).await?;
     let depth = match flat {
         true => 0,
@@ -476,7 +487,7 @@ pub(super) async fn describe(node: &Arc<Node>, flat: bool) -> QmpResult<Map<Stri
     children.sort_by_key(|child| child.role != ChildRole::Backing);
     let children: Vec<Value> =
         children.iter().map(|child| json!({"child": child.role.name(), "node-name": child.node.name()})).collect();
-    let cache = cache_of(node);
+    let cache = cache_of(daemon, node);
     let mut info = json!({
         "file": node.reference(), "node-name": node.name(), "ro": node.is_read_only(), "drv": node.driver_name(),
         "backing_file_depth": depth, "children": children, "active": true,
@@ -593,14 +604,39 @@ async fn in_time<T: 'static>(
 async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
     let asked = Arc::clone(node);
     match in_time(node, Question::Image, async move { image_of(&asked).await }).await {
-        Some(image) => image,
-        None => Ok(json!({"filename": node.reference(), "format": node.driver_name(), "virtual-size": node.size(),
-                          "dirty-flag": false})),
+        Some(Ok(image)) => return Ok(image),
+        // One image that can't be read hides no other node.
+        Some(Err(error)) => tracing::warn!(node = node.name(), %error, "could not describe the image"),
+        None => {}
+    }
+    Ok(json!({"filename": node.reference(), "format": node.driver_name(), "virtual-size": node.size(),
+              "dirty-flag": false}))
+}
+
+/// The use of the host's page cache, as a node's options say it, or those of the node that it is described with.
+fn cache_of(daemon: &Daemon, node: &Arc<Node>) -> CacheMode {
+    if let Some(said) = node.options().get("cache") {
+        let flag = |key: &str| said.get(key).and_then(Value::as_bool) == Some(true);
+        return CacheMode { direct: flag("direct"), no_flush: flag("no-flush") };
+    }
+    let describes = |parent: &&(Arc<Node>, ChildRole)| parent.0.options().text(parent.1.as_str()).is_none();
+    let is_owned = daemon.graph.owned_nodes().iter().any(|owned| Arc::ptr_eq(owned, node));
+    let parents = if is_owned { Vec::new() } else { names::parents(daemon, node) };
+    if let Some((parent, _)) = parents.iter().find(describes) {
+        return cache_of(daemon, parent);
+    }
+    // A file that has its own options says nothing about the node above it.
+    let is_apart = |file: Arc<Node>| {
+        node.options().text(ChildRole::File.as_str()).is_some() || file.options().get("cache").is_some()
+    };
+    match node.child(ChildRole::File).is_some_and(is_apart) {
+        true => CacheMode::default(),
+        false => cache_of_file(node),
     }
 }
 
 /// The use of the host's page cache by the file that stores a node.
-fn cache_of(node: &Arc<Node>) -> CacheMode {
+fn cache_of_file(node: &Arc<Node>) -> CacheMode {
     let mut below = std::iter::successors(Some(Arc::clone(node)), |node| node.child(ChildRole::File));
     below.find_map(|node| node.file().map(File::cache_mode)).unwrap_or_default()
 }

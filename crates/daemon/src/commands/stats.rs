@@ -76,7 +76,7 @@ async fn query_block(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Valu
     let flat = arguments.flag("flat", false);
     let mut list = Vec::new();
     for export in exports(&daemon) {
-        let inserted = super::nodes::describe(&export.attachment.node(), flat).await?;
+        let inserted = super::nodes::describe(&daemon, &export.attachment.node(), flat).await?;
         list.push(
             json!({"device": export.id, "qdev": export.id, "type": "unknown", "removable": false, "locked": false,
                          "inserted": inserted}),

@@ -89,11 +89,11 @@ fn no_uint16() -> QmpError {
 /// The socket of an export.
 fn listen(address: Option<&Map<String, Value>>) -> QmpResult<Listener> {
     let text = |key: &str| address.and_then(|address| address.get(key)).and_then(Value::as_str).unwrap_or_default();
-    let flag = |key: &str| address.and_then(|address| address.get(key)).and_then(Value::as_bool).unwrap_or(false);
+    let value = |key: &str| address.and_then(|address| address.get(key));
+    let flag = |key: &str, default: bool| value(key).and_then(Value::as_bool).unwrap_or(default);
     let bound: Result<Listener> = match text("type") {
         "unix" => {
-            let prefix = if flag("abstract") { "\0" } else { "" };
-            bind(text("path"), &SocketAddress::Unix(format!("{prefix}{}", text("path"))))
+            bind(text("path"), &SocketAddress::of_unix(text("path"), flag("abstract", false), flag("tight", true)))
         }
         "fd" => {
             let number = text("str").parse::<i32>();

@@ -28,9 +28,14 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
         }
         result = mirror.catch_up(&handle, &*job).await;
         if result.is_ok() && !is_ready {
-            is_ready = true;
-            job.enter(Status::Ready);
-            job.block_event("BLOCK_JOB_READY");
+            match mirror.flush(&handle, &*job).await {
+                Ok(flushed) => is_ready = flushed,
+                Err(error) => result = Err(error),
+            }
+            if is_ready {
+                job.enter(Status::Ready);
+                job.block_event("BLOCK_JOB_READY");
+            }
         }
     }
     let pivot = job.wish.get() == Wish::Complete;

@@ -293,7 +293,7 @@ fn images_are_created_in_the_files_of_nodes() {
     assert!(concluded(&mut client, "c").expect("is refused").contains("Permission conflict on node 'file'"));
     for (options, words) in [
         (json!({"driver": "qcow2", "file": "none", "size": 512}), "Cannot find device='none' nor node-name='none'"),
-        (json!({"driver": "qcow2", "file": "q", "size": 512}), "not a plain file"),
+        (json!({"driver": "qcow2", "file": {"driver": "null-co", "size": 1 << 20}, "size": 512}), "keeps nothing"),
     ] {
         client.command("blockdev-create", json!({"job-id": "w", "options": options}));
         let error = concluded(&mut client, "w").expect("is refused");

@@ -231,7 +231,7 @@ fn caches_say_what_they_hold_and_may_hold() {
 /// The page of metrics.
 pub fn page(daemon: &Running) -> String {
     let mut stream = TcpStream::connect(&daemon.metrics[0]).expect("it listens");
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it reads");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it reads");
     let mut page = String::new();
     stream.read_to_string(&mut page).expect("it answers");
     assert!(page.starts_with("HTTP/1.1 200 OK") && page.ends_with("# EOF\n"), "{page}");

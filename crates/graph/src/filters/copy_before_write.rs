@@ -104,9 +104,9 @@ impl CopyBeforeWrite {
         self.state.pending().granularity_bytes()
     }
 
-    /// The part of the disk that the target still lacks, in bytes.
+    /// The parts of the disk that the target still lacks, in bytes. The last one counts whole, as in QEMU.
     pub fn pending_bytes(&self) -> u64 {
-        self.state.pending().dirty_bytes().min(self.below().size())
+        self.state.pending().dirty_bytes()
     }
 
     /// The next pending run at or behind `from`: offset and length in bytes, in whole parts but for the disk's end.

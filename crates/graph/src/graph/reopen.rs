@@ -19,6 +19,9 @@ use std::sync::Arc;
 /// Options of any node that a reopen changes.
 const COMMON: &[&str] = &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
 
+/// Those that it also changes in a child that is described with the node.
+const OF_CHILDREN: &[&str] = &["discard", "detect-zeroes", "cache"];
+
 /// One node with its new options, checked.
 struct Plan {
     node: Arc<Node>,
@@ -50,7 +53,7 @@ impl Graph {
         let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
         let mut plans = Vec::with_capacity(list.len());
         for options in list {
-            plans.push(self.plan_reopen(options)?);
+            self.plan_with_children(options, &mut plans)?;
         }
         let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
         let drained = self.drain(&nodes).await;
@@ -97,6 +100,32 @@ impl Graph {
             }
         }
         Ok(left)
+    }
+
+    /// Plans for a node and for its children whose descriptions change.
+    fn plan_with_children(&self, options: BlockdevOptions, plans: &mut Vec<Plan>) -> Result<()> {
+        let plan = self.plan_reopen(options)?;
+        let (node, old) = (Arc::clone(&plan.node), plan.node.options());
+        let mut changed = Vec::new();
+        for child in node.children() {
+            let key = child.role.as_str();
+            let (Some(Value::Object(before)), Some(Value::Object(now))) = (old.get(key), plan.options.get(key)) else {
+                continue;
+            };
+            if before == now || is_same_child(&node, key, plan.options.get(key)) {
+                continue;
+            }
+            let mut now = now.clone();
+            now.insert("node-name".to_owned(), child.node.name().into());
+            now.entry("read-only").or_insert_with(|| child.node.is_read_only().into());
+            // The node above gives the rest.
+            if let Some(cache) = plan.options.get("cache") {
+                now.entry("cache").or_insert_with(|| cache.clone());
+            }
+            changed.push(BlockdevOptions::from_map(now)?);
+        }
+        plans.push(plan);
+        changed.into_iter().try_for_each(|options| self.plan_with_children(options, plans))
     }
 
     /// Checks the options of one node against its present state.
@@ -301,6 +330,7 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || key == "node-name"
             || old.get(key) == new.get(key)
             || is_same_child(node, key, new.get(key))
+            || is_live_child(key, old.get(key), new.get(key))
         {
             continue;
         }
@@ -338,6 +368,18 @@ fn stays_by_itself(key: &str) -> bool {
 
 fn cannot_reset(key: &str) -> Error {
     Error::invalid_argument(format!("Option '{key}' cannot be reset to its default value"))
+}
+
+/// A described child may change what a reopen changes in it.
+fn is_live_child(key: &str, old: Option<&Value>, new: Option<&Value>) -> bool {
+    let (true, Some(Value::Object(old)), Some(Value::Object(new))) = (is_child(key), old, new) else { return false };
+    old.keys().chain(new.keys()).all(|key| {
+        let (before, now) = (old.get(key), new.get(key));
+        before == now
+            || OF_CHILDREN.contains(&key.as_str())
+            || (key == "node-name" && now.is_none())
+            || is_live_child(key, before, now)
+    })
 }
 
 /// A child may be named by its node-name where it was given by its options, and the other way round only unchanged.

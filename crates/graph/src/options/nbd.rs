@@ -114,7 +114,10 @@ fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
                     None => "Parameter 'path' is missing",
                 },
             )),
-            false => Ok(SocketAddress::Unix(path.to_owned())),
+            false => {
+                let flag = |key: &str, default: bool| server.flag(key).unwrap_or(default);
+                Ok(SocketAddress::of_unix(path, flag("abstract", false), flag("tight", true)))
+            }
         };
     }
     // The old options have a default, the address of QMP has none.

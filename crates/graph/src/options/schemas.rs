@@ -151,6 +151,8 @@ const MAX_SECONDS: u64 = u32::MAX as u64;
 const NBD_SERVER: &[Key] = &[
     key("type", KeyType::Choice(&["inet", "unix"]), REQUIRED, "the kind of address"),
     key("path", KeyType::Text, "", "path of the Unix socket"),
+    key("abstract", KeyType::Bool, "off", "the path is a name in the abstract namespace"),
+    key("tight", KeyType::Bool, "on", "an abstract name ends with its last letter, without padding"),
     key("host", KeyType::Text, "", "host name or address"),
     key("port", KeyType::Text, "10809", "port"),
 ];

@@ -41,17 +41,22 @@ pub struct Request {
 impl Request {
     /// True where `Host` is an address, `localhost` or a name below it (RFC 6761, 6.3), with a port or without; or is missing.
     pub fn has_local_name(&self) -> bool {
-        let Some(host) = &self.host else { return true };
-        let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-        if let Some(rest) = host.strip_prefix('[') {
-            return rest.split_once(']').is_some_and(|(address, port)| {
-                address.parse::<Ipv6Addr>().is_ok() && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
-            });
-        }
-        let name = host.rsplit_once(':').filter(|(_, port)| is_port(port)).map_or(host.as_str(), |(name, _)| name);
-        let name = name.trim_end_matches('.').to_ascii_lowercase();
-        name == "localhost" || name.ends_with(".localhost") || name.parse::<Ipv4Addr>().is_ok()
+        self.host.as_deref().is_none_or(is_local_name)
     }
+}
+
+/// True for an address, `localhost` or a name below it (RFC 6761, 6.3), with a port or without. No page of the web can have made
+/// such a name lead here.
+pub fn is_local_name(host: &str) -> bool {
+    let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if let Some(rest) = host.strip_prefix('[') {
+        return rest.split_once(']').is_some_and(|(address, port)| {
+            address.parse::<Ipv6Addr>().is_ok() && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
+        });
+    }
+    let name = host.rsplit_once(':').filter(|(_, port)| is_port(port)).map_or(host, |(name, _)| name);
+    let name = name.trim_end_matches('.').to_ascii_lowercase();
+    name == "localhost" || name.ends_with(".localhost") || name.parse::<Ipv4Addr>().is_ok()
 }
 
 /// The reason of refusing a head: the status, and a line for the client.

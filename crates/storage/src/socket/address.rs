@@ -30,6 +30,15 @@ pub enum SocketAddress {
 const PATH_BYTES: usize = 108;
 
 impl SocketAddress {
+    /// The address of a Unix socket by QEMU's members. An abstract name that isn't `tight` fills its place with NUL.
+    pub fn of_unix(path: &str, is_abstract: bool, tight: bool) -> SocketAddress {
+        SocketAddress::Unix(match (is_abstract, tight) {
+            (false, _) => path.to_owned(),
+            (true, true) => format!("\0{path}"),
+            (true, false) => format!("\0{path:\0<width$}", width = PATH_BYTES - 1),
+        })
+    }
+
     /// The address of a Unix socket as the system has it.
     pub(super) fn unix(path: &str) -> Result<UnixAddr> {
         // The system would choose an abstract name, which any user of this machine can connect to, and which no caller learns.
@@ -74,8 +83,11 @@ impl SocketAddress {
         // The caller names the peer.
         let failed = |error: &std::io::Error| {
             let address = self.to_string();
-            // An IPv6 address has no brackets in QEMU's words.
-            let bare = address.strip_prefix('[').map(|rest| rest.replacen("]:", ":", 1));
+            // An IPv6 address has no brackets in QEMU's words, and an abstract name no mark.
+            let bare = match self {
+                SocketAddress::Unix(path) => Some(path.trim_matches('\0').to_owned()),
+                SocketAddress::Tcp { .. } => address.strip_prefix('[').map(|rest| rest.replacen("]:", ":", 1)),
+            };
             let sentence = format!("Failed to connect to '{}'", bare.as_deref().unwrap_or(&address));
             Error::io(error, format!("could not connect to '{address}'")).qemu(sentence)
         };
@@ -126,7 +138,7 @@ pub fn connect_unix(address: &UnixAddr, timeout: Duration) -> io::Result<UnixStr
 impl fmt::Display for SocketAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SocketAddress::Unix(path) => f.write_str(&path.replace('\0', "@")),
+            SocketAddress::Unix(path) => f.write_str(&path.trim_end_matches('\0').replace('\0', "@")),
             SocketAddress::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
             SocketAddress::Tcp { host, port } => write!(f, "{host}:{port}"),
         }

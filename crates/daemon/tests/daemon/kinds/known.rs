@@ -69,11 +69,6 @@ pub const DIFFERENCES: &[Difference] = &[
         why: "the conflict is about reading first; no verb reads a file in which an image is being made",
     },
     Difference {
-        names: &["create"],
-        kinds: &["root", "over", "filter", "below", "new"],
-        why: "images are made in plain files only",
-    },
-    Difference {
         names: &["add-snapshot-access"],
         kinds: &["target"],
         why: "a job's target shares no reading with nodes above it",
