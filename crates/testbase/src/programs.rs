@@ -6,6 +6,13 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+/// The C library's way to start a program in a folder. The standard library takes it where the program has it, and a static program has what
+/// some line names. Without it a test forks for each program, and the kernel copies the page tables of all that the test keeps in memory.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+#[used]
+static START_IN_FOLDER: std::sync::atomic::AtomicPtr<()> =
+    std::sync::atomic::AtomicPtr::new(libc::posix_spawn_file_actions_addchdir_np as *mut ());
+
 /// The exit and the output of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Said {
