@@ -168,11 +168,9 @@ impl Mirror {
             return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
         }
         check_apart(target, [source])?;
-        let image = below_filters(target);
-        let lacks_backing = options.sync != Sync::Full && image.child(ChildRole::Backing).is_none();
-        let cluster = || image.cluster_bytes().or_else(|| image.description()?.cluster_bytes);
-        if let Some(cluster) = cluster().filter(|_| lacks_backing) {
-            options.granularity_bytes = options.granularity_bytes.max(cluster);
+        let lacks_backing = options.sync != Sync::Full && below_filters(target).child(ChildRole::Backing).is_none();
+        if let Some(unit) = target.filled_unit_bytes().filter(|_| lacks_backing) {
+            options.granularity_bytes = options.granularity_bytes.max(unit);
         }
         let writer = match &options.write_blocking {
             Some(name) => Writer::Filter(graph.insert_write_blocking(source, target, name).await?),

@@ -194,9 +194,9 @@ pub(super) async fn prepare_mirror(
     if let Some(bytes) = arguments.number("buf-size").map_err(no_buffer)?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
     }
-    if closes_target && let Some(cluster) = target.cluster_bytes() {
+    if closes_target && let Some(unit) = target.filled_unit_bytes() {
         // A part of a cluster would be filled up with data from below the target, and nothing may.
-        options.granularity_bytes = options.granularity_bytes.max(cluster);
+        options.granularity_bytes = options.granularity_bytes.max(unit);
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
     options.replaces = replaced(daemon, arguments, source)?.or_else(|| Some(Arc::clone(disk)));

@@ -44,48 +44,55 @@ fn expected(guest: bool) -> Vec<u8> {
     disk
 }
 
+const TARGETS: [(&str, &str); 4] =
+    [("qcow2", "cluster_size=2M"), ("qcow2", ""), ("qed", "cluster_size=1M"), ("vmdk", "")];
+
+/// Copies the top to an overlay of this format that is open without its base. `guest`: a client writes while the job is ready.
+#[track_caller]
+fn copy(command: &str, (format, options): (&str, &str), mode: &Value, guest: bool) {
+    let qemu = Qemu::newest();
+    let (daemon, mut client) = with_source();
+    let (below, base) = if format == "vmdk" { ("vmdk", "base.vmdk") } else { ("raw", "base") };
+    if format == "vmdk" {
+        qemu.convert((&daemon.path("base"), "raw"), (&daemon.path(base), "vmdk"), &[]);
+    }
+    let backing = format!("backing_file={},backing_fmt={below}", daemon.path(base).display());
+    let all = [options, &backing].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(",");
+    qemu.create(&daemon.path("target"), format, &all, 8 << 20);
+    let file = json!({"driver": "file", "filename": "target"});
+    client.command("blockdev-add", json!({"driver": format, "node-name": "t", "backing": null, "file": file}));
+    let mut job = json!({"job-id": "j", "device": "s", "target": "t", "sync": "top", "auto-dismiss": false});
+    for (key, value) in mode.as_object().expect("keys") {
+        job[key] = value.clone();
+    }
+    client.command(command, job);
+    if command == "blockdev-mirror" {
+        client.event("BLOCK_JOB_READY");
+    }
+    if guest {
+        let uri = format!("nbd+unix:///e?socket={}", daemon.path("n.sock").display());
+        let writes = ["-c", "write -P 5 2100224 4k", "-c", "write -z 7340544 1k"];
+        qemu.io(["-f", "raw"].into_iter().chain(writes).chain([uri.as_str()])).expect_ok();
+    }
+    if command == "blockdev-mirror" {
+        client.command("job-complete", json!({"id": "j"}));
+    }
+    assert_eq!(concluded(&mut client, "j"), None, "{format} {options} {mode}");
+    let (folder, stopped) = daemon.keep_after_stop();
+    stopped.expect("stopped in order");
+    let (image, out) = (folder.path().join("target"), folder.path().join("out"));
+    qemu.convert((&image, format), (&out, "raw"), &[]);
+    let disk = std::fs::read(out).expect("a disk");
+    let wrong = disk.iter().zip(expected(guest)).position(|(is, wanted)| *is != wanted);
+    assert_eq!((disk.len(), wrong), (8 * MIB, None), "{command} {format} {options} {mode}");
+}
+
 #[test]
 fn target_without_its_backing_file_gets_whole_clusters() {
-    let qemu = Qemu::newest();
-    let modes = [
-        (json!({}), false),
-        (json!({"granularity": 4096}), true),
-        (json!({"copy-mode": "write-blocking", "granularity": 4096}), true),
-    ];
-    for (format, options) in [("qcow2", "cluster_size=2M"), ("qcow2", ""), ("qed", "cluster_size=1M"), ("vmdk", "")] {
-        for (mode, guest) in &modes {
-            let (daemon, mut client) = with_source();
-            let (below, base) = if format == "vmdk" { ("vmdk", "base.vmdk") } else { ("raw", "base") };
-            if format == "vmdk" {
-                qemu.convert((&daemon.path("base"), "raw"), (&daemon.path(base), "vmdk"), &[]);
-            }
-            let backing = format!("backing_file={},backing_fmt={below}", daemon.path(base).display());
-            let all = [options, &backing].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(",");
-            qemu.create(&daemon.path("target"), format, &all, 8 << 20);
-            let target = json!({"driver": format, "node-name": "t", "backing": null,
-                                "file": {"driver": "file", "filename": "target"}});
-            client.command("blockdev-add", target);
-            let mut job: Value =
-                json!({"job-id": "j", "device": "s", "target": "t", "sync": "top", "auto-dismiss": false});
-            for (key, value) in mode.as_object().expect("keys") {
-                job[key] = value.clone();
-            }
-            client.command("blockdev-mirror", job);
-            client.event("BLOCK_JOB_READY");
-            if *guest {
-                let uri = format!("nbd+unix:///e?socket={}", daemon.path("n.sock").display());
-                let writes = ["-c", "write -P 5 2100224 4k", "-c", "write -z 7340544 1k"];
-                qemu.io(["-f", "raw"].into_iter().chain(writes).chain([uri.as_str()])).expect_ok();
-            }
-            client.command("job-complete", json!({"id": "j"}));
-            assert_eq!(concluded(&mut client, "j"), None, "{format} {options} {mode}");
-            let (folder, stopped) = daemon.keep_after_stop();
-            stopped.expect("stopped in order");
-            let (image, out) = (folder.path().join("target"), folder.path().join("out"));
-            qemu.convert((&image, format), (&out, "raw"), &[]);
-            let disk = std::fs::read(out).expect("a disk");
-            let wrong = disk.iter().zip(expected(*guest)).position(|(is, wanted)| *is != wanted);
-            assert_eq!((disk.len(), wrong), (8 * MIB, None), "{format} {options} {mode}");
-        }
+    for target in TARGETS {
+        copy("blockdev-mirror", target, &json!({}), false);
+        copy("blockdev-mirror", target, &json!({"granularity": 4096}), true);
+        copy("blockdev-mirror", target, &json!({"copy-mode": "write-blocking", "granularity": 4096}), true);
+        copy("blockdev-backup", target, &json!({}), false);
     }
 }

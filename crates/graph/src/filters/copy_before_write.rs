@@ -6,8 +6,8 @@ use super::copy_state::CopyState;
 use super::{CopyFailure, Filter, keeps_writers_away};
 use crate::events::Events;
 use crate::node::{
-    Below, ChildRole, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, below_filters,
-    done, nodes_below,
+    Below, Link, LocalFuture, Node, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, below_filters, done,
+    nodes_below,
 };
 use crate::options::{BlockdevOptions, schemas};
 use cowshed_storage::{IoBuf, Permissions, rt};
@@ -70,7 +70,7 @@ impl Attempt {
 
 impl CopyBeforeWrite {
     pub(crate) fn new(below: Below, target: Arc<Link>, options: SavingOptions) -> Result<CopyBeforeWrite> {
-        let cluster_bytes = target.get().map_or(0, |node| cluster_bytes(&node));
+        let cluster_bytes = target.get().and_then(|node| node.filled_unit_bytes()).unwrap_or(0);
         let target_readers = match (target.get(), below.node()) {
             (Some(target), Ok(disk))
                 if !slip!("readers_through_an_overlay_overtaken")
@@ -323,15 +323,6 @@ impl Node {
     /// The copy-before-write filter, when this node is one.
     pub fn copy_before_write(&self) -> Option<&CopyBeforeWrite> {
         self.driver().downcast()
-    }
-}
-
-/// Size of a cluster of the image at `node` or behind the filters there, in bytes; 0 where there are none.
-fn cluster_bytes(node: &Arc<Node>) -> u64 {
-    match (node.cluster_bytes(), node.child(ChildRole::File)) {
-        (Some(cluster), _) => cluster,
-        (None, Some(child)) if node.is_filter() => cluster_bytes(&child),
-        _ => 0,
     }
 }
 

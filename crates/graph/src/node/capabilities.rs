@@ -266,6 +266,14 @@ impl Node {
         self.driver.allocation().map(|(cluster, _)| cluster)
     }
 
+    /// The cluster of an image that may have a backing node, or of the one behind filters, in bytes. Where the image has nothing of a
+    /// cluster, a smaller write fills up the rest of it. `None`: no write does.
+    pub fn filled_unit_bytes(self: &Arc<Self>) -> Option<u64> {
+        let image = super::below_filters(self);
+        let described = || image.description().filter(|_| image.takes_backing())?.cluster_bytes;
+        image.cluster_bytes().or_else(described)
+    }
+
     /// The least part of a cluster that the image can hold alone, in bytes.
     pub fn subcluster_bytes(&self) -> Option<u64> {
         self.driver.allocation().map(|(_, subcluster)| subcluster)
