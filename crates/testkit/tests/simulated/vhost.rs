@@ -52,12 +52,19 @@ struct Cell {
     base: Vec<u32>,
     /// The writes since, in order.
     newer: Vec<u32>,
+    /// Writes that have ended.
+    ended: usize,
 }
 
 impl Cell {
+    fn push(&mut self, value: u32) {
+        self.newer.push(value);
+        self.ended += 1;
+    }
+
     /// Any of its values may be on the disk.
     fn after_a_cut(&self) -> Cell {
-        Cell { base: self.base.iter().chain(&self.newer).copied().collect(), newer: Vec::new() }
+        Cell { base: self.base.iter().chain(&self.newer).copied().collect(), newer: Vec::new(), ended: self.ended }
     }
 }
 
@@ -67,12 +74,16 @@ enum Pending {
         place: usize,
         value: u32,
     },
+    /// Two clusters, one after the other.
+    Zero {
+        places: [usize; 2],
+    },
     Read {
         place: usize,
     },
-    /// The last value of each place that had been acknowledged.
+    /// The number of writes of each place that had been acknowledged.
     Flush {
-        covered: Vec<Option<u32>>,
+        covered: Vec<usize>,
     },
 }
 
@@ -93,11 +104,13 @@ struct Guest {
     failed_flushes: usize,
     /// A write that was acknowledged and not flushed may read as before.
     may_lose: bool,
+    /// It zeroes clusters, too.
+    has_zeroes: bool,
 }
 
 impl Guest {
     fn new(seed: u64, requests: usize) -> Guest {
-        let cells = (0..SLOTS * PLACES).map(|_| Cell { base: vec![0], newer: Vec::new() }).collect();
+        let cells = (0..SLOTS * PLACES).map(|_| Cell { base: vec![0], newer: Vec::new(), ended: 0 }).collect();
         Guest {
             next_available: 0,
             seen: 0,
@@ -110,6 +123,7 @@ impl Guest {
             has_flushed: false,
             failed_flushes: 0,
             may_lose: false,
+            has_zeroes: false,
         }
     }
 
@@ -134,9 +148,11 @@ impl Guest {
             let own = slot * PLACES + self.random.below(PLACES as u64) as usize;
             let request = if self.left > 0 {
                 self.left -= 1;
-                match self.random.below(6) {
+                match self.random.below(if self.has_zeroes { 8 } else { 6 }) {
                     0 => Pending::Read { place: own },
                     1 => self.flush(),
+                    6 => self.flush(),
+                    7 => Pending::Zero { places: [own, slot * PLACES + (own + 1) % PLACES] },
                     _ => {
                         self.next_value += 1;
                         Pending::Write { place: own, value: self.next_value }
@@ -160,7 +176,7 @@ impl Guest {
     }
 
     fn flush(&self) -> Pending {
-        Pending::Flush { covered: self.cells.iter().map(|cell| cell.newer.last().copied()).collect() }
+        Pending::Flush { covered: self.cells.iter().map(|cell| cell.ended).collect() }
     }
 
     fn begin(&mut self, slot: usize, request: Pending, bytes: &mut [u8]) {
@@ -168,17 +184,24 @@ impl Guest {
         const WRITE: u16 = 2;
         let at = REQUESTS_AT + slot * REQUEST_BYTES;
         let (kind, place, data) = match &request {
-            Pending::Read { place } => (0u32, *place, Some(NEXT | WRITE)),
+            Pending::Read { place } => (0u32, *place, Some((SECTOR, NEXT | WRITE))),
+            Pending::Zero { places } => {
+                for (number, place) in places.iter().enumerate() {
+                    let segment = &mut bytes[at + DATA_AT + 16 * number..][..16];
+                    segment[..8].copy_from_slice(&(*place as u64 * CLUSTER / SECTOR as u64).to_le_bytes());
+                    segment[8..].copy_from_slice(&(CLUSTER / SECTOR as u64).to_le_bytes());
+                }
+                (13, 0, Some((32, NEXT)))
+            }
             Pending::Write { place, value } => {
                 let data: Vec<u8> = value.to_le_bytes().repeat(SECTOR / 4);
                 bytes[at + DATA_AT..][..SECTOR].copy_from_slice(&data);
-                (1, *place, Some(NEXT))
+                (1, *place, Some((SECTOR, NEXT)))
             }
             Pending::Flush { .. } => (4, 0, None),
         };
         bytes[at..at + 8].copy_from_slice(&u64::from(kind).to_le_bytes());
         let sector = place as u64 * CLUSTER / SECTOR as u64;
-        let sector = if data.is_some() { sector } else { 0 };
         bytes[at + 8..at + 16].copy_from_slice(&sector.to_le_bytes());
         bytes[at + STATUS_AT] = 0xff;
         let head = 3 * slot as u16;
@@ -190,8 +213,8 @@ impl Guest {
             descriptor[14..].copy_from_slice(&next.to_le_bytes());
         };
         describe(head, at, 16, NEXT, if data.is_some() { head + 1 } else { head + 2 });
-        if let Some(flags) = data {
-            describe(head + 1, at + DATA_AT, SECTOR, flags, head + 2);
+        if let Some((len, flags)) = data {
+            describe(head + 1, at + DATA_AT, len, flags, head + 2);
         }
         describe(head + 2, at + STATUS_AT, 1, WRITE, 0);
         let entry = AVAILABLE_AT + 4 + 2 * usize::from(self.next_available % RING);
@@ -206,7 +229,11 @@ impl Guest {
         match request {
             Pending::Write { place, value } => {
                 assert_eq!(status, 0, "a write fails");
-                self.cells[place].newer.push(value);
+                self.cells[place].push(value);
+            }
+            Pending::Zero { places } => {
+                assert_eq!(status, 0, "a write of zeroes fails");
+                places.iter().for_each(|&place| self.cells[place].push(0));
             }
             Pending::Read { place } => {
                 assert_eq!(status, 0, "a read fails");
@@ -217,9 +244,10 @@ impl Guest {
             }
             Pending::Flush { covered } if status == 0 => {
                 for (cell, covered) in self.cells.iter_mut().zip(covered) {
-                    if let Some(at) = cell.newer.iter().position(|value| Some(*value) == covered) {
-                        cell.base = vec![cell.newer[at]];
-                        cell.newer.drain(..=at);
+                    let known = cell.ended - cell.newer.len();
+                    if let Some(last) = covered.checked_sub(known + 1) {
+                        cell.base = vec![cell.newer[last]];
+                        cell.newer.drain(..=last);
                     }
                 }
             }
@@ -240,7 +268,7 @@ impl Guest {
             assert!(cell.base.contains(&read) || cell.newer.contains(&read), "place {place} has {read}: {cell:?}");
             if read != newest && !cell.newer.contains(&read) {
                 // It stays as it is.
-                *cell = Cell { base: vec![read], newer: Vec::new() };
+                *cell = Cell { base: vec![read], newer: Vec::new(), ended: cell.ended };
             }
         } else {
             assert_eq!(read, newest, "place {place}: {cell:?}");
@@ -451,7 +479,8 @@ impl Scene {
     fn kill_everywhere(&self) -> (usize, usize) {
         const REQUESTS: usize = 24;
         let (top, files) = self.files();
-        let machine = Machine { bytes: vec![0; MEMORY_BYTES], guest: Guest::new(self.seed, REQUESTS) };
+        let guest = Guest { has_zeroes: true, ..Guest::new(self.seed, REQUESTS) };
+        let machine = Machine { bytes: vec![0; MEMORY_BYTES], guest };
         let Run { moments, guest, .. } = self.run(&top, Moment { machine, files, position: 0 });
         assert_eq!(guest.failed_flushes, 0, "nothing was lost without a kill");
         let (mut kills, mut failed) = (0, 0);
@@ -491,8 +520,10 @@ impl Scene {
             if let Some((_, guest)) = steps[..before].last() {
                 after.cells = guest.cells.iter().map(|cell| cell.after_a_cut()).collect();
                 for pending in guest.slots.iter().flatten() {
-                    if let Pending::Write { place, value } = pending {
-                        after.cells[*place].base.push(*value);
+                    match pending {
+                        Pending::Write { place, value } => after.cells[*place].base.push(*value),
+                        Pending::Zero { places } => places.iter().for_each(|&place| after.cells[place].base.push(0)),
+                        _ => {}
                     }
                 }
             }
