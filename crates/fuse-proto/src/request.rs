@@ -32,6 +32,8 @@ pub struct RequestHeader {
     pub unique: u64,
     /// The number of the file.
     pub node: u64,
+    /// The thread that waits for the reply, by its number; zero where none does, or one of another namespace.
+    pub thread: u32,
 }
 
 /// A time of a file.
@@ -122,7 +124,12 @@ pub enum Operation {
     },
     /// A name below the file, which has none.
     Lookup,
-    /// Something that gets no reply: a number is forgotten, a request need not be answered.
+    /// A signal came for the thread that waits for an earlier request, which may be answered with `EINTR`. No reply.
+    Interrupt {
+        /// The number of that request.
+        unique: u64,
+    },
+    /// Something that gets no reply: a number is forgotten.
     Unanswered,
     /// The file system goes.
     Destroy,
@@ -176,8 +183,13 @@ impl RequestHeader {
             return Err(Malformed { what: "length of a request", value: received as u64 });
         }
         let fields = Fields(bytes);
-        let header =
-            RequestHeader { len: fields.u32(0), opcode: fields.u32(4), unique: fields.u64(8), node: fields.u64(16) };
+        let header = RequestHeader {
+            len: fields.u32(0),
+            opcode: fields.u32(4),
+            unique: fields.u64(8),
+            node: fields.u64(16),
+            thread: fields.u32(32),
+        };
         match header.len as usize == received {
             true => Ok(header),
             false => Err(Malformed { what: "length in the header of a request", value: header.len.into() }),
@@ -198,6 +210,7 @@ impl Operation {
             opcode::READ | opcode::WRITE => 40,
             opcode::FALLOCATE => 32,
             opcode::LSEEK => 24,
+            opcode::INTERRUPT => 8,
             _ => 0,
         };
         if body.len() < least {
@@ -225,7 +238,8 @@ impl Operation {
             }
             opcode::LSEEK => Operation::Seek { offset: fields.u64(8), whence: fields.u32(16) },
             opcode::LOOKUP => Operation::Lookup,
-            opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Operation::Unanswered,
+            opcode::INTERRUPT => Operation::Interrupt { unique: fields.u64(0) },
+            opcode::FORGET | opcode::BATCH_FORGET => Operation::Unanswered,
             opcode::DESTROY => Operation::Destroy,
             _ => Operation::Other,
         })

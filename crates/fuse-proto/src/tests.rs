@@ -14,9 +14,10 @@ fn request(opcode: u32, fields: &[u8], data_bytes: usize) -> Result<Operation, M
     bytes.extend(opcode.to_ne_bytes());
     bytes.extend(77u64.to_ne_bytes());
     bytes.extend(1u64.to_ne_bytes());
-    bytes.resize(HEADER_BYTES, 0);
+    bytes.extend(halves(&[1000, 1001, 4242, 0]));
+    assert_eq!(bytes.len(), HEADER_BYTES);
     let header = RequestHeader::parse(&bytes, len)?;
-    assert_eq!((header.unique, header.node), (77, 1));
+    assert_eq!((header.unique, header.node, header.thread), (77, 1, 4242));
     Operation::parse(&header, fields)
 }
 
@@ -46,6 +47,8 @@ fn requests_are_read_field_by_field() {
     assert_eq!(request(opcode::LSEEK, &seek[..20], 0).unwrap_err().value, 20);
     assert_eq!(request(4711, &[], 0), Ok(Operation::Other));
     assert_eq!(request(opcode::FORGET, &words(&[1]), 0), Ok(Operation::Unanswered));
+    assert_eq!(request(opcode::INTERRUPT, &words(&[76]), 0), Ok(Operation::Interrupt { unique: 76 }));
+    assert_eq!(request(opcode::INTERRUPT, &[0; 4], 0).unwrap_err().value, 4);
 }
 
 #[test]

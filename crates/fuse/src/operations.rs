@@ -88,8 +88,8 @@ impl Work {
             Operation::Seek { offset, whence } => return self.seek(offset, whence).await,
             Operation::Release | Operation::Destroy | Operation::Unanswered => Ok(Vec::new()),
             Operation::Lookup => return Err(errno(Number::NOENT)),
-            // The session answers it.
-            Operation::Init { .. } => return Err(errno(Number::IO)),
+            // The session has seen to it.
+            Operation::Init { .. } | Operation::Interrupt { .. } => return Err(errno(Number::IO)),
             Operation::Other => return Err(errno(Number::NOSYS)),
         };
         result.map(Given::Fields).map_err(|error| number_of(&error))

@@ -11,6 +11,7 @@ use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Watched, lock};
 use cowshed_storage::{FuseDevice, ServedMount, mounted_device};
 use cowshed_types::{Error, Result};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -55,10 +56,56 @@ pub(crate) struct Shared {
     pub is_unflushed: AtomicBool,
     /// One change of the size at a time.
     pub resizing: futures_util::lock::Mutex<()>,
-    pub stopping: Watched<bool>,
+    pub orders: Watched<Orders>,
     /// Threads that run.
     threads: Watched<usize>,
     on_unmount: Mutex<Option<OnUnmount>>,
+}
+
+/// Interrupts that are kept for threads that have not seen them. Requests that they name have long begun.
+const MAX_INTERRUPTS: usize = 256;
+
+/// The orders of the owner, and reports of one thread to the others.
+#[derive(Debug, Default)]
+pub(crate) struct Orders {
+    has_to_stop: bool,
+    /// Interrupts so far.
+    count: u64,
+    /// The last ones: the numbers of requests.
+    last: VecDeque<u64>,
+}
+
+/// The news of [`Orders`] for a thread.
+#[derive(Debug)]
+pub(crate) enum Order {
+    Stop,
+    /// Signals came for the callers of these requests; `seen` is the count with them.
+    Interrupts {
+        seen: u64,
+        uniques: Vec<u64>,
+    },
+}
+
+impl Orders {
+    fn stop(&mut self) {
+        self.has_to_stop = true;
+    }
+
+    pub fn interrupt(&mut self, unique: u64) {
+        self.count += 1;
+        self.last.truncate(MAX_INTERRUPTS - 1);
+        self.last.push_front(unique);
+    }
+
+    /// The news for a thread that has seen so many interrupts.
+    pub fn since(&self, seen: u64) -> Option<Order> {
+        if self.has_to_stop {
+            return Some(Order::Stop);
+        }
+        let new = usize::try_from(self.count - seen).unwrap_or(usize::MAX);
+        (new > 0)
+            .then(|| Order::Interrupts { seen: self.count, uniques: self.last.iter().take(new).copied().collect() })
+    }
 }
 
 /// A disk that is served as a file. Usable from any thread.
@@ -100,7 +147,7 @@ impl Server {
             attachment,
             is_unflushed: AtomicBool::new(false),
             resizing: futures_util::lock::Mutex::new(()),
-            stopping: Watched::default(),
+            orders: Watched::default(),
             threads: Watched::default(),
             on_unmount: Mutex::new(Some(on_unmount)),
             config,
@@ -183,7 +230,7 @@ impl Server {
             (_, None) => {}
         }
         // Descriptors that processes have open are dead from here on.
-        self.shared.stopping.change(|stopping| *stopping = true);
+        self.shared.orders.change(Orders::stop);
         self.shared.threads.wait(|threads| (*threads == 0).then_some(())).await;
         drop(lock(&self.session).take());
         drop(lock(&self.served).take());
@@ -214,7 +261,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // Dropped without a stop, its guard unmounts.
-        self.shared.stopping.change(|stopping| *stopping = true);
+        self.shared.orders.change(Orders::stop);
     }
 }
 
@@ -247,5 +294,5 @@ fn serve(shared: &Arc<Shared>, device: FuseDevice) {
         Err(error) => tracing::error!(export = id, %error, "no more requests of the kernel"),
     }
     // A request may be left that woke this thread alone, so the others end, too. The owner hears of it.
-    shared.stopping.change(|stopping| *stopping = true);
+    shared.orders.change(Orders::stop);
 }

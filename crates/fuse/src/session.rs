@@ -2,7 +2,8 @@
 //! The thread that takes requests of the kernel.
 
 use crate::operations::{Given, Outcome, Work};
-use crate::server::{MAX_REQUEST_BYTES, Shared};
+use crate::running::{RunningRequest, answer};
+use crate::server::{MAX_REQUEST_BYTES, Order, Shared};
 use cowshed_fuse_proto::request::{HEADER_BYTES, MAX_FIELDS_BYTES};
 use cowshed_fuse_proto::{
     InitReply, MAJOR, MIN_BUFFER_BYTES, MIN_MINOR, Malformed, Operation, RequestHeader, WRITE_HEAD_BYTES, features,
@@ -11,17 +12,24 @@ use cowshed_fuse_proto::{
 use cowshed_image::graph::Queue;
 use cowshed_storage::{FuseDevice, IoBuf, rt};
 use cowshed_types::{Errno, Result};
-use futures_util::future::{Either, LocalBoxFuture, select};
+use futures_util::future::LocalBoxFuture;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, poll};
 use rustix::io::Errno as Number;
-use std::future::pending;
-use std::io::{IoSlice, IoSliceMut};
-use std::pin::pin;
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::io::IoSliceMut;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 /// Buffers of the requests of one thread, in bytes; one request may always run.
 const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
+/// Of these, reads begin below this many. The others wait without a buffer: a disk whose reads hang stops no other request.
+const MAX_READ_BYTES: u64 = 24 << 20;
+/// The most reads that wait so.
+const MAX_POSTPONED: usize = 1024;
 /// Requests that a thread takes before it looks at those that run.
 const MAX_AT_ONCE: usize = 64;
 /// Data of a write up to this many bytes is copied into a buffer of its own length.
@@ -30,6 +38,8 @@ const COPIED_BYTES: usize = 64 << 10;
 const MAX_BACKGROUND: u16 = 256;
 /// A page of the kernel, in bytes: the smallest there is, so that the count holds everywhere.
 const PAGE_BYTES: u32 = 4096;
+/// The time between two looks at callers that may have to go.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The end of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,18 +52,20 @@ pub(crate) enum End {
     Failed(Errno),
 }
 
-/// A request that runs; the bytes of its buffers come back.
-type Running = LocalBoxFuture<'static, u64>;
-
 /// A wait for requests.
 type Ready = LocalBoxFuture<'static, std::result::Result<(), Errno>>;
 
+/// A wait for orders of the owner and of other threads.
+type Orders = LocalBoxFuture<'static, Order>;
+
 /// The event that a session has waited for.
 enum News {
-    Told,
+    Order(Order),
     Request(std::result::Result<(), Errno>),
     /// A request that ran; the bytes of its buffers.
     Ended(u64),
+    /// Time to look at callers.
+    Look,
 }
 
 /// The buffers of the next request.
@@ -68,7 +80,11 @@ struct Session {
     disk: Queue,
     intake: Intake,
     bytes: u64,
-    running: FuturesUnordered<Running>,
+    running: FuturesUnordered<RunningRequest>,
+    /// Reads that wait for room.
+    postponed: VecDeque<RunningRequest>,
+    /// The next look at callers, where one has to be watched.
+    look: Option<LocalBoxFuture<'static, ()>>,
 }
 
 /// Serves until the end.
@@ -76,8 +92,18 @@ pub(crate) async fn serve(shared: Arc<Shared>, device: FuseDevice) -> Result<End
     let disk = shared.attachment.queue();
     let data = IoBuf::try_scratch(MAX_REQUEST_BYTES as usize + MIN_BUFFER_BYTES)?;
     let intake = Intake { head: [0; WRITE_HEAD_BYTES], data };
-    let mut session = Session { shared, device, disk, intake, bytes: 0, running: FuturesUnordered::new() };
+    let mut session = Session {
+        shared,
+        device,
+        disk,
+        intake,
+        bytes: 0,
+        running: FuturesUnordered::new(),
+        postponed: VecDeque::new(),
+        look: None,
+    };
     let end = session.run().await;
+    session.running.extend(std::mem::take(&mut session.postponed));
     while session.running.next().await.is_some() {}
     Ok(end)
 }
@@ -88,59 +114,119 @@ fn wait(device: &FuseDevice) -> Ready {
     async move { device.wait().await }.boxed_local()
 }
 
+/// Waits for the end, or for more interrupts than `seen`.
+fn orders(shared: &Arc<Shared>, seen: u64) -> Orders {
+    let shared = Arc::clone(shared);
+    async move { shared.orders.wait(|orders| orders.since(seen)).await }.boxed_local()
+}
+
 impl Session {
     async fn run(&mut self) -> End {
         let shared = Arc::clone(&self.shared);
         let device = self.device.clone();
-        let mut told = pin!(shared.stopping.wait(|stopping| stopping.then_some(())));
-        let mut ready = wait(&device);
+        let (mut told, mut ready) = (orders(&shared, 0), wait(&device));
         loop {
-            if told.as_mut().now_or_never().is_some() {
-                return End::Told;
+            if let Some(order) = told.as_mut().now_or_never() {
+                match self.obey(order) {
+                    Some(seen) => told = orders(&shared, seen),
+                    None => return End::Told,
+                }
+            }
+            if self.look.as_mut().is_some_and(|look| look.now_or_never().is_some()) {
+                self.look_at_callers();
             }
             let took = match self.take().await {
                 Ok(took) => took,
                 Err(end) => return end,
             };
-            if self.collect() || took {
+            let has_ended = self.collect();
+            self.begin_postponed().await;
+            if has_ended || took {
                 // Completions, and other threads' wakes, are looked at in between.
                 rt::yield_now().await;
                 continue;
             }
-            match self.news(&mut told, &mut ready).await {
-                News::Told => return End::Told,
+            match poll_fn(|context| self.news(context, &mut told, &mut ready)).await {
+                News::Order(order) => match self.obey(order) {
+                    Some(seen) => told = orders(&shared, seen),
+                    None => return End::Told,
+                },
                 // One wait for many rounds: it is renewed only when it has ended.
                 News::Request(Ok(())) => ready = wait(&device),
                 News::Request(Err(errno)) => return End::Failed(errno),
                 News::Ended(bytes) => self.bytes -= bytes,
+                News::Look => self.look_at_callers(),
             }
         }
     }
 
-    /// Waits for an order, a request where there is room for one, or the end of one.
-    async fn news(&mut self, told: &mut (impl Future<Output = ()> + Unpin), ready: &mut Ready) -> News {
-        let has_room = self.has_room();
-        let request = async {
-            match has_room {
-                true => ready.await,
-                false => pending().await,
-            }
-        };
-        let ended = async {
-            match self.running.next().await {
-                Some(bytes) => bytes,
-                None => pending().await,
-            }
-        };
-        match select(select(told, pin!(request)), pin!(ended)).await {
-            Either::Left((Either::Left(_), _)) => News::Told,
-            Either::Left((Either::Right((outcome, _)), _)) => News::Request(outcome),
-            Either::Right((bytes, _)) => News::Ended(bytes),
+    /// An order, a request where there is room for one, the end of one, or the time for a look.
+    fn news(&mut self, context: &mut Context<'_>, told: &mut Orders, ready: &mut Ready) -> Poll<News> {
+        if let Poll::Ready(order) = told.as_mut().poll(context) {
+            return Poll::Ready(News::Order(order));
         }
+        if self.has_room()
+            && let Poll::Ready(outcome) = ready.as_mut().poll(context)
+        {
+            return Poll::Ready(News::Request(outcome));
+        }
+        if let Poll::Ready(Some(bytes)) = self.running.poll_next_unpin(context) {
+            return Poll::Ready(News::Ended(bytes));
+        }
+        match &mut self.look {
+            Some(look) => look.as_mut().poll(context).map(|()| News::Look),
+            None => Poll::Pending,
+        }
+    }
+
+    /// Follows an order; the interrupts that are seen then, or none for the end.
+    fn obey(&mut self, order: Order) -> Option<u64> {
+        match order {
+            Order::Stop => None,
+            Order::Interrupts { seen, uniques } => {
+                for unique in uniques {
+                    self.interrupt(unique);
+                }
+                Some(seen)
+            }
+        }
+    }
+
+    /// Notes a signal of the caller of a request. True where this thread has that request.
+    fn interrupt(&mut self, unique: u64) -> bool {
+        let Some(found) = self.requests().find(|running| running.unique() == unique) else { return false };
+        found.note_signal();
+        found.leave_dying();
+        self.postponed.retain(|running| !running.is_answered());
+        self.watch();
+        true
+    }
+
+    /// All its requests that have no end yet.
+    fn requests(&mut self) -> impl Iterator<Item = &mut RunningRequest> {
+        let running = Pin::new(&mut self.running).iter_pin_mut().map(Pin::into_inner);
+        running.chain(&mut self.postponed)
+    }
+
+    /// Sets the time of a look, where a caller has to be watched.
+    fn watch(&mut self) {
+        if self.look.is_none() && self.requests().any(|running| running.is_watched()) {
+            self.look = Some(rt::sleep(LOOK_EVERY).boxed_local());
+        }
+    }
+
+    /// Lets callers go that have been killed.
+    fn look_at_callers(&mut self) {
+        self.look = None;
+        for running in self.requests() {
+            running.leave_dying();
+        }
+        self.postponed.retain(|running| !running.is_answered());
+        self.watch();
     }
 
     fn has_room(&self) -> bool {
-        self.bytes < MAX_BYTES_IN_FLIGHT
+        self.bytes < MAX_BYTES_IN_FLIGHT && self.postponed.len() < MAX_POSTPONED
     }
 
     /// Takes the available requests and begins them. True: there was something.
@@ -183,6 +269,13 @@ impl Session {
         tracing::trace!(export = self.shared.config.id, unique = header.unique, ?operation, "request");
         let data = match operation {
             Operation::Unanswered => return,
+            Operation::Interrupt { unique } => {
+                // Another thread may have the request, which it has begun by now.
+                if !self.interrupt(unique) && self.shared.config.threads > 1 {
+                    self.shared.orders.change(|orders| orders.interrupt(unique));
+                }
+                return;
+            }
             Operation::Init { major, minor, features, max_readahead } => {
                 let wanted = wanted(self.shared.config.growable);
                 self.answer(header.unique, init(major, minor, features & wanted, max_readahead));
@@ -198,22 +291,33 @@ impl Session {
             },
             _ => None,
         };
-        let bytes = match operation {
-            Operation::Read { len, .. } | Operation::Write { len, .. } => u64::from(len),
-            _ => 0,
-        };
         let work = Work { shared: Arc::clone(&self.shared), disk: self.disk.clone() };
-        let device = self.device.clone();
-        let shared = Arc::clone(&self.shared);
-        let mut running = async move {
-            let outcome = work.run(operation, data).await;
-            answer(&shared, &device, header.unique, outcome);
-            bytes
+        let work = work.run(operation, data).boxed_local();
+        let running = RunningRequest::new(&header, operation, Arc::clone(&self.shared), self.device.clone(), work);
+        let is_read = matches!(operation, Operation::Read { .. });
+        match is_read && (self.bytes >= MAX_READ_BYTES || !self.postponed.is_empty()) {
+            true => self.postponed.push_back(running),
+            false => self.start(running).await,
         }
-        .boxed_local();
+    }
+
+    async fn start(&mut self, mut running: RunningRequest) {
         if poll!(&mut running).is_pending() {
-            self.bytes += bytes;
+            self.bytes += running.bytes();
+            let is_watched = running.is_watched();
             self.running.push(running);
+            if is_watched {
+                self.watch();
+            }
+        }
+    }
+
+    /// Begins reads that there is room for now.
+    async fn begin_postponed(&mut self) {
+        while self.bytes < MAX_READ_BYTES
+            && let Some(running) = self.postponed.pop_front()
+        {
+            self.start(running).await;
         }
     }
 
@@ -250,25 +354,7 @@ impl Session {
     }
 
     fn answer(&self, unique: u64, outcome: Outcome) {
-        answer(&self.shared, &self.device, unique, outcome);
-    }
-}
-
-fn answer(shared: &Shared, device: &FuseDevice, unique: u64, outcome: Outcome) {
-    let sent = match &outcome {
-        Ok(Given::Fields(fields)) => {
-            device.send(&[IoSlice::new(&reply::header(unique, 0, fields.len())), IoSlice::new(fields)])
-        }
-        Ok(Given::Data(data)) => {
-            device.send(&[IoSlice::new(&reply::header(unique, 0, data.len())), IoSlice::new(data)])
-        }
-        Err(errno) => device.send(&[IoSlice::new(&reply::reply(unique, Err(errno.0)))]),
-    };
-    if let Err(errno) = sent {
-        tracing::warn!(export = shared.config.id, errno = errno.0, "the kernel refuses a reply");
-        // The caller waits for one.
-        let error = reply::reply(unique, Err(Number::IO.raw_os_error()));
-        let _: std::result::Result<(), Errno> = device.send(&[IoSlice::new(&error)]);
+        answer(&self.shared, &self.device, unique, &outcome);
     }
 }
 

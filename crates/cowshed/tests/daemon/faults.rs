@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Faults of a `fault` node, as QEMU's client meets them over NBD, vhost-user-blk and FUSE, and over QMP while it runs.
 
-use super::process::{COWSHED, Monitor, Serving, text};
+use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::run_to_code;
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
 use cowshed_testkit::waiting::await_that;
@@ -23,7 +23,7 @@ pub(super) fn start(folder: &Path, more: &str) -> (Serving, Monitor) {
     command.args(["--blockdev", &format!("fault,node-name=f,discard=unmap,file=d{more}")]);
     command.args(["--export", "nbd,id=n,node-name=f,name=f,writable=on"]);
     command.args(["--export", "vhost-user-blk,id=v,node-name=f,addr.type=unix,addr.path=v.sock,writable=on"]);
-    command.args(["--export", "fuse,id=m,node-name=f,mountpoint=m,writable=on"]);
+    command.args(["--export", "fuse,id=m,node-name=f,mountpoint=m,writable=on", "--stop-timeout", "3"]);
     let mut daemon = Serving::start_command(folder, command);
     let path = folder.join("m.sock");
     await_that("the monitor", || {
@@ -161,6 +161,56 @@ fn hangs(client: &Client, monitor: &mut Monitor) {
     assert!(child.wait().expect("it ends").success());
 }
 
+/// Its request goes on, and keeps the clients of other exports no time. Memory of a guest that has gone is still in use by it, so
+/// a new front end waits for its end.
+#[test]
+fn client_that_leaves_a_hung_request_holds_no_other() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (mut daemon, mut monitor) = start(folder, ",seed=1");
+    let clients = Client::all(folder);
+    let [nbd, vhost, _] = &clients;
+    for client in [nbd, vhost] {
+        let rule = json!({"op": "read", "action": "hang", "offset": 6 << 20, "len": 4096, "times": 1});
+        let id = arm(&mut monitor, rule);
+        let commands = client.arguments(&["read -P 3 6M 4k"]);
+        let child = Command::new(&client.program).args(commands).stdout(Stdio::null()).spawn().expect("it runs");
+        let child = Killed(child);
+        await_that("the request", || {
+            monitor.command("x-query-faults", json!({"node-name": "f"}))["rules"][0]["hits"] == 1
+        });
+        drop(child);
+        nbd.works(&["write -P 5 0 4k", "read -P 5 0 4k"]);
+        let exports = monitor.command("query-block-exports", json!({}));
+        assert_eq!(exports.as_array().map(Vec::len), Some(3));
+        monitor.command("x-fault-disarm", json!({"node-name": "f", "id": id}));
+        vhost.works(&["read -P 5 0 4k", "read -P 3 6M 4k"]);
+    }
+    // The daemon ends, too, while each export has a request.
+    arm(&mut monitor, json!({"op": "read", "action": "hang"}));
+    let children: Vec<Killed> = clients
+        .iter()
+        .map(|client| {
+            let commands = client.arguments(&["read 6M 4k"]);
+            let child =
+                Command::new(&client.program).args(commands).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+            Killed(child.expect("it runs"))
+        })
+        .collect();
+    await_that("the requests", || {
+        monitor.command("x-query-faults", json!({"node-name": "f"}))["rules"][0]["hits"] == 3
+    });
+    monitor.send("quit", &json!({}));
+    await_that("the end of the daemon", || daemon.child().try_wait().expect("a child").is_some());
+    // QEMU's client of vhost-user-blk waits for another back end.
+    for (mut child, _) in children.into_iter().zip(&clients).filter(|(_, client)| client.arguments[0] != "--image-opts")
+    {
+        await_that("the end of a client", || child.0.try_wait().expect("a child").is_some());
+    }
+    assert_eq!(std::fs::read(folder.join("m")).expect("the mount point"), b"");
+    assert!(daemon.log().contains("could not stop in order"), "{}", daemon.log());
+}
+
 /// A change of the size waits for the requests of the disk, and its monitor with it. Another monitor lets them go.
 #[test]
 fn requests_that_wait_go_on_while_a_command_waits_for_them() {
@@ -191,7 +241,7 @@ fn requests_that_wait_go_on_while_a_command_waits_for_them() {
     daemon.stop();
 }
 
-/// A sync would wait for the disk, and no signal ends such a wait.
+/// A sync would wait for the disk.
 #[test]
 fn a_file_whose_disk_hangs_is_unmounted_lazily() {
     let folder = temp_dir();

@@ -9,6 +9,7 @@ mod faults;
 mod floods;
 mod fuse;
 mod fuse_edges;
+mod fuse_killed;
 mod guest;
 mod guest_disks;
 mod guest_faults;

@@ -50,6 +50,9 @@ pub const UMOUNT: Verb = Verb {
 /// So long `umount` waits for the image to be closed. Another mount namespace may have the file still.
 const CLOSING_LIMIT: Duration = Duration::from_secs(60);
 
+/// A disk that syncs for longer may never answer, and `umount` says so.
+const SYNC_NOTICE: Duration = Duration::from_secs(5);
+
 /// The users that may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum Others {
@@ -222,7 +225,7 @@ struct UmountArgs {
     files: Vec<String>,
 }
 
-fn unmount(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
+fn unmount(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = UmountArgs::from_arg_matches(matches)?;
     let file = super::super::arguments::one_file(&args.files)?;
     if let Some(number) = args.guard {
@@ -236,7 +239,7 @@ fn unmount(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         None => return Err(Failure::new(format!("{file}: is not mounted"))),
     }
     let server = cowshed_fuse::MountServer::of_mount(&path).filter(|_| !args.lazy);
-    cowshed_fuse::unmount_in_order(&path, args.lazy).map_err(|error| {
+    unmount_aloud(file, &path, args.lazy, console).map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::Busy => "--lazy unmounts it while programs have it open",
             _ => "--lazy unmounts it all the same, and loses writes that are not synced",
@@ -250,4 +253,22 @@ fn unmount(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         }
         None => Ok(0),
     }
+}
+
+/// As [`cowshed_fuse::unmount_in_order`], with a line where that takes long.
+fn unmount_aloud(name: &str, path: &Path, lazily: bool, console: &mut Console) -> Result<(), Error> {
+    let (ended, outcome) = std::sync::mpsc::channel();
+    let file = path.to_owned();
+    let work = move || {
+        // The receiver waits for it.
+        let _ = ended.send(cowshed_fuse::unmount_in_order(&file, lazily));
+    };
+    if std::thread::Builder::new().spawn(work).is_err() {
+        return cowshed_fuse::unmount_in_order(path, lazily);
+    }
+    let outcome = outcome.recv_timeout(SYNC_NOTICE).or_else(|_| {
+        console.complain(format!("{name}: waits for the disk to sync; Ctrl-C gives up, and --lazy does not wait"));
+        outcome.recv()
+    });
+    outcome.unwrap_or_else(|_| Err(Error::internal("the thread that unmounts has ended")))
 }
