@@ -598,11 +598,7 @@ impl HostFile {
 
     /// See [`crate::File::change_stamp`].
     pub(crate) fn change_stamp(&self) -> Option<[u64; 7]> {
-        let stat = rustix::fs::fstat(&self.fd).ok()?;
-        let number = i64::cast_unsigned;
-        let times = [stat.st_mtime, stat.st_mtime_nsec as i64, stat.st_ctime, stat.st_ctime_nsec as i64].map(number);
-        let [written, written_ns, changed, changed_ns] = times;
-        Some([stat.st_dev, stat.st_ino, number(stat.st_size), written, written_ns, changed, changed_ns])
+        rustix::fs::fstat(&self.fd).ok().map(|stat| crate::folder::stamp_of(&stat))
     }
 
     pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {

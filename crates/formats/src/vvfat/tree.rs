@@ -6,10 +6,8 @@ use cowshed_layout::fat::{
     ClusterChain, DirectoryEntry, DirectoryNames, FIRST_CLUSTER, FatDisk, LABEL_BYTES, MAX_DIRECTORY_BYTES,
     MAX_FILE_BYTES, Name, Times,
 };
-use cowshed_storage::{File, Locking, OpenOptions};
-use cowshed_types::{Error, ErrorKind, Result};
-use std::fs::{self, Metadata};
-use std::os::unix::fs::MetadataExt;
+use cowshed_storage::{EntryKind, Folder};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
 /// Files and folders of a tree at most.
@@ -23,7 +21,7 @@ pub(super) struct HostFile {
     pub path: PathBuf,
     /// Length in bytes.
     pub len: u64,
-    /// See [`File::change_stamp`].
+    /// See [`cowshed_storage::File::change_stamp`].
     pub stamp: [u64; 7],
 }
 
@@ -62,29 +60,23 @@ pub(super) struct Laid {
     pub files: Vec<HostFile>,
 }
 
-fn stamp_of(about: &Metadata) -> [u64; 7] {
-    let number = i64::cast_unsigned;
-    let times = [about.mtime(), about.mtime_nsec(), about.ctime(), about.ctime_nsec()].map(number);
-    let [written, written_ns, changed, changed_ns] = times;
-    [about.dev(), about.ino(), about.size(), written, written_ns, changed, changed_ns]
-}
-
 impl Tree {
     /// Reads the entries of a folder. Blocks.
     pub(super) fn read(root: &Path) -> Result<Tree> {
-        let about = fs::metadata(root).map_err(|error| failed(&error, root))?;
+        let folder = Folder::open(root).map_err(|errno| failed(errno, root))?;
+        let about = folder.status().map_err(|errno| failed(errno, root))?;
         let first = Directory {
             path: PathBuf::new(),
             depth: 0,
             parent: 0,
-            times: Times::of(about.mtime()),
+            times: Times::of(about.modified_seconds),
             entries: Vec::new(),
             bytes: DirectoryEntry::LABEL_BYTES,
         };
         let mut tree = Tree { directories: vec![first], files: Vec::new(), warnings: Vec::new() };
         let (mut left_out, mut next) = (Vec::new(), 0);
         while next < tree.directories.len() {
-            tree.read_directory(root, next, &mut left_out)?;
+            tree.read_directory(&folder, root, next, &mut left_out)?;
             next += 1;
         }
         if let Some(first) = left_out.first() {
@@ -97,7 +89,8 @@ impl Tree {
         Ok(tree)
     }
 
-    fn read_directory(&mut self, root: &Path, index: usize, left_out: &mut Vec<PathBuf>) -> Result<()> {
+    /// `top` is the root, which `root` names. A folder may be a link to another place by now, and is an error then.
+    fn read_directory(&mut self, top: &Folder, root: &Path, index: usize, left_out: &mut Vec<PathBuf>) -> Result<()> {
         let (path, depth) = match self.directories.get(index) {
             Some(directory) => (directory.path.clone(), directory.depth),
             None => return Err(Error::internal("a folder went away")),
@@ -106,24 +99,23 @@ impl Tree {
             0 => root.to_owned(),
             _ => root.join(&path),
         };
-        let mut found = Vec::new();
-        for entry in fs::read_dir(&whole).map_err(|error| failed(&error, &whole))? {
-            found.push(entry.map_err(|error| failed(&error, &whole))?);
-            if self.directories.len() + self.files.len() + found.len() > MAX_ENTRIES {
-                let message = format!("the folder has more than {MAX_ENTRIES} files and folders");
-                return Err(Error::new(ErrorKind::Limit, message).file(whole.display().to_string()));
-            }
+        let room = MAX_ENTRIES.saturating_sub(self.directories.len() + self.files.len());
+        let found = match depth {
+            0 => top.entries(room),
+            _ => top.folder(&path).and_then(|folder| folder.entries(room)),
+        };
+        // In the order of their names: the same folder is the same disk each time.
+        let found = found.map_err(|errno| failed(errno, &whole))?;
+        if found.len() > room {
+            let message = format!("the folder has more than {MAX_ENTRIES} files and folders");
+            return Err(Error::new(ErrorKind::Limit, message).file(whole.display().to_string()));
         }
-        // The same folder is the same disk each time.
-        found.sort_by_key(fs::DirEntry::file_name);
         let mut names = DirectoryNames::default();
         let (mut entries, mut bytes) = (Vec::with_capacity(found.len()), self.directories[index].bytes);
-        for entry in found {
-            let path = path.join(entry.file_name());
-            let about = entry.metadata().map_err(|error| failed(&error, &root.join(&path)))?;
-            let name = entry.file_name();
-            let times = Times::of(about.mtime());
-            let (is_directory, place) = if about.is_dir() {
+        for (name, about) in found {
+            let path = path.join(&name);
+            let times = Times::of(about.modified_seconds);
+            let (is_directory, place) = if about.kind == EntryKind::Folder {
                 if depth >= MAX_DEPTH {
                     let message = format!("more than {MAX_DEPTH} folders lie within each other");
                     return Err(Error::new(ErrorKind::Limit, message).file(root.join(&path).display().to_string()));
@@ -132,11 +124,13 @@ impl Tree {
                 self.directories.push(Directory { path, depth: depth + 1, parent: index, times, entries, bytes });
                 (true, self.directories.len() - 1)
             } else {
-                let file = match about.is_file() {
-                    true => Some(HostFile { path: path.clone(), len: about.size(), stamp: stamp_of(&about) }),
-                    false if about.is_symlink() => linked(root, &path),
-                    false => None,
+                let file = match about.kind {
+                    EntryKind::File => Some(about),
+                    // The file that it leads to, if it is one in the folder.
+                    EntryKind::Link => top.status_beneath(&path).ok().filter(|about| about.kind == EntryKind::File),
+                    _ => None,
                 };
+                let file = file.map(|about| HostFile { path: path.clone(), len: about.len, stamp: about.stamp });
                 let Some(file) = file else {
                     left_out.push(path);
                     continue;
@@ -228,20 +222,47 @@ impl Tree {
     }
 }
 
-/// The file that a link leads to, if it is one in the folder.
-fn linked(root: &Path, path: &Path) -> Option<HostFile> {
-    let whole = root.join(path);
-    if !fs::metadata(&whole).is_ok_and(|about| about.is_file()) {
-        return None;
-    }
-    let options = OpenOptions { beneath: Some(root.to_owned()), locking: Locking::Off, ..OpenOptions::default() };
-    let file = File::open(&whole, &options).ok()?;
-    Some(HostFile { path: path.to_owned(), len: file.len(), stamp: file.change_stamp()? })
-}
-
 /// QEMU names the folder, and neither the disk nor the errno.
-fn failed(error: &std::io::Error, path: &Path) -> Error {
-    let (kind, path) = (Error::io(error, "").kind(), path.display());
+fn failed(errno: Errno, path: &Path) -> Error {
+    let (kind, path, error) = (Error::os(errno, "").kind(), path.display(), std::io::Error::from_raw_os_error(errno.0));
     Error::new(kind, format!("could not read the folder '{path}': {error}"))
         .qemu(format!("Could not read directory {path}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    /// Names and lengths are content, too.
+    #[test]
+    fn folder_that_becomes_a_link_is_refused() {
+        let (inside, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let root = inside.path();
+        fs::create_dir_all(root.join("a/b")).unwrap();
+        fs::write(root.join("a/b/file"), [1; 100]).unwrap();
+        fs::create_dir(outside.path().join("b")).unwrap();
+        fs::write(outside.path().join("b/secret"), [2; 100]).unwrap();
+        let tree = Tree::read(root).unwrap();
+        assert_eq!((tree.directories.len(), tree.files.len()), (3, 1));
+        let mut left_out = Vec::new();
+        for changed in [1, 2] {
+            let top = Folder::open(root).unwrap();
+            let mut tree = Tree { directories: tree_of(&tree), files: Vec::new(), warnings: Vec::new() };
+            fs::rename(root.join("a"), root.join("old")).unwrap();
+            symlink(outside.path(), root.join("a")).unwrap();
+            let refused = tree.read_directory(&top, root, changed, &mut left_out).unwrap_err();
+            assert!(refused.to_string().contains("Too many levels of symbolic links"), "{refused}");
+            assert!(tree.files.is_empty());
+            fs::remove_file(root.join("a")).unwrap();
+            fs::rename(root.join("old"), root.join("a")).unwrap();
+        }
+    }
+
+    /// The folders of a tree, not read yet.
+    fn tree_of(tree: &Tree) -> Vec<Directory> {
+        let fresh = |one: &Directory| Directory { path: one.path.clone(), entries: Vec::new(), ..*one };
+        tree.directories.iter().map(fresh).collect()
+    }
 }
