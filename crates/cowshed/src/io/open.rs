@@ -213,7 +213,7 @@ async fn open_overlay(spec: &OpenSpec, base: Option<BlockdevOptions>) -> Result<
 
 async fn overlay_over(spec: &OpenSpec, base: &Node) -> Result<Arc<Node>> {
     let mut folder = tempfile::Builder::new();
-    let folder = folder.permissions(Permissions::from_mode(0o700)).tempdir();
+    let folder = folder.prefix("cowshed-overlay-").permissions(Permissions::from_mode(0o700)).tempdir();
     let folder = folder.map_err(|error| Error::io(&error, "could not make a folder for the overlay"))?;
     let path = folder.path().join("overlay.qcow2").display().to_string();
     let request = CreateRequest {

@@ -46,6 +46,9 @@ fn each_platform_gets_its_format_and_is_told_so() {
             "{said:?}"
         );
         assert_eq!(info(&oracle, format, target)["virtual-size"], size, "{platform}");
+        // The zeroes that rounding adds are among them.
+        let zeroes = if size == 6 * MIB { "6 MiB disk, 166 KiB data, 5.84 MiB zero" } else { "5 MiB disk" };
+        assert!(said.out.contains(zeroes), "{platform}: {said:?}");
         // Without -s longer tails of zeroes are equal.
         oracle.make(&format!("compare -f qcow2 -F {format} a.qcow2 {target}"));
         let said = cowshed(&oracle, &format!("convert --force -q --for {platform} a.qcow2 {target}"));
@@ -79,6 +82,7 @@ fn googles_archive_has_the_disk_in_whole_gib() {
     let said = cowshed(&oracle, "convert --for gcp a.qcow2 image.tar.gz");
     assert_eq!(said.code, Some(0), "{said:?}");
     assert!(said.err.contains("for gcp: disk.raw in whole GiB") && said.err.contains("(1073741824 bytes)"), "{said:?}");
+    assert!(said.out.contains("1 GiB disk") && said.out.contains(" 1 GiB zero"), "{said:?}");
     let work = oracle.work();
     let tool = |program: &str, line: &str| {
         let output = Command::new(program).args(words(line)).current_dir(&work).output().unwrap();

@@ -250,7 +250,10 @@ pub(crate) async fn convert_sources(
     let outcome = copied.and_then(|outcome| flushed.and(closed).map(|()| outcome));
     match outcome {
         Ok(outcome) => {
-            Ok(ConvertOutcome { size, source_bytes: sources.size(), unknown: sources.take_unknown(), ..outcome })
+            let source_bytes = sources.size();
+            // Rounding adds zeroes.
+            let zero_bytes = outcome.zero_bytes + size.saturating_sub(source_bytes);
+            Ok(ConvertOutcome { size, source_bytes, zero_bytes, unknown: sources.take_unknown(), ..outcome })
         }
         Err(error) if target.created.is_empty() => Err(error.context(INCOMPLETE)),
         // A part of a disk that resembles a whole one, on a disk that may be full.
