@@ -4,6 +4,7 @@
 //! can be written to are a [`MappedWriter`], too.
 
 mod at_once;
+mod writer;
 
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{
@@ -20,6 +21,8 @@ use futures_util::lock::Mutex as Turn;
 use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+pub(crate) use writer::MappedWriter;
 
 /// Runs that one request maps at once.
 const MAX_RUNS: usize = 256;
@@ -164,38 +167,6 @@ pub(crate) trait MarkedFormat: Send + Sync {
     fn announce_change(&self, bits: u32) -> Work<'_>;
     fn take_back_change(&self) -> Work<'_>;
     fn end_change(&self) -> LocalFuture<'_, ()>;
-}
-
-/// A format that is written to. Ranges are inside of the disk.
-pub(crate) trait MappedWriter {
-    /// Writes a buffer; the data of `backing` around it stays as it was.
-    fn write<'a>(&'a self, offset: u64, buf: IoBuf, backing: &'a Link) -> Transfer<'a>;
-    /// Writes whole clusters compressed, where the format [`MappedWriter::compresses`].
-    fn write_compressed<'a>(&'a self, _clusters: Vec<(u64, IoBuf)>, _backing: &'a Link) -> Work<'a> {
-        done(Err(Error::unsupported("Compression not supported for this file format")))
-    }
-    /// True when it can write compressed clusters.
-    fn compresses(&self) -> bool {
-        false
-    }
-    /// Makes a range read as zeroes.
-    fn write_zeroes<'a>(&'a self, offset: u64, len: u64, flags: ZeroFlags, backing: &'a Link) -> Work<'a>;
-    /// Gives the space of a range back: it reads as before or as zeroes.
-    fn discard(&self, offset: u64, len: u64) -> Work<'_>;
-    /// True for a disk that can be made longer.
-    fn is_resizable(&self) -> bool {
-        false
-    }
-    /// Makes the disk longer; new bytes read as zeroes.
-    fn resize<'a>(&'a self, _size: u64, _backing: &'a Link) -> Work<'a> {
-        done(Err(Error::unsupported("Image format driver does not support resize")))
-    }
-    /// See [`Node::moving_blocks`](cowshed_graph::node::Node::moving_blocks).
-    fn let_blocks_move(&self, _allowed: bool) {}
-    /// Makes everything written so far durable.
-    fn flush(&self) -> Work<'_>;
-    /// The same, and leaves the files as a close does. No request runs.
-    fn complete(&self) -> Work<'_>;
 }
 
 /// The driver over a [`MappedFormat`].
@@ -480,6 +451,10 @@ impl Driver for MappedDriver {
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         self.written(self.format.writer().map(|writer| writer.discard(offset, len)))
+    }
+
+    fn holds_changes(&self) -> bool {
+        self.format.writer().is_some_and(MappedWriter::holds_changes)
     }
 
     fn flush(&self) -> Work<'_> {

@@ -154,6 +154,10 @@ impl Driver for RawDriver {
         "raw"
     }
 
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         self.fixed_size().unwrap_or_else(|| self.child.size().saturating_sub(self.offset()))
     }

@@ -554,6 +554,13 @@ impl Writer {
         Ok(())
     }
 
+    /// True where entries and tables are only in memory. A flush forgets them when they are durable.
+    pub(crate) fn holds_changes(&self) -> bool {
+        let state = self.state();
+        let is_written = state.pending.is_empty() && state.tables.is_empty();
+        !(is_written || slip!("entries_of_new_blocks_count_as_written"))
+    }
+
     /// Makes everything durable: the data; then the entries that name them.
     pub(crate) async fn flush<F: BlockFormat>(&self, format: &F, image: &ImageFile) -> Result<()> {
         self.expect_known()?;

@@ -3,6 +3,7 @@
 
 use super::{BlockFormat, Image};
 use crate::mapped::MappedWriter;
+use crate::writer::Writer;
 use cowshed_graph::node::{Link, Transfer, Work, ZeroFlags};
 use cowshed_storage::IoBuf;
 use cowshed_types::Error;
@@ -76,6 +77,10 @@ impl<F: BlockFormat> MappedWriter for Image<F> {
 
     fn let_blocks_move(&self, allowed: bool) {
         self.format.let_blocks_move(allowed);
+    }
+
+    fn holds_changes(&self) -> bool {
+        self.writer.get().is_some_and(Writer::holds_changes)
     }
 
     fn flush(&self) -> Work<'_> {

@@ -65,6 +65,11 @@ impl StreamWriter {
         !self.state.lock().await.tables.is_empty()
     }
 
+    /// True where the file has no tables of grains that were written. A request that runs may change that.
+    pub(super) fn holds_changes(&self) -> bool {
+        self.state.try_lock().is_none_or(|state| state.is_open)
+    }
+
     /// Writes whole grains, each for the first time. None at all make the disk one with a footer.
     pub(super) async fn write(&self, grains: Vec<(u64, IoBuf)>) -> Result<()> {
         let grain_bytes = self.header.grain_bytes();

@@ -50,6 +50,16 @@ enum ExtentWriter {
     Zero,
 }
 
+impl ExtentWriter {
+    fn holds_changes(&self) -> bool {
+        match self {
+            ExtentWriter::Sparse(parts) => parts.1.holds_changes(),
+            ExtentWriter::Stream(stream) => stream.holds_changes(),
+            ExtentWriter::Flat(_) | ExtentWriter::Finished | ExtentWriter::Zero => false,
+        }
+    }
+}
+
 impl VmdkWriter {
     /// Looks at the extents of a disk that is opened for writing.
     pub(super) async fn open(vmdk: &Vmdk) -> Result<VmdkWriter> {
@@ -528,6 +538,10 @@ impl MappedWriter for Vmdk {
             }
             Ok(())
         })
+    }
+
+    fn holds_changes(&self) -> bool {
+        self.writer.get().is_some_and(|writer| writer.extents.iter().any(ExtentWriter::holds_changes))
     }
 
     fn flush(&self) -> Work<'_> {

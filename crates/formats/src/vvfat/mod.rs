@@ -277,6 +277,10 @@ impl Driver for Vvfat {
         SCHEMA.name
     }
 
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         self.disk.size()
     }

@@ -184,6 +184,11 @@ impl<F: Filter> Driver for F {
         Filter::name(self)
     }
 
+    /// A request of a filter ends with that of the node below, which answers for itself.
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         Filter::size(self)
     }

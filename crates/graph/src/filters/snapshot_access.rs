@@ -28,6 +28,10 @@ impl Driver for SnapshotAccess {
         schemas::SNAPSHOT_ACCESS.name
     }
 
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         self.file.load().as_ref().map_or(0, |filter| filter.size())
     }

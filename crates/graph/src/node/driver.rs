@@ -345,11 +345,9 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// True where data is lost with this process because a table in memory has its place. Without an answer of its own,
-    /// a driver that allocates may always have such tables.
-    fn holds_changes(&self) -> bool {
-        self.allocation().is_some()
-    }
+    /// True where data of an ended request is lost with this process: a table in memory has its place. A flush writes that.
+    /// The nodes below answer for themselves.
+    fn holds_changes(&self) -> bool;
 
     /// The size up to which it maps its disk without another table, in bytes.
     fn mapped_bytes(&self) -> Option<u64> {

@@ -42,6 +42,10 @@ impl Driver for FileDriver {
         self.name
     }
 
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         whole_sectors(self.file.len())
     }

@@ -80,6 +80,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
     },
     Mutant {
+        name: "entries_of_new_blocks_count_as_written",
+        about: "a vhost-user back end notes no changes of a format whose entries wait for a flush",
+        test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
+    },
+    Mutant {
         name: "vhost_flush_promises_without_a_sync",
         about: "a vhost-user back end reports a flush that it has not carried out",
         test: ("vhost", "a_power_cut_takes_nothing_that_the_guest_has_flushed"),

@@ -3,6 +3,7 @@
 //! requests in flight, and the back end's writes to its files survive. A new back end on the same region goes on. A power
 //! cut takes all of it but the synced part of the files.
 
+use crate::fresh_images::{IMAGE, Kind, kinds};
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_simulator::{Config, PageMap, Snapshot, Trace, World};
@@ -378,10 +379,24 @@ impl Memory for Piece {
     }
 }
 
+/// An image.
+#[derive(Clone)]
+enum Disk {
+    Raw,
+    Qcow2(Qcow2Spec),
+    /// Of a format in blocks, with its bytes.
+    Blocks(Kind, Vec<u8>),
+}
+
+impl Disk {
+    fn qcow2() -> Disk {
+        Disk::Qcow2(Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() })
+    }
+}
+
 /// A disk, and the data that its guest may see.
 struct Scene {
-    /// The options of a qcow2 image; `None`: a raw file.
-    spec: Option<Qcow2Spec>,
+    disk: Disk,
     seed: u64,
 }
 
@@ -396,20 +411,29 @@ struct Run {
 impl Scene {
     /// The back end keeps changes in its memory.
     fn may_lose(&self) -> bool {
-        self.spec.is_some()
+        !matches!(self.disk, Disk::Raw)
     }
 
     fn options(&self, top: &str) -> BlockdevOptions {
-        let driver = if self.may_lose() { "qcow2" } else { "raw" };
+        let driver = match &self.disk {
+            Disk::Raw => "raw",
+            Disk::Qcow2(_) => "qcow2",
+            Disk::Blocks(kind, _) => kind.format,
+        };
         let text = format!("driver={driver},node-name=d,file.driver=file,file.filename={top}");
         BlockdevOptions::from_keyval(&text).expect("options")
     }
 
     /// The name of the disk, and its files.
     fn files(&self) -> (String, Snapshot) {
-        match &self.spec {
-            None => ("disk.raw".to_owned(), Snapshot::from([("disk.raw".to_owned(), PageMap::with_len(DISK_BYTES))])),
-            Some(spec) => {
+        match &self.disk {
+            Disk::Raw => {
+                ("disk.raw".to_owned(), Snapshot::from([("disk.raw".to_owned(), PageMap::with_len(DISK_BYTES))]))
+            }
+            Disk::Blocks(_, bytes) => {
+                (IMAGE.to_owned(), Snapshot::from([(IMAGE.to_owned(), PageMap::from_bytes(bytes))]))
+            }
+            Disk::Qcow2(spec) => {
                 let layer = Layer { format: Format::Qcow2(spec.clone()), size: DISK_BYTES, sessions: Vec::new() };
                 let prepared = Prepared::new(&Chain { layers: vec![layer] });
                 (prepared.top, prepared.files)
@@ -544,7 +568,7 @@ impl Scene {
 #[test]
 fn a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing() {
     for seed in 1..=3 {
-        let (kills, _) = Scene { spec: None, seed }.kill_everywhere();
+        let (kills, _) = Scene { disk: Disk::Raw, seed }.kill_everywhere();
         assert!(kills > 200, "{kills}");
     }
 }
@@ -554,20 +578,23 @@ fn a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing() {
 fn a_flush_after_a_kill_promises_nothing_that_is_lost() {
     let mut failed = 0;
     for seed in 1..=3 {
-        let spec = Some(Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() });
-        let (kills, flushes) = Scene { spec, seed }.kill_everywhere();
+        let (kills, flushes) = Scene { disk: Disk::qcow2(), seed }.kill_everywhere();
         assert!(kills > 200, "{kills}");
         failed += flushes;
     }
     assert!(failed > 20, "{failed} flushes have told of lost changes");
+    for (kind, bytes) in kinds() {
+        let (kills, flushes) = Scene { disk: Disk::Blocks(kind, bytes), seed: 1 }.kill_everywhere();
+        assert!(kills > 200 && flushes > 0, "{}: {kills} kills, {flushes} flushes", kind.format);
+    }
 }
 
 #[test]
 fn a_power_cut_takes_nothing_that_the_guest_has_flushed() {
-    for spec in [None, Some(Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() })] {
+    for disk in [Disk::Raw, Disk::qcow2()] {
         let mut report = CrashReport::default();
         for seed in 1..=3 {
-            report.add(&Scene { spec: spec.clone(), seed }.cut_everywhere());
+            report.add(&Scene { disk: disk.clone(), seed }.cut_everywhere());
         }
         println!("{report}");
         assert!(report.distinct() > 1000, "{report}");

@@ -50,6 +50,10 @@ impl Driver for Layered {
         SCHEMA.name
     }
 
+    fn holds_changes(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> u64 {
         1 << 20
     }
