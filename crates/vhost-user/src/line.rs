@@ -3,7 +3,8 @@
 //!
 //! A front end can make such a counter one that blocks, and fill it, at any time. The thread that signals then waits in the kernel,
 //! with its requests in flight, and other clients of the disk wait for those. So the control thread looks after signals that take
-//! long. It empties their counters, and the line is silent from then on.
+//! long. It empties their counters, also those that the front end has replaced, and the line is silent from then on. The
+//! control thread itself never signals.
 
 use cowshed_storage::EventCounter;
 use cowshed_storage::rt;
@@ -12,14 +13,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// A front end may fill its counter again as soon as it is empty. It is emptied so often in one look.
+const MOST_TAKES: usize = 1000;
 /// A signal takes long if two looks find it.
 const LOOK_PAUSE: Duration = Duration::from_millis(50);
 
 /// The descriptors of a ring that may change while it runs. One thread signals.
 #[derive(Debug, Default)]
 pub(crate) struct Line {
-    pub call: Mutex<Option<EventCounter>>,
+    call: Mutex<Option<EventCounter>>,
     pub error: Mutex<Option<EventCounter>>,
+    /// The counter of the signal that runs, or of the last one. The front end may have set another one since.
+    signalled: Mutex<Option<EventCounter>>,
+    /// A new counter has not been signalled yet.
+    owes: AtomicBool,
     /// Signals that the thread has begun.
     begun: AtomicU64,
     /// Signals that it has ended.
@@ -42,6 +49,19 @@ impl Line {
         Line { watch: Arc::clone(watch), ..Line::default() }
     }
 
+    /// Sets another call counter. The ring's thread signals it: this thread must not wait. True where that thread doesn't know
+    /// of one yet.
+    pub fn set_call(&self, counter: Option<EventCounter>) -> bool {
+        let owes = counter.is_some();
+        *lock(&self.call) = counter;
+        owes && !self.owes.swap(true, Ordering::AcqRel)
+    }
+
+    /// True once for a new counter.
+    pub fn takes_owed(&self) -> bool {
+        self.owes.load(Ordering::Relaxed) && self.owes.swap(false, Ordering::AcqRel)
+    }
+
     /// Tells the driver of ended requests. False: a counter has blocked, and nothing is told any more.
     pub fn call(&self) -> bool {
         self.signal(&self.call)
@@ -58,6 +78,7 @@ impl Line {
         if let Some(counter) = counter
             && !self.is_silent.load(Ordering::Acquire)
         {
+            *lock(&self.signalled) = Some(counter.clone());
             let number = self.begun.load(Ordering::Relaxed) + 1;
             self.begun.store(number, Ordering::SeqCst);
             self.watch.wake();
@@ -72,15 +93,18 @@ impl Line {
         // The end first: it is never ahead of the begin.
         let (ended, begun) = (self.ended.load(Ordering::Acquire), self.begun.load(Ordering::SeqCst));
         let is_held = ended != begun && begun == *last;
-        if is_held {
-            for counter in [&self.call, &self.error] {
-                // The thread may also lack a processor. No sound front end lets a counter get full.
-                if let Some(counter) = &*lock(counter)
-                    && counter.is_full()
-                {
-                    self.is_silent.store(true, Ordering::Release);
-                    counter.take();
+        if is_held
+            && let Some(counter) = lock(&self.signalled).clone()
+            // The thread may also lack a processor. No sound front end lets a counter get full.
+            && (counter.is_full() || self.is_silent.load(Ordering::Acquire))
+        {
+            self.is_silent.store(true, Ordering::Release);
+            for _ in 0..MOST_TAKES {
+                counter.take();
+                if self.ended.load(Ordering::Acquire) == begun {
+                    break;
                 }
+                std::thread::yield_now();
             }
         }
         let is_busy = ended != begun || begun != *last;

@@ -77,6 +77,8 @@ pub(crate) enum Message<M: Memory = GuestMemory> {
         base: Arc<Watched<Option<u16>>>,
         is_left: bool,
     },
+    /// The line owes its front end a call.
+    Call,
     End,
 }
 
@@ -161,6 +163,11 @@ impl Queue {
         base.wait(|base| base.take()).await
     }
 
+    /// Has the ring's thread call the front end, if the line owes that.
+    pub fn call(&self) {
+        self.mailbox.send(Message::Call);
+    }
+
     /// Tells the thread to end.
     pub fn end(&self) {
         self.mailbox.send(Message::End);
@@ -201,6 +208,8 @@ async fn serve_all(disk: Disk, inbox: Arc<Mailbox<Message>>) {
             },
             // It doesn't run: the session asks only for one that does.
             Message::Stop { base, .. } => base.change(|base| *base = Some(0)),
+            // It calls when it starts.
+            Message::Call => {}
             Message::End => return,
         }
     }
@@ -232,9 +241,15 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     pub(crate) async fn serve(mut self, disk: &Disk, inbox: &Mailbox<Message<M>>) -> bool {
         let mut kick = self.kick();
         let mut told = inbox.receive().boxed_local();
+        self.call_owed();
         let message = loop {
-            if let Some(message) = (&mut told).now_or_never() {
-                break message;
+            match (&mut told).now_or_never() {
+                Some(Message::Call) => {
+                    told = inbox.receive().boxed_local();
+                    self.call_owed();
+                }
+                Some(message) => break message,
+                None => {}
             }
             let took = self.take(disk);
             let ended = self.collect();
@@ -257,6 +272,10 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
                 }
             };
             match news.await {
+                News::Told(Message::Call) => {
+                    told = inbox.receive().boxed_local();
+                    self.call_owed();
+                }
                 News::Told(message) => break message,
                 News::Kicked => kick = self.kick(),
                 News::Ended(ended) => {
@@ -293,6 +312,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
                 outcome.change(|outcome| *outcome = Some(Ok(())));
                 true
             }
+            Message::Call => true,
             Message::End => false,
         }
     }
@@ -419,7 +439,20 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     }
 
     fn call(&mut self) {
-        if self.ring.is_call_due() && !self.start.line.call() {
+        if self.ring.is_call_due() {
+            self.signal();
+        }
+    }
+
+    /// Calls by a new counter: requests may have ended before it came.
+    fn call_owed(&mut self) {
+        if self.start.line.takes_owed() {
+            self.signal();
+        }
+    }
+
+    fn signal(&mut self) {
+        if !self.start.line.call() {
             let what = "a call counter that is full and blocks, of the ring with this many places";
             self.fail(Malformed { what, value: self.ring.size().into() });
         }

@@ -253,12 +253,11 @@ impl Session<'_> {
             }
             Message::SetVringCall { ring, has_descriptor } => {
                 let call = counter(has_descriptor)?;
-                let line = &self.ring(ring)?.line;
+                let setup = self.ring(ring)?;
                 // The new descriptor gets the news of requests that ended before.
-                if let Some(call) = &call {
-                    call.signal();
+                if setup.line.set_call(call) && setup.is_running {
+                    self.shared.queues[ring as usize].call();
                 }
-                *lock(&line.call) = call;
             }
             Message::SetVringErr { ring, has_descriptor } => {
                 *lock(&self.ring(ring)?.line.error) = counter(has_descriptor)?;

@@ -158,6 +158,45 @@ fn a_full_counter_that_blocks_keeps_no_drain_waiting() {
     assert_eq!(served.driver().request(READ, 0, &[], 512).0, 0);
 }
 
+/// The thread waits by a counter that the front end has replaced. A new one is signalled by that thread alone.
+#[test]
+fn replaced_counter_that_blocks_keeps_no_drain_waiting() {
+    let served = Served::on(BLKDEBUG, |_| ());
+    let mut driver = served.connect();
+    driver.negotiate(!crate::proto::features::EVENT_IDX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    let faults = hold_read(&served);
+    driver.prepare(0, 0, READ, 0, &[], 512);
+    driver.offer(0, 0);
+    driver.kick(0);
+    wait_until_held(&faults);
+    let full = |counter: &cowshed_storage::EventCounter| {
+        rustix::fs::fcntl_setfl(counter, rustix::fs::OFlags::NONBLOCK).unwrap();
+        counter.take();
+        rustix::fs::fcntl_setfl(counter, rustix::fs::OFlags::empty()).unwrap();
+        rustix::io::write(counter, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    };
+    let call = driver.call[0].clone();
+    full(&call);
+    driver.prepare(0, 3, GET_ID, 0, &[], ID_BYTES);
+    driver.offer(0, 3);
+    driver.kick(0);
+    driver.wait_used(0);
+    for _ in 0..3 {
+        let other = cowshed_storage::EventCounter::new().unwrap();
+        full(&other);
+        driver.call[0] = other;
+        assert!(driver.set_call(0), "the session goes on");
+    }
+    faults.remove_all_breaks();
+    let drained = rt::block_on(rt::within(Duration::from_secs(20), served.attachment.drain()));
+    assert!(drained.is_some(), "the drain waits for the front end");
+    drop(drained);
+    drop(driver);
+    assert_eq!(served.driver().request(READ, 0, &[], 512).0, 0);
+}
+
 #[test]
 fn memory_that_goes_before_a_transfer_lasts_until_its_end() {
     let served = Served::new(|_| ());
