@@ -26,6 +26,9 @@ const MAX_PAGE_BYTES: u64 = 1 << 30;
 /// File systems whose pages are memory (`statfs.f_type`): tmpfs, which memfds are in, and hugetlbfs.
 const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
 
+/// File systems of this machine, whose pages come from the kernel: ext4, XFS, Btrfs and F2FS.
+const LOCAL_FILE_SYSTEMS: [u64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+
 /// A part of a file, mapped for reading and writing.
 #[derive(Debug)]
 struct Mapping {
@@ -69,6 +72,9 @@ unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
     /// Maps `len` bytes of a file from `offset` on. The file must be a regular one (of memory, as a rule), and as long as that.
+    ///
+    /// # Errors
+    /// A file of a file system that another process or another machine may serve: an access would wait for that one.
     pub fn map(file: impl AsFd, offset: u64, len: u64) -> Result<SharedMemory> {
         let failed = |error, what: &str| Error::os(sys::errno(error), what);
         let status = rustix::fs::fstat(&file).map_err(|error| failed(error, "could not look at shared memory"))?;
@@ -79,6 +85,13 @@ impl SharedMemory {
         if len == 0 || end.is_none_or(|end| end > file_bytes) {
             let message = format!("shared memory of {len} bytes from {offset} passes the end of its file");
             return Err(Error::new(ErrorKind::InvalidArgument, message).value(file_bytes));
+        }
+        let found = rustix::fs::fstatfs(&file).map_err(|error| failed(error, "could not look at shared memory"))?;
+        let is_memory = MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64));
+        if !is_memory && !LOCAL_FILE_SYSTEMS.contains(&(found.f_type as u64)) {
+            let message =
+                "shared memory lies in a file system that may never answer: memfd, tmpfs and hugetlbfs keep it";
+            return Err(Error::unsupported(message).value(format!("{:#x}", found.f_type)));
         }
         // A file of huge pages is mapped in whole ones.
         let block_bytes = u64::try_from(status.st_blksize).unwrap_or(PAGE_BYTES);
@@ -104,8 +117,6 @@ impl SharedMemory {
         let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
         let watch = WatchedMapping::new(start.as_ptr().addr(), mapped, page_bytes as usize);
-        let is_memory =
-            rustix::fs::fstatfs(&file).is_ok_and(|found| MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64)));
         let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default(), is_memory });
         if !mapping.watch.is_some() {
             return Err(Error::new(ErrorKind::Limit, "too many mappings of shared memory"));
