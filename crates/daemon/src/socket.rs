@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Unix sockets in the file system: those that others left behind are taken over, ours are taken away.
 
+pub use cowshed_storage::socket::SocketFile;
 use cowshed_storage::socket::clear_stale;
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The port that a text means. An error is in QEMU's words, where it isn't a number too high.
 pub fn port(host: &str, text: &str, key: &str) -> std::result::Result<u16, String> {
@@ -18,40 +18,11 @@ pub fn port(host: &str, text: &str, key: &str) -> std::result::Result<u16, Strin
     })
 }
 
-/// The name of a socket that we bound. Dropping it removes the name, if it still is the one that we made.
-#[derive(Debug)]
-pub struct SocketFile {
-    path: PathBuf,
-    /// Device and inode number.
-    identity: (u64, u64),
-}
-
-impl SocketFile {
-    /// The name `path`, which was just bound.
-    pub fn bound(path: &Path) -> Result<SocketFile> {
-        let metadata = std::fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
-        // The process may leave its folder before it removes the file.
-        let path = std::path::absolute(path).map_err(|error| failed(path, &error))?;
-        Ok(SocketFile { path, identity: (metadata.dev(), metadata.ino()) })
-    }
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let ours = std::fs::symlink_metadata(&self.path).is_ok_and(|metadata| {
-            metadata.file_type().is_socket() && (metadata.dev(), metadata.ino()) == self.identity
-        });
-        if ours && let Err(error) = std::fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "could not remove the socket");
-        }
-    }
-}
-
 /// Binds a socket to `path`.
 pub fn bind_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     clear_stale(path)?;
     let listener = UnixListener::bind(path).map_err(|error| failed(path, &error))?;
-    let file = SocketFile::bound(path)?;
+    let file = SocketFile::bound(path).map_err(|error| failed(path, &error))?;
     Ok((listener, file))
 }
 

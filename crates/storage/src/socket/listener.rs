@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Listening sockets.
 
+use super::name::SocketFile;
 use super::readiness::{self, Interest};
 use super::stale::clear_stale;
 use super::{Socket, SocketAddress, describe};
@@ -11,7 +12,6 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ const BACKLOG: i32 = 128;
 pub struct Listener {
     fd: Arc<OwnedFd>,
     address: SocketAddress,
-    path: Option<PathBuf>,
+    file: Option<SocketFile>,
 }
 
 /// The options of listening on a TCP address, beside the address; none of them is for Unix sockets. Names and meaning
@@ -190,9 +190,10 @@ impl Listener {
         })?;
         let mut listener = Self::from_descriptor(listener.into())?;
         listener.address = SocketAddress::Unix(path.to_owned());
-        // The process may leave its folder before it removes the file.
-        let anchored = || std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path));
-        listener.path = (!path.starts_with('\0')).then(anchored);
+        if !path.starts_with('\0') {
+            // Without its name the socket has none that could be removed.
+            listener.file = SocketFile::bound(path.as_ref()).ok();
+        }
         Ok(listener)
     }
 
@@ -217,7 +218,7 @@ impl Listener {
                 Err(_) => describe(&local),
             }),
         };
-        Ok(Listener { fd: Arc::new(fd), address, path: None })
+        Ok(Listener { fd: Arc::new(fd), address, file: None })
     }
 
     /// True when a service manager passed sockets to this process (`LISTEN_PID`, `LISTEN_FDS`). Variables that are for another
@@ -280,16 +281,6 @@ impl Listener {
 impl AsFd for Listener {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.fd.as_fd()
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = &self.path
-            && let Err(error) = std::fs::remove_file(path)
-        {
-            tracing::debug!(%error, path = %path.display(), "could not remove the file of a listening socket");
-        }
     }
 }
 

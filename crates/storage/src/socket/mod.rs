@@ -14,6 +14,7 @@
 mod address;
 mod descriptors;
 mod listener;
+mod name;
 mod readiness;
 mod stale;
 
@@ -21,6 +22,7 @@ pub use address::{SocketAddress, connect_unix};
 pub use descriptors::MAX_DESCRIPTORS;
 pub(crate) use descriptors::{readable, readable_alone};
 pub use listener::{KeepAlive, ListenOptions, Listener};
+pub use name::SocketFile;
 pub use stale::clear_stale;
 
 use crate::IoBuf;
