@@ -339,6 +339,7 @@ impl Connection<'_> {
             }
             return self.send_answer(&refused, None, keeps_alive).await;
         }
+        content.follow().await;
         let reading = content.open();
         let version = reading.version().number;
         // A client that goes on without naming the version (curl -C -) would join two disks.

@@ -12,6 +12,11 @@ use std::sync::{Arc, LazyLock};
 
 /// A content, in the words of HTTP a representation: bytes that clients may read, from any thread.
 pub trait Content: Send + Sync + 'static {
+    /// Follows a change of its source, before it is taken into use. A failure is an error of each read.
+    fn follow(&self) -> LocalBoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
     /// Takes it into use on this thread, for one response.
     fn open(&self) -> Box<dyn Reading>;
 

@@ -5,6 +5,7 @@ use crate::oracle::Oracle;
 use cowshed_testkit::credentials;
 use cowshed_testkit::waiting::await_that;
 use std::io::{BufRead, BufReader, Read, Seek};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -308,6 +309,38 @@ fn a_file_that_has_become_shorter_is_not_sent() {
         shorter.set_len(5 << 20).expect("a longer file");
         assert_eq!(download(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]), b"200", "{shape}");
     }
+}
+
+/// The places of the data are those of the version that is sent, and the page has no digest of an older one.
+#[test]
+fn qcow2_download_follows_a_disk_that_changes() {
+    let oracle = Oracle::new();
+    let path = oracle.work().join("disk.raw");
+    std::fs::write(&path, vec![7; 1 << 20]).expect("a file");
+    std::fs::File::options().write(true).open(&path).and_then(|file| file.set_len(16 << 20)).expect("a hole");
+    let share = Share::start(&oracle, &["--as", "qcow2", "-f", "raw", "disk.raw"]);
+    page_with_digest(&oracle, &share.url);
+    let head = || String::from_utf8(download(&oracle, &["-I", &share.url])).expect("text");
+    let before = head();
+    let change = |place: u64, value: u8| {
+        let file = std::fs::OpenOptions::new().write(true).open(&path).expect("the file");
+        file.write_all_at(&[value; 4096], place).expect("a write");
+    };
+    change(0, 1);
+    change(8 << 20, 2);
+    download(&oracle, &["-o", "got.qcow2", &share.url]);
+    oracle.make("compare -f qcow2 -F raw got.qcow2 disk.raw");
+    let after = head();
+    let line = |head: &str, name: &str| head.lines().find(|line| line.starts_with(name)).map(str::to_owned);
+    for name in ["ETag", "Content-Length"] {
+        assert!(line(&before, name).is_some() && line(&before, name) != line(&after, name), "{before}{after}");
+    }
+    await_that("the old digest goes", || {
+        let page = download(&oracle, &["-H", "Accept: text/html,*/*", &share.url]);
+        !String::from_utf8(page).expect("text").contains("</code>")
+    });
+    share.interrupt();
+    assert_eq!(share.exit_code(), Some(0));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 type Read<'a> = Pin<Box<dyn Future<Output = (Result<()>, IoBuf)> + 'a>>;
@@ -42,14 +43,62 @@ impl Content for Raw {
 
 /// A qcow2 file of the disk, made while it is read.
 pub struct PackedContent {
-    pub disk: Arc<Attachment>,
-    pub layout: Arc<Sequential>,
-    pub file_name: String,
+    disk: Arc<Attachment>,
+    packed: Mutex<Arc<Packed>>,
+    /// Length of the file in bytes.
+    len: Arc<AtomicU64>,
+    file_name: String,
+}
+
+/// The places of a version of the disk in a qcow2 file.
+struct Packed {
+    layout: Sequential,
+    version: Version,
+    /// They could not be looked for again.
+    trouble: Option<Error>,
+}
+
+/// The disk may change meanwhile. Then the places are of no version, and nothing of them is sent.
+async fn layout_of(disk: &Arc<Attachment>) -> Result<Sequential> {
+    let node = disk.node();
+    Sequential::new(node.size(), &data_of(&node).await?)
+}
+
+impl PackedContent {
+    /// `len` gets the length of the file in bytes, and follows the disk.
+    pub async fn new(disk: Arc<Attachment>, file_name: String, len: Arc<AtomicU64>) -> Result<PackedContent> {
+        let version = Reading::version(&disk.queue());
+        let layout = layout_of(&disk).await?;
+        len.store(layout.len(), Ordering::Relaxed);
+        let packed = Mutex::new(Arc::new(Packed { layout, version, trouble: None }));
+        Ok(PackedContent { disk, packed, len, file_name })
+    }
+
+    fn packed(&self) -> Arc<Packed> {
+        Arc::clone(&self.packed.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    async fn look_again(&self) {
+        let (known, version) = (self.packed(), Reading::version(&self.disk.queue()));
+        if version.number == known.version.number && known.trouble.is_none() {
+            return;
+        }
+        let packed = match layout_of(&self.disk).await {
+            Ok(layout) => Packed { layout, version, trouble: None },
+            Err(error) => Packed { layout: known.layout.clone(), version, trouble: Some(error) },
+        };
+        self.len.store(packed.layout.len(), Ordering::Relaxed);
+        *self.packed.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(packed);
+    }
 }
 
 impl Content for PackedContent {
+    fn follow(&self) -> Pin<Box<dyn Future<Output = ()> + '_>> {
+        Box::pin(self.look_again())
+    }
+
     fn open(&self) -> Box<dyn Reading> {
-        Box::new(PackedReading { queue: self.disk.queue(), layout: Arc::clone(&self.layout) })
+        Box::new(PackedReading { queue: self.disk.queue(), packed: self.packed() })
     }
 
     fn file_name(&self) -> Option<&str> {
@@ -59,12 +108,12 @@ impl Content for PackedContent {
 
 struct PackedReading {
     queue: Queue,
-    layout: Arc<Sequential>,
+    packed: Arc<Packed>,
 }
 
 impl Reading for PackedReading {
     fn size(&self) -> u64 {
-        self.layout.len()
+        self.packed.layout.len()
     }
 
     fn version(&self) -> Version {
@@ -78,17 +127,25 @@ impl Reading for PackedReading {
 
 impl PackedReading {
     async fn fill(&self, offset: u64, mut buf: IoBuf) -> (Result<()>, IoBuf) {
+        // The server compares the version before and behind a read. This one compares it with that of the places.
+        if let Some(error) = &self.packed.trouble {
+            return (Err(error.clone()), buf);
+        }
+        if Reading::version(&self.queue).number != self.packed.version.number {
+            let message = "the disk was written to while its file was made";
+            return (Err(Error::new(ErrorKind::Busy, message)), buf);
+        }
         let mut done: Option<IoBuf> = None;
         let mut at = offset;
         while !buf.is_empty() {
-            let stretch = self.layout.at(at, buf.len() as u64);
+            let stretch = self.packed.layout.at(at, buf.len() as u64);
             let (Stretch::Metadata(len) | Stretch::Data { len, .. }) = stretch;
             let part = buf.split_to(usize::try_from(len).unwrap_or(usize::MAX).min(buf.len()));
             at += part.len() as u64;
             let (result, part) = match stretch {
                 Stretch::Metadata(_) => {
                     let mut part = part;
-                    self.layout.fill(at - part.len() as u64, &mut part);
+                    self.packed.layout.fill(at - part.len() as u64, &mut part);
                     (Ok(()), part)
                 }
                 Stretch::Data { guest, .. } => self.data(guest, part).await,

@@ -13,13 +13,12 @@ use super::arguments::{FaultArgs, NamingArgs, one_file};
 use super::{Verb, work};
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
-use contents::{PackedContent, Page, Raw, Shown, data_of};
+use contents::{PackedContent, Page, Raw, Shown};
 use cowshed_codec::Codec;
 use cowshed_http_server::proto::answer::percent_encoded;
 use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_jobs::JobHandle;
-use cowshed_layout::qcow2::sequential::Sequential;
 use cowshed_nbd::ServerTls;
 use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
 use cowshed_types::{Error, Result as BlockResult};
@@ -30,6 +29,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -216,18 +216,22 @@ async fn share(
 }
 
 async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl FnOnce(&str)) -> BlockResult<bool> {
-    let content = content(disk, plan).await?;
-    let len = content.open().size();
+    let whole = Arc::new(AtomicU64::new(disk.size()));
+    let content = content(disk, plan, &whole).await?;
+    let len = whole.load(Ordering::Relaxed);
     let downloads = Arc::new(Downloads::default());
     job.set_progress(0, len);
-    let (sent, shown) = (Arc::clone(&downloads), job.clone());
-    let events = EventHandler(Arc::new(move |event: &Event<'_>| match event {
-        Event::Sent { peer, range, version, len: of, .. } if *of == len => {
-            shown.set_progress(sent.add(peer, *version, range.clone()), len);
+    let (sent, shown, of_all) = (Arc::clone(&downloads), job.clone(), Arc::clone(&whole));
+    let events = EventHandler(Arc::new(move |event: &Event<'_>| {
+        let len = of_all.load(Ordering::Relaxed);
+        match event {
+            Event::Sent { peer, range, version, len: of, .. } if *of == len => {
+                shown.set_progress(sent.add(peer, *version, range.clone()), len);
+            }
+            Event::Ended { is_complete: true, len: of, .. } if *of == len => sent.end(len),
+            Event::Failed { error, .. } => sent.report(error),
+            _ => {}
         }
-        Event::Ended { is_complete: true, len: of, .. } if *of == len => sent.end(len),
-        Event::Failed { error, .. } => sent.report(error),
-        _ => {}
     }));
     let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
@@ -246,7 +250,9 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
         return Err(Error::internal("a server without a port"));
     };
     say(&url(scheme, reachable(host), *port, &path));
-    let digest = plan.has_digest.then(|| rt::spawn(show_digest(content, facts, page)));
+    let mut version = content.open().version().number;
+    let mut digest =
+        plan.has_digest.then(|| rt::spawn(show_digest(Arc::clone(&content), facts.clone(), Arc::clone(&page))));
     let end = plan.expires.map(|expires| rt::now() + expires);
     let complete = loop {
         if plan.once && downloads.is_complete() {
@@ -256,6 +262,18 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
             break downloads.is_complete();
         }
         rt::sleep(LOOK).await;
+        let now = content.open().version().number;
+        if now != version {
+            version = now;
+            if let Some(digest) = digest.take() {
+                digest.cancel().await;
+            }
+            // A digest of the disk as it was says nothing of the next download.
+            content.follow().await;
+            let file_bytes = (plan.shape != Shape::Zstd).then(|| content.open().size());
+            let trouble = plan.has_digest.then_some("the disk was written to");
+            page.set(page::html(&Facts { file_bytes, trouble, ..facts.clone() }, false));
+        }
     };
     if let Some(digest) = digest {
         digest.cancel().await;
@@ -264,7 +282,8 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     Ok(complete)
 }
 
-async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Content>> {
+/// The content; `len` is its length in bytes.
+async fn content(disk: &Arc<Attachment>, plan: &Plan, len: &Arc<AtomicU64>) -> BlockResult<Arc<dyn Content>> {
     let (disk, file_name) = (Arc::clone(disk), plan.file_name.clone());
     Ok(match plan.shape {
         Shape::Raw => Arc::new(Raw { disk, file_name, packing: None }),
@@ -273,11 +292,7 @@ async fn content(disk: &Arc<Attachment>, plan: &Plan) -> BlockResult<Arc<dyn Con
             let packing: Packing = Arc::new(move |piece| codec.zstd_frame(piece));
             Arc::new(Raw { disk, file_name, packing: Some(packing) })
         }
-        Shape::Qcow2 => {
-            let node = disk.node();
-            let layout = Arc::new(Sequential::new(node.size(), &data_of(&node).await?)?);
-            Arc::new(PackedContent { disk, layout, file_name })
-        }
+        Shape::Qcow2 => Arc::new(PackedContent::new(disk, file_name, Arc::clone(len)).await?),
     })
 }
 
