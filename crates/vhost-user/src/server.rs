@@ -11,8 +11,8 @@ use cowshed_types::{Error, Result};
 use futures_util::future::{Either, select};
 use std::hash::{BuildHasher, RandomState};
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 /// The most queues of an export.
@@ -23,6 +23,9 @@ const MAX_BLOCK_BYTES: u32 = 2 << 20;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// So long may the process of a front end that has gone keep the next one waiting.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
+
+/// Random keys of the process: no other one has its lives.
+static LIVES: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 /// The settings of serving a disk.
 #[derive(Clone, Debug)]
@@ -94,8 +97,8 @@ impl Server {
         let queues = spread(threads, config.queues.into());
         let shared = Arc::new(Shared {
             writeback: Arc::new(AtomicBool::new(!config.writethrough)),
-            // Random keys of the process, which differ each time.
-            life: RandomState::new().hash_one(std::process::id()),
+            // Changes in memory are the node's: an export that comes back finds them.
+            life: LIVES.hash_one((std::process::id(), attachment.node().number())),
             config,
             attachment,
             queues,

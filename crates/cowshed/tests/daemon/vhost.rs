@@ -479,3 +479,41 @@ fn a_resize_reaches_a_front_end() {
     assert_eq!(driver.config(0, 8), (DISK_BYTES / 256).to_le_bytes());
     daemon.stop();
 }
+
+/// The device disappears, with changes in memory, and comes back in the same daemon. Nothing is lost.
+#[test]
+fn export_that_comes_back_reports_no_loss() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.img")), "16M"]);
+    let image = "fault,node-name=d,file.driver=qcow2,file.file.driver=file,file.file.filename=d.img";
+    let (daemon, mut monitor) = start(folder, image, ",writable=on");
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    let notes = driver.notes();
+    driver.give_notes(&notes);
+    driver.start_ring(0, 0);
+    assert_eq!(driver.request(1, 0, &[5; 4096], 0).0, 0);
+    monitor.command("x-fault-arm", json!({"node-name": "d", "rule": {"op": "any", "errno": 19}}));
+    // It goes, and the flush of its disk fails.
+    monitor.refusal("block-export-del", &json!({"id": "e", "mode": "hard"}));
+    let guest = driver.guest.clone();
+    drop(driver);
+    monitor.command("x-fault-disarm", json!({"node-name": "d"}));
+    let address = json!({"type": "unix", "path": folder.join("v.sock")});
+    monitor.command(
+        "block-export-add",
+        json!({"type": "vhost-user-blk", "id": "e", "node-name": "d", "addr": address, "writable": true}),
+    );
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.guest = guest;
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    driver.give_notes(&notes);
+    driver.start_ring(0, driver.used(0));
+    assert_eq!(driver.request(0, 0, &[], 4096), (0, vec![5; 4096]));
+    assert_eq!([driver.request(4, 0, &[], 0).0, driver.request(4, 0, &[], 0).0], [0, 0]);
+    drop(driver);
+    daemon.stop();
+}
