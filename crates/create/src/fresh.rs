@@ -5,9 +5,9 @@ use crate::file::{Failed, Manner, NewName, lengthen, write_zeroes};
 use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
-use crate::{Created, path_of};
+use crate::{CreateRequest, Created, path_of};
 use cowshed_image::open::resolve_name;
-use cowshed_image::{OpenRequest, open};
+use cowshed_image::{DRIVERS, OpenRequest, open};
 use cowshed_layout::fresh::{FilePiece, FreshFile};
 use cowshed_layout::parallels::NewParallels;
 use cowshed_layout::qcow::NewQcow;
@@ -423,4 +423,17 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
     };
     let files = new.lay_out()?;
     Ok(Fresh { image: files.image, parts: files.parts })
+}
+
+/// The errors that QEMU finds only while it makes the image, after it has announced the image.
+pub(crate) fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
+    let is_unchecked = request.backing_unchecked || values.get("backing_file").is_none();
+    let name = values.get("backing_fmt").filter(|name| is_unchecked && !DRIVERS.is_name(name))?;
+    let message = match request.format.as_str() {
+        "qcow" => format!("unrecognized backing format '{name}'"),
+        // It looks for its own name itself.
+        VMDK_NAME => return None,
+        _ => format!("Parameter 'backing-fmt' does not accept value '{name}'"),
+    };
+    Some(Error::invalid_argument(message).field("backing_fmt"))
 }

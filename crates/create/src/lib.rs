@@ -131,7 +131,7 @@ async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Resu
         .ok_or_else(|| Error::invalid_argument("Image creation needs a size parameter"))?;
     let path = path_of(&request.filename)?;
     let (filename, format) = (request.filename.clone(), request.format.clone());
-    let refused = refused_late(request, &values);
+    let refused = fresh::refused_late(request, &values);
     let (secrets, keeps_existing) = (request.secrets.clone(), request.keeps_existing);
     let final_name = request.final_name.clone();
     let extents = request.extents.clone();
@@ -207,19 +207,6 @@ async fn check_backing(
         return Err(Error::invalid_argument("Backing file specified without backing format").field("backing_fmt"));
     }
     Ok(below)
-}
-
-/// The errors that QEMU finds only while it makes the image, after it has announced the image.
-fn refused_late(request: &CreateRequest, values: &OptionValues) -> Option<Error> {
-    let is_unchecked = request.backing_unchecked || values.get("backing_file").is_none();
-    let name = values.get("backing_fmt").filter(|name| is_unchecked && !DRIVERS.is_name(name))?;
-    let message = match request.format.as_str() {
-        "qcow" => format!("unrecognized backing format '{name}'"),
-        // It looks for its own name itself.
-        "vmdk" => return None,
-        _ => format!("Parameter 'backing-fmt' does not accept value '{name}'"),
-    };
-    Some(Error::invalid_argument(message).field("backing_fmt"))
 }
 
 /// Removes the contents of an open file durably.

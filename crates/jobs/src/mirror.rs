@@ -168,7 +168,9 @@ impl Mirror {
             return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
         }
         check_apart(target, [source])?;
-        let lacks_backing = options.sync != Sync::Full && below_filters(target).child(ChildRole::Backing).is_none();
+        let image = below_filters(target);
+        let is_bare = image.child(ChildRole::Backing).is_none();
+        let lacks_backing = options.sync != Sync::Full && is_bare && image.names_backing();
         if let Some(unit) = target.filled_unit_bytes().filter(|_| lacks_backing) {
             options.granularity_bytes = options.granularity_bytes.max(unit);
         }

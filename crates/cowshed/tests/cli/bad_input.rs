@@ -213,7 +213,7 @@ fn commits_into_bases_that_are_read_only_or_too_small() {
 /// The file under the image of the first name fails with "no space", as the real tool's does.
 fn without_space(name: &str) -> String {
     format!(
-        "driver=qcow2,file.driver=blkdebug,file.inject-error.0.event=write_aio,file.inject-error.0.errno=28,\
+        "driver=qcow2,file.driver=blkdebug,file.inject-error.0.event=none,file.inject-error.0.iotype=write,file.inject-error.0.errno=28,\
          file.image.driver=file,file.image.filename={name}"
     )
 }

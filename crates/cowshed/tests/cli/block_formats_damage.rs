@@ -193,7 +193,7 @@ fn a_guest_forges_no_footer_of_a_vhd() {
     }
 }
 
-/// The start of a fixed disk is its guest's, who may make it the start of a difference to any file.
+/// The start of a fixed disk is its guest's. The guest may make it the start of a difference to any file.
 #[test]
 fn a_fixed_vhd_without_footer_names_no_parent() {
     let oracle = Oracle::new();

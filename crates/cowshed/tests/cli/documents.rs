@@ -19,7 +19,9 @@ fn options(help: &str) -> Vec<String> {
     let lines = help.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
     lines
         .flat_map(|line| line.split("  ").next().unwrap_or_default().split(", "))
-        .map(|option| option.split([' ', '=']).next().unwrap_or_default().to_owned())
+        .map(|option| option.split([' ', '=']).next().unwrap_or_default())
+        // Those that may be given again.
+        .map(|option| option.trim_end_matches("...").to_owned())
         .filter(|option| option.len() > 1 && option.starts_with('-') && !option.ends_with(')'))
         .collect()
 }

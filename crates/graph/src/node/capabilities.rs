@@ -274,6 +274,11 @@ impl Node {
         image.cluster_bytes().or_else(described)
     }
 
+    /// True when the image's header names a backing file.
+    pub fn names_backing(&self) -> bool {
+        self.driver.named_backing().is_some_and(|(name, _)| name.is_some())
+    }
+
     /// The least part of a cluster that the image can hold alone, in bytes.
     pub fn subcluster_bytes(&self) -> Option<u64> {
         self.driver.allocation().map(|(_, subcluster)| subcluster)
