@@ -299,10 +299,15 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     Ok(())
 }
 
+/// True for a node that passes the bytes of its file on.
+pub(crate) fn is_raw(node: &Node) -> bool {
+    node.driver_name() == "raw"
+}
+
 /// True for a raw node that is as long as its file, and that nothing uses.
 fn follows_size(daemon: &Daemon, node: &Arc<Node>) -> bool {
     let options = node.options();
-    node.driver_name() == "raw"
+    is_raw(node)
         && ["offset", "size"].iter().all(|key| options.get(key).is_none())
         && names::parents(daemon, node).is_empty()
         && !daemon.graph.attachments().iter().any(|user| Arc::ptr_eq(&user.node(), node))
