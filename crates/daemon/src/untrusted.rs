@@ -102,3 +102,8 @@ fn file_of(graph: &Graph, options: &BlockdevOptions) -> Option<String> {
         _ => None,
     }
 }
+
+/// True for a node that passes the bytes of its file on.
+pub(crate) fn is_raw(node: &cowshed_image::Node) -> bool {
+    node.driver_name() == "raw"
+}

@@ -18,7 +18,7 @@ mod internal;
 mod jobs;
 mod names;
 mod new_file;
-pub(crate) mod nodes;
+mod nodes;
 mod objects;
 mod snapshot;
 mod stats;

@@ -299,15 +299,10 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     Ok(())
 }
 
-/// True for a node that passes the bytes of its file on.
-pub(crate) fn is_raw(node: &Node) -> bool {
-    node.driver_name() == "raw"
-}
-
 /// True for a raw node that is as long as its file, and that nothing uses.
 fn follows_size(daemon: &Daemon, node: &Arc<Node>) -> bool {
     let options = node.options();
-    is_raw(node)
+    node.driver_name() == "raw"
         && ["offset", "size"].iter().all(|key| options.get(key).is_none())
         && names::parents(daemon, node).is_empty()
         && !daemon.graph.attachments().iter().any(|user| Arc::ptr_eq(&user.node(), node))
