@@ -24,9 +24,16 @@ fn reader(folder: &Path, bytes: &str) -> Killed {
     spawn(Command::new("dd").args([&input, "of=/dev/null", &bytes, "count=1", "status=none"]))
 }
 
+/// A program that heeds the signals of a terminal, also where the tests run behind a shell and ignore them.
+fn heeding(program: &str) -> Command {
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT,QUIT", program]);
+    command
+}
+
 /// A reader that catches no signal.
 fn cat(folder: &Path) -> Killed {
-    spawn(Command::new("cat").arg("m").current_dir(folder).stdout(Stdio::null()))
+    spawn(heeding("cat").arg("m").current_dir(folder).stdout(Stdio::null()))
 }
 
 /// A line of Python that has the file `m` as `m`, and its standard output.
@@ -255,7 +262,7 @@ fn umount_of_a_hung_disk_is_given_up() {
     assert_eq!(next(), "4096\n");
     ends_by(child, "KILL", 9);
     let file = folder.join("m");
-    let mut umount = spawn(Command::new(COWSHED).args(["umount", text(&file)]).stderr(Stdio::piped()));
+    let mut umount = spawn(heeding(COWSHED).args(["umount", text(&file)]).stderr(Stdio::piped()));
     let mut said = String::new();
     BufReader::new(umount.0.stderr.take().expect("a pipe")).read_line(&mut said).expect("text");
     let words = "waits for the disk to sync; Ctrl-C gives up, and --lazy does not wait";

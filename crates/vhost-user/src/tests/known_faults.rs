@@ -36,6 +36,20 @@ fn wait_until_held(faults: &Faults) {
     }
 }
 
+/// A front end without event indexes, with a read in flight that is held.
+fn with_held_read(served: &Served) -> (FrontEnd, Arc<Faults>) {
+    let mut driver = served.connect();
+    driver.negotiate(!crate::proto::features::EVENT_IDX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    let faults = hold_read(served);
+    driver.prepare(0, 0, READ, 0, &[], 512);
+    driver.offer(0, 0);
+    driver.kick(0);
+    wait_until_held(&faults);
+    (driver, faults)
+}
+
 /// The device writes the wish for a kick and looks at the ring again. Without a barrier between the two a chain waits for ever.
 #[test]
 fn no_chain_is_lost_between_a_kick_and_its_wish() {
@@ -128,15 +142,7 @@ fn stopping_a_ring_waits_for_its_requests() {
 #[test]
 fn a_full_counter_that_blocks_keeps_no_drain_waiting() {
     let served = Served::on(BLKDEBUG, |_| ());
-    let mut driver = served.connect();
-    driver.negotiate(!crate::proto::features::EVENT_IDX);
-    driver.share_memory();
-    driver.start_ring(0, 0);
-    let faults = hold_read(&served);
-    driver.prepare(0, 0, READ, 0, &[], 512);
-    driver.offer(0, 0);
-    driver.kick(0);
-    wait_until_held(&faults);
+    let (mut driver, faults) = with_held_read(&served);
     // The end of another request blocks the thread, which has this one in flight.
     let call = driver.call[0].clone();
     rt::block_on(call.wait()).unwrap();
@@ -162,15 +168,7 @@ fn a_full_counter_that_blocks_keeps_no_drain_waiting() {
 #[test]
 fn replaced_counter_that_blocks_keeps_no_drain_waiting() {
     let served = Served::on(BLKDEBUG, |_| ());
-    let mut driver = served.connect();
-    driver.negotiate(!crate::proto::features::EVENT_IDX);
-    driver.share_memory();
-    driver.start_ring(0, 0);
-    let faults = hold_read(&served);
-    driver.prepare(0, 0, READ, 0, &[], 512);
-    driver.offer(0, 0);
-    driver.kick(0);
-    wait_until_held(&faults);
+    let (mut driver, faults) = with_held_read(&served);
     let full = |counter: &cowshed_storage::EventCounter| {
         rustix::fs::fcntl_setfl(counter, rustix::fs::OFlags::NONBLOCK).unwrap();
         counter.take();
