@@ -2,7 +2,7 @@
 //! Images on NBD servers, by their names on the command line.
 
 use crate::oracle::Oracle;
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::await_listening;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
@@ -27,10 +27,7 @@ impl QemuNbd {
             .stderr(Stdio::null())
             .spawn()
             .expect("qemu-nbd must be installed (scripts/setup test)");
-        await_that("qemu-nbd listens", || {
-            assert!(child.try_wait().expect("wait").is_none(), "qemu-nbd ended at once");
-            socket.exists()
-        });
+        await_listening(&socket, &mut child);
         QemuNbd { child, socket }
     }
 

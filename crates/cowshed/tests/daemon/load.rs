@@ -4,7 +4,7 @@
 use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::{await_listening, await_that};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
@@ -99,14 +99,14 @@ fn fio_finds_what_it_wrote_through_snapshots_and_changing_limits() {
     for layer in ["disk", "overlay0", "overlay1", "overlay2", "overlay3"] {
         qemu.expect_clean(&folder.path().join(format!("{layer}.qcow2")));
     }
-    let theirs = Killed(
+    let mut theirs = Killed(
         Command::new("qemu-nbd")
             .args(["-t", "-e", "8", "-r", "-f", "qcow2", "-x", "disk", "-k", text(&folder.path().join("n.sock"))])
             .arg(folder.path().join("overlay3.qcow2"))
             .spawn()
             .expect("qemu-nbd runs"),
     );
-    await_that("the socket is there", || folder.path().join("n.sock").exists());
+    await_listening(&folder.path().join("n.sock"), &mut theirs.0);
     // The export is read-only: fio only counts its intended writes.
     assert_eq!(finish(start(fio(folder.path(), &["--verify_only"]))).0, blocks);
     drop(theirs);

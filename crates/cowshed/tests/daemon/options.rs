@@ -4,7 +4,7 @@
 use super::process::{COWSHED, Killed, Monitor, Serving, page, text};
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_testkit::waiting::await_some;
+use cowshed_testkit::waiting::{await_connection, await_some};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::path::Path;
@@ -237,9 +237,7 @@ fn native_io_needs_direct_io() {
     tool(COWSHED, &["map", "--image-opts", &direct.replace("disk.raw", text(&folder.path().join("disk.raw")))]);
     let arguments = ["qemu-nbd", "-t", "-k", "n.sock", "--aio", "native", "-n", "-f", "raw", "disk.raw"];
     let daemon = Serving::start(folder.path(), &arguments);
-    while !folder.path().join("n.sock").exists() {
-        std::thread::yield_now();
-    }
+    await_connection(&folder.path().join("n.sock"));
     let uri = format!("nbd+unix:///?socket={}", text(&folder.path().join("n.sock")));
     Qemu::system().io(["-f", "raw", "-c", "write -P 5 0 64k", "-c", "read -P 5 0 64k", &uri]).expect_ok();
     daemon.stop();

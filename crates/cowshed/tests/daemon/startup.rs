@@ -5,7 +5,7 @@ use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::credentials::make_credentials;
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::{await_connection, await_that};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -366,9 +366,7 @@ fn exports_are_listed_as_qemu_nbd_lists_them() {
         "nbd,id=b,node-name=none,name=two",
     ];
     let daemon = Serving::start(folder.path(), &arguments);
-    while !socket.exists() {
-        std::thread::yield_now();
-    }
+    await_connection(&socket);
     let list = ["-L", "-k", text(&socket)];
     let theirs = tool("qemu-nbd", &list);
     let ours = tool(COWSHED, &[&["qemu-nbd"], &list[..]].concat());
@@ -415,9 +413,7 @@ fn exports_are_listed_over_tls_under_the_name_in_the_certificate() {
     let arguments =
         ["qemu-nbd", "-t", "--object", creds, "--tls-creds", "t", "-k", "n.sock", "-x", "disk", "disk.qcow2"];
     let daemon = Serving::start(folder.path(), &arguments);
-    while !socket.exists() {
-        std::thread::yield_now();
-    }
+    await_connection(&socket);
     let object = format!("tls-creds-x509,id=c,dir={},endpoint=client", text(&folder.path().join("client")));
     let list = |more: &[&str], codes: &[i32]| {
         let socket = text(&socket);
@@ -445,9 +441,7 @@ fn a_temporary_overlay_takes_the_writes() {
         let mut command = Command::new(COWSHED);
         command.args(["qemu-nbd", "-t", "-s", "-k", "n.sock"]).args(more).env("TMPDIR", &temporary);
         let daemon = Serving::start_command(folder.path(), command);
-        while !socket.exists() {
-            std::thread::yield_now();
-        }
+        await_connection(&socket);
         reads_sevens(&uri);
         // It has no name any more.
         assert_eq!(fs::read_dir(&temporary).expect("a folder").count(), 0);

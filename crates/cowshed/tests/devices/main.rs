@@ -6,6 +6,7 @@ mod sectors;
 
 use cowshed_testkit::programs::tool;
 use cowshed_testkit::qemu::Qemu;
+use cowshed_testkit::waiting::await_listening;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
@@ -360,9 +361,7 @@ fn an_image_uses_what_its_device_has_grown_by() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
     command.args(["serve", "-k", socket.to_str().unwrap(), &device.0]).stdout(std::process::Stdio::null());
     let mut daemon = Daemon(command.spawn().expect("our own binary runs"));
-    while !socket.exists() {
-        std::thread::yield_now();
-    }
+    await_listening(&socket, &mut daemon.0);
     let (qemu, uri) = (Qemu::system(), format!("nbd+unix:///?socket={}", socket.display()));
     let io = |commands: &[&str]| {
         let commands = commands.iter().flat_map(|command| ["-c", command]);
@@ -392,10 +391,7 @@ fn an_image_lives_in_an_export_as_in_a_file() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cowshed"));
         command.args(["serve", "-f", "raw", "-k", socket.to_str().unwrap(), below.to_str().unwrap()]);
         let mut daemon = Daemon(command.stdout(std::process::Stdio::null()).spawn().expect("our own binary runs"));
-        while !socket.exists() {
-            assert!(daemon.0.try_wait().expect("a child").is_none(), "the server has ended");
-            std::thread::yield_now();
-        }
+        await_listening(&socket, &mut daemon.0);
         live_in_a_container(&format!("nbd+unix:///?socket={}", socket.display()), cluster_size);
         tool("kill", &["-TERM", &daemon.0.id().to_string()]);
         assert!(daemon.0.wait().expect("it ends").success());
@@ -456,8 +452,8 @@ fn a_daemon_lives_through_a_full_disk() {
     let monitor = small.path("m.sock");
     command.args(["serve", "-k", &socket, "--monitor", &monitor, &image]).stdout(std::process::Stdio::null());
     let mut daemon = Daemon(command.spawn().expect("our own binary runs"));
-    while !Path::new(&monitor).exists() || !Path::new(&socket).exists() {
-        std::thread::yield_now();
+    for path in [&monitor, &socket] {
+        await_listening(Path::new(path), &mut daemon.0);
     }
     let stream = std::os::unix::net::UnixStream::connect(&monitor).expect("the monitor listens");
     let mut events = std::io::BufReader::new(stream);

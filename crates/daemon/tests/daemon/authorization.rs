@@ -4,7 +4,7 @@
 use super::running::{Running, temp_folder};
 use cowshed_daemon::Step;
 use cowshed_testkit::qemu::Qemu;
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::await_listening;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -64,14 +64,7 @@ impl Theirs {
             .stderr(Stdio::null())
             .spawn()
             .expect("qemu-nbd runs: scripts/setup test installs it");
-        let listens = || {
-            let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
-            sockets.lines().any(|line| line.ends_with(text(&socket)) && line.contains(" 00010000 "))
-        };
-        await_that("qemu-nbd listens", || {
-            assert!(child.try_wait().expect("wait").is_none(), "qemu-nbd ended at once");
-            listens()
-        });
+        await_listening(&socket, &mut child);
         Theirs(child, socket)
     }
 }

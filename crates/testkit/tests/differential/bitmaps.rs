@@ -9,7 +9,7 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_testkit::dirty::DirtyModel;
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::{Random, for_each_seed};
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::await_listening;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -270,26 +270,17 @@ fn dirty_of(map: &Value) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// True when a process listens on the socket, and not only has it. The server ends with its first client, so none may ask.
-fn listens(socket: &Path) -> bool {
-    const LISTENING: &str = "00010000";
-    let sockets = std::fs::read_to_string("/proc/net/unix").expect("the sockets of this system");
-    let name = socket.display().to_string();
-    let mut lines = sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    lines.any(|fields| fields.get(3) == Some(&LISTENING) && fields.get(7) == Some(&name.as_str()))
-}
-
 struct Served(Child);
 
 impl Served {
     fn start(image: &Path, socket: &Path, bitmap: &str) -> Served {
         let _ = std::fs::remove_file(socket);
-        let child = Command::new("qemu-nbd")
+        let mut child = Command::new("qemu-nbd")
             .args(["-r", "-f", "qcow2", "-B", bitmap, "-k"])
             .args([socket, image])
             .spawn()
             .expect("qemu-nbd starts");
-        await_that("qemu-nbd listens", || listens(socket));
+        await_listening(socket, &mut child);
         Served(child)
     }
 

@@ -3,7 +3,7 @@
 
 use super::text;
 use cowshed_testkit::qemu::Qemu;
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::await_listening;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -27,15 +27,7 @@ impl Foreign {
             .spawn()
             .unwrap_or_else(|error| panic!("{program:?} must be installed (scripts/setup test): {error}"));
         let mut foreign = Foreign { child, socket: socket.to_owned() };
-        // It is ready when it listens (flag 00010000): qemu-nbd takes the first connection for a client, so none is tried.
-        let listens = || {
-            let sockets = std::fs::read_to_string("/proc/net/unix").expect("a list of sockets");
-            sockets.lines().any(|line| line.ends_with(text(socket)) && line.contains(" 00010000 "))
-        };
-        await_that(&format!("{program:?} listens"), || {
-            assert!(foreign.child.try_wait().expect("wait").is_none(), "{program:?} ended at once");
-            listens()
-        });
+        await_listening(socket, &mut foreign.child);
         foreign
     }
 
