@@ -90,7 +90,7 @@ impl Fault {
 
     /// Waits as the rules demand, and returns the rule with a further effect.
     async fn meet(&self, op: FaultOp, offset: u64, len: u64) -> Option<FaultRule> {
-        let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len)?;
+        let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len, self.below.size())?;
         let end = rt::now().saturating_add(delay);
         while let Some(rest) = end.checked_sub(rt::now()).filter(|rest| !rest.is_zero())
             && !is_released.load(Ordering::Acquire)
@@ -129,10 +129,12 @@ impl Fault {
             FaultAction::Fail => Pieces { parts: Vec::new(), result: Err(self.error(&rule, offset)) },
             FaultAction::Lose => Pieces { parts: Vec::new(), result: Ok(()) },
             FaultAction::Torn => {
-                Pieces { parts: vec![(0..moved(&rule, len), offset)], result: Err(self.error(&rule, offset)) }
+                Pieces { parts: vec![(0..rule.moved(len), offset)], result: Err(self.error(&rule, offset)) }
             }
-            FaultAction::Short => Pieces { parts: vec![(0..moved(&rule, len), offset)], result: Ok(()) },
-            FaultAction::Misdirect => Pieces { parts: vec![(0..len, self.astray(&rule, offset, len))], result: Ok(()) },
+            FaultAction::Short => Pieces { parts: vec![(0..rule.moved(len), offset)], result: Ok(()) },
+            FaultAction::Misdirect => {
+                Pieces { parts: vec![(0..len, rule.astray(offset, len, self.below.size()))], result: Ok(()) }
+            }
             FaultAction::Stuck => {
                 let stuck = rule.range.unwrap_or(0..u64::MAX);
                 let before = 0..stuck.start.saturating_sub(offset).min(len);
@@ -142,11 +144,6 @@ impl Fault {
             }
             FaultAction::Corrupt | FaultAction::Hang | FaultAction::Delay => return None,
         })
-    }
-
-    /// The place of a request that misses its own.
-    fn astray(&self, rule: &FaultRule, offset: u64, len: u64) -> u64 {
-        astray(offset, rule.distance, self.below.size().saturating_sub(len))
     }
 
     /// Writes pieces of a buffer, which is whole again afterwards.
@@ -201,12 +198,12 @@ impl Filter for Fault {
                 }
                 FaultAction::Short => {
                     let (result, mut buf) = self.below.read(offset, buf).await;
-                    let end = usize::try_from(moved(&rule, buf.len() as u64)).unwrap_or(buf.len());
+                    let end = usize::try_from(rule.moved(buf.len() as u64)).unwrap_or(buf.len());
                     buf[end..].fill(0);
                     (result, buf)
                 }
                 FaultAction::Misdirect => {
-                    let place = self.astray(&rule, offset, buf.len() as u64);
+                    let place = rule.astray(offset, buf.len() as u64, self.below.size());
                     self.below.read(place, buf).await
                 }
                 _ => self.below.read(offset, buf).await,
@@ -286,19 +283,6 @@ impl Node {
     }
 }
 
-/// The part of a request of `len` bytes that a rule lets through, in whole sectors.
-fn moved(rule: &FaultRule, len: u64) -> u64 {
-    rule.bytes.unwrap_or(len / 2).min(len) / SECTOR_BYTES * SECTOR_BYTES
-}
-
-/// The place that is by `distance` behind or before `offset`, or else as far away as the disk goes. `last`: the last one
-/// where the request fits.
-fn astray(offset: u64, distance: u64, last: u64) -> u64 {
-    let behind = offset.checked_add(distance).filter(|place| *place <= last);
-    let farthest = if last.saturating_sub(offset) > offset { last } else { 0 };
-    behind.or_else(|| offset.checked_sub(distance)).unwrap_or(farthest)
-}
-
 /// The rules of a `fault` filter.
 pub(crate) fn rules_of(options: &BlockdevOptions) -> Vec<FaultRule> {
     let rules = options.get("rules").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
@@ -341,19 +325,4 @@ fn scenario(path: &str) -> Result<Vec<Value>> {
         .map_err(|error| Error::invalid_argument(format!("a scenario is a list of rules in JSON: {error}")))?;
     check_list(RULE, &mut rules, "rules")?;
     Ok(rules)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::astray;
-
-    #[test]
-    fn a_request_that_misses_its_place_goes_to_another_one() {
-        assert_eq!([astray(0, 1024, 4096), astray(4096, 1024, 4096)], [1024, 3072]);
-        // The disk is shorter than the distance.
-        assert_eq!([astray(0, 8192, 4096), astray(1024, 8192, 4096), astray(3072, 8192, 4096)], [4096, 4096, 0]);
-        assert_eq!(astray(0, u64::MAX, 4096), 4096);
-        // A request for the whole disk has no other place.
-        assert_eq!(astray(0, 1, 0), 0);
-    }
 }

@@ -130,7 +130,7 @@ impl FaultAction {
         Self::NAMES[Self::ALL.iter().position(|known| *known == self).unwrap_or(0)]
     }
 
-    /// False where a request of this kind is carried out as it is, in spite of a hit.
+    /// False where each request of this kind is carried out as it is, in spite of a hit.
     fn changes(self, op: FaultOp) -> bool {
         let has_place = !matches!(op, FaultOp::Flush | FaultOp::Resize);
         match self {
@@ -289,7 +289,7 @@ impl FaultRule {
         }
     }
 
-    fn matches(&self, op: FaultOp, offset: u64, len: u64) -> bool {
+    fn matches(&self, op: FaultOp, offset: u64, len: u64, size: u64) -> bool {
         let touches = match &self.range {
             None => true,
             // They have no place: a rule for places leaves them alone, unless it names them.
@@ -297,12 +297,34 @@ impl FaultRule {
             // No request touches a range without bytes, also where it lies within the request.
             Some(range) => !range.is_empty() && offset < range.end && offset.saturating_add(len) > range.start,
         };
-        (self.op == op || self.op == FaultOp::Any) && touches && self.has_effect_on(op)
+        let has_effect = self.changes(op, offset, len, size) || !self.delay.is_zero() || !self.jitter.is_zero();
+        // A request that the rule would leave as it is doesn't count for it.
+        (self.op == op || self.op == FaultOp::Any) && touches && has_effect
     }
 
-    /// A request that the rule would leave as it is doesn't count for it.
-    fn has_effect_on(&self, op: FaultOp) -> bool {
-        self.action.changes(op) || !self.delay.is_zero() || !self.jitter.is_zero()
+    /// False where the request is carried out as it is, in spite of a hit.
+    fn changes(&self, op: FaultOp, offset: u64, len: u64, size: u64) -> bool {
+        self.action.changes(op)
+            && match self.action {
+                FaultAction::Short => self.moved(len) < len,
+                FaultAction::Misdirect => self.astray(offset, len, size) != offset,
+                FaultAction::Corrupt | FaultAction::Lose | FaultAction::Stuck => len > 0,
+                FaultAction::Fail | FaultAction::Torn | FaultAction::Hang | FaultAction::Delay => true,
+            }
+    }
+
+    /// The part of a request of `len` bytes that it lets through, in whole sectors.
+    pub(super) fn moved(&self, len: u64) -> u64 {
+        self.bytes.unwrap_or(len / 2).min(len) / SECTOR_BYTES * SECTOR_BYTES
+    }
+
+    /// The place to which a request goes that misses its own, on a disk of `size` bytes. It lies behind its own or before, or else as
+    /// far away as the disk goes. A request for the whole disk has no other one.
+    pub(super) fn astray(&self, offset: u64, len: u64, size: u64) -> u64 {
+        let last = size.saturating_sub(len);
+        let behind = offset.checked_add(self.distance).filter(|place| *place <= last);
+        let farthest = if last.saturating_sub(offset) > offset { last } else { 0 };
+        behind.or_else(|| offset.checked_sub(self.distance)).unwrap_or(farthest)
     }
 
     fn counts_at(&self, age: Duration) -> bool {
@@ -428,8 +450,8 @@ impl Table {
         self.hits.load(Ordering::Relaxed)
     }
 
-    /// Decides on one request, counting it.
-    pub fn decide(&self, op: FaultOp, offset: u64, len: u64) -> Option<Verdict> {
+    /// Decides on one request to a disk of `size` bytes, counting it.
+    pub fn decide(&self, op: FaultOp, offset: u64, len: u64, size: u64) -> Option<Verdict> {
         if !self.armed.load(Ordering::Acquire) {
             return None;
         }
@@ -437,7 +459,7 @@ impl Table {
         let mut state = self.state();
         let RulesState { rules, delayed, rng, .. } = &mut *state;
         let hit = rules.iter_mut().position(|ArmedRule { rule, .. }| {
-            if rule.times == 0 || !rule.counts_at(age) || !rule.matches(op, offset, len) {
+            if rule.times == 0 || !rule.counts_at(age) || !rule.matches(op, offset, len, size) {
                 return false;
             }
             if rule.after > 0 {
@@ -512,7 +534,7 @@ mod tests {
     #[test]
     fn a_range_without_bytes_hits_nothing() {
         let table = Table::new(vec![rule(r#"{"op":"write","offset":4096,"len":0}"#)], 0);
-        assert!([0, 4096].iter().all(|offset| table.decide(FaultOp::Write, *offset, 16384).is_none()));
+        assert!([0, 4096].iter().all(|offset| table.decide(FaultOp::Write, *offset, 16384, u64::MAX).is_none()));
     }
 
     #[test]
@@ -520,7 +542,7 @@ mod tests {
         let hits = |text: &str| {
             let table = Table::new(vec![rule(text)], 0);
             [(FaultOp::Flush, 0, u64::MAX), (FaultOp::Resize, 0, u64::MAX), (FaultOp::Write, 0, 512)]
-                .map(|(op, offset, len)| table.decide(op, offset, len).is_some())
+                .map(|(op, offset, len)| table.decide(op, offset, len, u64::MAX).is_some())
         };
         assert_eq!(hits(r#"{"op":"any","offset":0,"len":512}"#), [false, false, true]);
         assert_eq!(hits(r#"{"op":"any"}"#), [true, true, true]);
@@ -533,7 +555,7 @@ mod tests {
         let hits = |text: &str| {
             let table = Table::new(vec![rule(text)], 0);
             [FaultOp::Flush, FaultOp::Resize, FaultOp::Read, FaultOp::Write, FaultOp::Discard, FaultOp::WriteZeroes]
-                .map(|op| table.decide(op, 0, 512).is_some())
+                .map(|op| table.decide(op, 0, 512, u64::MAX).is_some())
         };
         let of = |action: &str| hits(&format!(r#"{{"op":"any","action":"{action}","once":true}}"#));
         assert_eq!(of("corrupt"), [false, false, true, false, false, false]);
@@ -551,10 +573,43 @@ mod tests {
     }
 
     #[test]
+    fn lengths_without_effect_do_not_spend_a_rule() {
+        let hits = |text: &str, requests: &[(u64, u64)]| {
+            let table = Table::new(vec![rule(text)], 0);
+            let hit = |&(offset, len): &(u64, u64)| table.decide(FaultOp::Write, offset, len, 65536).is_some();
+            requests.iter().map(hit).collect::<Vec<_>>()
+        };
+        let short =
+            hits(r#"{"op":"write","action":"short","bytes":4096,"once":true}"#, &[(0, 4096), (0, 4608), (0, 8192)]);
+        assert_eq!(short, [false, true, false]);
+        // Half of a sector is no sector.
+        assert_eq!(hits(r#"{"op":"write","action":"short","once":true}"#, &[(0, 0), (0, 512)]), [false, true]);
+        let misdirect = hits(r#"{"op":"write","action":"misdirect","once":true}"#, &[(0, 65536), (0, 65024)]);
+        assert_eq!(misdirect, [false, true]);
+        assert_eq!(hits(r#"{"op":"write","action":"lose","once":true}"#, &[(0, 0), (0, 512)]), [false, true]);
+        // It fails in any case, or waits.
+        assert_eq!(hits(r#"{"op":"write","action":"torn","bytes":4096,"once":true}"#, &[(0, 512)]), [true]);
+        assert_eq!(hits(r#"{"op":"write","action":"short","bytes":4096,"delay-ms":1}"#, &[(0, 512)]), [true]);
+    }
+
+    #[test]
+    fn a_request_that_misses_its_place_goes_to_another_one() {
+        let astray = |offset, distance, size| {
+            FaultRule { distance, ..FaultRule::always(FaultOp::Write, Errno::EIO) }.astray(offset, 1024, size)
+        };
+        assert_eq!([astray(0, 1024, 5120), astray(4096, 1024, 5120)], [1024, 3072]);
+        // The disk is shorter than the distance.
+        assert_eq!([astray(0, 8192, 5120), astray(1024, 8192, 5120), astray(3072, 8192, 5120)], [4096, 4096, 0]);
+        assert_eq!(astray(0, u64::MAX, 5120), 4096);
+        // A request for the whole disk has no other place.
+        assert_eq!(astray(0, 1, 1024), 0);
+    }
+
+    #[test]
     fn a_rule_that_is_spent_is_read_back_as_it_was() {
         let table = Table::new(vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)], 3);
-        while table.decide(FaultOp::Read, 0, 1).is_none() {}
-        assert!(table.decide(FaultOp::Read, 0, 1).is_none() && table.hangs(1));
+        while table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() {}
+        assert!(table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() && table.hangs(1));
         let armed = table.rules()[0].rule.to_options();
         assert_eq!(
             armed,
@@ -588,7 +643,7 @@ mod tests {
     fn a_delay_ends_with_its_rule() {
         let table = Table::new(Vec::new(), 0);
         let arm = |text| table.arm(rule(text), None).unwrap();
-        let decide = || table.decide(FaultOp::Read, 0, 1).unwrap();
+        let decide = || table.decide(FaultOp::Read, 0, 1, u64::MAX).unwrap();
         let first = arm(r#"{"op":"read","action":"delay","delay-ms":60000,"times":1}"#);
         let one = decide();
         let second = arm(r#"{"op":"read","action":"delay","delay-ms":60000}"#);
@@ -611,7 +666,7 @@ mod tests {
         let run = |seed| {
             let rule = FaultRule { probability_percent: 30, ..FaultRule::always(FaultOp::Any, Errno::EIO) };
             let table = Table::new(vec![rule], seed);
-            (0..1000).map(|_| table.decide(FaultOp::Read, 0, 1).is_some()).collect::<Vec<bool>>()
+            (0..1000).map(|_| table.decide(FaultOp::Read, 0, 1, u64::MAX).is_some()).collect::<Vec<bool>>()
         };
         assert_eq!(run(7), run(7));
         assert_ne!(run(7), run(8));
@@ -624,7 +679,7 @@ mod tests {
         let table = Table::new(Vec::new(), 0);
         let first = table.arm(FaultRule::always(FaultOp::Read, Errno::EIO), None).unwrap();
         let second = table.arm(FaultRule::once(FaultOp::Any, Errno::ENOSPC), None).unwrap();
-        let decide = |op| table.decide(op, 0, 1).map(|verdict| verdict.id);
+        let decide = |op| table.decide(op, 0, 1, u64::MAX).map(|verdict| verdict.id);
         assert_eq!(
             (decide(FaultOp::Read), decide(FaultOp::Write), decide(FaultOp::Write)),
             (Some(first), Some(second), None)
