@@ -5,10 +5,11 @@ use crate::content::{Content, Packing, Reading, Version};
 use crate::proto::answer::{About, Answer, AnswerPart, Tag, answer, message, phrase};
 use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
 use crate::server::{Contents, Event, ServerConfig};
+use crate::versions::SentVersions;
 use cowshed_nbd::Stream;
 use cowshed_storage::rt::{self, within};
 use cowshed_storage::signal::lock;
-use cowshed_storage::{Dispatch, IoBuf, Socket, Want};
+use cowshed_storage::{Dispatch, HangUp, IoBuf, Socket, Want};
 use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::join;
 use std::cell::{Cell, RefCell};
@@ -32,8 +33,11 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// Received at once.
 const RECEIVE_BYTES: usize = 4096;
 
-/// Hosts whose versions are known.
-const MOST_HOSTS: usize = 1024;
+/// The time that a client which has all bytes may take to end its connection by itself.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Between two looks whether bytes have arrived.
+const LOOK: Duration = Duration::from_millis(10);
 
 fn host_of(peer: &str) -> &str {
     peer.rsplit_once(':').map_or(peer, |(host, _)| host)
@@ -51,17 +55,8 @@ pub(crate) struct Clients {
     /// In the order of the last change between waiting and answering.
     seated: RefCell<Vec<Rc<Seat>>>,
     waiting: RefCell<Vec<Waker>>,
-    /// The versions of which a host has had bytes, by the host and the path.
-    begun: RefCell<BTreeMap<(String, String), Begun>>,
+    sent: RefCell<SentVersions>,
     is_closing: Cell<bool>,
-}
-
-/// The versions of a content of which a host has had bytes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Begun {
-    One(u64),
-    /// Which of them a file of this host has is unknown.
-    Several,
 }
 
 struct Seat {
@@ -92,7 +87,7 @@ impl Clients {
             site,
             seated: RefCell::default(),
             waiting: RefCell::default(),
-            begun: RefCell::default(),
+            sent: RefCell::default(),
             is_closing: Cell::new(false),
         }
     }
@@ -132,25 +127,6 @@ impl Clients {
             !is_full
         })
         .await;
-    }
-
-    /// Notes that a client gets bytes of a version.
-    fn note_version(&self, peer: &str, path: &str, version: u64) {
-        let mut begun = self.begun.borrow_mut();
-        let key = (host_of(peer).to_owned(), path.to_owned());
-        if begun.len() >= MOST_HOSTS && !begun.contains_key(&key) {
-            begun.pop_first();
-        }
-        let begun = begun.entry(key).or_insert(Begun::One(version));
-        if *begun != Begun::One(version) {
-            *begun = Begun::Several;
-        }
-    }
-
-    /// True where the client's host has bytes of another version.
-    fn has_another_version(&self, peer: &str, path: &str, version: u64) -> bool {
-        let key = (host_of(peer).to_owned(), path.to_owned());
-        self.begun.borrow().get(&key).is_some_and(|known| *known != Begun::One(version))
     }
 
     /// The name of the export in log lines.
@@ -216,9 +192,11 @@ pub(crate) async fn serve(permit: ConnectionPermit, socket: Socket) {
     socket.keep_alive();
     tracing::debug!(peer, "HTTP client connected");
     let stream = Stream::new(socket);
-    let (received, has_sent) = (Vec::new(), Cell::new(false));
-    let mut connection = Connection { permit: &permit, stream: &stream, peer: &peer, received, has_sent };
-    match connection.run().await {
+    let (received, has_sent, unconfirmed) = (Vec::new(), Cell::new(false), RefCell::default());
+    let mut connection = Connection { permit: &permit, stream: &stream, peer: &peer, received, has_sent, unconfirmed };
+    let outcome = connection.run().await;
+    connection.confirm(outcome.is_ok()).await;
+    match outcome {
         Ok(()) => tracing::debug!(peer, "HTTP client left"),
         Err(error) => tracing::info!(peer, export = permit.clients.export(), %error, "HTTP client lost"),
     }
@@ -236,6 +214,8 @@ struct Connection<'a> {
     received: Vec<u8>,
     /// Something of the response was sent.
     has_sent: Cell<bool>,
+    /// The lengths, by the paths, of contents with bytes that may not have arrived.
+    unconfirmed: RefCell<BTreeMap<String, u64>>,
 }
 
 fn timed_out(what: &str) -> Error {
@@ -259,7 +239,7 @@ impl Connection<'_> {
                 Err(refused) => return self.refuse(&refused).await,
             };
             let keeps_alive = request.keeps_alive && !request.has_content && !self.permit.clients.is_closing.get();
-            self.respond(&request, keeps_alive).await?;
+            let keeps_alive = self.respond(&request, keeps_alive).await?;
             if !keeps_alive || self.permit.clients.is_closing.get() {
                 return Ok(());
             }
@@ -311,68 +291,126 @@ impl Connection<'_> {
         self.send_answer(refused, None, false).await
     }
 
-    async fn respond(&self, request: &Request, keeps_alive: bool) -> Result<()> {
+    /// Answers a request; false where its connection ends with that.
+    async fn respond(&self, request: &Request, keeps_alive: bool) -> Result<bool> {
         let clients = &self.permit.clients;
+        // An answer to HEAD has the fields alone.
+        let without_content = |status, reason| {
+            let mut answer = message(status, reason);
+            if request.method == "HEAD" {
+                answer.body.clear();
+            }
+            answer
+        };
         if request.has_content && matches!(request.method.as_str(), "GET" | "HEAD") {
-            return self.refuse(&message(413, "a request for reading has no content")).await;
+            self.refuse(&without_content(413, "a request for reading has no content")).await?;
+            return Ok(false);
         }
-        if self.config().only_local_names && !request.has_local_name() {
-            return self.refuse(&message(421, "this server is read by its address or as localhost")).await;
+        if self.config().local_names.as_ref().is_some_and(|names| !request.has_local_name(names)) {
+            self.refuse(&without_content(421, "this server is read by its address or as localhost")).await?;
+            return Ok(false);
         }
         let found = lock(&clients.site.contents).get(&request.path).cloned();
         let Some(place) = found else {
             tracing::info!(peer = self.peer, export = clients.export(), "HTTP request for a path that isn't there");
-            let mut missing = message(404, "there is nothing at this path");
-            if request.method == "HEAD" {
-                missing.body.clear();
-            }
-            return self.send_answer(&missing, None, keeps_alive).await;
+            self.send_answer(&without_content(404, "there is nothing at this path"), None, keeps_alive).await?;
+            return Ok(keeps_alive);
         };
         let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
         let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
         let packing = content.packing();
         if packing.is_some() && request.is_old {
             // The end of the connection would be the end of the content, wherever it breaks off.
-            let mut refused = message(505, "the length of this file is unknown before its end: that takes HTTP/1.1");
-            if request.method == "HEAD" {
-                refused.body.clear();
-            }
-            return self.send_answer(&refused, None, keeps_alive).await;
+            let refused =
+                without_content(505, "the length of this file is unknown before its end: that takes HTTP/1.1");
+            self.send_answer(&refused, None, keeps_alive).await?;
+            return Ok(keeps_alive);
         }
         content.follow().await;
         let reading = content.open();
         let version = reading.version().number;
         // A client that goes on without naming the version (curl -C -) would join two disks.
-        let is_rest = request.range.as_deref().is_some_and(is_rest) && request.if_range.is_none();
-        let is_refused = is_rest && clients.has_another_version(self.peer, &request.path, version);
+        let rest = request.range.as_deref().filter(|_| request.if_range.is_none()).and_then(start_of_rest);
+        let is_refused = rest.is_some_and(|start| {
+            clients.sent.borrow().may_be_of_another(host_of(self.peer), &request.path, version, start)
+        });
         let mut answer = match is_refused {
             true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
             false => response(request, &**content, &*reading),
         };
-        // The client's file has the other version still: its next attempt is refused as well.
-        if !is_refused && matches!(&answer.body[..], [AnswerPart::Part(part)] if !part.is_empty()) {
-            clients.note_version(self.peer, &request.path, version);
-        }
         if place.page.is_some() {
             answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
         }
         tracing::debug!(peer = self.peer, status = answer.status, method = request.method, "HTTP request");
         self.has_sent.set(false);
-        let sent = self.send_answer(&answer, Some((&request.path, &*reading, packing)), keeps_alive).await;
-        if answer.body.iter().any(|piece| matches!(piece, AnswerPart::Part(_))) {
+        let ends = answer.body.iter().filter_map(|piece| match piece {
+            AnswerPart::Part(part) => Some(part.end),
+            AnswerPart::Text(_) => None,
+        });
+        let end = ends.max();
+        // The end of the connection shows the arrival of the end of the content.
+        let confirms = self.config().confirms;
+        let keeps_alive = keeps_alive && !(confirms && end.is_some_and(|end| end >= reading.size()));
+        if confirms && end.is_some() {
+            self.unconfirmed.borrow_mut().insert(request.path.clone(), reading.size());
+        }
+        // After a refusal the client's file has the other version still: its next attempt is refused as well.
+        let is_one_part = !is_refused && matches!(&answer.body[..], [AnswerPart::Part(_)]);
+        let noted_path = is_one_part.then_some(&*request.path);
+        let (path, version) = (&*request.path, reading.version());
+        let source = AnsweredContent { path, noted_path, reading: &*reading, version, packing };
+        let sent = self.send_answer(&answer, Some(&source), keeps_alive).await;
+        if !confirms && end.is_some() {
             let (len, is_complete) = (reading.size(), sent.is_ok());
             self.config().notify(&Event::Ended { peer: self.peer, path: &request.path, len, is_complete });
         }
         if sent.is_err() && !self.has_sent.get() {
             self.send_answer(&message(500, "the content could not be read"), None, false).await?;
         }
-        sent
+        sent.map(|()| keeps_alive)
+    }
+
+    /// Tells of the contents that were sent, once it is known whether they have arrived.
+    async fn confirm(&self, is_sound: bool) {
+        let unconfirmed = self.unconfirmed.take();
+        if unconfirmed.is_empty() {
+            return;
+        }
+        let is_complete = is_sound && self.has_arrived().await;
+        for (path, len) in unconfirmed {
+            self.config().notify(&Event::Ended { peer: self.peer, path: &path, len, is_complete });
+        }
+    }
+
+    /// True once the client has ended the connection in order. It does so with all bytes alone: the system resets the connection of a
+    /// client that leaves some. Of a client that stays the system's word counts in the end.
+    async fn has_arrived(&self) -> bool {
+        let socket = self.stream.socket();
+        let limit = self.config().limits.stall_limit;
+        // An end that the client doesn't read could make a reset of its leaving, so it goes first.
+        let mut end = within(LEAVE_PATIENCE, socket.hung_up()).await;
+        if end.is_some() && socket.is_broken() {
+            return false;
+        }
+        if end.is_none() {
+            within(limit, self.stream.end()).await;
+            end = within(limit, socket.hung_up()).await;
+        }
+        // A client may end its direction before it has all.
+        let until = rt::now() + limit;
+        while socket.unacknowledged_bytes().is_some_and(|bytes| bytes > 0) {
+            if rt::now() >= until || within(LOOK, socket.hung_up()).await == Some(HangUp::Broken) {
+                return false;
+            }
+            rt::sleep(LOOK).await;
+        }
+        end != Some(HangUp::Broken) && !self.permit.seat.was_cut.get()
     }
 
     async fn send_answer(
         &self,
         answer: &Answer,
-        content: Option<(&str, &dyn Reading, Option<Packing>)>,
+        content: Option<&AnsweredContent<'_>>,
         keeps_alive: bool,
     ) -> Result<()> {
         let connection = if keeps_alive { "keep-alive" } else { "close" };
@@ -384,16 +422,13 @@ impl Connection<'_> {
             answer.fields,
         );
         let mut text = head.into_bytes();
-        let version = content.as_ref().map(|(_, reading, _)| reading.version());
         for piece in &answer.body {
-            match (piece, content.as_ref().zip(version)) {
+            match (piece, content) {
                 (AnswerPart::Text(more), _) => text.extend_from_slice(more.as_bytes()),
-                (AnswerPart::Part(part), Some(((path, reading, packing), version))) => {
+                (AnswerPart::Part(part), Some(source)) => {
                     let before = std::mem::take(&mut text);
-                    let sending =
-                        Sending { connection: self, path, reading: *reading, version, packing: packing.as_ref() };
-                    sending.part(part.clone(), before).await?;
-                    if packing.is_some() {
+                    Sending { connection: self, source }.part(part.clone(), before).await?;
+                    if source.packing.is_some() {
                         text.extend_from_slice(LAST_CHUNK);
                     }
                 }
@@ -433,14 +468,21 @@ async fn chunk(packing: &Packing, piece: IoBuf) -> Result<IoBuf> {
     Ok(IoBuf::copy_from(&[head.as_bytes(), &packed, b"\r\n"].concat()))
 }
 
-/// A content on its way to the client.
-struct Sending<'a> {
-    connection: &'a Connection<'a>,
+/// The content of a response.
+struct AnsweredContent<'a> {
     path: &'a str,
+    /// The same where a file of the client's may be made of it.
+    noted_path: Option<&'a str>,
     reading: &'a dyn Reading,
     /// The version that the head names.
     version: Version,
-    packing: Option<&'a Packing>,
+    packing: Option<Packing>,
+}
+
+/// A content on its way to the client.
+struct Sending<'a> {
+    connection: &'a Connection<'a>,
+    source: &'a AnsweredContent<'a>,
 }
 
 impl Sending<'_> {
@@ -451,11 +493,12 @@ impl Sending<'_> {
         let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
         let mut sending = piece_at(part.start);
         // Nothing is promised before the first bytes are there.
-        if !sending.is_empty() || self.packing.is_some() {
+        if !sending.is_empty() || self.source.packing.is_some() {
             bufs.push(self.read(sending.clone()).await?);
         }
         loop {
             let next = piece_at(sending.end);
+            self.note_version(sending.end);
             let send = async {
                 self.connection.send(std::mem::take(&mut bufs)).await?;
                 self.notify_sent(sending.clone());
@@ -475,36 +518,45 @@ impl Sending<'_> {
         let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let (result, buf) = match len {
             0 => (Ok(()), IoBuf::default()),
-            len => self.reading.read(range.start, IoBuf::try_scratch(len)?).await,
+            len => self.source.reading.read(range.start, IoBuf::try_scratch(len)?).await,
         };
         // The bytes sent so far must not be taken for a disk that never was.
-        let result = result.and_then(|()| match self.reading.version() == self.version {
+        let result = result.and_then(|()| match self.source.reading.version() == self.source.version {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::Busy, "the disk was written to while it was sent")),
         });
         if let Err(error) = &result {
-            let (peer, path) = (self.connection.peer, self.path);
+            let (peer, path) = (self.connection.peer, self.source.path);
             self.connection.config().notify(&Event::Failed { peer, path, error });
         }
         result?;
-        match self.packing {
+        match &self.source.packing {
             Some(packing) => chunk(packing, buf).await,
             None => Ok(buf),
         }
     }
 
+    /// Notes that the client gets bytes up to `end`.
+    fn note_version(&self, end: u64) {
+        if let Some(path) = self.source.noted_path {
+            let mut sent = self.connection.permit.clients.sent.borrow_mut();
+            sent.note(host_of(self.connection.peer), path, self.source.version.number, end);
+        }
+    }
+
     fn notify_sent(&self, range: Range<u64>) {
         if !range.is_empty() {
-            let (peer, path, len) = (self.connection.peer, self.path, self.reading.size());
-            self.connection.config().notify(&Event::Sent { peer, path, range, len, version: self.version.number });
+            let (peer, path, len) = (self.connection.peer, self.source.path, self.source.reading.size());
+            let version = self.source.version.number;
+            self.connection.config().notify(&Event::Sent { peer, path, range, len, version });
         }
     }
 }
 
-/// True for all bytes from some place on: the rest of a download that broke off.
-fn is_rest(range: &str) -> bool {
-    let first = range.trim().strip_suffix('-').and_then(|range| range.split_once('=')).map(|(_, first)| first.trim());
-    first.is_some_and(|first| first.parse().is_ok_and(|first: u64| first > 0))
+/// The first of all bytes from some place on: the rest of a download that broke off.
+fn start_of_rest(range: &str) -> Option<u64> {
+    let (_, first) = range.trim().strip_suffix('-')?.split_once('=')?;
+    first.trim().parse().ok().filter(|first| *first > 0)
 }
 
 fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {

@@ -7,6 +7,7 @@
 //! - [`proto`]: bytes and structs, without I/O
 //! - `content`: the served content; a node of the block graph is one
 //! - `server`: the owner's side; `connection`: one client, from its first request to its last
+//! - `versions`: the versions of the contents that hosts have had
 
 mod connection;
 mod content;
@@ -14,6 +15,7 @@ pub mod proto;
 mod server;
 #[cfg(test)]
 mod tests;
+mod versions;
 
 pub use content::{Content, Packing, Reading, Version};
 pub use server::{Event, EventHandler, Limits, Server, ServerConfig};

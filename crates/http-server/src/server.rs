@@ -6,7 +6,7 @@ use crate::content::Content;
 use cowshed_nbd::ServerTls;
 use cowshed_storage::rt::{self, JoinHandle, within};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
-use cowshed_storage::{ListenOptions, Listener, Socket, SocketAddress};
+use cowshed_storage::{Listener, Socket, SocketAddress};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,9 +28,12 @@ pub struct ServerConfig {
     pub events: Option<EventHandler>,
     /// The name of the export in log lines.
     pub export: Option<String>,
-    /// Requests of HTTP/1.1 are answered only where their field `Host` is an address, `localhost` or a name below it. A page of the
-    /// web whose name leads to this machine can't read anything then.
-    pub only_local_names: bool,
+    /// Requests of HTTP/1.1 are answered only where their field `Host` is an address, `localhost`, a name below it or one of these. A
+    /// page of the web whose name leads to this machine can't read anything then. `None`: under any name.
+    pub local_names: Option<Vec<String>>,
+    /// [`Event::Ended`] comes once the client has ended its connection, which shows whether the bytes have arrived. A response up to
+    /// the end of a content is the last one of its connection.
+    pub confirms: bool,
 }
 
 impl ServerConfig {
@@ -58,7 +61,7 @@ pub enum Event<'a> {
         /// The version that was sent.
         version: u64,
     },
-    /// A response with bytes of a content has ended.
+    /// A response with bytes of a content has ended; with [`ServerConfig::confirms`] a connection with such responses.
     Ended {
         /// The client's name in messages.
         peer: &'a str,
@@ -66,7 +69,7 @@ pub enum Event<'a> {
         path: &'a str,
         /// Length of the content in bytes.
         len: u64,
-        /// All that it promised was sent.
+        /// All that it promised was sent; with [`ServerConfig::confirms`] it has arrived.
         is_complete: bool,
     },
     /// A content could not be read. The response ends there; where nothing of it was sent it is one of the status 500.
@@ -201,15 +204,6 @@ impl Server {
     /// When an address can't be bound; then none of them is.
     pub fn listen(&self, address: &SocketAddress) -> Result<Vec<SocketAddress>> {
         Ok(Listener::bind(address)?.into_iter().map(|listener| self.listen_on(listener)).collect())
-    }
-
-    /// As [`Server::listen`], with the options of QEMU's `InetSocketAddress`.
-    ///
-    /// # Errors
-    /// As for [`Server::listen`], and when the options contradict the address.
-    pub fn listen_with(&self, address: &SocketAddress, options: &ListenOptions) -> Result<Vec<SocketAddress>> {
-        let listeners = Listener::bind_with(address, options)?;
-        Ok(listeners.into_iter().map(|listener| self.listen_on(listener)).collect())
     }
 
     /// Takes clients from a socket that listens already; returns its address.

@@ -147,6 +147,15 @@ impl Client {
         self.response(true)
     }
 
+    /// Waits until its system has so many bytes that the client hasn't read.
+    fn await_bytes(&mut self, count: usize) {
+        let (mut waiting, before) = (vec![0; count], rt::now());
+        while self.0.peek(&mut waiting).expect("bytes") < count {
+            assert!(rt::now() - before < PATIENCE, "{count} bytes");
+            std::thread::yield_now();
+        }
+    }
+
     fn is_at_end(&mut self) -> bool {
         self.0.read(&mut [0]).is_ok_and(|count| count == 0)
     }
@@ -288,9 +297,111 @@ fn the_rest_of_another_version_is_no_rest() {
     served.stop();
 }
 
+/// A download that broke off before a change doesn't keep a longer one of the new disk from going on.
+#[test]
+fn rest_behind_the_bytes_of_the_old_version_comes() {
+    let served = serve(Pattern { len: 9000, ..Pattern::default() }, small());
+    let mut client = served.client();
+    assert_eq!(client.get("/disk", "Range: bytes=0-2999\r\n").status(), 206);
+    served.content.version.store(7, Ordering::SeqCst);
+    // A file of this host is begun anew. It is of this version once it is longer than the other one.
+    assert_eq!(client.get("/disk", "").status(), 200);
+    assert_eq!(client.get("/disk", "Range: bytes=3000-\r\n").status(), 200);
+    let rest = client.get("/disk", "Range: bytes=3001-\r\n");
+    assert_eq!((rest.status(), &rest.body), (206, &bytes(3001..9000)));
+    served.stop();
+}
+
+#[test]
+fn answers_to_head_have_no_content() {
+    let server = Server::start(ServerConfig { local_names: Some(Vec::new()), ..ServerConfig::default() });
+    let served = listening(server.expect("a thread"), Arc::new(Pattern { len: 5000, ..Pattern::default() }));
+    for (fields, status) in [("Host: rebound.example.org\r\n", 421), ("Host: localhost\r\nContent-Length: 4\r\n", 413)]
+    {
+        for method in ["HEAD", "GET"] {
+            let mut client = served.client();
+            client.send(&format!("{method} /disk HTTP/1.1\r\n{fields}\r\n"));
+            let response = client.response(method == "GET");
+            assert_eq!((response.status(), response.body.is_empty()), (status, method == "HEAD"));
+            assert!(client.is_at_end(), "{method} {status}");
+        }
+    }
+    served.stop();
+}
+
+/// A server that tells what has arrived, and its events.
+fn confirming(limits: Limits, len: u64) -> (Served, std::sync::mpsc::Receiver<bool>) {
+    let (sender, told) = std::sync::mpsc::channel();
+    let handler = EventHandler(Arc::new(move |event: &Event<'_>| {
+        if let Event::Ended { is_complete, .. } = event {
+            sender.send(*is_complete).expect("the test waits");
+        }
+    }));
+    let config = ServerConfig { limits, events: Some(handler), confirms: true, ..ServerConfig::default() };
+    (listening(Server::start(config).expect("a thread"), Arc::new(Pattern { len, ..Pattern::default() })), told)
+}
+
+#[test]
+fn what_has_arrived_its_clients_end_tells() {
+    const LEN: u64 = 50_000;
+    let (served, told) = confirming(Limits { idle_timeout: PATIENCE * 2, ..Limits::default() }, LEN);
+    let told = || told.recv_timeout(PATIENCE).expect("an event");
+    let request = "GET /disk HTTP/1.1\r\nHost: h\r\n\r\n";
+    let all = served.client().get("/disk", "");
+    assert_eq!((all.body.len() as u64, all.field("Connection")), (LEN, Some("close")));
+    assert!(told());
+    // Its system has all of it, but not the client.
+    let mut client = served.client();
+    client.send(request);
+    client.await_bytes(LEN as usize);
+    drop(client);
+    assert!(!told());
+    let mut client = served.client();
+    client.get("/disk", "");
+    client.send(request);
+    drop(client);
+    assert!(told(), "a further request changes nothing");
+    // Pieces are told of together, with the end.
+    let mut client = served.client();
+    assert_eq!(client.get("/disk", "Range: bytes=0-99\r\n").field("Connection"), Some("keep-alive"));
+    assert_eq!(client.get("/disk", "Range: bytes=100-199\r\n").body, bytes(100..200));
+    drop(client);
+    assert!(told());
+    let mut client = served.client();
+    client.get("/disk", "Range: bytes=0-99\r\n");
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\nRange: bytes=0-9\r\n\r\n");
+    client.await_bytes(10);
+    drop(client);
+    assert!(!told());
+    // Its direction ends before it has all.
+    let mut client = served.client();
+    client.send(request);
+    client.0.shutdown(std::net::Shutdown::Write).expect("a connection");
+    assert_eq!(client.response(true).body.len() as u64, LEN);
+    assert!(told());
+    // A client that waits for the server's end gets it.
+    let mut client = served.client();
+    client.get("/disk", "");
+    assert!(client.is_at_end());
+    drop(client);
+    assert!(told());
+    served.stop();
+}
+
+#[test]
+fn of_a_client_that_stays_the_system_knows() {
+    let limits = Limits { stall_limit: Duration::from_millis(300), ..Limits::default() };
+    let (served, told) = confirming(limits, 50_000);
+    let mut client = served.client();
+    client.get("/disk", "");
+    assert!(told.recv_timeout(PATIENCE).expect("an event"), "it has all, and stays");
+    served.stop();
+}
+
 #[test]
 fn names_of_other_hosts_are_refused_where_told() {
-    let config = ServerConfig { only_local_names: true, ..ServerConfig::default() };
+    let local_names = Some(vec!["disks.example.org".to_owned()]);
+    let config = ServerConfig { local_names, ..ServerConfig::default() };
     let served =
         listening(Server::start(config).expect("a thread"), Arc::new(Pattern { len: 5000, ..Pattern::default() }));
     let status = |host: &str| {
@@ -298,7 +409,7 @@ fn names_of_other_hosts_are_refused_where_told() {
         client.send(&format!("GET /disk HTTP/1.1\r\nHost: {host}\r\n\r\n"));
         client.response(true).status()
     };
-    assert_eq!([&served.address, "localhost:80", "[::1]"].map(status), [200; 3]);
+    assert_eq!([&served.address, "localhost:80", "[::1]", "disks.example.org:80"].map(status), [200; 4]);
     assert_eq!(["rebound.example.org", "localhost.example.org:80"].map(status), [421; 2]);
     served.stop();
 }

@@ -167,12 +167,22 @@ impl Stream {
 
     /// Tells the peer that nothing more comes, then closes. The other direction is closed too.
     pub async fn close(&self) {
+        self.end_encryption().await;
+        self.socket.shutdown();
+    }
+
+    /// Tells the peer that nothing more comes. The other direction goes on.
+    pub async fn end(&self) {
+        self.end_encryption().await;
+        self.socket.shutdown_send();
+    }
+
+    async fn end_encryption(&self) {
         if let Some(mut tls) = self.lock() {
             tls.send_close_notify();
         }
         if self.is_encrypted() {
             let _ = self.send_raw(Dispatch::Together).await;
         }
-        self.socket.shutdown();
     }
 }

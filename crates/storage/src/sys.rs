@@ -9,7 +9,7 @@ use crate::payload::Payload;
 use crate::ring::{Direction, SocketMessage};
 use cowshed_types::Errno;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Result of a system call.
 pub(crate) type SysResult<T> = std::result::Result<T, Errno>;
@@ -274,6 +274,16 @@ pub(crate) fn device_block_size(file: impl AsFd) -> SysResult<u64> {
     // SAFETY: the request writes one int.
     match unsafe { libc::ioctl(file.as_fd().as_raw_fd(), BLKSSZGET, &raw mut size) } {
         0.. => u64::try_from(size).map_err(|_| Errno::EINVAL),
+        _ => Err(last_errno()),
+    }
+}
+
+/// The bytes of a TCP connection that the peer has not acknowledged (`SIOCOUTQ`, which has the number of `TIOCOUTQ`).
+pub(crate) fn unacknowledged_bytes(socket: BorrowedFd<'_>) -> SysResult<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the request writes one int.
+    match unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) } {
+        0.. => u64::try_from(bytes).map_err(|_| Errno::EINVAL),
         _ => Err(last_errno()),
     }
 }

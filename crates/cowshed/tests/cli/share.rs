@@ -111,6 +111,28 @@ fn curl_downloads_the_disk_and_goes_on_where_it_stopped() {
     assert_eq!(sha256(&oracle.work().join("disk.raw")), sha256(&oracle.work().join("truth.raw")));
 }
 
+/// The whole disk is in the client's system already when it breaks off.
+#[test]
+fn download_is_complete_only_with_its_last_byte() {
+    let oracle = Oracle::new();
+    credentials::make_credentials(&oracle.work());
+    let disk: Vec<u8> = (0..1_u32 << 20).flat_map(u32::to_le_bytes).collect();
+    std::fs::write(oracle.work().join("d.raw"), &disk).expect("a file");
+    for more in [&[][..], &["--tls-dir", "."]] {
+        let arguments = [&["--once", "--no-digest", "-f", "raw"], more, &["d.raw"]].concat();
+        let mut share = Share::start(&oracle, &arguments);
+        let url = share.url.clone();
+        let get = |more: &[&str]| curl(&oracle, &[&["--cacert", "ca-cert.pem", "-o", "got.raw", &url], more].concat());
+        assert_eq!(get(&["--limit-rate", "100k", "--max-time", "1"]).status.code(), Some(28), "its time is up");
+        let has_part = std::fs::metadata(oracle.work().join("got.raw")).is_ok_and(|file| file.len() > 0);
+        assert!(has_part && share.child.try_wait().expect("a child").is_none(), "{more:?}: {}", share.said());
+        let resumed = get(&["-C", "-", "-w", "%{http_code}"]);
+        assert_eq!(String::from_utf8_lossy(&resumed.stdout), "206", "{more:?}");
+        assert_eq!(share.exit_code(), Some(0), "{more:?}");
+        assert!(std::fs::read(oracle.work().join("got.raw")).expect("a file") == disk);
+    }
+}
+
 #[test]
 fn a_qcow2_file_is_made_while_it_is_sent() {
     let oracle = disk();

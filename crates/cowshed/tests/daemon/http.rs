@@ -200,6 +200,15 @@ fn members_of_the_address_count() {
     };
     assert_eq!((status("rebound.example.org"), status("localhost")), ("421".to_owned(), "200".to_owned()));
     daemon.stop();
+    // Another name of this machine, which only a resolver knows.
+    let mut daemon = serve("addr.host=127.1,addr.port=0");
+    let uri = uri_of(&mut daemon);
+    let status = |host: &str| {
+        tool("curl", &["-sS", "-o", "/dev/null", "-w", "%{http_code}", "-H", &format!("Host: {host}"), &uri])
+    };
+    let statuses = ["rebound.example.org", "127.1:80", "127.0.0.1"].map(status);
+    assert_eq!(statuses, ["421", "200", "200"]);
+    daemon.stop();
     let mut daemon = serve("addr.host=localhost,addr.port=0,addr.ipv6=off");
     let uri = uri_of(&mut daemon);
     assert!(uri.starts_with("http://127.0.0.1:") || uri.starts_with("http://localhost:"), "{uri}");
@@ -214,7 +223,8 @@ fn an_export_warns_of_readers_on_the_network() {
     make_credentials(folder);
     std::fs::write(folder.join("d.raw"), vec![1; 1 << 20]).expect("an image");
     let drive = ["--drive", "file=d.raw,id=d,format=raw", "--object", "tls-creds-x509,id=t,dir=.,endpoint=server"];
-    for (more, count) in [("0.0.0.0", 1), ("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0,tls-creds=t", 0)] {
+    for (more, count) in [("0.0.0.0", 1), ("127.0.0.1", 0), ("127.1", 0), ("localhost", 0), ("0.0.0.0,tls-creds=t", 0)]
+    {
         let options = format!("http,id=h,node-name=d,addr.type=inet,addr.port=0,addr.host={more}");
         let all = [&["serve", "-k", "n.sock"], &drive[..], &["--export", &options]].concat();
         let mut daemon = Serving::start(folder, &all);

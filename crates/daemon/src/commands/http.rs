@@ -11,7 +11,7 @@ use cowshed_http_server::{Server, ServerConfig};
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{QmpError, QmpResult};
-use cowshed_storage::{ListenOptions, SocketAddress};
+use cowshed_storage::{ListenOptions, Listener, SocketAddress};
 use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::net::IpAddr;
@@ -36,21 +36,10 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
     };
     let tls = arguments.maybe_text("tls-creds").map(|id| daemon.objects.server_tls(id)).transpose()?;
     let id = arguments.text("id").to_owned();
-    if let (SocketAddress::Tcp { host, .. }, None) = (&listen, &tls)
-        && !is_of_this_machine(host)
-    {
-        tracing::warn!(export = id, host, "any host that reaches this one can read the disk: tls-creds encrypts");
-    }
     let request = AttachRequest::export(id.clone(), false);
     let attachment = daemon.graph.attach(&node, request).await.map_err(failed)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    // A page of the web reaches what listens for this machine alone, by a name that leads here. With TLS the name must fit the
-    // certificate.
-    let only_local_names = match &listen {
-        SocketAddress::Tcp { host, .. } => is_of_this_machine(host) && tls.is_none(),
-        _ => false,
-    };
-    let config = ServerConfig { tls, export: Some(id.clone()), only_local_names, ..ServerConfig::default() };
+    let config = ServerConfig { tls, export: Some(id.clone()), ..ServerConfig::default() };
     let started = start(config, (&listen, &options), &path, &attachment);
     match started {
         Ok((server, bound)) => {
@@ -67,19 +56,31 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
 }
 
 fn start(
-    config: ServerConfig,
+    mut config: ServerConfig,
     (listen, options): (&SocketAddress, &ListenOptions),
     path: &str,
     attachment: &Arc<Attachment>,
 ) -> Result<(Server, Vec<SocketAddress>)> {
+    let bound = Listener::bind_with(listen, options).map_err(|error: Error| error.context("could not listen"))?;
+    // With TLS the name must fit the certificate.
+    if let (SocketAddress::Tcp { host, .. }, None) = (listen, &config.tls) {
+        if bound.iter().all(|listener| is_of_this_machine(listener.address())) {
+            // A page of the web reaches what listens for this machine alone, by a name that leads here.
+            config.local_names = Some(vec![host.clone()]);
+        } else {
+            let export = config.export.as_deref();
+            tracing::warn!(export, host, "any host that reaches this one can read the disk: tls-creds encrypts");
+        }
+    }
     let server = Server::start(config)?;
     server.add(path, Arc::new(Arc::clone(attachment)))?;
-    let bound = server.listen_with(listen, options).map_err(|error: Error| error.context("could not listen"))?;
-    Ok((server, bound))
+    let addresses = bound.into_iter().map(|listener| server.listen_on(listener)).collect();
+    Ok((server, addresses))
 }
 
-fn is_of_this_machine(host: &str) -> bool {
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+fn is_of_this_machine(address: &SocketAddress) -> bool {
+    let SocketAddress::Tcp { host, .. } = address else { return true };
+    host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
 }
 
 fn uri(scheme: &str, address: &SocketAddress, path: &str) -> String {

@@ -26,29 +26,31 @@ pub(crate) fn listen(address: &str, control: Sender<Message>) -> Result<String> 
     let listener = TcpListener::bind(address).map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
     // As with an export over HTTP: a page of the web reaches what listens for this machine alone, by a name that leads here.
-    let names = if bound.ip().is_loopback() { Names::Local } else { Names::Any };
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_owned();
+    let names = if bound.ip().is_loopback() { Names::Local(vec![host]) } else { Names::Any };
     let bound = bound.to_string();
-    let accept = move || accept(&listener, &control, names);
+    let accept = move || accept(&listener, &control, &names);
     thread::Builder::new().name("metrics".into()).spawn(accept).map_err(failed)?;
     Ok(bound)
 }
 
 /// The names in the field `Host` of requests that are answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Names {
     Any,
-    /// Addresses, `localhost` and the names below it.
-    Local,
+    /// Addresses, `localhost`, the names below it, and these.
+    Local(Vec<String>),
 }
 
-fn accept(listener: &TcpListener, control: &Sender<Message>, names: Names) {
+fn accept(listener: &TcpListener, control: &Sender<Message>, names: &Names) {
     let permits = ConnectionPermits::new(MAX_SCRAPERS);
     loop {
         let spawned = listener.accept().and_then(|(stream, _)| {
             let control = control.clone();
             let permit = permits.take(stream);
+            let names = names.clone();
             let serve = move || {
-                if let Err(error) = answer(&permit.scraper, (&control, names), PATIENCE) {
+                if let Err(error) = answer(&permit.scraper, (&control, &names), PATIENCE) {
                     tracing::debug!(%error, "a scraper is gone");
                 }
             };
@@ -202,7 +204,7 @@ impl Write for Timed<'_> {
     }
 }
 
-fn answer(scraper: &Arc<Scraper>, (control, names): (&Sender<Message>, Names), patience: Duration) -> io::Result<()> {
+fn answer(scraper: &Arc<Scraper>, (control, names): (&Sender<Message>, &Names), patience: Duration) -> io::Result<()> {
     let mut stream = Timed { stream: &scraper.stream, until: Instant::now() + patience };
     let mut request = Vec::new();
     let mut piece = [0; 1024];
@@ -214,7 +216,7 @@ fn answer(scraper: &Arc<Scraper>, (control, names): (&Sender<Message>, Names), p
         request.extend_from_slice(&piece[..len]);
     }
     let (status, kind, body) = match request.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
-        _ if names == Names::Local && !has_local_name(&request) => {
+        _ if matches!(names, Names::Local(more) if !has_local_name(&request, more)) => {
             let words = "the numbers are read by an address or as localhost\n";
             ("421 Misdirected Request", "text/plain", words.to_owned())
         }
@@ -235,11 +237,11 @@ fn answer(scraper: &Arc<Scraper>, (control, names): (&Sender<Message>, Names), p
 }
 
 /// True where each field `Host` of the request has a local name, or none is there.
-fn has_local_name(request: &[u8]) -> bool {
+fn has_local_name(request: &[u8], more: &[String]) -> bool {
     let text = String::from_utf8_lossy(request);
     let fields = text.split("\r\n").filter_map(|line| line.split_once(':'));
     let mut hosts = fields.filter(|(name, _)| name.eq_ignore_ascii_case("host"));
-    hosts.all(|(_, host)| is_local_name(host.trim()))
+    hosts.all(|(_, host)| is_local_name(host.trim(), more))
 }
 
 fn page(scraper: &Arc<Scraper>, control: &Sender<Message>, left: Duration) -> Option<String> {
@@ -267,7 +269,7 @@ mod tests {
         let (mut client, server) = connection();
         let (control, _messages) = inbox();
         let answering =
-            thread::spawn(move || answer(&Scraper::new(server), (&control, Names::Any), Duration::from_millis(200)));
+            thread::spawn(move || answer(&Scraper::new(server), (&control, &Names::Any), Duration::from_millis(200)));
         // Each byte comes long before a read of its own would be given up.
         let sent = (0..100_000).find(|_| {
             thread::sleep(Duration::from_millis(5));
@@ -291,8 +293,8 @@ mod tests {
             });
         });
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-        let error =
-            answer(&Scraper::new(server), (&control, Names::Any), Duration::from_secs(2)).expect_err("its time was up");
+        let error = answer(&Scraper::new(server), (&control, &Names::Any), Duration::from_secs(2))
+            .expect_err("its time was up");
         assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock), "{error}");
         page.join().unwrap();
     }
@@ -302,7 +304,7 @@ mod tests {
         let (mut client, server) = connection();
         let (control, _messages) = inbox();
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-        answer(&Scraper::new(server), (&control, Names::Any), Duration::from_millis(500)).unwrap();
+        answer(&Scraper::new(server), (&control, &Names::Any), Duration::from_millis(500)).unwrap();
         let mut said = String::new();
         client.read_to_string(&mut said).unwrap();
         assert!(said.starts_with("HTTP/1.1 503"), "{said}");
@@ -312,6 +314,7 @@ mod tests {
     fn names_of_other_hosts_get_no_numbers() {
         for (host, status) in [
             ("Host: 127.0.0.1:9100\r\n", 503),
+            ("Host: numbers.example.org:9100\r\n", 503),
             ("host: localhost\r\n", 503),
             ("", 503),
             ("HOST: rebound.example.org\r\n", 421),
@@ -321,7 +324,8 @@ mod tests {
             let (control, _messages) = inbox();
             client.write_all(format!("GET /metrics HTTP/1.1\r\n{host}\r\n").as_bytes()).unwrap();
             let patience = Duration::from_millis(300);
-            answer(&Scraper::new(server), (&control, Names::Local), patience).unwrap();
+            let names = Names::Local(vec!["numbers.example.org".to_owned()]);
+            answer(&Scraper::new(server), (&control, &names), patience).unwrap();
             let mut said = String::new();
             client.read_to_string(&mut said).unwrap();
             assert!(said.starts_with(&format!("HTTP/1.1 {status}")), "{host}: {said}");
@@ -409,7 +413,7 @@ mod tests {
         client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
         let scraper = Scraper::new(server);
         let is_awaited = {
-            let answering = thread::spawn(move || answer(&scraper, (&control, Names::Any), Duration::from_secs(2)));
+            let answering = thread::spawn(move || answer(&scraper, (&control, &Names::Any), Duration::from_secs(2)));
             let message = cowshed_storage::rt::block_on(messages.receive());
             let Message::Metrics { is_awaited, reply } = message else { panic!("only pages are asked for") };
             assert!(is_awaited(), "it waits");

@@ -39,15 +39,15 @@ pub struct Request {
 }
 
 impl Request {
-    /// True where `Host` is an address, `localhost` or a name below it (RFC 6761, 6.3), with a port or without; or is missing.
-    pub fn has_local_name(&self) -> bool {
-        self.host.as_deref().is_none_or(is_local_name)
+    /// True where `Host` is a local name, as [`is_local_name`] has it, or is missing.
+    pub fn has_local_name(&self, more: &[String]) -> bool {
+        self.host.as_deref().is_none_or(|host| is_local_name(host, more))
     }
 }
 
-/// True for an address, `localhost` or a name below it (RFC 6761, 6.3), with a port or without. No page of the web can have made
-/// such a name lead here.
-pub fn is_local_name(host: &str) -> bool {
+/// True for an address, `localhost`, a name below it (RFC 6761, 6.3) or one of `more`, with a port or without. No page of the web can
+/// have made such a name lead here, where `more` are names that the owner has chosen.
+pub fn is_local_name(host: &str, more: &[String]) -> bool {
     let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
     if let Some(rest) = host.strip_prefix('[') {
         return rest.split_once(']').is_some_and(|(address, port)| {
@@ -56,7 +56,8 @@ pub fn is_local_name(host: &str) -> bool {
     }
     let name = host.rsplit_once(':').filter(|(_, port)| is_port(port)).map_or(host, |(name, _)| name);
     let name = name.trim_end_matches('.').to_ascii_lowercase();
-    name == "localhost" || name.ends_with(".localhost") || name.parse::<Ipv4Addr>().is_ok()
+    let is_known = |known: &String| !name.is_empty() && known.trim_end_matches('.').eq_ignore_ascii_case(&name);
+    name == "localhost" || name.ends_with(".localhost") || name.parse::<Ipv4Addr>().is_ok() || more.iter().any(is_known)
 }
 
 /// The reason of refusing a head: the status, and a line for the client.
@@ -220,7 +221,8 @@ mod tests {
 
     #[test]
     fn names_of_this_machine_are_known() {
-        let is_local = |host: &str| Request { host: Some(host.to_owned()), ..Request::default() }.has_local_name();
+        let more = ["Disks.example.org.".to_owned(), String::new()];
+        let is_local = |host: &str| Request { host: Some(host.to_owned()), ..Request::default() }.has_local_name(&more);
         for host in [
             "localhost",
             "LocalHost:80",
@@ -230,13 +232,15 @@ mod tests {
             "10.1.2.3:8080",
             "[::1]",
             "[::1]:80",
+            "disks.example.org:80",
+            "disks.EXAMPLE.org.",
         ] {
             assert!(is_local(host), "{host}");
         }
         for host in ["", "example.org", "localhost.example.org:80", "notlocalhost", "[::1", "[x]", "[::1]x", "::1"] {
             assert!(!is_local(host), "{host}");
         }
-        assert!(Request::default().has_local_name());
+        assert!(Request::default().has_local_name(&more));
     }
 
     #[test]

@@ -226,6 +226,19 @@ impl Socket {
         polled.is_ok() && now[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
     }
 
+    /// True where the connection is broken: what was sent may not have arrived. Of no use once this side has ended it.
+    pub fn is_broken(&self) -> bool {
+        let mut now = [PollFd::new(&self.fd, PollFlags::empty())];
+        let polled = poll(&mut now, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled.is_ok() && now[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// The bytes sent that the peer's system has not acknowledged yet, with the end of this direction as one of them. `None`: the
+    /// system doesn't say.
+    pub fn unacknowledged_bytes(&self) -> Option<u64> {
+        sys::unacknowledged_bytes(self.fd.as_fd()).ok()
+    }
+
     /// Ends the connection in both directions: operations in flight end, and the peer sees it.
     pub fn shutdown(&self) {
         // Fails when the peer was faster.

@@ -2,10 +2,12 @@
 //! `share`: one disk for download, under a URL that can't be guessed.
 //!
 //! - `contents`: the disk, a qcow2 file of it that is made while it is read, the page
+//! - `downloads`: the parts of the disk that clients have
 //! - `page`: the page's text
-//! - `sent_bytes`: the bytes that a client has
+//! - `sent_bytes`: ranges of bytes
 
 mod contents;
+mod downloads;
 mod page;
 mod sent_bytes;
 
@@ -22,15 +24,13 @@ use cowshed_jobs::JobHandle;
 use cowshed_nbd::ServerTls;
 use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
 use cowshed_types::{Error, Result as BlockResult};
+use downloads::Downloads;
 use page::Facts;
-use sent_bytes::SentBytes;
 use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 pub const VERB: Verb = Verb {
@@ -142,9 +142,6 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Fast enough for a network.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Different errors that are told.
-const MOST_TOLD: usize = 10;
-
 /// Read at once, for clients and for the digest: each such piece is a frame of a zstd file. A client that takes its pieces slowly
 /// holds two of them.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -228,7 +225,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
             Event::Sent { peer, range, version, len: of, .. } if *of == len => {
                 shown.set_progress(sent.add(peer, *version, range.clone()), len);
             }
-            Event::Ended { is_complete: true, len: of, .. } if *of == len => sent.end(len),
+            Event::Ended { peer, is_complete, .. } => sent.end(peer, *is_complete, len),
             Event::Failed { error, .. } => sent.report(error),
             _ => {}
         }
@@ -236,7 +233,8 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     let limits = Limits { piece_bytes: PIECE_BYTES as usize, ..Limits::default() };
     let scheme = if plan.tls.is_some() { "https" } else { "http" };
     let tls = plan.tls.clone();
-    let server = Server::start(ServerConfig { tls, events: Some(events), limits, ..ServerConfig::default() })?;
+    let server =
+        Server::start(ServerConfig { tls, events: Some(events), limits, confirms: true, ..ServerConfig::default() })?;
     let file_name = plan.file_name.clone();
     let file_bytes = (plan.shape != Shape::Zstd).then_some(len);
     let facts = Facts { file_name, disk_bytes: disk.size(), file_bytes, digest: None, trouble: None };
@@ -279,7 +277,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
         digest.cancel().await;
     }
     server.stop(GRACE).await;
-    Ok(complete)
+    Ok(complete || downloads.is_complete())
 }
 
 /// The content; `len` is its length in bytes.
@@ -294,56 +292,6 @@ async fn content(disk: &Arc<Attachment>, plan: &Plan, len: &Arc<AtomicU64>) -> B
         }
         Shape::Qcow2 => Arc::new(PackedContent::new(disk, file_name, Arc::clone(len)).await?),
     })
-}
-
-/// The parts of the content that clients have.
-#[derive(Default)]
-struct Downloads(Mutex<Sent>);
-
-#[derive(Default)]
-struct Sent {
-    /// By the client's host and the version.
-    by_client: BTreeMap<(String, u64), SentBytes>,
-    is_complete: bool,
-    /// The errors that were told. A client chooses the places that it reads, so they are bounded.
-    told: BTreeSet<String>,
-}
-
-impl Downloads {
-    /// Reports an error, once for many requests that meet it.
-    fn report(&self, error: &Error) {
-        let text = format!("the disk can't be sent: {error}");
-        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if sent.told.len() >= MOST_TOLD || !sent.told.insert(text.clone()) {
-            return;
-        }
-        crate::output::warning::print(&text);
-        if sent.told.len() == MOST_TOLD {
-            crate::output::warning::print("further errors of the disk are not shown");
-        }
-    }
-
-    /// Notes bytes that were sent; how many this client has.
-    fn add(&self, peer: &str, version: u64, range: Range<u64>) -> u64 {
-        let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host).to_owned();
-        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A share has few clients; one that comes from many hosts has no need of its past.
-        const MOST_CLIENTS: usize = 1024;
-        if sent.by_client.len() >= MOST_CLIENTS && !sent.by_client.contains_key(&(host.clone(), version)) {
-            sent.by_client.pop_first();
-        }
-        sent.by_client.entry((host, version)).or_default().add(range)
-    }
-
-    /// A response has ended: a client that has all bytes by now has the whole content of `len` bytes.
-    fn end(&self, len: u64) {
-        let mut sent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sent.is_complete |= len == 0 || sent.by_client.values().any(|ranges| ranges.is_all(len));
-    }
-
-    fn is_complete(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_complete
-    }
 }
 
 /// Computes the digest, and puts it on the page. A content that changes or can't be read has none.
@@ -473,20 +421,6 @@ mod tests {
         assert_eq!(name("disk", Shape::Qcow2).as_deref(), Some("disk.qcow2"));
         assert_eq!(name("nbd://host/disk", Shape::Raw).as_deref(), Some("disk.raw"));
         assert_eq!(name("driver=qcow2,file.filename=a/b.img", Shape::Raw).as_deref(), Some("disk.raw"));
-    }
-
-    #[test]
-    fn download_is_complete_with_all_of_one_version() {
-        let downloads = Downloads::default();
-        assert_eq!(downloads.add("10.0.0.1:5", 1, 0..50), 50);
-        assert_eq!(downloads.add("10.0.0.2:5", 1, 50..100), 50);
-        assert_eq!(downloads.add("10.0.0.1:6", 2, 40..100), 60);
-        downloads.end(100);
-        assert!(!downloads.is_complete());
-        assert_eq!(downloads.add("10.0.0.1:7", 1, 40..100), 100);
-        assert!(!downloads.is_complete(), "the response has not ended");
-        downloads.end(100);
-        assert!(downloads.is_complete());
     }
 
     #[test]

@@ -37,6 +37,17 @@ impl SentBytes {
         self.bytes
     }
 
+    /// The ranges, in their order.
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        self.ends.iter().map(|(&start, &end)| start..end)
+    }
+
+    /// The part before `end` of the range that reaches up to there or farther.
+    pub(super) fn up_to(&self, end: u64) -> Option<Range<u64>> {
+        let (&start, &last) = self.ends.range(..end).next_back()?;
+        (last >= end).then_some(start..end)
+    }
+
     /// True where all bytes of a content of `len` bytes are there.
     pub(super) fn is_all(&self, len: u64) -> bool {
         self.ends.first_key_value() == Some((&0, &len))
@@ -59,6 +70,11 @@ mod tests {
         assert_eq!(ranges.ends.len(), 2);
         assert_eq!(ranges.add(25..45), 50);
         assert!(ranges.is_all(50) && !ranges.is_all(51));
+        ranges.add(60..70);
+        assert_eq!(
+            [0, 50, 55, 60, 61, 70].map(|end| ranges.up_to(end)),
+            [None, Some(0..50), None, None, Some(60..61), Some(60..70)]
+        );
     }
 
     #[test]
