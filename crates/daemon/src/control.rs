@@ -15,10 +15,14 @@ use cowshed_fuse::GuardProgram;
 use cowshed_storage::rt;
 use cowshed_types::{Error, Result};
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// So long may the last messages take to reach the monitors' clients.
 const FAREWELL: Duration = Duration::from_secs(2);
+
+/// A file that grows with each write tells its sizes together.
+const SIZE_PAUSE: Duration = Duration::from_millis(50);
 
 /// The daemon to start.
 #[derive(Clone, Debug)]
@@ -176,6 +180,14 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
                     if daemon.stop_when_idle && daemon.exports().is_empty() {
                         daemon.stop(StopReason::Idle);
                     }
+                }));
+            }
+            Message::SizeChanged(is_told) => {
+                let daemon = Rc::clone(daemon);
+                drop(rt::spawn(async move {
+                    rt::sleep(SIZE_PAUSE).await;
+                    is_told.store(false, Ordering::SeqCst);
+                    daemon.servers.look_at_sizes();
                 }));
             }
             Message::Stop(reason) => return reason,

@@ -5,6 +5,7 @@ use crate::inbox::Sender;
 use crate::monitor_properties::MonitorProperties;
 use cowshed_qmp::{Command, QmpResult};
 use serde_json::Value;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -35,6 +36,8 @@ pub enum Message {
     MonitorClosed(Arc<MonitorProperties>),
     /// The server of this export has ended by itself.
     ExportEnded(String),
+    /// A writer of an exported file has changed the size of a disk. The flag is set until the other clients of the disk hear of it.
+    SizeChanged(Arc<AtomicBool>),
     /// Stop in order.
     Stop(StopReason),
 }

@@ -87,6 +87,9 @@ impl MountPoint {
         }
         let path = std::fs::canonicalize(&*named)
             .map_err(|error| failed(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::IO)))?;
+        if find_mount(&path)?.is_some_and(|kind| kind == FILE_SYSTEM) {
+            return Err(shows_another(&path));
+        }
         let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed)?;
         let device = mounted_device(&path).map_err(|errno| Error::os(errno, "could not look at the mount point"))?;
@@ -101,6 +104,9 @@ impl MountPoint {
 
 impl Mount<'_> {
     /// Opens a session and mounts it.
+    ///
+    /// # Errors
+    /// Also where another process mounts a disk on the same file at this moment, and was faster.
     pub fn mount(&self) -> Result<Mounted> {
         let (session, allows_other) = match self.mount_directly() {
             Err(error) if is_refusal(&error) => self.mount_by_helper(&error)?,
@@ -111,6 +117,12 @@ impl Mount<'_> {
         let device = mounted_device(&path).map_err(failed)?;
         if device == self.point.device {
             return Err(Error::internal("the mounted file does not stand at its path").file(shown(&path)));
+        }
+        let mounts = list_of_mounts()?;
+        if kind_below(&mounts, &path, device).is_some_and(|kind| kind == FILE_SYSTEM) {
+            // Each mount above the first one is taken away by its own process, whichever stands on top.
+            unmount(&path).map_err(|errno| Error::os(errno, "could not unmount").file(shown(&path)))?;
+            return Err(shows_another(&path));
         }
         Ok(Mounted { session, served: ServedMount::new(device), path, device, allows_other })
     }
@@ -204,6 +216,11 @@ impl Mount<'_> {
     }
 }
 
+fn shows_another(path: &Path) -> Error {
+    let error = Error::new(ErrorKind::Busy, "shows another disk already (cowshed umount ends that)");
+    error.file(shown(path)).qemu(format!("'{}' shows another disk already", path.display()))
+}
+
 enum Asked {
     Mounted(FuseDevice),
     Refused(String),
@@ -284,20 +301,52 @@ fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::re
 
 /// The type of the last file system that was mounted at `path` (absolute, without links), by `/proc/self/mountinfo`.
 pub fn find_mount(path: &Path) -> Result<Option<String>> {
-    let list = std::fs::read("/proc/self/mountinfo");
-    let list = list.map_err(|error| Error::io(&error, "could not read the list of mounts"))?;
-    Ok(type_at(&list, path))
+    Ok(mounts_at(&list_of_mounts()?, path).pop().map(|last| last.kind))
 }
 
-fn type_at(list: &[u8], path: &Path) -> Option<String> {
+fn list_of_mounts() -> Result<Vec<u8>> {
+    let list = std::fs::read("/proc/self/mountinfo");
+    list.map_err(|error| Error::io(&error, "could not read the list of mounts"))
+}
+
+/// A line of the list.
+#[derive(Debug, PartialEq, Eq)]
+struct ListedMount {
+    number: u64,
+    /// The number of the mount that it stands on.
+    parent: u64,
+    /// The number of the file system.
+    device: u64,
+    kind: String,
+}
+
+/// The mounts at a path, in their order.
+fn mounts_at(list: &[u8], path: &Path) -> Vec<ListedMount> {
     let of_line = |line: &[u8]| {
         let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let text = |at: usize| fields.get(at).map(|field| String::from_utf8_lossy(field).into_owned());
         let dash = fields.iter().position(|field| *field == b"-")?;
-        let at = unescaped(fields.get(4)?);
-        (at.as_os_str() == path.as_os_str())
-            .then(|| String::from_utf8_lossy(fields.get(dash + 1)?).into_owned().into())?
+        if unescaped(fields.get(4)?).as_os_str() != path.as_os_str() {
+            return None;
+        }
+        let device = text(2)?;
+        let (major, minor) = device.split_once(':')?;
+        Some(ListedMount {
+            number: text(0)?.parse().ok()?,
+            parent: text(1)?.parse().ok()?,
+            device: rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?),
+            kind: text(dash + 1)?,
+        })
     };
-    list.split(|byte| *byte == b'\n').filter_map(of_line).next_back()
+    list.split(|byte| *byte == b'\n').filter_map(of_line).collect()
+}
+
+/// The type of the file system at `path` that stands below the one with that number.
+fn kind_below(list: &[u8], path: &Path, device: u64) -> Option<String> {
+    let mut mounts = mounts_at(list, path);
+    let parent = mounts.iter().find(|mount| mount.device == device)?.parent;
+    let below = mounts.iter().position(|mount| mount.number == parent)?;
+    Some(mounts.swap_remove(below).kind)
 }
 
 /// A path as the list has it: blanks and backslashes are octal numbers.
@@ -334,10 +383,15 @@ mod tests {
         let list = b"36 35 98:0 / /a\\040b rw - ext4 /dev/x rw\n\
             37 35 0:40 / /a\\040b ro,nosuid master:1 shared:3 - fuse.cowshed cowshed ro,user_id=0\n\
             38 35 0:41 / /c\\134d rw - fuse /dev/fuse rw\n";
-        let found = |path: &str| type_at(list, Path::new(path));
+        let found = |path: &str| mounts_at(list, Path::new(path)).pop().map(|mount| mount.kind);
         assert_eq!(found("/a b").as_deref(), Some("fuse.cowshed"));
         assert_eq!(found("/c\\d").as_deref(), Some("fuse"));
         assert_eq!(found("/a"), None);
+        let below = |path: &str, minor| kind_below(list, Path::new(path), rustix::fs::makedev(0, minor));
+        assert_eq!((below("/a b", 40), below("/c\\d", 41)), (None, None));
+        let twice = b"37 35 0:40 / /m ro - fuse.cowshed cowshed ro\n38 37 0:41 / /m ro - fuse.cowshed cowshed ro\n";
+        let below = |minor| kind_below(twice, Path::new("/m"), rustix::fs::makedev(0, minor));
+        assert_eq!((below(40), below(41).as_deref()), (None, Some("fuse.cowshed")));
     }
 
     #[test]

@@ -225,6 +225,7 @@ impl Work {
     async fn resize(&self, size: u64) -> Result<()> {
         // A job may put another node in its place while this waits.
         while !self.resize_node(&self.node(), size).await? {}
+        (self.shared.on_resize)();
         Ok(())
     }
 

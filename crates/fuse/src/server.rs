@@ -47,6 +47,9 @@ pub struct ServerConfig {
 /// Called once, when another process than the server has unmounted the file system.
 pub type OnUnmount = Box<dyn FnOnce() + Send>;
 
+/// Called after each change of the size by a writer of the file, on the thread that serves it.
+pub type OnResize = Box<dyn Fn() + Send + Sync>;
+
 /// The part of a server that the owner and the threads share.
 pub(crate) struct Shared {
     pub config: ServerConfig,
@@ -60,6 +63,7 @@ pub(crate) struct Shared {
     /// Threads that run.
     threads: Watched<usize>,
     on_unmount: Mutex<Option<OnUnmount>>,
+    pub on_resize: OnResize,
 }
 
 /// Interrupts that are kept for threads that have not seen them. Requests that they name have long begun.
@@ -136,7 +140,7 @@ impl Server {
         config: ServerConfig,
         point: &MountPoint,
         attachment: Arc<Attachment>,
-        on_unmount: OnUnmount,
+        (on_unmount, on_resize): (OnUnmount, OnResize),
     ) -> Result<Server> {
         let mount =
             Mount { point, writable: config.writable, allow_other: config.allow_other, max_read: MAX_REQUEST_BYTES };
@@ -150,6 +154,7 @@ impl Server {
             orders: Watched::default(),
             threads: Watched::default(),
             on_unmount: Mutex::new(Some(on_unmount)),
+            on_resize,
             config,
         });
         let size = shared.attachment.size();

@@ -398,6 +398,25 @@ mod tests {
     /// From now on threads get errors of the device.
     pub(super) static FAILS: AtomicBool = AtomicBool::new(false);
 
+    /// Two processes look at one file, and then both mount.
+    #[test]
+    fn second_mount_on_one_file_is_refused() {
+        let folder = cowshed_testkit::qemu::temp_dir();
+        let point = folder.path().join("m");
+        std::fs::write(&point, "").unwrap();
+        let looked = || MountPoint::new(point.to_str().unwrap()).unwrap();
+        let (first, second) = (looked(), looked());
+        let mount = |point| {
+            crate::mount::Mount { point, writable: false, allow_other: AllowOther::Auto, max_read: 4096 }.mount()
+        };
+        let mounted = mount(&first).unwrap();
+        let refused = mount(&second).expect_err("another disk stands there");
+        assert!(refused.to_string().contains("shows another disk already"), "{refused}");
+        assert_eq!(cowshed_storage::mounted_device(&point).unwrap(), mounted.device, "the first one stays");
+        crate::unmount(&mounted.path).unwrap();
+        assert_eq!(crate::find_mount(&mounted.path).unwrap(), None);
+    }
+
     #[test]
     fn session_with_failed_threads_is_unmounted() {
         let folder = cowshed_testkit::qemu::temp_dir();
@@ -424,7 +443,7 @@ mod tests {
         let (told, ended) = mpsc::channel();
         let at = MountPoint::new(point.to_str().unwrap()).unwrap();
         let on_unmount = Box::new(move || told.send(()).unwrap());
-        let server = Server::start(config, &at, Arc::clone(&attachment), on_unmount).unwrap();
+        let server = Server::start(config, &at, Arc::clone(&attachment), (on_unmount, Box::new(|| ()))).unwrap();
         let read = |path: &std::path::Path| std::fs::read(path);
         assert_eq!(read(&point).unwrap(), vec![5; 1 << 20]);
         FAILS.store(true, Ordering::SeqCst);

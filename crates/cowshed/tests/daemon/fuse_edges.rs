@@ -52,6 +52,22 @@ fn images_are_made_in_a_growable_file() {
     daemon.stop();
 }
 
+/// A second disk on one path would hide the first.
+#[test]
+fn mount_point_of_another_daemon_is_refused() {
+    let folders = [temp_dir(), temp_dir()];
+    folders.iter().for_each(|folder| qcow2(folder.path()));
+    let [(one, mut monitor), (two, mut other)] = [0, 1].map(|number: usize| start(folders[number].path(), QCOW2));
+    monitor.command("block-export-add", export(folders[0].path(), "m", json!({"writable": true})));
+    let point = folders[0].path().join("m").canonicalize().expect("a path");
+    let add = json!({"type": "fuse", "id": "m", "node-name": "d", "mountpoint": point});
+    assert_eq!(other.refusal("block-export-add", &add), format!("'{}' shows another disk already", point.display()));
+    two.stop();
+    assert_eq!(std::fs::metadata(&point).expect("it is served").len(), 8 << 20);
+    one.stop();
+    assert!(!is_mounted(&point));
+}
+
 /// The path shows the disk while the export runs, and the image itself before and afterwards.
 #[test]
 fn a_file_covers_the_image_that_it_shows() {

@@ -8,6 +8,7 @@ use cowshed_testkit::random::{Random, seeds};
 use cowshed_testkit::vhost::{FrontEnd, Guest};
 use cowshed_testkit::waiting::await_that;
 use serde_json::json;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -477,6 +478,35 @@ fn a_resize_reaches_a_front_end() {
     monitor.command("block_resize", json!({"node-name": "d", "size": DISK_BYTES * 2}));
     assert_eq!(FrontEnd::back_end_message(&channel), 2, "CONFIG_CHANGE_MSG");
     assert_eq!(driver.config(0, 8), (DISK_BYTES / 256).to_le_bytes());
+    daemon.stop();
+}
+
+/// The disk is served as a file, too, and writers of that change its size.
+#[test]
+fn sizes_that_a_file_gets_reach_a_front_end() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    std::fs::write(folder.join("m"), "").expect("a mount point");
+    let (daemon, mut monitor) = start(folder, "file,node-name=d,filename=d.raw", ",writable=on");
+    let file = folder.join("m");
+    monitor.command(
+        "block-export-add",
+        json!({"type": "fuse", "id": "m", "node-name": "d", "mountpoint": file, "writable": true, "growable": true}),
+    );
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    let channel = driver.back_end_channel();
+    let file = std::fs::File::options().write(true).open(file).expect("it opens");
+    for (end, change) in [(2 * DISK_BYTES, true), (3 * DISK_BYTES, false)] {
+        match change {
+            true => file.set_len(end).expect("a truncation"),
+            false => file.write_all_at(&[7; 512], end - 512).expect("a write behind the end"),
+        }
+        assert_eq!(FrontEnd::back_end_message(&channel), 2, "CONFIG_CHANGE_MSG");
+        assert_eq!(driver.config(0, 8), (end / 512).to_le_bytes());
+    }
+    drop(file);
     daemon.stop();
 }
 

@@ -60,7 +60,14 @@ fn start(daemon: &Daemon, config: ServerConfig, point: &MountPoint, attachment: 
         // Fails only when the daemon has stopped.
         let _ = control.send(Message::ExportEnded(ending));
     });
-    let server = Server::start(config, point, Arc::clone(&attachment), on_unmount)?;
+    let (control, is_told) = (daemon.control.clone(), Arc::new(AtomicBool::new(false)));
+    let on_resize = Box::new(move || {
+        if !is_told.swap(true, Ordering::SeqCst) {
+            // As above.
+            let _ = control.send(Message::SizeChanged(Arc::clone(&is_told)));
+        }
+    });
+    let server = Server::start(config, point, Arc::clone(&attachment), (on_unmount, on_resize))?;
     let export = Exported::new(FUSE, id.clone(), id, attachment, writable, Vec::new());
     daemon.servers.add(export, Rc::new(Mounted { server, has_ended }));
     Ok(())
