@@ -57,7 +57,7 @@ pub use options::{
     Alignment, CacheMode, DataRange, DeviceQueue, IoEngine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
 };
 pub use remote::{Remote, RemoteFuture};
-pub use shared::{SharedBufs, SharedMemory};
+pub use shared::{MappingBudget, SharedBufs, SharedMemory};
 pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, connect_unix};
 pub use ublk_device::{
     UBLK_CONTROL, UblkCall, UblkChar, UblkCharQueue, UblkControl, UblkDevice, UblkDriver, UblkQueue, UblkShape,

@@ -236,6 +236,11 @@ impl FrontEnd {
         u16::from_le_bytes(reply[4..6].try_into().unwrap())
     }
 
+    /// As [`FrontEnd::stop_ring`], without waiting for the answer.
+    pub fn begin_to_stop_ring(&self, ring: usize) {
+        self.send_raw(&MessageHeader::message(request::GET_VRING_BASE, false, &Self::pair(ring as u32, 0)), None);
+    }
+
     /// The place of a ring in the guest's memory: its descriptors, 16 KiB further the available ring, 32 KiB further
     /// the used ring.
     pub fn place(ring: usize) -> usize {

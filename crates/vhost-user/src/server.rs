@@ -6,7 +6,7 @@ use crate::session;
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
-use cowshed_storage::{Listener, Socket, SocketAddress};
+use cowshed_storage::{Listener, MappingBudget, Socket, SocketAddress};
 use cowshed_types::{Error, Result};
 use futures_util::future::{Either, select};
 use std::hash::{BuildHasher, RandomState};
@@ -19,6 +19,9 @@ use std::time::Duration;
 pub const MAX_QUEUES: u16 = 64;
 /// The largest logical block, in bytes.
 const MAX_BLOCK_BYTES: u32 = 2 << 20;
+/// The most mappings of guest memory: its regions, and as many that requests use still though they were removed. Other exports of the
+/// process have theirs besides.
+const MAX_MAPPINGS: usize = 1024;
 /// Between two attempts to accept a front end when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// So long may the process of a front end that has gone keep the next one waiting.
@@ -74,6 +77,8 @@ pub(crate) struct Shared {
     pub writeback: Arc<AtomicBool>,
     /// The number of this back end's life in the notes that outlive it.
     pub life: u64,
+    /// The mappings of the front end's memory.
+    pub mappings: MappingBudget,
     /// The front end that is connected.
     pub client: Watched<Option<Socket>>,
     /// The owner has looked at the size so often.
@@ -102,6 +107,7 @@ impl Server {
             config,
             attachment,
             queues,
+            mappings: MappingBudget::new(MAX_MAPPINGS),
             client: Watched::default(),
             looks: Watched::default(),
             stopping: Watched::default(),

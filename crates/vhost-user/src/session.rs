@@ -7,8 +7,9 @@ use crate::memory::{GuestMemory, MemoryPiece};
 use crate::queue::{MemoryNow, Start, Ways};
 use crate::server::Shared;
 use cowshed_image::node::Node;
+use cowshed_storage::rt::{self, within};
 use cowshed_storage::signal::lock;
-use cowshed_storage::{EventCounter, SharedMemory, Socket, rt};
+use cowshed_storage::{EventCounter, SharedMemory, Socket};
 use cowshed_types::{Error, ErrorKind, Result};
 use cowshed_vhost_user_proto::config::{DeviceConfig, WRITEBACK_AT};
 use cowshed_vhost_user_proto::features::{self, protocol};
@@ -20,9 +21,11 @@ use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Malformed, Message, MessageHeader, Region, inflight};
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Segments of a request: a ring of the usual 128 places without those of the header and the status.
 const MAX_SEGMENTS: u32 = 126;
@@ -30,6 +33,9 @@ const MAX_SEGMENTS: u32 = 126;
 const MAX_RANGES: u32 = 32;
 /// Sectors of such a segment: 1 GiB.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
+
+/// A ring that takes so long to stop has a line in the log.
+const STOP_NOTICE: Duration = Duration::from_secs(3);
 
 /// The most memory of a front end, in bytes: 8 TiB of the 128 that a process can map.
 const MAX_GUEST_BYTES: u64 = 8 << 40;
@@ -316,11 +322,22 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Stops a ring, where it runs; its requests have ended when this returns.
+    /// Stops a ring, where it runs; its requests have ended when this returns. There is no limit: a front end that goes on before may
+    /// give memory to another use which the disk still fills. The owner can send it away.
     async fn stop(&mut self, number: usize) {
-        if std::mem::take(&mut self.rings[number].is_running) {
-            self.rings[number].base = self.shared.queues[number].stop(self.has_left).await;
+        if !std::mem::take(&mut self.rings[number].is_running) {
+            return;
         }
+        let mut stopping = pin!(self.shared.queues[number].stop(self.has_left));
+        let base = match within(STOP_NOTICE, &mut stopping).await {
+            Some(base) => base,
+            None => {
+                let (export, requests) = (&self.shared.config.id, self.shared.attachment.statistics().in_flight);
+                tracing::warn!(export, ring = number, requests, "a ring can't stop before its requests end");
+                stopping.await
+            }
+        };
+        self.rings[number].base = base;
     }
 
     /// Nothing acknowledged to this front end is lost from here on.
@@ -416,7 +433,8 @@ impl Session<'_> {
             let message = format!("memory of more than {} TiB", MAX_GUEST_BYTES >> 40);
             return Err(Error::new(ErrorKind::Limit, message).value(region.len));
         }
-        let memory = SharedMemory::map(descriptor.ok_or_else(missing)?, region.file_offset, region.len)?;
+        let descriptor = descriptor.ok_or_else(missing)?;
+        let memory = self.shared.mappings.map(descriptor, region.file_offset, region.len)?;
         self.regions.regions.add(region, memory).map_err(refused)
     }
 
@@ -440,7 +458,7 @@ impl Session<'_> {
         if place.len < inflight::region_bytes(place.queues, place.ring_size) as u64 {
             return Err(Error::invalid_argument("the inflight region is too short").value(place.len));
         }
-        let memory = SharedMemory::map(descriptor.ok_or_else(missing)?, place.offset, place.len)?;
+        let memory = self.shared.mappings.map(descriptor.ok_or_else(missing)?, place.offset, place.len)?;
         self.notes = Some((memory, place));
         self.take_up_note()
     }

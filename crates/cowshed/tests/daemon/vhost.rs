@@ -481,6 +481,36 @@ fn a_resize_reaches_a_front_end() {
     daemon.stop();
 }
 
+/// A pause of the guest waits for a request that hangs: its memory is in use. The owner ends that.
+#[test]
+fn a_pause_behind_a_stuck_request_can_be_ended() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("d.raw")).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
+    let image = "fault,node-name=d,file.driver=file,file.filename=d.raw,rules.0.op=read,rules.0.action=hang";
+    let (daemon, mut monitor) = start(folder, image, ",writable=on");
+    let mut driver = FrontEnd::connect(&folder.join("v.sock"));
+    driver.negotiate(u64::MAX);
+    driver.share_memory();
+    driver.start_ring(0, 0);
+    driver.prepare(0, 0, 0, 0, &[], 512);
+    driver.offer(0, 0);
+    driver.kick(0);
+    driver.begin_to_stop_ring(0);
+    await_that("a line in the log", || daemon.log().contains("a ring can't stop before its requests end"));
+    assert!(!driver.socket.has_hung_up() && driver.used(0) == 0);
+    // The monitor answers, and takes the export away.
+    let exports = |monitor: &mut Monitor| monitor.command("query-block-exports", json!({}));
+    assert_eq!(exports(&mut monitor)[0]["shutting-down"], false);
+    monitor.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    assert!(driver.is_closed(), "the front end goes on");
+    assert_eq!(exports(&mut monitor)[0]["shutting-down"], true, "the request has memory still");
+    monitor.command("x-fault-disarm", json!({"node-name": "d"}));
+    await_that("the export is gone", || exports(&mut monitor) == json!([]));
+    assert_eq!(driver.used(0), 1, "the request has ended before");
+    daemon.stop();
+}
+
 /// The disk is served as a file, too, and writers of that change its size.
 #[test]
 fn sizes_that_a_file_gets_reach_a_front_end() {

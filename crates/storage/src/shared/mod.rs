@@ -29,6 +29,32 @@ const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
 /// File systems of this machine, whose pages come from the kernel: ext4, XFS, Btrfs and F2FS.
 const LOCAL_FILE_SYSTEMS: [u64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 
+/// The mappings of one owner, with a bound on their number: the process has 4096 for all.
+#[derive(Debug)]
+pub struct MappingBudget {
+    most: usize,
+    /// Each mapping has a clone.
+    used: Arc<()>,
+}
+
+impl MappingBudget {
+    /// At most `most` mappings at a time.
+    pub fn new(most: usize) -> MappingBudget {
+        MappingBudget { most, used: Arc::default() }
+    }
+
+    /// As [`SharedMemory::map`], as one of these mappings. It counts until the last piece of it is gone.
+    ///
+    /// # Errors
+    /// Besides those: the bound is reached.
+    pub fn map(&self, file: impl AsFd, offset: u64, len: u64) -> Result<SharedMemory> {
+        if Arc::strong_count(&self.used) > self.most {
+            return Err(Error::new(ErrorKind::Limit, "too many mappings of shared memory are in use").value(self.most));
+        }
+        SharedMemory::map_as(file, offset, len, Some(Arc::clone(&self.used)))
+    }
+}
+
 /// A part of a file, mapped for reading and writing.
 #[derive(Debug)]
 struct Mapping {
@@ -38,6 +64,8 @@ struct Mapping {
     watch: WatchedMapping,
     /// No access waits for a file system.
     is_memory: bool,
+    /// Its place in the owner's budget.
+    _counted: Option<Arc<()>>,
 }
 
 // SAFETY: the memory is only reached by the copies of `SharedMemory`, which any thread may make at any time.
@@ -76,6 +104,10 @@ impl SharedMemory {
     /// # Errors
     /// A file of a file system that another process or another machine may serve: an access would wait for that one.
     pub fn map(file: impl AsFd, offset: u64, len: u64) -> Result<SharedMemory> {
+        Self::map_as(file, offset, len, None)
+    }
+
+    fn map_as(file: impl AsFd, offset: u64, len: u64, counted: Option<Arc<()>>) -> Result<SharedMemory> {
         let failed = |error, what: &str| Error::os(sys::errno(error), what);
         let status = rustix::fs::fstat(&file).map_err(|error| failed(error, "could not look at shared memory"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
@@ -117,7 +149,8 @@ impl SharedMemory {
         let start = start.map_err(|error| failed(error, "could not map shared memory"))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::internal("memory mapped at address 0"))?;
         let watch = WatchedMapping::new(start.as_ptr().addr(), mapped, page_bytes as usize);
-        let mapping = Arc::new(Mapping { start, len: mapped, watch: watch.unwrap_or_default(), is_memory });
+        let watch = watch.unwrap_or_default();
+        let mapping = Arc::new(Mapping { start, len: mapped, watch, is_memory, _counted: counted });
         if !mapping.watch.is_some() {
             return Err(Error::new(ErrorKind::Limit, "too many mappings of shared memory"));
         }

@@ -5,7 +5,7 @@ use super::served::Served;
 use crate::proto::MessageHeader;
 use crate::proto::message::request;
 use cowshed_storage::rt;
-use cowshed_testkit::vhost::{FrontEnd, GUEST, MEMORY_BYTES, RING_SIZE};
+use cowshed_testkit::vhost::{DATA, FRONT_END, FrontEnd, GUEST, MEMORY_BYTES, RING_SIZE};
 
 /// A sound front end is served.
 fn assert_serves(served: &Served) {
@@ -285,6 +285,69 @@ fn a_front_end_has_no_more_memory_than_a_guest_may() {
     };
     let taken = (0..regions).filter(|&number| add(number)).count();
     assert_eq!(taken, 7, "8 TiB with the memory that is there already");
+    drop(driver);
+    assert_serves(&served);
+}
+
+/// Requests in flight keep the memory mapped that is removed meanwhile.
+#[test]
+fn mappings_of_a_front_end_are_bounded() {
+    const REGIONS: u64 = 500;
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    let file = rustix::fs::memfd_create("regions", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, REGIONS * 4096).unwrap();
+    let place = |number: u64| MEMORY_BYTES + number * 8192;
+    let tell = |driver: &FrontEnd, message, number: u64, file| {
+        let region = crate::proto::Region {
+            guest_address: GUEST + place(number),
+            len: 4096,
+            front_end_address: FRONT_END + place(number),
+            file_offset: number * 4096,
+        };
+        driver.send_acked(message, &[&[0; 8][..], &region.encode()].concat(), file)
+    };
+    let add_all = |driver: &FrontEnd| {
+        (0..REGIONS).take_while(|&number| tell(driver, request::ADD_MEM_REG, number, Some(&file))).count() as u64
+    };
+    let remove = |driver: &FrontEnd, count: u64| {
+        assert!((0..count).all(|number| tell(driver, request::REM_MEM_REG, number, None)));
+    };
+    let drained = rt::block_on(served.attachment.drain());
+    for round in 0..2_u16 {
+        assert_eq!(add_all(&driver), REGIONS);
+        // A read with a segment in each of them.
+        let table = DATA + 0x10_0000 + 0x1_0000 * u64::from(round);
+        let last = REGIONS as u16 + 1;
+        driver.guest.memory.write(table as usize - 0x100, &[0; 16]);
+        driver.describe(table as usize, 0, (table - 0x100, 16, 1, 1));
+        for number in 0..REGIONS {
+            let index = number as u16 + 1;
+            driver.describe(table as usize, index, (place(number), 512, 1 | 2, index + 1));
+        }
+        driver.describe(table as usize, last, (table - 1, 1, 2, 0));
+        driver.describe(FrontEnd::place(0), round, (table, 16 * (u32::from(last) + 1), 4, 0));
+        driver.offer(0, round);
+        driver.kick(0);
+        let wish = FrontEnd::place(0) + 0x8000 + 4 + 8 * usize::from(RING_SIZE);
+        while driver.guest.memory.load(wish) <= round {
+            std::thread::yield_now();
+        }
+        remove(&driver, REGIONS);
+    }
+    // The guest's own memory is one of them.
+    let added = add_all(&driver);
+    assert_eq!(added, 1024 - 1 - 2 * REGIONS);
+    remove(&driver, added);
+    drop(drained);
+    driver.wait_used(0);
+    driver.wait_used(0);
+    // The ring's thread lets go of a request once its end is told.
+    cowshed_testkit::waiting::await_that("all memory is free again", || {
+        let added = add_all(&driver);
+        remove(&driver, added);
+        added == REGIONS
+    });
     drop(driver);
     assert_serves(&served);
 }
