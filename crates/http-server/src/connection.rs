@@ -332,7 +332,8 @@ impl Connection<'_> {
         // A client that goes on without naming the version (curl -C -) would join two disks.
         let rest = request.range.as_deref().filter(|_| request.if_range.is_none()).and_then(start_of_rest);
         let is_refused = rest.is_some_and(|start| {
-            clients.sent.borrow().may_be_of_another(host_of(self.peer), &request.path, version, start)
+            reading.version().is_unsure
+                || clients.sent.borrow().may_be_of_another(host_of(self.peer), &request.path, version, start)
         });
         let mut answer = match is_refused {
             true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),

@@ -3,8 +3,9 @@
 
 use cowshed_image::Node;
 use cowshed_image::graph::{Attachment, Queue, nodes_below};
+use cowshed_image::node::{ChildRole, StorageKind};
 use cowshed_image::stats::IoKind;
-use cowshed_storage::IoBuf;
+use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::LocalBoxFuture;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
@@ -60,6 +61,8 @@ pub struct Version {
     pub number: u64,
     /// Something may be writing to it at the moment.
     pub may_change: bool,
+    /// Others may change it without another number: a block device, or a disk of a server.
+    pub is_unsure: bool,
 }
 
 impl Content for Arc<Attachment> {
@@ -80,7 +83,8 @@ impl Reading for Queue {
     fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
         Box::pin(async move {
             let (result, buf) = Queue::read(self, offset, buf).await;
-            (result.and_then(|()| check_lengths(&self.attachment().node())), buf)
+            let node = self.attachment().node();
+            (result.and_then(|()| check_lengths(&node)).and_then(|()| check_tables(&node)), buf)
         })
     }
 }
@@ -103,6 +107,22 @@ fn check_lengths(node: &Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+/// Fails where another program has changed an image: the tables in memory don't fit its bytes any more.
+fn check_tables(node: &Arc<Node>) -> Result<()> {
+    for image in nodes_below(node).iter().filter(|node| node.is_read_only() && node.has_tables()) {
+        for child in image.children() {
+            if !matches!(child.role, ChildRole::File | ChildRole::Header | ChildRole::Extent(_)) {
+                continue;
+            }
+            if nodes_below(&child.node).iter().any(|node| node.file().is_some_and(File::was_changed_by_others)) {
+                let message = "another program has changed the image since it was opened, so its tables are old ones";
+                return Err(Error::new(ErrorKind::Io, message).file(child.node.filename()));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// For contents whose version the files don't have: each process has versions of its own.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
@@ -110,6 +130,8 @@ static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher
 /// others write to them: the writes of their parent are those that were counted above, or change no data.
 fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
+    let storages = nodes_below(node).into_iter().filter_map(|node| node.storage_kind());
+    let is_unsure = storages.into_iter().any(|kind| matches!(kind, StorageKind::HostDevice | StorageKind::Export));
     let may_change = !node.is_read_only();
     node.size().hash(&mut hasher);
     // The files that are open, whatever their names mean by now.
@@ -136,7 +158,7 @@ fn version_of(node: &Arc<Node>) -> Version {
             }
         }
     }
-    Version { number: hasher.finish(), may_change }
+    Version { number: hasher.finish(), may_change: may_change || is_unsure, is_unsure }
 }
 
 /// The number of changes that were made through a node.

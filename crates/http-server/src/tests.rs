@@ -21,6 +21,7 @@ struct Pattern {
     version: AtomicU64,
     /// Each read of the second half makes another version.
     changes: bool,
+    is_unsure: bool,
     fails: AtomicBool,
 }
 
@@ -46,7 +47,11 @@ impl Reading for Open {
     }
 
     fn version(&self) -> Version {
-        Version { number: self.0.version.load(Ordering::SeqCst), may_change: self.0.changes }
+        Version {
+            number: self.0.version.load(Ordering::SeqCst),
+            may_change: self.0.changes,
+            is_unsure: self.0.is_unsure,
+        }
     }
 
     fn read(&self, offset: u64, mut buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
@@ -294,6 +299,16 @@ fn the_rest_of_another_version_is_no_rest() {
     assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 200, "another file of this host may be older");
     served.content.version.store(8, Ordering::SeqCst);
     assert_eq!(client.get("/disk", "Range: bytes=5-9\r\n").status(), 206, "pieces of a disk in use are no rest");
+    served.stop();
+}
+
+#[test]
+fn rest_of_what_changes_unseen_is_the_whole() {
+    let served = serve(Pattern { len: 9000, is_unsure: true, ..Pattern::default() }, small());
+    let mut client = served.client();
+    assert_eq!(client.get("/disk", "Range: bytes=0-99\r\n").status(), 206, "a piece is no rest");
+    let rest = client.get("/disk", "Range: bytes=100-\r\n");
+    assert_eq!((rest.status(), rest.body.len()), (200, 9000));
     served.stop();
 }
 

@@ -579,6 +579,18 @@ impl File {
         self.0.medium.change_stamp()
     }
 
+    /// True where another program has changed a file of this machine since it was opened here. Of one to which this process has
+    /// written that is unknown: false.
+    pub fn was_changed_by_others(&self) -> bool {
+        let Medium::Host(host) = &self.0.medium else { return false };
+        let statistics = self.statistics();
+        let is_ours = [FileOp::Write, FileOp::Zero, FileOp::Discard].iter().any(|op| {
+            let counted = statistics.of(*op);
+            counted.operations + counted.failed > 0
+        });
+        !is_ours && host.was_changed()
+    }
+
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).
     pub fn allocated_bytes(&self) -> Result<u64> {
         self.0

@@ -50,6 +50,8 @@ pub(crate) struct HostFile {
     /// Reads that are not tried in the page cache, because the last one was not there.
     reads_past_cache: AtomicU32,
     known: KnownData,
+    /// See [`crate::File::change_stamp`].
+    opened: [u64; 7],
 }
 
 /// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
@@ -128,6 +130,7 @@ impl HostFile {
             bulk_until_ns: AtomicU64::new(0),
             reads_past_cache: AtomicU32::new(0),
             known: KnownData::default(),
+            opened: crate::folder::stamp_of(&stat),
         })
     }
 
@@ -594,6 +597,12 @@ impl HostFile {
         }
         let source = Arc::clone(&source.fd);
         self.short_call(move |fd| sys::share_range(&source, source_offset, fd, 1, 1)).await
+    }
+
+    /// True where the length or the time of the last change is another one than at the opening.
+    pub(crate) fn was_changed(&self) -> bool {
+        let content = |stamp: &[u64; 7]| stamp[2..5].to_vec();
+        !self.is_device && self.change_stamp().is_some_and(|now| content(&now) != content(&self.opened))
     }
 
     /// See [`crate::File::change_stamp`].

@@ -333,6 +333,28 @@ fn a_file_that_has_become_shorter_is_not_sent() {
     }
 }
 
+/// Another image takes its place in the same file: the tables in memory are those of the first one.
+#[test]
+fn image_that_was_replaced_is_not_sent() {
+    for (format, shape) in [("qcow2", "raw"), ("qcow2", "qcow2"), ("vdi", "zstd"), ("vmdk", "raw")] {
+        let oracle = Oracle::new();
+        for (name, places) in [("one", [1, 3, 5]), ("two", [2, 3, 9])] {
+            oracle.make(&format!("create -q -f {format} {name} 16M"));
+            for place in places {
+                oracle.io(&[&format!("write -P {place} {place}M 1M")], name);
+            }
+        }
+        let share = Share::start(&oracle, &["--as", shape, "--no-digest", "-f", format, "one"]);
+        download(&oracle, &["-o", "/dev/null", &share.url]);
+        // As `cp` does it.
+        let two = std::fs::read(oracle.work().join("two")).expect("the image");
+        std::fs::write(oracle.work().join("one"), two).expect("another image");
+        let output = curl(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+        assert!(!output.status.success() || output.stdout == b"500", "{format} as {shape}: {output:?}");
+        await_that("the reason", || share.said().contains("another program has changed the image"));
+    }
+}
+
 /// The places of the data are those of the version that is sent, and the page has no digest of an older one.
 #[test]
 fn qcow2_download_follows_a_disk_that_changes() {

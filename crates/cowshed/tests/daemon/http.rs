@@ -178,6 +178,32 @@ fn writes_through_a_node_below_make_another_etag() {
     daemon.stop();
 }
 
+/// Other clients of the server may write, and nothing tells.
+#[test]
+fn disks_of_servers_have_weak_tags_and_no_rest() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![b'A'; 1 << 20]).expect("an image");
+    let mut server = Serving::start(folder, &["serve", "-k", "n.sock", "--drive", "file=d.raw,id=d,format=raw"]);
+    server.line();
+    let other = temp_dir();
+    let nbd =
+        format!("nbd,node-name=d,read-only=on,server.type=unix,server.path={},export=d", text(&folder.join("n.sock")));
+    let http = "http,id=h,node-name=d,addr.type=unix,addr.path=h.sock,path=/disk";
+    let daemon = Serving::start(other.path(), &["qemu-storage-daemon", "--blockdev", &nbd, "--export", http]);
+    let socket = other.path().join("h.sock");
+    await_that("the export listens", || UnixStream::connect(&socket).is_ok());
+    let get = |range: &str| {
+        let format = "%{http_code} %header{etag} %{size_download}";
+        let options = ["-sS", "-r", range, "-o", "/dev/null", "-w", format, "--unix-socket", text(&socket)];
+        tool("curl", &[&options[..], &["http://localhost/disk"]].concat())
+    };
+    assert!(get("0-99").starts_with("206 W/\"") && get("0-99").ends_with(" 100"), "{}", get("0-99"));
+    assert!(get("100-").starts_with("200 W/\"") && get("100-").ends_with(" 1048576"), "{}", get("100-"));
+    daemon.stop();
+    server.stop();
+}
+
 #[test]
 fn members_of_the_address_count() {
     let folder = temp_dir();

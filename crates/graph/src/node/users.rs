@@ -32,6 +32,14 @@ fn held(users: &[Edge]) -> PermissionSet {
     users.iter().fold(PermissionSet::NONE, |sum, edge| sum | edge.held)
 }
 
+impl Node {
+    /// True for an image whose header or tables are in memory: they say where its bytes are. Raw images, filters and protocols have
+    /// none.
+    pub fn has_tables(&self) -> bool {
+        self.storage_kind().is_none() && !self.is_filter() && self.driver_name() != "raw"
+    }
+}
+
 /// A file whose length changes: the lock shows it until this is dropped.
 pub(super) struct Resizing<'a> {
     node: &'a Node,

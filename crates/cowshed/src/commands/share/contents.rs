@@ -242,7 +242,7 @@ impl Reading for PageReading {
     fn version(&self) -> Version {
         let mut hasher = DefaultHasher::new();
         self.0.hash(&mut hasher);
-        Version { number: hasher.finish(), may_change: false }
+        Version { number: hasher.finish(), may_change: false, is_unsure: false }
     }
 
     fn read(&self, offset: u64, mut buf: IoBuf) -> Read<'_> {
