@@ -355,6 +355,20 @@ fn image_that_was_replaced_is_not_sent() {
     }
 }
 
+/// A read that never returns keeps no share, nor its exit code.
+#[test]
+fn hung_reads_end_with_the_share() {
+    let oracle = disk();
+    let arguments = ["--expires", "2s", "--no-digest", "--quiet", "--fault", "op=read,action=hang", "disk.qcow2"];
+    let share = Share::start(&oracle, &arguments);
+    assert_eq!(curl(&oracle, &["--max-time", "1", "-o", "/dev/null", &share.url]).status.code(), Some(28));
+    let errors = share.errors.try_clone().expect("a descriptor");
+    assert_eq!(share.exit_code(), Some(0));
+    let (mut errors, mut text) = (errors, String::new());
+    errors.rewind().and_then(|()| errors.read_to_string(&mut text)).expect("text");
+    assert!(text.contains("a read of the disk does not end"), "{text}");
+}
+
 /// The places of the data are those of the version that is sent, and the page has no digest of an older one.
 #[test]
 fn qcow2_download_follows_a_disk_that_changes() {

@@ -44,7 +44,7 @@ pub const VERB: Verb = Verb {
               It listens on this machine only, unless --bind says otherwise. See docs/share.md.",
     examples: "  cowshed share disk.qcow2
       Prints a URL such as http://localhost:40123/5f0c…/disk.raw.
-  curl $URL | zstd -d | dd of=/dev/sdX bs=1M oflag=direct
+  curl -f $URL | zstd -d | dd of=/dev/sdX bs=1M oflag=direct
       From --as zstd: straight onto a disk, compressed on the way.
   cowshed share --as qcow2 --once --expires 1h --bind 0.0.0.0 --tls-dir certs disk.qcow2
       Once, within an hour, for other machines, encrypted: certs has server-cert.pem and server-key.pem.",
@@ -138,6 +138,9 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// The time for which downloads may go on after the end.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// The end may take so long beyond that: a read of the disk may never return.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Fast enough for a network.
 const ZSTD_LEVEL: i32 = 1;
@@ -251,6 +254,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
     let mut version = content.open().version().number;
     let mut digest =
         plan.has_digest.then(|| rt::spawn(show_digest(Arc::clone(&content), facts.clone(), Arc::clone(&page))));
+    let mut refresh: Option<rt::JoinHandle<()>> = None;
     let end = plan.expires.map(|expires| rt::now() + expires);
     let complete = loop {
         if plan.once && downloads.is_complete() {
@@ -266,18 +270,36 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
             if let Some(digest) = digest.take() {
                 digest.cancel().await;
             }
+            if let Some(refresh) = refresh.take() {
+                refresh.cancel().await;
+            }
             // A digest of the disk as it was says nothing of the next download.
-            content.follow().await;
-            let file_bytes = (plan.shape != Shape::Zstd).then(|| content.open().size());
             let trouble = plan.has_digest.then_some("the disk was written to");
-            page.set(page::html(&Facts { file_bytes, trouble, ..facts.clone() }, false));
+            let has_len = plan.shape != Shape::Zstd;
+            let (content, page, facts) = (Arc::clone(&content), Arc::clone(&page), facts.clone());
+            refresh = Some(rt::spawn(async move {
+                content.follow().await;
+                let file_bytes = has_len.then(|| content.open().size());
+                page.set(page::html(&Facts { file_bytes, trouble, ..facts }, false));
+            }));
         }
     };
-    if let Some(digest) = digest {
-        digest.cancel().await;
+    limit_end(u8::from(plan.once && !complete));
+    for task in [digest, refresh].into_iter().flatten() {
+        task.cancel().await;
     }
     server.stop(GRACE).await;
     Ok(complete || downloads.is_complete())
+}
+
+/// Ends the process where it doesn't end by itself.
+fn limit_end(code: u8) {
+    let wait = move || {
+        std::thread::sleep(GRACE + STOP_LIMIT);
+        work::end_process("a read of the disk does not end, and is given up".to_owned(), code)
+    };
+    // Without a thread the end has no limit.
+    drop(std::thread::Builder::new().name("end of the share".to_owned()).spawn(wait));
 }
 
 /// The content; `len` is its length in bytes.
