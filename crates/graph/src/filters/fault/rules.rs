@@ -263,7 +263,7 @@ impl FaultRule {
 
     /// The reason for which the rule can never have an effect; `None` where it can.
     pub fn no_effect(&self) -> Option<&'static str> {
-        use FaultAction::{Corrupt, Delay, Lose, Misdirect, Short, Stuck};
+        use FaultAction::{Corrupt, Delay, Lose, Misdirect, Short, Stuck, Torn};
         let reads = matches!(self.op, FaultOp::Read | FaultOp::Any);
         let changes_place = matches!(self.op, FaultOp::Flush | FaultOp::Resize);
         match self.action {
@@ -274,6 +274,9 @@ impl FaultRule {
             _ if self.end.is_some_and(|end| end <= self.start) => Some("'end-ms' is not behind 'start-ms'"),
             _ if self.delay.max(self.jitter) > Duration::from_millis(MAX_MS) => {
                 Some("'delay-ms' and 'jitter-ms' are a day (86400000) at most")
+            }
+            action if self.bytes.is_some() && !matches!(action, Torn | Short) => {
+                Some("'bytes' is for 'torn' and 'short': 'offset' and 'len' are the place of a rule")
             }
             Misdirect if self.distance == 0 => Some("'distance': 0 is the place of the request"),
             Delay if self.delay.is_zero() && self.jitter.is_zero() => {
@@ -626,6 +629,7 @@ mod tests {
             (r#"{"op":"read","action":"delay","delay-ms":86400001}"#, Some("'delay-ms'")),
             (r#"{"op":"read","action":"delay","jitter-ms":4294967295}"#, Some("'delay-ms'")),
             (r#"{"op":"read","action":"stuck"}"#, Some("'stuck'")),
+            (r#"{"op":"read","action":"hang","bytes":512}"#, Some("'bytes'")),
             (r#"{"op":"read","action":"lose"}"#, Some("'lose'")),
             (r#"{"op":"write","action":"corrupt"}"#, Some("'corrupt'")),
             (r#"{"op":"flush","action":"misdirect"}"#, Some("no place")),
