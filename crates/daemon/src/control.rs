@@ -173,6 +173,12 @@ async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
             }
             Message::Say(say) => say(),
             Message::MonitorClosed(properties) => daemon.close_monitor(&properties),
+            // Requests that hang can keep the export's server: the limit of the stop counts.
+            Message::ExportEnded(_)
+                if daemon.stop_when_idle && daemon.nbd().is_none() && daemon.servers.have_ended() =>
+            {
+                daemon.stop(StopReason::Idle);
+            }
             Message::ExportEnded(id) => {
                 let daemon = Rc::clone(daemon);
                 drop(rt::spawn(async move {

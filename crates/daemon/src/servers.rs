@@ -67,6 +67,11 @@ impl Servers {
         self.list.borrow().iter().map(|entry| entry.export.clone()).collect()
     }
 
+    /// True when the servers of all exports have ended by themselves.
+    pub fn have_ended(&self) -> bool {
+        self.list.borrow().iter().all(|entry| entry.server.has_ended())
+    }
+
     /// Number of exports of a type that a client has in use.
     pub fn connected(&self, kind: &str) -> usize {
         let list = self.list.borrow();

@@ -21,6 +21,8 @@ pub(crate) struct RunningRequest {
     unique: u64,
     thread: u32,
     bytes: u64,
+    /// It makes nothing durable either.
+    is_read: bool,
     /// It changes nothing, so its caller may go before its end.
     may_be_left: bool,
     /// Its caller may have to go, and the kernel says nothing of that (again).
@@ -50,6 +52,7 @@ impl RunningRequest {
             unique: header.unique,
             thread: header.thread,
             bytes,
+            is_read: matches!(operation, Operation::Read { .. } | Operation::Seek { .. }),
             may_be_left,
             // Of a process that exits the kernel reports no signal.
             is_watched: operation == Operation::Flush,
@@ -67,6 +70,11 @@ impl RunningRequest {
     /// The bytes of its buffers.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// True where nothing is lost with it.
+    pub fn is_read(&self) -> bool {
+        self.is_read
     }
 
     /// True where [`RunningRequest::leave_dying`] is to be called from time to time.

@@ -14,7 +14,7 @@ use cowshed_types::{Error, Result};
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The most bytes of one read or write.
@@ -62,8 +62,25 @@ pub(crate) struct Shared {
     pub orders: Watched<Orders>,
     /// Threads that run.
     threads: Watched<usize>,
+    /// Those of them that have nothing but reads to end, of a file that is unmounted.
+    pub reading: AtomicUsize,
     on_unmount: Mutex<Option<OnUnmount>>,
     pub on_resize: OnResize,
+}
+
+impl Shared {
+    /// True where no thread has anything but reads to end.
+    pub(crate) fn has_reads_alone(&self) -> bool {
+        self.threads.look(|threads| self.reading.load(Ordering::SeqCst) >= *threads)
+    }
+
+    /// Tells the owner, once, that the file is unmounted.
+    pub(crate) fn tell_unmounted(&self) {
+        let told = lock(&self.on_unmount).take();
+        if let Some(told) = told {
+            told();
+        }
+    }
 }
 
 /// Interrupts that are kept for threads that have not seen them. Requests that they name have long begun.
@@ -153,6 +170,7 @@ impl Server {
             resizing: futures_util::lock::Mutex::new(()),
             orders: Watched::default(),
             threads: Watched::default(),
+            reading: AtomicUsize::new(0),
             on_unmount: Mutex::new(Some(on_unmount)),
             on_resize,
             config,
@@ -279,9 +297,8 @@ impl Drop for Running {
             *threads -= 1;
             *threads
         });
-        let told = lock(&self.0.on_unmount).take_if(|_| left == 0);
-        if let Some(told) = told {
-            told();
+        if left == 0 {
+            self.0.tell_unmounted();
         }
     }
 }

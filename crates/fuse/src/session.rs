@@ -10,7 +10,8 @@ use cowshed_fuse_proto::{
     reply,
 };
 use cowshed_image::graph::Queue;
-use cowshed_storage::{FuseDevice, IoBuf, rt};
+use cowshed_storage::rt::{self, within};
+use cowshed_storage::{FuseDevice, IoBuf};
 use cowshed_types::{Errno, Result};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::FuturesUnordered;
@@ -21,6 +22,7 @@ use std::future::poll_fn;
 use std::io::IoSliceMut;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -40,6 +42,9 @@ const MAX_BACKGROUND: u16 = 256;
 const PAGE_BYTES: u32 = 4096;
 /// The time between two looks at callers that may have to go.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Reads that take longer don't keep the owner from hearing that the file is unmounted.
+const READ_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The end of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +109,9 @@ pub(crate) async fn serve(shared: Arc<Shared>, device: FuseDevice) -> Result<End
     };
     let end = session.run().await;
     session.running.extend(std::mem::take(&mut session.postponed));
+    if matches!(end, End::Unmounted) {
+        session.leave_reads().await;
+    }
     while session.running.next().await.is_some() {}
     Ok(end)
 }
@@ -223,6 +231,30 @@ impl Session {
         }
         self.postponed.retain(|running| !running.is_answered());
         self.watch();
+    }
+
+    /// The file is unmounted. Reads of a disk that never answers don't keep the owner from hearing of it, if all threads have nothing
+    /// else to end. Changes and flushes do.
+    async fn leave_reads(&mut self) {
+        let mut is_counted = false;
+        loop {
+            match within(READ_PATIENCE, self.running.next()).await {
+                Some(Some(_)) => {}
+                Some(None) => {
+                    self.shared.reading.fetch_sub(usize::from(is_counted), Ordering::SeqCst);
+                    return;
+                }
+                None if !is_counted && self.requests().all(|running| running.is_read()) => {
+                    self.shared.reading.fetch_add(1, Ordering::SeqCst);
+                    is_counted = true;
+                }
+                None if is_counted && self.shared.has_reads_alone() => {
+                    self.shared.tell_unmounted();
+                    return;
+                }
+                None => {}
+            }
+        }
     }
 
     fn has_room(&self) -> bool {

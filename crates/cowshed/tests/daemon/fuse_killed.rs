@@ -274,3 +274,27 @@ fn umount_of_a_hung_disk_is_given_up() {
     daemon.stop();
     assert_eq!(std::fs::read(folder.join("d.raw")).expect("the disk")[..4097], [&[b'x'; 4096][..], &[3]].concat());
 }
+
+/// The reader of a hung request has gone, and the file with it. The process ends within its limit.
+#[test]
+fn mount_with_a_hung_read_ends_after_its_file() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let at = |name: &str| text(&folder.join(name)).to_owned();
+    std::fs::write(at("d.raw"), vec![3; 1 << 20]).expect("an image");
+    File::create(at("m")).expect("a mount point");
+    let rule = "op=read,action=hang";
+    let limit = ["--foreground", "--stop-timeout", "3", "--monitor", "m.sock", "--fault", rule];
+    let mut mount = Serving::start(folder, &[&["mount"][..], &limit, &["-f", "raw", &at("d.raw"), &at("m")]].concat());
+    await_that("the monitor", || std::os::unix::net::UnixStream::connect(at("m.sock")).is_ok());
+    let mut monitor = Monitor::connect(&folder.join("m.sock"));
+    let child = reader(folder, "4k");
+    await_that("the request", || {
+        monitor.command("x-query-faults", json!({"node-name": "disk"}))["hits"].as_u64() > Some(0)
+    });
+    ends_by(child, "KILL", 9);
+    drop(monitor);
+    tool("umount", &[&at("m")]);
+    mount.await_log("could not stop in order");
+    assert_eq!(mount.wait().code(), Some(1));
+}
