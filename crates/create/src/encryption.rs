@@ -10,7 +10,6 @@ use cowshed_layout::luks::HEADER_BYTES;
 use cowshed_storage::{File, IoBuf, rt};
 use cowshed_types::{Error, Result};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// QEMU's `iter-time` where none is given, in milliseconds.
 const DEFAULT_ITERATION_MS: u64 = 2000;
@@ -44,7 +43,7 @@ pub struct NewEncryption {
     /// Hash of the key derivation.
     pub hash: Hash,
     /// The time that one guess of the passphrase should cost.
-    pub iteration_time: Duration,
+    pub iteration_ms: u64,
     /// Id of the secret with the passphrase.
     pub key_secret: Option<String>,
     /// The passphrase. Needed to create, not to measure.
@@ -124,7 +123,7 @@ impl ImageEncryption {
         }
     }
 
-    /// Makes keys and key slots: takes about [`NewEncryption::iteration_time`].
+    /// Makes keys and key slots: takes about [`NewEncryption::iteration_ms`].
     pub(crate) async fn make(&self) -> Result<MadeEncryption> {
         match self {
             ImageEncryption::Luks(new) => {
@@ -163,6 +162,13 @@ pub(crate) struct NewVolume {
     material: Vec<u8>,
 }
 
+/// The `iter-time` that the option `name` has, in milliseconds. Messages call it `shown`. A negative one is too large
+/// for every machine, as in QEMU.
+pub fn iteration_ms(values: &OptionValues, name: &str, shown: &str) -> Result<u64> {
+    // 0 is the default, as in QEMU.
+    Ok(values.integer(name, shown)?.filter(|ms| *ms > 0).unwrap_or(DEFAULT_ITERATION_MS))
+}
+
 impl NewEncryption {
     /// From `-o` values, whose names start with `prefix` ("encrypt." or "").
     pub fn from_values(values: &OptionValues, prefix: &str) -> Result<NewEncryption> {
@@ -183,8 +189,7 @@ impl NewEncryption {
             "essiv" => InitialVector::Essiv(vector_hash.unwrap_or(Hash::Sha256)),
             other => return Err(not_accepted(&name("ivgen-alg"), other)),
         };
-        // 0 is the default, as in QEMU.
-        let iteration_ms = values.number(&name("iter-time")).filter(|ms| *ms > 0).unwrap_or(DEFAULT_ITERATION_MS);
+        let iteration_ms = iteration_ms(values, &name("iter-time"), &name("iter-time"))?;
         let spec = CipherSpec { algorithm, chaining, initial_vector };
         let key_bytes = if chaining == Chaining::Xts { 2 * width } else { width };
         // Parts that don't go together are refused before anything is touched.
@@ -193,7 +198,7 @@ impl NewEncryption {
             spec,
             key_bytes,
             hash: hash_of(&name("hash-alg"), get("hash-alg").unwrap_or("sha256"))?,
-            iteration_time: Duration::from_millis(iteration_ms),
+            iteration_ms,
             key_secret: get("key-secret").map(str::to_owned),
             secret: None,
         })
@@ -218,12 +223,12 @@ impl NewEncryption {
         self.header_bytes() + if detached { 0 } else { size }
     }
 
-    /// Makes the volume: takes about [`NewEncryption::iteration_time`].
+    /// Makes the volume: takes about [`NewEncryption::iteration_ms`].
     pub(crate) async fn make(&self) -> Result<NewVolume> {
         let secret = self.secret.clone().ok_or_else(needs_secret)?;
-        let NewEncryption { spec, key_bytes, hash, iteration_time, .. } = *self;
+        let NewEncryption { spec, key_bytes, hash, iteration_ms, .. } = *self;
         rt::run_on_cpu_pool(move || {
-            let iterations = iterations_for(hash, key_bytes, iteration_time);
+            let iterations = iterations_for(hash, key_bytes, iteration_ms)?;
             let (mut volume, key) = Volume::create(spec, hash, key_bytes, iterations / DIGEST_SHARE)?;
             let material = volume.fill_slot(0, &key, secret.as_bytes(), iterations)?;
             Ok(NewVolume { volume, key, material })

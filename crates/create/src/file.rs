@@ -316,9 +316,7 @@ pub(super) async fn write_fresh_luks(
     if file.len() < len {
         file.set_len(len).await?;
     }
-    if !detached {
-        reserve(file, header_bytes, size, preallocation).await?;
-    }
+    reserve(file, 0, len, preallocation).await?;
     volume.write_rest(file, 0).await?;
     file.sync().await?;
     volume.write_first_sector(file, 0).await?;

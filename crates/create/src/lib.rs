@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 pub use created::{Created, INCOMPLETE};
-pub use encryption::{ImageEncryption, NewEncryption};
+pub use encryption::{ImageEncryption, NewEncryption, iteration_ms};
 pub use file::{NO_EXPORT, write_fresh_qcow2, write_fresh_raw};
 pub use monitor::{MonitorRules, Numbers};
 
@@ -368,7 +368,7 @@ impl CreatePlan {
         file.check_single_use()?;
         if self.format == "luks" {
             let encryption = self.luks_encryption()?;
-            let (size, space) = (round_size(self.size)?, self.space()?);
+            let (size, space) = (round_size(self.size)?, self.luks_space()?);
             clear(file).await?;
             let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
             return Self::clear_on_error(file, image).await;
@@ -433,6 +433,14 @@ impl CreatePlan {
         self.values.switch("detached-header")
     }
 
+    /// Of `luks`, whose metadata is written in any case.
+    fn luks_space(&self) -> Result<Preallocation> {
+        match self.values.get("preallocation") {
+            Some("metadata") => Ok(Preallocation::Off),
+            _ => self.space(),
+        }
+    }
+
     /// Of formats without metadata of their own.
     fn space(&self) -> Result<Preallocation> {
         let given = self.values.get("preallocation").unwrap_or("off");
@@ -468,7 +476,7 @@ impl CreatePlan {
             "qcow2" => file::create_qcow2(&self.path, &self.qcow2_options()?, how).await,
             "luks" => {
                 let (encryption, size) = (self.luks_encryption()?, round_size(self.size)?);
-                let (space, hints) = (self.space()?, layout_hints(&self.values)?);
+                let (space, hints) = (self.luks_space()?, layout_hints(&self.values)?);
                 file::create_luks(&self.path, &encryption, size, space, self.is_detached(), hints, how).await
             }
             name if let Some(format) = fresh::find(name) => {

@@ -409,6 +409,18 @@ impl OptionValues {
         }
     }
 
+    /// The same for an integer of 64 bits with a sign, which larger numbers are not. Messages call it `shown`.
+    pub fn integer(&self, key: &str, shown: &str) -> Result<Option<u64>> {
+        let number = self.number(key);
+        match self.get(key) {
+            Some(value) if !value.starts_with('-') && number.is_some_and(|number| i64::try_from(number).is_err()) => {
+                let error = Error::invalid_argument(format!("Parameter '{shown}' expects integer"));
+                Err(error.value(format!("'{value}'")))
+            }
+            _ => Ok(number),
+        }
+    }
+
     /// ` key=value key=value`, in the order of the schema; commas are doubled as qemu-img doubles them.
     pub fn summary(&self) -> String {
         let mut line = String::new();

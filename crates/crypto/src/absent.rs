@@ -61,7 +61,6 @@ pub mod luks {
     use cowshed_types::Result;
     use std::convert::Infallible;
     use std::ops::Range;
-    use std::time::Duration;
 
     /// Writes in any order; behind them comes a barrier.
     pub type Stage = Vec<(u64, Vec<u8>)>;
@@ -135,7 +134,7 @@ pub mod luks {
     }
 
     /// The iterations of a key derivation that doesn't exist.
-    pub fn iterations_for(_hash: Hash, _key_bytes: u32, _time: Duration) -> u32 {
-        0
+    pub fn iterations_for(_hash: Hash, _key_bytes: u32, _milliseconds: u64) -> Result<u32> {
+        Err(absent())
     }
 }

@@ -17,6 +17,8 @@ use zeroize::Zeroizing;
 const STRIPES: u32 = 4000;
 /// Alignment in bytes of new key material, and of the data behind it.
 const ALIGNMENT: u64 = 4096;
+/// The system's words for a number that doesn't fit.
+const OUT_OF_RANGE: &str = "Numerical result out of range";
 /// The specification's least number of iterations.
 const LEAST_ITERATIONS: u32 = 1000;
 /// More key material than any slot has: 64 bytes in 4,000 stripes are 256 KB.
@@ -260,9 +262,9 @@ impl Volume {
     }
 }
 
-/// The number of iterations of the key derivation that take about `time` on this machine, for a key of `key_bytes`
-/// bytes. At least the specification's 1,000.
-pub fn iterations_for(hash: Hash, key_bytes: u32, time: Duration) -> u32 {
+/// The number of iterations of the key derivation that take about `milliseconds` on this machine, for a key of
+/// `key_bytes` bytes. At least the specification's 1,000. An error where the header's 32 bits can't hold the number.
+pub fn iterations_for(hash: Hash, key_bytes: u32, milliseconds: u64) -> Result<u32> {
     const ENOUGH: Duration = Duration::from_millis(50);
     let mut key = Zeroizing::new(vec![0; key_bytes as usize]);
     let mut iterations = LEAST_ITERATIONS;
@@ -271,10 +273,21 @@ pub fn iterations_for(hash: Hash, key_bytes: u32, time: Duration) -> u32 {
         hash.pbkdf2(b"a passphrase", &[0x5a; SALT_BYTES], iterations, &mut key);
         let took = started.elapsed();
         if took >= ENOUGH || iterations >= u32::MAX / 4 {
-            let wanted = f64::from(iterations) * time.as_secs_f64() / took.as_secs_f64().max(1e-9);
-            return (wanted as u32).max(LEAST_ITERATIONS);
+            let each_second = f64::from(iterations) / took.as_secs_f64().max(1e-9);
+            return scaled(each_second as u64, milliseconds);
         }
         iterations *= 4;
+    }
+}
+
+fn scaled(each_second: u64, milliseconds: u64) -> Result<u32> {
+    let refused = |why: String| Err(Error::invalid_argument(format!("PBKDF iterations {why}: {OUT_OF_RANGE}")));
+    let Some(wanted) = each_second.checked_mul(milliseconds) else {
+        return refused(format!("{each_second} too large to scale"));
+    };
+    match u32::try_from(wanted / 1000) {
+        Ok(iterations) => Ok(iterations.max(LEAST_ITERATIONS)),
+        Err(_) => refused(format!("{} larger than {}", wanted / 1000, u32::MAX)),
     }
 }
 
@@ -431,8 +444,13 @@ mod tests {
 
     #[test]
     fn time_becomes_iterations() {
-        let short = iterations_for(Hash::Sha256, 32, Duration::ZERO);
-        let long = iterations_for(Hash::Sha256, 32, Duration::from_secs(100));
+        let short = iterations_for(Hash::Sha256, 32, 0).unwrap();
+        let long = iterations_for(Hash::Sha256, 32, 100_000).unwrap();
         assert!(short == LEAST_ITERATIONS && long > 1_000_000 / 50, "{short}, {long}");
+        let refused = |each_second, milliseconds| scaled(each_second, milliseconds).unwrap_err().to_string();
+        let large = "PBKDF iterations 4294967296 larger than 4294967295: Numerical result out of range";
+        assert_eq!(refused(1 << 32, 1000), large);
+        let huge = "PBKDF iterations 1000000 too large to scale: Numerical result out of range";
+        assert_eq!(refused(1_000_000, u64::MAX), huge);
     }
 }

@@ -355,7 +355,7 @@ impl IoThreadProperties {
         let top = all.get("thread-pool-max").copied().unwrap_or(i64::MAX);
         let is_pool = match name {
             "thread-pool-min" => value <= top,
-            "thread-pool-max" => value > 0 && value >= least,
+            "thread-pool-max" => value > 0 && value >= least && i32::try_from(value).is_ok(),
             _ => true,
         };
         if !(0..=most).contains(&value) {

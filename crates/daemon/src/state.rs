@@ -89,6 +89,8 @@ pub(crate) struct Daemon {
     pub stop_when_idle: bool,
     /// The steps of the start aren't all done: a client that connects to the NBD server waits for the exports that are to come.
     pub is_starting: Cell<bool>,
+    /// Monitors of the command line that had no id.
+    unnamed_monitors: Cell<usize>,
     nbd: RefCell<Option<Rc<Nbd>>>,
     /// The exports that have a server each.
     pub servers: Rc<Servers>,
@@ -122,6 +124,7 @@ impl Daemon {
             request_memory_bytes: settings.request_memory_bytes,
             stop_when_idle: settings.stop_when_idle,
             is_starting: Cell::new(true),
+            unnamed_monitors: Cell::new(0),
             nbd: RefCell::default(),
             chardevs: Devices::default(),
             metrics: RefCell::default(),
@@ -159,14 +162,17 @@ impl Daemon {
         self.chardevs.remove_with_monitor(properties.chardev());
     }
 
-    /// A monitor of the command line, which is an object too.
-    pub fn add_first_monitor(&self, chardev: &str, pretty: bool) -> Result<()> {
-        let properties = Arc::new(MonitorProperties::new(chardev, pretty, false));
-        self.start_monitor(chardev, &properties)?;
-        let number = (0..).find(|number| self.objects.find(&format!("compat_monitor{number}")).is_none());
-        let id = format!("compat_monitor{}", number.unwrap_or(0));
+    /// A monitor of the command line, which is an object too. Those without an id have a number, in their order.
+    pub fn add_first_monitor(&self, chardev: &str, id: Option<String>, pretty: bool) -> Result<()> {
+        let id = id.unwrap_or_else(|| {
+            let number = self.unnamed_monitors.get();
+            self.unnamed_monitors.set(number + 1);
+            format!("compat_monitor{number}")
+        });
         let refused = |error: QmpError| Error::invalid_argument(error.description);
-        self.objects.add(&id, Object::Monitor(properties)).map_err(refused)
+        let properties = Arc::new(MonitorProperties::new(chardev, pretty, false));
+        self.objects.add(&id, Object::Monitor(Arc::clone(&properties))).map_err(refused)?;
+        self.start_monitor(chardev, &properties).inspect_err(|_| drop(self.objects.remove(&id)))
     }
 
     /// Starts a monitor at an address, on a character device of its own.

@@ -121,7 +121,12 @@ async fn act(node: &Node, source: Option<&Node>, options: &BitmapOptions, action
     if let (BitmapAction::Add, Some(bytes)) = (action, options.granularity_bytes) {
         check_new_bitmap(&name, bytes)?;
     }
-    let Some(stored) = node.changeable_bitmaps() else { return Err(no_bitmaps(node, &name, action)) };
+    let stored = match (node.changeable_bitmaps(), action) {
+        (Some(stored), _) => stored,
+        // There are none to remove.
+        (None, BitmapAction::RemoveAll) => return Ok(()),
+        (None, _) => return Err(no_bitmaps(node, &name, action)),
+    };
     let change = match action {
         BitmapAction::Add => BitmapChange::Add { name, granularity_bytes: options.granularity_bytes, enabled: true },
         BitmapAction::Remove => BitmapChange::Remove(name),

@@ -3,6 +3,7 @@
 //! `luks`.
 
 use crate::{ImageSpec, JobHandle};
+use cowshed_create::iteration_ms;
 use cowshed_create::schema::{LUKS_SLOTS, OptionValues, amended_options_of};
 use cowshed_image::Node;
 use cowshed_image::encryption::{SlotChange, change_slots, check_slot_change};
@@ -11,10 +12,6 @@ use cowshed_image::secret::Secret;
 use cowshed_types::{Error, Result};
 use serde_json::Value;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// QEMU's `iter-time` where none is given.
-const DEFAULT_ITERATION_TIME: Duration = Duration::from_secs(2);
 
 /// The image and the changes of its key slots.
 #[derive(Clone, Debug, Default)]
@@ -108,7 +105,7 @@ impl LiveSlots {
         }
         let (area, _) = self.node.key_slots()?;
         let by_secret = request.get("old-secret").is_some();
-        check_slot_change(&area, request.slot(), (erases, by_secret), self.force).await
+        check_slot_change(&area, request.slot()?, (erases, by_secret), self.force).await
     }
 
     /// Carries it out.
@@ -165,8 +162,9 @@ impl SlotRequest<'_> {
         }
     }
 
-    fn slot(&self) -> Option<usize> {
-        self.values.number(&self.name("keyslot")).map(|slot| usize::try_from(slot).unwrap_or(usize::MAX))
+    fn slot(&self) -> Result<Option<usize>> {
+        let slot = self.values.integer(&self.name("keyslot"), "keyslot")?;
+        Ok(slot.map(|slot| usize::try_from(slot).unwrap_or(usize::MAX)))
     }
 
     /// Whether slots become inactive. The options must go together.
@@ -189,16 +187,14 @@ impl SlotRequest<'_> {
     }
 
     fn change(&self) -> Result<SlotChange> {
-        let slot = self.slot();
+        let slot = self.slot()?;
         match self.erases()? {
             false => {
                 let Some(new_secret) = self.secret("new-secret")? else {
                     return Err(Error::invalid_argument("'new-secret' is required to activate a keyslot"));
                 };
-                // 0 is the default, as in QEMU.
-                let time = self.values.number(&self.name("iter-time")).filter(|ms| *ms > 0);
-                let iteration_time = time.map_or(DEFAULT_ITERATION_TIME, Duration::from_millis);
-                Ok(SlotChange::Activate { slot, new_secret, iteration_time })
+                let iteration_ms = iteration_ms(self.values, &self.name("iter-time"), "iter-time")?;
+                Ok(SlotChange::Activate { slot, new_secret, iteration_ms })
             }
             true => Ok(SlotChange::Deactivate { slot, old_secret: self.secret("old-secret")? }),
         }

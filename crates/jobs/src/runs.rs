@@ -214,7 +214,7 @@ where
 
 async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHandle) -> Result<()> {
     if piece.zero {
-        return write_zeroes(to, piece.start, piece.len).await;
+        return write_missing_zeroes(to, piece.start, piece.len).await;
     }
     job.throttle(piece.len).await?;
     let (result, bytes) = from.read(piece.start, IoBuf::scratch(piece.len as usize)).await;
@@ -224,6 +224,24 @@ async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHan
     }
     to.write(piece.start, bytes).await.0?;
     to.note_bulk_write(piece.len);
+    Ok(())
+}
+
+/// Makes a range in bytes read as zeroes; leaves alone what does so already.
+async fn write_missing_zeroes(node: &Node, start: u64, len: u64) -> Result<()> {
+    let (mut at, end) = (start, start + len);
+    while at < end {
+        let before = at;
+        for run in node.block_status_chain(at, end - at, RUNS_AT_ONCE).await? {
+            if !run.zero {
+                write_zeroes(node, run.start, run.len).await?;
+            }
+            at = run.start + run.len;
+        }
+        if at == before {
+            return Err(Error::internal("a map without progress").offset(at));
+        }
+    }
     Ok(())
 }
 

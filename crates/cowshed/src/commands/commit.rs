@@ -75,7 +75,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let base = options.base.as_deref().map(Use::WriteFile);
     let uses: Vec<Use<'_>> = [Use::Write(&options.image)].into_iter().chain(base).collect();
     args.naming.untrusted.guard(&uses, console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "committing")?;
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "committing")?.starting_with_images();
     let failed = |error: &Error| failed(console.persona, &options, error);
     job.run(async |handle| commit::run(&options, &handle).await, failed)?;
     if !args.quiet {

@@ -145,7 +145,7 @@ fn failed(persona: Persona, input: &str, output: &str, error: &Error) -> Failure
         return Failure::new(if refusal.starts_with("Unknown") { "Unknown file format" } else { &refusal });
     }
     if about_output
-        && ["could not create", "could not change the size: ", "Protocol driver 'host_", NO_EXPORT]
+        && ["could not create", "failed to get \"", "could not change the size: ", "Protocol driver 'host_", NO_EXPORT]
             .iter()
             .any(|start| sentence.starts_with(start))
     {

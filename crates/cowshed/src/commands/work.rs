@@ -101,6 +101,8 @@ pub struct Foreground {
     watch: Rc<RefCell<Option<Watch>>>,
     /// The progress begins with the job's first report, when its images are open.
     is_late: bool,
+    /// Without progress there is no line to end.
+    ends_begun_lines: bool,
     /// 100 % is printed at the end, whether or not the work has printed it.
     says_end_again: bool,
     /// Errors after which 100 % is printed all the same.
@@ -126,6 +128,7 @@ impl Foreground {
             signal,
             watch: Rc::new(RefCell::new(Some(watch))),
             is_late: false,
+            ends_begun_lines: false,
             says_end_again: false,
             ends_with: |_| false,
             leaves: INCOMPLETE,
@@ -137,6 +140,13 @@ impl Foreground {
     pub fn starting_late(mut self) -> Self {
         self.is_late = true;
         self
+    }
+
+    /// As [`Foreground::starting_late`], and prints nothing where the images can't be opened.
+    #[must_use]
+    pub fn starting_with_images(mut self) -> Self {
+        self.ends_begun_lines = true;
+        self.starting_late()
     }
 
     /// Prints 100 % at the end also where the work has done so, as QEMU does for some verbs.
@@ -207,7 +217,9 @@ impl Foreground {
             if let Ok(value) = &result {
                 say(value);
             }
-            progress.finish();
+            if progress.has_begun() || !self.ends_begun_lines || matches!(*progress, Progress::Bar(_)) {
+                progress.finish();
+            }
         }
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {

@@ -93,6 +93,11 @@ impl Progress {
         }
     }
 
+    /// True once a percentage has been printed.
+    pub fn has_begun(&self) -> bool {
+        matches!(self, Progress::Percent { shown: Some(_), .. })
+    }
+
     /// Ends the line of a percentage.
     pub fn finish(&mut self) {
         if let Progress::Percent { .. } = self {

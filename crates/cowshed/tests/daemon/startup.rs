@@ -501,7 +501,7 @@ fn wrong_options_are_named_with_what_they_may_be() {
             vec!["qemu-storage-daemon", "--object", "thing,id=x"],
             &["Parameter 'qom-type' does not accept value 'thing'"],
         ),
-        (vec!["qemu-storage-daemon", "--chardev", "pipe,id=x"], &["pipe", "socket", "stdio"]),
+        (vec!["qemu-storage-daemon", "--chardev", "pipe,id=x,path=p"], &["pipe", "socket", "stdio"]),
         (
             vec!["qemu-storage-daemon", "--nbd-server", "addr.type=carrier,addr.path=x"],
             &["Parameter 'type' does not accept value 'carrier'"],

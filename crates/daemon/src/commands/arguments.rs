@@ -54,6 +54,12 @@ impl Arguments {
         self.map.get(key)
     }
 
+    /// The same with another text at `key`.
+    pub fn with(mut self, key: &str, text: &str) -> Arguments {
+        self.map.insert(key.to_owned(), text.into());
+        self
+    }
+
     /// All of them.
     pub fn into_map(self) -> Map<String, Value> {
         self.map

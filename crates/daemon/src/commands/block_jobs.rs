@@ -53,6 +53,7 @@ command blockdev-backup(BlockdevBackup)
 };
 
 /// The names that commands of jobs have in common, checked.
+#[derive(Clone)]
 pub(super) struct Common {
     pub id: String,
     pub speed: u64,
@@ -557,14 +558,28 @@ impl BackupPlan {
         self.request.bitmap.as_ref().map(|bitmap| bitmap.name.as_str())
     }
 
-    pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
+    /// Refuses it where other jobs are in its way.
+    fn check(&self, daemon: &Daemon) -> QmpResult<()> {
         // As in QEMU before a look at jobs.
         if Arc::ptr_eq(&self.request.source, &self.request.target) {
             return Err(QmpError::generic("Source and target cannot be the same"));
         }
         daemon.jobs.check_readable(&self.request.source)?;
         daemon.jobs.check_disk_free(&self.request.target)?;
-        Common::check_unused(daemon, &self.common.id)?;
+        Common::check_unused(daemon, &self.common.id)
+    }
+
+    /// Its job alone: what follows in the transaction fails.
+    pub(super) fn announce(&self, daemon: &Daemon) -> QmpResult<Rc<Job>> {
+        self.check(daemon)?;
+        let (source, target) = (Arc::clone(&self.request.source), Arc::clone(&self.request.target));
+        let spec =
+            self.common.clone().spec("backup", vec![Arc::clone(&source), target], self.policies).lending(vec![source]);
+        daemon.jobs.add(spec, &daemon.events)
+    }
+
+    pub(super) async fn start(self, daemon: &Rc<Daemon>) -> QmpResult<BackupStarted> {
+        self.check(daemon)?;
         let (is_idle, empties_source) = (self.request.sync == Sync::None, self.request.discard_source);
         let target = Arc::clone(&self.request.target);
         let backup = Backup::start(&daemon.graph, &self.common.id, self.request).await;
@@ -604,7 +619,7 @@ impl BackupStarted {
         if let Err(error) = self.backup.undo().await {
             tracing::error!(%error, job = self.job.id, "could not take a backup back");
         }
-        daemon.jobs.dismiss(&self.job);
+        daemon.jobs.abandon(&self.job);
     }
 }
 

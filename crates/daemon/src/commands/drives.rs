@@ -151,6 +151,11 @@ pub(super) struct DriveStarted {
 pub(super) async fn plan(daemon: &Rc<Daemon>, arguments: Arguments) -> QmpResult<DrivePlan> {
     let source = names::for_job(daemon, arguments.text("device"))?;
     daemon.jobs.check_readable(&source)?;
+    let arguments = match arguments.text("sync") == "top" && source.backing().is_none() {
+        // There is nothing below, so all is at the top.
+        true => arguments.with("sync", "full"),
+        false => arguments,
+    };
     let target = Target::open(daemon, &source, &arguments).await?;
     match plan_backup(daemon, &with_node(arguments, &target)).await {
         Ok(backup) => Ok(DrivePlan { backup, target }),

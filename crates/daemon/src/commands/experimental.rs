@@ -123,8 +123,6 @@ fn slot_change(
             "keyslot" if value.as_i64().is_some_and(|slot| slot < 0) => {
                 list.push(assignment(&format!("{prefix}keyslot"), &json!(u32::MAX)));
             }
-            // Its default, as 0.
-            "iter-time" if value.as_i64().is_some_and(|time| time < 0) => {}
             key => list.push(assignment(&format!("{prefix}{key}"), value)),
         }
     }
@@ -154,7 +152,13 @@ async fn change_children(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
 /// Requests run on the threads of their clients here, so there is nothing to move.
 async fn set_iothread(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let name = arguments.text("node-name");
-    daemon.node(name)?;
+    let node = daemon.node(name)?;
+    let is_exported = || daemon.exports().iter().any(|export| Arc::ptr_eq(&export.attachment.node(), &node));
+    if !arguments.flag("force", false) && is_exported() {
+        return Err(QmpError::generic(format!(
+            "Node {name} is associated with a BlockBackend and could be in use (use force=true to override this check)"
+        )));
+    }
     if let Some(thread) = arguments.maybe_text("iothread") {
         let not_found = |_| QmpError::generic(format!("Cannot find iothread {thread}"));
         daemon.objects.check_iothread(thread).map_err(not_found)?;

@@ -213,6 +213,9 @@ fn user_of(daemon: &Daemon, files: &[FileIdentity], but: Option<&Arc<Node>>) -> 
 }
 
 fn in_the_way(file: &str) -> QmpError {
+    if path_of_name(file).is_dir() {
+        return QmpError::generic(format!("Could not create '{file}': Is a directory"));
+    }
     QmpError::generic(format!("{file}: there is a file of this name already; mode 'existing' takes it as it is"))
 }
 

@@ -8,6 +8,7 @@ use super::internal::{self, InternalPlan, InternalTaken};
 use super::names;
 use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, new_file, nothing};
+use crate::jobs::Job;
 use crate::state::Daemon;
 use cowshed_create::CreateRequest;
 use cowshed_image::DRIVERS;
@@ -119,6 +120,8 @@ enum Done {
     Backup(Box<BackupStarted>),
     Drive(Box<DriveStarted>),
     Bitmap(BitmapChanged),
+    /// A job that has only been announced, and what goes with it.
+    Announced(Rc<Job>, Action),
 }
 
 async fn transaction(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
@@ -172,6 +175,13 @@ async fn give_up(daemon: &Rc<Daemon>, actions: Vec<Action>, mut error: QmpError)
                 Ok(changed) => done.push(Done::Bitmap(changed)),
                 Err(earlier) => (error, has_failed) = (earlier, true),
             },
+            Action::Backup(_) | Action::Drive(_) if !has_failed => match action.announce(daemon) {
+                Ok(job) => done.push(Done::Announced(job, action)),
+                Err(earlier) => {
+                    (error, has_failed) = (earlier, true);
+                    action.discard(daemon).await;
+                }
+            },
             other => other.discard(daemon).await,
         }
     }
@@ -190,6 +200,15 @@ impl Action {
             Action::Backup(plan) => Arc::clone(plan.source()),
             Action::Drive(plan) => Arc::clone(plan.source()),
             Action::Bitmap(action) => Arc::clone(action.node()),
+        }
+    }
+
+    /// The job of a backup.
+    fn announce(&self, daemon: &Daemon) -> QmpResult<Rc<Job>> {
+        match self {
+            Action::Backup(plan) => plan.announce(daemon),
+            Action::Drive(plan) => plan.backup().announce(daemon),
+            _ => Err(QmpError::generic("no backup")),
         }
     }
 
@@ -251,6 +270,11 @@ impl Done {
             Done::Backup(started) => started.roll_back(daemon).await,
             Done::Drive(started) => started.roll_back(daemon).await,
             Done::Bitmap(changed) => changed.roll_back(&daemon.graph).await,
+            Done::Announced(job, action) => {
+                daemon.jobs.abandon(&job);
+                drop(job);
+                Box::pin(action.discard(daemon)).await;
+            }
         }
     }
 }
@@ -308,7 +332,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
             }
             Done::Backup(started) => backups.push(started.work()),
             Done::Drive(started) => backups.push(started.work(daemon)),
-            Done::Internal(_) | Done::Bitmap(_) => {}
+            Done::Internal(_) | Done::Bitmap(_) | Done::Announced(..) => {}
         }
     }
     daemon.jobs.start_backups(backups, grouped);

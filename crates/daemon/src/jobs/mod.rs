@@ -620,6 +620,13 @@ impl Jobs {
         job.enter(Status::Null);
     }
 
+    /// Takes a job back that has not been started.
+    pub fn abandon(&self, job: &Rc<Job>) {
+        job.enter(Status::Aborting);
+        job.enter(Status::Concluded);
+        self.dismiss(job);
+    }
+
     /// For the command `job-dismiss`.
     pub fn dismiss_by_user(&self, id: &str) -> QmpResult<()> {
         let job = self.find(id)?;

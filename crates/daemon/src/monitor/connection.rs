@@ -90,11 +90,20 @@ impl fmt::Display for ClientAddress {
     }
 }
 
+/// QEMU's sentence about a host that has no address. `address` is shown with its kind in front.
+pub(super) fn unknown_host(address: &impl fmt::Display, error: &io::Error) -> Option<String> {
+    let words = error.to_string();
+    let words = words.strip_prefix("failed to lookup address information: ")?;
+    let address = address.to_string();
+    Some(format!("address resolution failed for {}: {words}", address.strip_prefix("tcp:").unwrap_or(&address)))
+}
+
 impl ClientAddress {
     /// Connects, each address of a host within `limit`; with the connection's name for `query-chardev`.
     fn connect(&self, limit: Duration) -> Result<(Connection, String)> {
         let failed = |error: io::Error, place: String| {
-            Error::io(&error, format!("could not connect to '{place}'")).qemu(format!("Failed to connect to '{place}'"))
+            let sentence = unknown_host(&place, &error).unwrap_or_else(|| format!("Failed to connect to '{place}'"));
+            Error::io(&error, format!("could not connect to '{place}'")).qemu(sentence)
         };
         match self {
             ClientAddress::Unix(path) => {

@@ -2,7 +2,7 @@
 //! Where monitors listen.
 
 use super::client::InputEnd;
-use super::connection::{Calling, Connection};
+use super::connection::{Calling, Connection, unknown_host};
 use super::{MonitorContext, serve};
 use crate::message::Message;
 use crate::socket::{SocketFile, bind_unix};
@@ -114,7 +114,14 @@ impl Present {
 impl Bound {
     /// Binds a socket; a port that was 0 is the one that was found free.
     pub fn new(address: &MonitorAddress) -> Result<Bound> {
-        let failed = |error: io::Error| Error::io(&error, "could not listen").file(address.to_string());
+        let failed = |error: io::Error| {
+            let sentence = match (error.kind(), unknown_host(address, &error)) {
+                (_, Some(sentence)) => sentence,
+                (io::ErrorKind::AddrInUse, None) => "Failed to find an available port".to_owned(),
+                _ => "Failed to bind socket".to_owned(),
+            };
+            Error::io(&error, "could not listen").qemu(sentence).file(address.to_string())
+        };
         let (listener, address, file) = match address {
             MonitorAddress::Stdio => (None, MonitorAddress::Stdio, None),
             MonitorAddress::Passed(number) => (Some(passed(*number)?), address.clone(), None),

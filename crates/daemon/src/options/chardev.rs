@@ -16,7 +16,7 @@ pub struct Chardevs(BTreeMap<String, ChardevOptions>);
 const FIXED: &[(&str, bool)] = &[("telnet", false), ("mux", false)];
 
 /// Options without effect.
-const IGNORED: &[&str] = &["nodelay", "delay", "signal", "ipv4", "ipv6"];
+const IGNORED: &[&str] = &["nodelay", "delay", "signal", "ipv4", "ipv6", "tight"];
 
 /// The options of all backends in QEMU, with their types.
 pub(super) const OPTIONS: &[(&str, &str)] = &[
@@ -67,7 +67,7 @@ pub(super) const OPTIONS: &[(&str, &str)] = &[
 ];
 
 /// Options that say how a socket is to be, and are refused where they ask for more than there is.
-const OF_SOCKETS: &[&str] = &["abstract", "tight", "tls-authz", "tls-creds", "tn3270", "to", "websocket"];
+const OF_SOCKETS: &[&str] = &["abstract", "tn3270", "to", "websocket"];
 
 /// Backends that QEMU's daemon has besides.
 const OTHERS: &[&str] = &["file", "hub", "mux", "parallel", "pipe", "pty", "serial", "udp"];
@@ -110,6 +110,14 @@ impl Chardevs {
                 BackendOptions::ring(size).map_err(Error::invalid_argument)?
             }
             other => {
+                let missing = match other {
+                    "file" if !pairs.contains_key("path") => Some("chardev: file: no filename given"),
+                    "pipe" if !pairs.contains_key("path") => Some("chardev: pipe: no device path given"),
+                    _ => None,
+                };
+                if let Some(missing) = missing {
+                    return refused(missing.to_owned());
+                }
                 let message = format!("the backend must be 'socket', 'stdio', 'null' or 'ringbuf', not '{other}'");
                 let error = Error::invalid_argument(message);
                 return Err(match OTHERS.contains(&other) {
@@ -121,8 +129,11 @@ impl Chardevs {
         let asks = |(option, value): &(&String, &String)| {
             OF_SOCKETS.contains(&option.as_str()) && parse_on_off(value) != Some(false)
         };
-        if let Some((option, _)) = pairs.iter().find(asks).filter(|_| is_socket) {
-            return refused(format!("Invalid parameter '{option}'"));
+        if is_socket {
+            check_tls(&pairs)?;
+            if let Some((option, _)) = pairs.iter().find(asks) {
+                return refused(format!("Invalid parameter '{option}'"));
+            }
         }
         let options = ChardevOptions { backend, log };
         if options.is_stdio() && self.0.values().any(ChardevOptions::is_stdio) {
@@ -172,6 +183,15 @@ fn check_fixed(pairs: &mut BTreeMap<String, String>) -> Result<()> {
     }
     pairs.retain(|key, _| !IGNORED.contains(&key.as_str()));
     Ok(())
+}
+
+/// Refuses what asks for TLS, which character devices don't speak here.
+fn check_tls(pairs: &BTreeMap<String, String>) -> Result<()> {
+    match (pairs.get("tls-creds"), pairs.get("tls-authz")) {
+        (Some(_), _) => Err(Error::unsupported("character devices have no TLS ('tls-creds')")),
+        (None, Some(_)) => Err(Error::invalid_argument("'tls_authz' option requires 'tls_creds' option")),
+        (None, None) => Ok(()),
+    }
 }
 
 /// The options of the log. As in QEMU the two flags alone do nothing.

@@ -61,6 +61,8 @@ enum What {
     /// A monitor on such a device.
     MonitorOn {
         chardev: String,
+        /// That of the object.
+        id: Option<String>,
         pretty: bool,
     },
     Metrics(String),
@@ -315,6 +317,7 @@ impl Step {
         if let Some(id) = map.get("id").and_then(Value::as_str) {
             check_identifier(id).map_err(|error| error.file(option.clone()))?;
         }
+        let object = map.get("id").and_then(Value::as_str).map(str::to_owned);
         let mut pretty = false;
         for (key, value) in &map {
             let value = value.as_str().unwrap_or_default();
@@ -334,7 +337,7 @@ impl Step {
             return refused("Parameter 'chardev' is missing".to_owned());
         };
         match chardevs.contains(id) {
-            true => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), pretty } }),
+            true => Ok(Step { option, what: What::MonitorOn { chardev: id.to_owned(), id: object, pretty } }),
             false => refused(format!("chardev \"{id}\" not found")),
         }
     }
@@ -435,8 +438,8 @@ impl Step {
                 };
                 return daemon.chardevs.add(&id, &options).map_err(named);
             }
-            What::MonitorOn { chardev, pretty } => {
-                return daemon.add_first_monitor(&chardev, pretty).map_err(|error| error.file(self.option));
+            What::MonitorOn { chardev, id, pretty } => {
+                return daemon.add_first_monitor(&chardev, id, pretty).map_err(|error| error.file(self.option));
             }
             What::Command { name, object, arguments, strictness } => {
                 let done = match daemon.schema.check(object, arguments, strictness) {

@@ -9,7 +9,6 @@ use cowshed_crypto::luks::{MasterKey, Stage, Volume, iterations_for};
 use cowshed_layout::luks::SLOTS;
 use cowshed_storage::{IoBuf, rt};
 use cowshed_types::{Error, ErrorKind, Result};
-use std::time::Duration;
 
 /// A change of the key slots (`amend -o encrypt.state=…`).
 #[derive(Clone, Debug)]
@@ -21,7 +20,7 @@ pub enum SlotChange {
         /// The passphrase.
         new_secret: Secret,
         /// Time that one guess of it should cost.
-        iteration_time: Duration,
+        iteration_ms: u64,
     },
     /// A slot is emptied (`inactive`).
     Deactivate {
@@ -37,13 +36,13 @@ pub enum SlotChange {
 pub async fn change_slots(area: &LuksArea, secret: Option<&Secret>, change: &SlotChange, force: bool) -> Result<()> {
     let volume = area.volume().await?;
     match change {
-        SlotChange::Activate { slot, new_secret, iteration_time } => {
+        SlotChange::Activate { slot, new_secret, iteration_ms } => {
             let slot = free_slot(&volume, *slot, force)?;
             let secret = secret.ok_or_else(|| {
                 Error::invalid_argument("a new key slot needs the secret that opens the image now ('key-secret')")
             })?;
             let key = area.master_key(&volume, secret).await?.ok_or_else(wrong_passphrase)?;
-            KeySlots { area, volume }.activate(slot, key, new_secret, *iteration_time).await
+            KeySlots { area, volume }.activate(slot, key, new_secret, *iteration_ms).await
         }
         SlotChange::Deactivate { slot, old_secret } => {
             let slots = match (slot, old_secret) {
@@ -183,9 +182,9 @@ struct KeySlots<'a> {
 }
 
 impl KeySlots<'_> {
-    async fn activate(&mut self, slot: usize, key: MasterKey, secret: &Secret, time: Duration) -> Result<()> {
+    async fn activate(&mut self, slot: usize, key: MasterKey, secret: &Secret, iteration_ms: u64) -> Result<()> {
         let (hash, key_bytes) = (self.volume.hash(), self.volume.header().key_bytes);
-        let iterations = rt::run_on_cpu_pool(move || iterations_for(hash, key_bytes, time)).await;
+        let iterations = rt::run_on_cpu_pool(move || iterations_for(hash, key_bytes, iteration_ms)).await?;
         if !is_active(&self.volume, slot) {
             return self.fill(slot, &key, secret, iterations).await;
         }

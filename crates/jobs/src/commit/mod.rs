@@ -32,6 +32,7 @@ pub async fn run(options: &CommitOptions, job: &JobHandle) -> Result<()> {
     job.pause_point().await?;
     job.set_speed(options.rate);
     let top = options.image.open_for_writing().await?;
+    job.set_progress(0, 1);
     let result = commit(&top, options, job).await;
     let result = result.map_err(|error| error.file(top.filename()));
     let closed = top.close().await;

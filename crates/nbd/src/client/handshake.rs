@@ -170,8 +170,17 @@ impl Handshake<'_> {
             End::Refused(rep::ERR_UNSUP, _) if self.agreed.headers == HeaderStyle::Compact => {
                 self.export_name(export).await
             }
-            End::Refused(kind, message) => Err(refused(kind, &message, export)),
+            End::Refused(kind, message) => {
+                self.abort().await;
+                Err(refused(kind, &message, export))
+            }
         }
+    }
+
+    /// Ends in order, so that the server doesn't take the end for a failure.
+    pub(super) async fn abort(&self) {
+        // The server may be gone, which is no concern of ours any more.
+        let _ = self.send(&option::encode(code::ABORT, &[])).await;
     }
 
     /// Asks for the context `other`, or for that of the protocol itself.
@@ -199,6 +208,7 @@ impl Handshake<'_> {
             End::Ack => return Ok(()),
             End::Refused(kind, message) => (kind, message),
         };
+        self.abort().await;
         let because = if message.is_empty() { String::new() } else { format!(": {message}") };
         let error = Error::unsupported(format!("the server refuses TLS{because}"));
         Err(match kind {

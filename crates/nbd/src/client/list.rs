@@ -4,7 +4,7 @@
 use super::handshake::{End, Handshake, Style, begin, insists_on_tls};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
-use cowshed_nbd_proto::option::{self, InfoRequest, MetaContextRequest, code, rep};
+use cowshed_nbd_proto::option::{InfoRequest, MetaContextRequest, code, rep};
 use cowshed_nbd_proto::{HeaderStyle, ReplyStyle};
 use cowshed_storage::{Socket, rt};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -35,8 +35,7 @@ pub async fn list_exports(options: &ClientOptions) -> Result<Vec<ListedExport>> 
         let listed = match style {
             Style::Fixed => {
                 let listed = handshake.list().await;
-                // The server may be gone, which is no concern of ours any more.
-                let _ = handshake.send(&option::encode(code::ABORT, &[])).await;
+                handshake.abort().await;
                 listed
             }
             Style::Newstyle => Err(Error::unsupported("the server can't list its exports: it takes no options")),

@@ -22,7 +22,8 @@ impl Client {
     pub fn file(self: &Arc<Self>, writable: bool) -> Result<File> {
         let name = self.name().to_owned();
         if writable && self.is_read_only() {
-            return Err(Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(name));
+            let error = Error::new(ErrorKind::ReadOnly, "the server offers it for reading only").file(name);
+            return Err(error.qemu("Could not open image: Permission denied"));
         }
         let len = self.facts().size;
         Ok(File::remote(name, writable, len, Arc::clone(self) as Arc<dyn Remote>))

@@ -285,7 +285,11 @@ impl AsFd for Listener {
 }
 
 fn unbound(error: &std::io::Error, address: &str) -> Error {
-    Error::io(error, "could not listen").file(address).qemu("Failed to bind socket")
+    let sentence = match error.kind() {
+        std::io::ErrorKind::AddrInUse => "Failed to find an available port",
+        _ => "Failed to bind socket",
+    };
+    Error::io(error, "could not listen").file(address).qemu(sentence)
 }
 
 /// The number of descriptors that `sd_listen_fds` describes, where they are for this process.

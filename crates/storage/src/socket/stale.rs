@@ -19,7 +19,10 @@ pub fn clear_stale(path: &Path) -> Result<()> {
     let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
     let busy = |message: &str| Err(Error::new(ErrorKind::Busy, message).file(path.display().to_string()));
     if !metadata.file_type().is_socket() {
-        return busy("a file that is no socket is in the way");
+        let refused = busy("a file that is no socket is in the way");
+        // QEMU removes other files.
+        let sentence = || format!("Failed to unlink socket {}: Is a directory", path.display());
+        return refused.map_err(|error| if metadata.is_dir() { error.qemu(sentence()) } else { error });
     }
     let until = Instant::now() + DYING;
     let mut refused = false;

@@ -18,9 +18,7 @@ fn encryption(method: &str) -> Option<ImageEncryption> {
     let secrets = [("s".to_owned(), Secret::new(b"geheim".to_vec()))];
     let new = ImageEncryption::from_values(&values).expect("encryption").expect("it was asked for");
     let new = match new {
-        ImageEncryption::Luks(new) => {
-            ImageEncryption::Luks(NewEncryption { iteration_time: std::time::Duration::from_millis(1), ..new })
-        }
+        ImageEncryption::Luks(new) => ImageEncryption::Luks(NewEncryption { iteration_ms: 1, ..new }),
         other => other,
     };
     Some(new.with_secrets(&secrets).expect("the secret"))

@@ -12,7 +12,6 @@ use cowshed_testkit::images::{DataFile, Qcow2Spec};
 use cowshed_testkit::operations::OpGen;
 use cowshed_testkit::scenario::{Prepared, Trial};
 use std::path::Path;
-use std::time::Duration;
 
 const CBC: &str = "encrypt.format=luks,encrypt.iter-time=1,encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv";
 const AES: &str = "encrypt.format=aes";
@@ -104,11 +103,7 @@ fn opens(world: &World, passphrase: &str) -> bool {
 #[test]
 fn a_cut_while_key_slots_change_leaves_a_way_in() {
     let bytes = volume();
-    let activate = |slot, text: &str| SlotChange::Activate {
-        slot,
-        new_secret: secret(text),
-        iteration_time: Duration::from_millis(1),
-    };
+    let activate = |slot, text: &str| SlotChange::Activate { slot, new_secret: secret(text), iteration_ms: 1 };
     let erase = |text: &str| SlotChange::Deactivate { slot: None, old_secret: Some(secret(text)) };
     // The change, whether it is forced, the key that permits it, and the keys that may open the volume at the end.
     type Change = (SlotChange, bool, &'static str, &'static [&'static str]);

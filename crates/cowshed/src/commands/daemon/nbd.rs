@@ -562,9 +562,11 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     ));
     // As QEMU's, that listens first. Clients wait for the export.
     steps.push(drive);
+    // QEMU puts each in front of those before.
+    let bitmaps: Vec<&String> = args.bitmap.iter().rev().collect();
     let export = json!({"type": "nbd", "id": NODE, "node-name": NODE, "name": args.export_name, "writable": args.is_writable(),
                         "description": args.description, "allocation-depth": args.allocation_depth,
-                        "bitmaps": args.bitmap});
+                        "bitmaps": bitmaps});
     steps.push(Step::call(EXPORT, "block-export-add", "BlockExportOptions", export));
     let late = RefCell::new(late);
     let (is_written, is_raw) = (args.is_writable(), args.is_raw(file));

@@ -154,15 +154,13 @@ impl Limits {
     pub fn from_json(map: &Map<String, Value>) -> Result<Limits> {
         let mut limits = Limits::new();
         for (name, value) in map {
-            if value.as_i64().is_some_and(|value| value < 0) {
-                let message = match name.starts_with("x-") {
-                    true => "Property values cannot be negative".to_owned(),
-                    false => format!("bps/iops/max values must be within [0, {MAX_RATE}]"),
-                };
-                return Err(Error::invalid_argument(message));
+            if name.starts_with("x-") && value.as_i64().is_some_and(|value| value < 0) {
+                return Err(Error::invalid_argument("Property values cannot be negative"));
             }
+            check_length(name, value)?;
             let number = match value {
-                Value::Number(number) => number.as_u64(),
+                // A negative number is too large, as in QEMU, where there is a largest one.
+                Value::Number(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)),
                 Value::String(text) => crate::options::parse_size(text).ok(),
                 _ => None,
             };
@@ -175,7 +173,8 @@ impl Limits {
 
     /// As an object with the names of options (the property `limits` of a throttle group).
     pub fn to_json(&self) -> Map<String, Value> {
-        Limits::option_names().map(|name| (name.clone(), Value::from(self.get(&name).unwrap_or_default()))).collect()
+        let value = |name: &str| Value::from(self.get(name).unwrap_or_default().cast_signed());
+        Limits::option_names().map(|name| (name.clone(), value(&name))).collect()
     }
 
     /// Refuses contradictory limits, with QEMU's reasons.
@@ -194,6 +193,17 @@ impl Limits {
         }
         self.limits.iter().try_for_each(check_limit)
     }
+}
+
+/// Refuses a length of bursts that 32 bits can't hold.
+fn check_length(name: &str, value: &Value) -> Result<()> {
+    let is_length = name.ends_with("-max-length");
+    if !is_length || value.as_u64().is_none_or(|length| u32::try_from(length).is_ok()) {
+        return Ok(());
+    }
+    // The sentence of QEMU's properties lacks a blank.
+    let words = if name.starts_with("x-") { "in therange" } else { "in the range" };
+    Err(Error::invalid_argument(format!("{name} value must be {words} [0, {}]", u32::MAX)))
 }
 
 fn check_limit(limit: &Limit) -> Result<()> {
