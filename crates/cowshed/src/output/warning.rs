@@ -19,6 +19,9 @@ const LEFT_OUT: &str = " entries are left out, ";
 /// A warning of QEMU's that is shown under QEMU's names only.
 const SHORT_FORM: &str = "short-form boolean option '";
 
+/// The warning about the target of a backup.
+const NO_UNIT: &str = "The target block device doesn't provide information about the block size";
+
 static PERSONA: OnceLock<Persona> = OnceLock::new();
 
 /// Sets the manners of this process's warnings. The first call counts.
@@ -100,7 +103,8 @@ fn as_qemu(persona: Persona, text: &str) -> Option<String> {
     if let Some((place, _)) = text.split_once(SHORT_FORM).filter(|(place, _)| place.starts_with("--")) {
         return Some(format!("{}: {place}warning: {}\n", persona.name(), &text[place.len()..]));
     }
-    if text.starts_with("Use of \"backing\"") || text.starts_with(SHORT_FORM) || text.contains(LEFT_OUT) {
+    let is_known = ["Use of \"backing\"", SHORT_FORM, NO_UNIT].iter().any(|start| text.starts_with(start));
+    if is_known || text.contains(LEFT_OUT) {
         return Some(format!("{}: warning: {text}\n", persona.name()));
     }
     text.split_once(": the image format was not given").map(|(name, _)| {
