@@ -85,6 +85,12 @@ impl FileStats {
     pub fn of(&self, op: FileOp) -> &FileOpStats {
         &self.kinds[op as usize]
     }
+
+    /// True where an operation may have changed the bytes.
+    pub fn has_changes(&self) -> bool {
+        let changes = [FileOp::Write, FileOp::Zero, FileOp::Discard].map(|op| self.of(op));
+        changes.iter().any(|counted| counted.operations + counted.failed > 0)
+    }
 }
 
 /// An operation on a file that has ended.

@@ -220,13 +220,7 @@ impl File {
 
     /// True for a block device or bytes behind a protocol: the length can't change.
     pub fn is_device(&self) -> bool {
-        match &self.0.medium {
-            Medium::Host(host) => host.is_device(),
-            Medium::Faulty(faulty) => faulty.base().is_device(),
-            Medium::Remote(file) => !file.grows(),
-            Medium::Sim(sim) => sim.is_fixed(),
-            Medium::Null(_) => false,
-        }
+        self.0.medium.is_device()
     }
 
     /// True when no write takes space that may be missing: a block device, a file that forgets writes.
@@ -582,13 +576,7 @@ impl File {
     /// True where another program has changed a file of this machine since it was opened here. Of one to which this process has
     /// written that is unknown: false.
     pub fn was_changed_by_others(&self) -> bool {
-        let Medium::Host(host) = &self.0.medium else { return false };
-        let statistics = self.statistics();
-        let is_ours = [FileOp::Write, FileOp::Zero, FileOp::Discard].iter().any(|op| {
-            let counted = statistics.of(*op);
-            counted.operations + counted.failed > 0
-        });
-        !is_ours && host.was_changed()
+        matches!(&self.0.medium, Medium::Host(host) if host.was_changed()) && !self.statistics().has_changes()
     }
 
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).

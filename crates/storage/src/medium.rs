@@ -226,6 +226,17 @@ impl Medium {
         }
     }
 
+    /// See [`crate::File::is_device`].
+    pub(crate) fn is_device(&self) -> bool {
+        match self {
+            Medium::Host(host) => host.is_device(),
+            Medium::Faulty(faulty) => faulty.base().is_device(),
+            Medium::Remote(file) => !file.grows(),
+            Medium::Sim(sim) => sim.is_fixed(),
+            Medium::Null(_) => false,
+        }
+    }
+
     pub(crate) fn change_stamp(&self) -> Option<[u64; 7]> {
         match self {
             Medium::Host(host) => host.change_stamp(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The parts of the content that clients have.
 
-use super::sent_bytes::SentBytes;
+use cowshed_http_server::SentBytes;
 use cowshed_types::Error;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

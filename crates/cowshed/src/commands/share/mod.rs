@@ -4,12 +4,10 @@
 //! - `contents`: the disk, a qcow2 file of it that is made while it is read, the page
 //! - `downloads`: the parts of the disk that clients have
 //! - `page`: the page's text
-//! - `sent_bytes`: ranges of bytes
 
 mod contents;
 mod downloads;
 mod page;
-mod sent_bytes;
 
 use super::arguments::{FaultArgs, NamingArgs, one_file};
 use super::{Verb, work};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The bytes of a content that one client has.
+//! The bytes of a content that a client has.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ const MOST_PIECES: usize = 1 << 16;
 
 /// Ranges that lie apart, with a bound on their number.
 #[derive(Debug, Default)]
-pub(super) struct SentBytes {
+pub struct SentBytes {
     /// The end of each range by its start.
     ends: BTreeMap<u64, u64>,
     bytes: u64,
@@ -18,7 +18,7 @@ pub(super) struct SentBytes {
 impl SentBytes {
     /// Adds a range, and returns the number of bytes in all ranges. Of a client that has too many pieces only those are noted that
     /// touch one of them.
-    pub(super) fn add(&mut self, range: Range<u64>) -> u64 {
+    pub fn add(&mut self, range: Range<u64>) -> u64 {
         let Range { mut start, mut end } = range;
         let mut touches = false;
         // The ranges that touch it end at its start or behind, and start at its end or before.
@@ -38,18 +38,18 @@ impl SentBytes {
     }
 
     /// The ranges, in their order.
-    pub(super) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
         self.ends.iter().map(|(&start, &end)| start..end)
     }
 
     /// The part before `end` of the range that reaches up to there or farther.
-    pub(super) fn up_to(&self, end: u64) -> Option<Range<u64>> {
+    pub fn up_to(&self, end: u64) -> Option<Range<u64>> {
         let (&start, &last) = self.ends.range(..end).next_back()?;
         (last >= end).then_some(start..end)
     }
 
     /// True where all bytes of a content of `len` bytes are there.
-    pub(super) fn is_all(&self, len: u64) -> bool {
+    pub fn is_all(&self, len: u64) -> bool {
         self.ends.first_key_value() == Some((&0, &len))
     }
 }
