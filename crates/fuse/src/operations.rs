@@ -5,7 +5,7 @@ use crate::server::Shared;
 use cowshed_fuse_proto::request::Changes;
 use cowshed_fuse_proto::{Operation, reply};
 use cowshed_image::graph::{AttachRequest, Queue};
-use cowshed_image::node::ZeroFlags;
+use cowshed_image::node::{ChildRole, ZeroFlags};
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
@@ -229,8 +229,24 @@ impl Work {
         Ok(())
     }
 
+    /// True where another export shows the same disk, through filters or without.
+    fn is_shared(&self) -> bool {
+        let own = &self.shared.attachment;
+        let image = |node: Arc<Node>| {
+            let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
+            std::iter::successors(Some(node), below).last()
+        };
+        let Some(disk) = image(self.node()) else { return false };
+        let exports =
+            disk.graph().attachments().into_iter().filter(|other| other.is_export() && !Arc::ptr_eq(other, own));
+        exports.filter_map(|other| image(other.node())).any(|other| Arc::ptr_eq(&other, &disk))
+    }
+
     /// As [`Work::resize`]; false where the export has another node than `node` by the time that it may do so.
     async fn resize_node(&self, node: &Arc<Node>, size: u64) -> Result<bool> {
+        if size < node.size() && self.is_shared() {
+            return Err(Error::new(ErrorKind::Busy, "clients of another export may use what a shorter disk lacks"));
+        }
         let graph = Arc::clone(node.graph());
         let right = match self.shared.config.growable {
             true => None,

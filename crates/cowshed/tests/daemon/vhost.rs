@@ -496,6 +496,7 @@ fn a_pause_behind_a_stuck_request_can_be_ended() {
     driver.prepare(0, 0, 0, 0, &[], 512);
     driver.offer(0, 0);
     driver.kick(0);
+    await_that("the request", || monitor.command("x-query-faults", json!({"node-name": "d"}))["hits"] == 1);
     driver.begin_to_stop_ring(0);
     await_that("a line in the log", || daemon.log().contains("a ring can't stop before its requests end"));
     assert!(!driver.socket.has_hung_up() && driver.used(0) == 0);
@@ -536,6 +537,10 @@ fn sizes_that_a_file_gets_reach_a_front_end() {
         assert_eq!(FrontEnd::back_end_message(&channel), 2, "CONFIG_CHANGE_MSG");
         assert_eq!(driver.config(0, 8), (end / 512).to_le_bytes());
     }
+    // As `block_resize`: what the guest has there would be gone.
+    let shorter = file.set_len(DISK_BYTES).expect_err("the guest has a longer disk");
+    assert_eq!(shorter.kind(), std::io::ErrorKind::ResourceBusy, "{shorter}");
+    assert_eq!(driver.config(0, 8), (DISK_BYTES * 3 / 512).to_le_bytes());
     drop(file);
     daemon.stop();
 }
