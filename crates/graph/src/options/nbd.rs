@@ -120,6 +120,10 @@ fn address(options: &BlockdevOptions) -> Result<SocketAddress> {
             }
         };
     }
+    if let Some(key) = ["abstract", "tight"].into_iter().find(|key| server.get(key).is_some()) {
+        let error = Error::invalid_argument(format!("an inet address has no option 'server.{key}'"));
+        return Err(error.qemu(format!("Parameter '{key}' is unexpected")));
+    }
     // The old options have a default, the address of QMP has none.
     for key in ["host", "port"] {
         if !old && server.text(key).is_none() {

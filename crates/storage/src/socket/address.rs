@@ -52,9 +52,15 @@ impl SocketAddress {
         made.map_err(|error| {
             let error = Error::io(&error, "can't be the address of a socket").file(path.replace('\0', "@"));
             match path.len() >= PATH_BYTES {
-                true => error.qemu(format!(
-                    "UNIX socket path '{path}' is too long{LINE_END}Path must be less than {PATH_BYTES} bytes"
-                )),
+                true => {
+                    let (shown, most) = match path.strip_prefix('\0') {
+                        Some(name) => (name, PATH_BYTES - 1),
+                        None => (path, PATH_BYTES),
+                    };
+                    let sentence =
+                        format!("UNIX socket path '{shown}' is too long{LINE_END}Path must be less than {most} bytes");
+                    error.qemu(sentence)
+                }
                 false => error,
             }
         })
