@@ -4,7 +4,7 @@
 use crate::file::{Failed, Manner, NewName, lengthen, write_zeroes};
 use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
-use crate::schema::{CreateOption, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
+use crate::schema::{CreateOption, ImageCompression, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
 use crate::{CreateRequest, Created, path_of};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{DRIVERS, OpenRequest, open};
@@ -32,8 +32,8 @@ pub(super) struct FreshFormat {
     /// Looks at the backing file that the options name, for its facts that the image stores.
     parent: Option<fn(&OptionValues) -> Result<()>>,
     pub by_monitor: MonitorRules,
-    /// All kinds of new images take compressed clusters.
-    pub compresses: bool,
+    /// How new images take compressed data, by their options.
+    pub packing: fn(&OptionValues) -> ImageCompression,
 }
 
 /// The image to make.
@@ -79,7 +79,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: parallels,
         parent: None,
         by_monitor: MonitorRules { ends_at_once: true, check_units: check_parallels, ..MonitorRules::SECTORS },
-        compresses: false,
+        packing: |_| ImageCompression::None,
     },
     FreshFormat {
         name: "qcow",
@@ -87,7 +87,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: qcow,
         parent: None,
         by_monitor: MonitorRules { unsaid_backing_format: Some(NOT_RAW), ..MonitorRules::SECTORS },
-        compresses: true,
+        packing: |_| ImageCompression::Clusters,
     },
     FreshFormat {
         name: "qed",
@@ -102,7 +102,7 @@ const FORMATS: &[FreshFormat] = &[
             ends_at_once: true,
             ..MonitorRules::SECTORS
         },
-        compresses: false,
+        packing: |_| ImageCompression::None,
     },
     FreshFormat {
         name: "vdi",
@@ -110,7 +110,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: vdi,
         parent: None,
         by_monitor: MonitorRules { when_allocated: Some("static=on"), ..MonitorRules::ROUNDED },
-        compresses: false,
+        packing: |_| ImageCompression::None,
     },
     FreshFormat {
         name: "vhdx",
@@ -118,7 +118,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: vhdx,
         parent: None,
         by_monitor: MonitorRules { ends_at_once: true, check_units: check_vhdx, ..MonitorRules::SECTORS },
-        compresses: false,
+        packing: |_| ImageCompression::None,
     },
     FreshFormat {
         name: VMDK_NAME,
@@ -126,7 +126,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: vmdk,
         parent: Some(check_vmdk_parent),
         by_monitor: MonitorRules { unsaid_backing_format: Some(VMDK_NAME), has_extents: true, ..MonitorRules::SECTORS },
-        compresses: false,
+        packing: vmdk_packing,
     },
     FreshFormat {
         name: "vpc",
@@ -137,7 +137,7 @@ const FORMATS: &[FreshFormat] = &[
             refuses_odd_size: Some("The requested image size cannot be represented in CHS geometry"),
             ..MonitorRules::SECTORS
         },
-        compresses: false,
+        packing: |_| ImageCompression::None,
     },
 ];
 
@@ -423,6 +423,15 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
     };
     let files = new.lay_out()?;
     Ok(Fresh { image: files.image, parts: files.parts })
+}
+
+/// Disks in grains take what is to be compressed; only a stream compresses it.
+fn vmdk_packing(values: &OptionValues) -> ImageCompression {
+    match values.get("subformat").unwrap_or_default() {
+        "streamOptimized" => ImageCompression::Stream,
+        kind if kind.ends_with("Flat") => ImageCompression::None,
+        _ => ImageCompression::Plain,
+    }
 }
 
 /// The errors that QEMU finds only while it makes the image, after it has announced the image.

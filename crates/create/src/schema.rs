@@ -224,8 +224,7 @@ struct OwnFormat {
     /// Options of an image that exists which can be changed.
     amended: Option<&'static [CreateOption]>,
     by_monitor: Option<MonitorRules>,
-    /// New images take compressed clusters.
-    compresses: bool,
+    packing: ImageCompression,
 }
 
 const OWN_FORMATS: &[OwnFormat] = &[
@@ -234,23 +233,23 @@ const OWN_FORMATS: &[OwnFormat] = &[
         options: QCOW2,
         amended: Some(QCOW2_AMEND),
         by_monitor: Some(MonitorRules::SECTORS),
-        compresses: true,
+        packing: ImageCompression::Clusters,
     },
     OwnFormat {
         name: "luks",
         options: LUKS,
         amended: Some(LUKS_SLOTS),
         by_monitor: Some(MonitorRules::ROUNDED),
-        compresses: false,
+        packing: ImageCompression::None,
     },
     // By a monitor it is the file that the next driver creates.
-    OwnFormat { name: "raw", options: RAW, amended: None, by_monitor: None, compresses: false },
+    OwnFormat { name: "raw", options: RAW, amended: None, by_monitor: None, packing: ImageCompression::None },
     OwnFormat {
         name: "file",
         options: RAW,
         amended: None,
         by_monitor: Some(MonitorRules { format: Some("raw"), checks_offset: true, ..MonitorRules::ROUNDED }),
-        compresses: false,
+        packing: ImageCompression::None,
     },
 ];
 
@@ -268,9 +267,30 @@ pub fn amended_options_of(format: &str) -> Option<&'static [CreateOption]> {
     own(format)?.amended
 }
 
-/// True for a format whose new images take compressed clusters. Those of VMDK do by their kind.
-pub fn takes_compressed(format: &str) -> bool {
-    own(format).map_or_else(|| crate::fresh::find(format).is_some_and(|format| format.compresses), |own| own.compresses)
+/// How new images take compressed data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageCompression {
+    /// Not at all.
+    None,
+    /// A cluster at a time, at any place.
+    Clusters,
+    /// Data that are to be compressed are taken, and stay plain.
+    Plain,
+    /// Each cluster is compressed, and written once.
+    Stream,
+}
+
+/// How new images of a format take compressed data, by the options of their creation (`key=value,…`). Options that
+/// creation would refuse mean none.
+pub fn compression_of(format: &str, options: &[String]) -> ImageCompression {
+    let by_options = |fresh: &crate::fresh::FreshFormat| {
+        let values = OptionValues::parse(fresh.options, options).ok()?;
+        Some((fresh.packing)(&values))
+    };
+    match own(format) {
+        Some(own) => own.packing,
+        None => crate::fresh::find(format).and_then(by_options).unwrap_or(ImageCompression::None),
+    }
 }
 
 /// The rules of a monitor for new images by this driver. `None`: a monitor makes none.

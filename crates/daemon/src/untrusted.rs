@@ -77,11 +77,11 @@ fn is_loosened(policy: &Policy) -> bool {
 
 /// Refuses an image that `inspect` calls suspicious. The policy decides about the files that it names.
 async fn check(graph: &Graph, options: &BlockdevOptions) -> Result<()> {
-    let is_raw = options.text("driver").is_some_and(|driver| driver == "raw" || DRIVERS.takes_paths(driver));
+    let is_raw = options.text("driver").is_some_and(|driver| DRIVERS.is_raw(driver) || DRIVERS.takes_paths(driver));
     let Some(name) = file_of(graph, options).filter(|_| !is_raw) else { return Ok(()) };
     let inspection = inspect::run(&name).await?;
     // The content of an image of no format makes no claims.
-    if inspection.verdict != InspectVerdict::Suspicious || inspection.format == "raw" {
+    if inspection.verdict != InspectVerdict::Suspicious || DRIVERS.is_raw(&inspection.format) {
         return Ok(());
     }
     let message = format!("the image is suspicious: {}", inspection.suspicions.join("; "));
@@ -96,14 +96,10 @@ fn file_of(graph: &Graph, options: &BlockdevOptions) -> Option<String> {
             node.is_on_host().then(|| node.filename())
         }
         Value::Object(file) => {
-            let is_local = file.get("driver").is_none_or(|driver| driver == "file" || driver == "host_device");
+            let is_local =
+                file.get("driver").is_none_or(|driver| driver.as_str().is_some_and(|name| DRIVERS.takes_paths(name)));
             file.get("filename").filter(|_| is_local)?.as_str().map(str::to_owned)
         }
         _ => None,
     }
-}
-
-/// True for a node that passes the bytes of its file on.
-pub(crate) fn is_raw(node: &cowshed_image::Node) -> bool {
-    node.driver_name() == "raw"
 }

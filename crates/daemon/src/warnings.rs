@@ -36,7 +36,7 @@ pub(crate) fn report(node: &Arc<Node>) {
 
 /// QEMU's warning about the target of a copy that has no unit of allocation to tell.
 pub(crate) fn report_unit(target: &Arc<Node>) {
-    let passes = |node: &Arc<Node>| node.is_filter() || crate::untrusted::is_raw(node);
+    let passes = |node: &Arc<Node>| node.is_filter() || node.is_raw();
     let below = |node: &Arc<Node>| node.child(ChildRole::File).filter(|_| passes(node));
     let bottom = std::iter::successors(Some(Arc::clone(target)), below).last();
     let kind = bottom.and_then(|bottom| bottom.storage_kind());

@@ -146,6 +146,7 @@ impl BlockFormat for Qcow {
     fn describe(&self) -> Description {
         Description {
             in_sectors: true,
+            has_packed_clusters: true,
             cluster_bytes: Some(self.header.cluster_bytes()),
             backing_name: self.backing_name.clone(),
             ..Description::default()

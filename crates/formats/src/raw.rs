@@ -154,6 +154,10 @@ impl Driver for RawDriver {
         "raw"
     }
 
+    fn is_raw(&self) -> bool {
+        true
+    }
+
     fn holds_changes(&self) -> bool {
         false
     }

@@ -297,7 +297,7 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     // Raw nodes and filters report the facts of the node below them. A filter's clusters are those of the image below
     // it.
     let below = if has_faults(node) { "image" } else { "file" };
-    let passes = node.is_filter() || has_faults(node) || format == "raw";
+    let passes = node.is_filter() || has_faults(node) || node.is_raw();
     let cluster_size = children.iter().find(|child| child.name == below && passes);
     let cluster_size = cluster_size.and_then(|child| child.info.cluster_size);
     let has_dirty_flag = match children.iter().find(|child| ["file", "image"].contains(&child.name.as_str())) {

@@ -108,7 +108,7 @@ impl BlockLimits {
                 ..below
             };
         }
-        if node.driver_name() == "raw" {
+        if node.is_raw() {
             // A guessed format is watched sector by sector.
             let request_alignment = if node.is_probed_raw() { SECTOR_BYTES } else { 1 };
             return BlockLimits { write_zeroes_alignment: None, request_alignment, ..below };

@@ -110,7 +110,7 @@ async fn resize(node: &Node, options: &ResizeOptions) -> Result<ResizeOutcome> {
 /// Refuses another size for an image whose size can't be changed: a raw disk would only report that it has become
 /// smaller.
 fn check_grows(node: &Node, old_size: u64, new_size: u64) -> Result<()> {
-    let below = node.child(ChildRole::File).filter(|_| node.driver_name() == "raw");
+    let below = node.child(ChildRole::File).filter(|_| node.is_raw());
     let sentence = match below.as_deref().unwrap_or(node).storage_kind() {
         Some(StorageKind::Export) => "Cannot resize NBD nodes",
         Some(StorageKind::HostDevice) => "Cannot resize device files",

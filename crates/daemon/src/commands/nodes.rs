@@ -302,7 +302,7 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
 /// True for a raw node that is as long as its file, and that nothing uses.
 fn follows_size(daemon: &Daemon, node: &Arc<Node>) -> bool {
     let options = node.options();
-    node.driver_name() == "raw"
+    node.is_raw()
         && ["offset", "size"].iter().all(|key| options.get(key).is_none())
         && names::parents(daemon, node).is_empty()
         && !daemon.graph.attachments().iter().any(|user| Arc::ptr_eq(&user.node(), node))

@@ -214,6 +214,7 @@ impl MappedFormat for Vmdk {
         let backing_name = self.descriptor.parent_hint.clone();
         Description {
             zeroes_in_clusters: true,
+            has_packed_clusters: true,
             cluster_bytes: self.pieces.iter().find_map(|piece| piece.extent.grain_bytes()),
             backing_format: backing_name.is_some().then_some(SCHEMA.name),
             backing_name,

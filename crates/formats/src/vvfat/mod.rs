@@ -5,7 +5,7 @@
 mod tree;
 
 use cowshed_graph::node::{Driver, LocalFuture, StatusExtent, Transfer};
-use cowshed_graph::open::{Draft, DriverLine, FileNames, NameParts, Opened, Opener, Telling, WithoutWord};
+use cowshed_graph::open::{Draft, DriverLine, FileNames, Mention, NameParts, Opened, Opener, Telling, WithoutWord};
 use cowshed_graph::options::{BlockdevOptions, DriverKind, DriverSchema, KeyType, key};
 use cowshed_layout::fat::{ClusterChain, FatDisk, FatKind, FatRegion, LABEL_BYTES};
 use cowshed_storage::{File, IoBuf, Locking, OpenOptions, path_of_text, rt};
@@ -32,7 +32,8 @@ const SCHEMA: DriverSchema = DriverSchema {
 /// The line of the table.
 pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| Box::pin(open(opener, draft)))
     .telling(Telling::Keys(&["dir", "fat-type", "floppy", "label", "rw"]))
-    .reading(FileNames::beginning_with("fat", folder_options, WithoutWord::Refused(|_| OTHER_NAME.to_owned())));
+    .reading(FileNames::beginning_with("fat", folder_options, WithoutWord::Refused(|_| OTHER_NAME.to_owned())))
+    .named_by_images(Mention::AsExtent("a folder by"));
 
 const OTHER_NAME: &str = "File name string must start with 'fat:'";
 

@@ -24,8 +24,7 @@ fn compressed_cluster_bytes(node: &Arc<Node>) -> Option<u64> {
     match image.cluster_bytes().filter(|_| image.compresses()) {
         Some(cluster) => Some(cluster),
         // Formats that are only read: no write gets as far as their clusters.
-        None if ["qcow", "vmdk"].contains(&image.driver_name()) => image.description()?.cluster_bytes,
-        None => None,
+        None => image.description().filter(|known| known.has_packed_clusters)?.cluster_bytes,
     }
 }
 

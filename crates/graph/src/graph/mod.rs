@@ -238,8 +238,8 @@ impl Home for Arc<Graph> {
         self.keep_locks.load(Ordering::Acquire) != 0
     }
 
-    fn driver_of(&self, name: &str) -> Option<&'static str> {
-        self.find(name).map(|node| node.driver_name())
+    fn is_raw(&self, name: &str) -> bool {
+        self.find(name).is_some_and(|node| node.is_raw())
     }
 
     fn remove(&self, name: &str) {

@@ -265,7 +265,7 @@ fn cache_mode(options: &BlockdevOptions) -> CacheMode {
 /// The nodes of the files that get a node's use of the page cache. They are the node itself, or its children that were
 /// described with it and without an own setting.
 fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<Arc<Node>> {
-    if node.driver_name() != "raw" && node.file().is_some() {
+    if !node.is_raw() && node.file().is_some() {
         return vec![Arc::clone(node)];
     }
     let mut files = Vec::new();

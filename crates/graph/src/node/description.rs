@@ -20,6 +20,8 @@ pub struct Description {
     pub identity: Option<String>,
     /// The image takes whole clusters, compressed, and each once.
     pub takes_stream: bool,
+    /// Clusters may be compressed, also where no write packs one.
+    pub has_packed_clusters: bool,
     /// Requests are for whole sectors.
     pub in_sectors: bool,
     /// Only zeroes in whole clusters cost no data.

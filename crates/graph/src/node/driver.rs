@@ -115,6 +115,11 @@ pub trait Driver: Any + Send + Sync {
     /// Size of the node in bytes.
     fn size(&self) -> u64;
 
+    /// True for a format without metadata: the disk is the bytes of its file.
+    fn is_raw(&self) -> bool {
+        false
+    }
+
     /// Decides at once about the way of a request.
     fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
         Mapped::Special

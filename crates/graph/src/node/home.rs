@@ -9,8 +9,8 @@ pub(crate) trait Home: Any + Send + Sync {
     /// True while users move from node to node: no file gives locks back meanwhile.
     fn keeps_locks(&self) -> bool;
 
-    /// The driver of the node with this name.
-    fn driver_of(&self, name: &str) -> Option<&'static str>;
+    /// True where the node with this name shows the bytes of its file ([`super::Node::is_raw`]).
+    fn is_raw(&self, name: &str) -> bool;
 
     /// The name of a node is free again.
     fn remove(&self, name: &str);

@@ -421,6 +421,11 @@ impl Node {
         self.driver.filtered().is_some()
     }
 
+    /// True for a node that shows the bytes of its file: a format without metadata.
+    pub fn is_raw(&self) -> bool {
+        self.driver.is_raw()
+    }
+
     /// Requests that reached this node so far; of a protocol node, all operations on its file.
     pub fn statistics(&self) -> NodeStats {
         let mut stats = self.counters.snapshot();

@@ -276,7 +276,7 @@ impl Node {
     pub(super) fn locks_for_writing(&self, file: &File) -> Permissions {
         let users = self.users();
         self.locks_of(&users, file).unwrap_or_else(|| {
-            let is_raw = |edge: &Edge| self.home.driver_of(&edge.user) == Some("raw");
+            let is_raw = |edge: &Edge| self.home.is_raw(&edge.user);
             match users.iter().all(is_raw) {
                 // Its length changes when it is resized, which takes that lock then.
                 true => Permissions { used: Permissions::WRITE_IN_PLACE.used, ..Permissions::WRITE },

@@ -13,7 +13,7 @@ use crate::node::{
 };
 use crate::options::{self, BlockdevOptions, DriverKind};
 use crate::secret::Secret;
-use cowshed_layout::probe::probe_with_tail;
+use cowshed_layout::probe::{FormatName, probe_with_tail};
 use cowshed_layout::qcow2::SnapshotName;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{CacheMode, FileIdentity, PermissionSet, Permissions, rt};
@@ -332,19 +332,22 @@ impl Opener {
             return Err(Error::new(ErrorKind::PermissionDenied, message).file(name));
         }
         let [first, last] = child.read_ends().await?;
-        let format = probe_with_tail(&first, &last).as_str();
+        let format = probe_with_tail(&first, &last);
         let written = !draft.settings.read_only;
         // Also where it is only read: it may become writable.
-        draft.settings.probed_raw = format == "raw";
-        if format == "raw" && written {
+        draft.settings.probed_raw = format == FormatName::Raw;
+        if format == FormatName::Raw && written {
             self.warn(format!(
                 "{name}: the image format was not given and is guessed to be raw; writes to its start are restricted, \
                  name the format 'raw' to lift that"
             ));
         } else if draft.place.role == Role::Backing {
-            self.warn(format!("{name}: the overlay doesn't say the format of this backing file, guessed {format}"));
+            self.warn(format!(
+                "{name}: the overlay doesn't say the format of this backing file, guessed {}",
+                format.as_str()
+            ));
         }
-        Ok(format)
+        Ok(format.as_str())
     }
 
     /// The child `file`, opened once.

@@ -3,6 +3,7 @@
 
 use super::BackingPolicy;
 use super::build::{Draft, Opener, Role, TreePlace, named};
+use super::file_names::WithoutWord;
 use super::names::{driver_for, file_options, resolve};
 use crate::node::{ChildRole, Node};
 use crate::options::{BlockdevOptions, first_leaf};
@@ -162,7 +163,7 @@ impl Opener {
         self.check_json(name, image)?;
         let name = resolve(name, path_of(image)).map_err(|error| error.file(image))?;
         let options = named(self.drivers, &name, header.format.as_deref(), &*self.files)?;
-        self.policy.check_drivers(&options.clone().into(), &name, image)?;
+        self.policy.check_drivers(self.drivers, &options.clone().into(), &name, image)?;
         Ok(options)
     }
 
@@ -180,10 +181,12 @@ impl Opener {
                 Some(_) => true,
             };
         let Some(name) = header.name.as_ref().filter(|_| !has_place) else { return Ok(options) };
-        if let Some(driver @ ("null-co" | "null-aio")) = options.text("driver") {
-            let sentence = format!("The only allowed filename for this driver is '{driver}://'");
+        if let Some(driver) = options.text("driver")
+            && let Some(names) = self.drivers.names_of(driver).filter(|names| !names.claims(name))
+            && let WithoutWord::Refused(words) = names.without_word
+        {
             let message = format!("the header names the backing file '{name}', and a disk of '{driver}' has no file");
-            return Err(Error::invalid_argument(message).qemu(sentence));
+            return Err(Error::invalid_argument(message).qemu(words(name)));
         }
         let driver = options.remove("driver");
         let from_header = self.backing_by_name(name, image, header)?;

@@ -59,6 +59,11 @@ impl Drivers {
         self.names_of(driver).is_some_and(|names| matches!(names.without_word, WithoutWord::Path))
     }
 
+    /// True for a format without metadata: its disk is the bytes of its file.
+    pub fn is_raw(&self, driver: &str) -> bool {
+        self.find(driver).is_some_and(DriverLine::is_raw)
+    }
+
     /// True for a driver whose nodes have the name of their disk.
     pub(super) fn has_name_of_disk(&self, driver: &str) -> bool {
         self.find(driver).is_some_and(|line| line.has_name_of_disk)

@@ -3,7 +3,7 @@
 
 use super::build::{Draft, Opened, Opener, Role, TreePlace};
 use super::file_names::{RULES_AND_FILE, TWO_FILES};
-use super::line::{DriverLine, FirstUse, Telling};
+use super::line::{DriverLine, FirstUse, Mention, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
     Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
@@ -40,10 +40,12 @@ const COMPRESS: DriverLine =
     DriverLine::new(&schemas::COMPRESS, |opener, draft| Box::pin(compress(opener, draft))).staying_read_only();
 const PREALLOCATE: DriverLine =
     DriverLine::new(&schemas::PREALLOCATE, |opener, draft| Box::pin(preallocate(opener, draft)));
+/// It writes to a second file as soon as it is written to.
 const LOG_WRITES: DriverLine =
     DriverLine::new(&schemas::LOG_WRITES, |opener, draft| Box::pin(log_writes(opener, draft)))
         .telling(Telling::Keys(&["log-append", "log-sector-size"]))
-        .staying_read_only();
+        .staying_read_only()
+        .named_by_images(Mention::Never("a log of writes by"));
 const VERIFY: DriverLine = DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft)))
     .asking_first(FirstUse::Opening)
     .reading(TWO_FILES)

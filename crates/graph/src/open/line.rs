@@ -36,6 +36,17 @@ pub enum Telling {
     AllBut(&'static str),
 }
 
+/// Whether an image may name the driver for a file of its disk: the policy for images of strangers asks.
+#[derive(Clone, Copy, Debug)]
+pub enum Mention {
+    /// As the policy allows the file.
+    AsFile,
+    /// Only where the policy allows extents, and then with these words in its refusal.
+    AsExtent(&'static str),
+    /// Never, with these words in the refusal.
+    Never(&'static str),
+}
+
 /// A driver.
 pub struct DriverLine {
     /// Its name and its keys.
@@ -54,6 +65,8 @@ pub struct DriverLine {
     pub(super) has_name_of_disk: bool,
     /// A node stays read-only once it was opened so.
     pub(super) stays_read_only: bool,
+    /// Whether an image may name it.
+    pub(super) mention: Mention,
 }
 
 impl DriverLine {
@@ -72,6 +85,7 @@ impl DriverLine {
             names: None,
             has_name_of_disk: false,
             stays_read_only: false,
+            mention: Mention::AsFile,
         }
     }
 
@@ -114,6 +128,16 @@ impl DriverLine {
     /// reading only. QEMU refuses to reopen the same drivers.
     pub(super) const fn staying_read_only(self) -> DriverLine {
         DriverLine { stays_read_only: true, ..self }
+    }
+
+    /// Lets images name it only as `mention` says.
+    pub const fn named_by_images(self, mention: Mention) -> DriverLine {
+        DriverLine { mention, ..self }
+    }
+
+    /// True for a format without metadata: the disk is the bytes of its file.
+    pub(super) fn is_raw(&self) -> bool {
+        self.schema.kind == DriverKind::Format && self.passes_on
     }
 
     /// The rights that a node needs at its file before it has users, where they depend on its users. `by_users`: the

@@ -25,7 +25,7 @@ pub use children::BackingReference;
 pub use drivers::Drivers;
 pub use file_names::{FileNames, NameParts, WithoutWord};
 pub use filters::FILTERS;
-pub use line::{DriverLine, FirstUse, Telling};
+pub use line::{DriverLine, FirstUse, Mention, Telling};
 pub use names::{SERVED_BY_NBDKIT, resolve as resolve_name};
 pub use naming::check_header_name;
 pub use nbd::{TlsCredentials, is_nbd_name, open_nbd_file};

@@ -6,10 +6,10 @@
 
 use super::Drivers;
 use super::file_names::ShownName;
-use super::line::{DriverLine, Telling};
+use super::line::Telling;
 use super::names::resolve as resolve_name;
 use crate::node::{ChildRole, HeaderName, Node};
-use crate::options::{BlockdevOptions, COMMON, DriverKind, parse_size};
+use crate::options::{BlockdevOptions, COMMON, parse_size};
 use cowshed_storage::{path_of_text, text_of_path};
 use cowshed_types::{Error, Result, name_of_text};
 use serde_json::{Map, Value};
@@ -112,8 +112,7 @@ impl Named {
 
     /// Its bytes are those of a file.
     fn is_bytes(&self) -> bool {
-        let is_plain = |line: &DriverLine| line.schema.kind == DriverKind::Format && line.passes_on;
-        self.drivers.find(self.driver).is_some_and(is_plain) || self.is_protocol()
+        self.drivers.is_raw(self.driver) || self.is_protocol()
     }
 }
 
@@ -333,7 +332,7 @@ fn opens_as(format: Option<&str>, backing: &Named, purpose: Purpose) -> bool {
     match format {
         Some(format) => {
             format == backing.driver
-                || (backing.is_bytes() && (format == "raw" || is_protocol(backing.drivers, format)))
+                || (backing.is_bytes() && (backing.drivers.is_raw(format) || is_protocol(backing.drivers, format)))
         }
         None => purpose == Purpose::Shown || !backing.is_bytes() || backing.is_probed_raw,
     }

@@ -4,6 +4,7 @@
 use super::Drivers;
 use super::build::without_format;
 use super::children::names_rules;
+use super::line::Mention;
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -124,20 +125,22 @@ impl Policy {
         self.check(!names_rules(name), "rules by", name, image)?;
         // A name that means nothing is an error of its own where it is opened.
         match without_format(drivers, name, &HostFiles) {
-            Ok(options) => self.check_drivers(&options.into(), name, image),
+            Ok(options) => self.check_drivers(drivers, &options.into(), name, image),
             Err(_) => Ok(()),
         }
     }
 
-    /// Refuses drivers that no image needs, whatever else is allowed. The reads of a `null-*` disk show the reader's memory in other
-    /// programs. `blklogwrites` would write to a second file as soon as the node is written to.
-    pub(crate) fn check_drivers(&self, options: &Value, name: &str, image: &str) -> Result<()> {
-        let is_null = |driver: &str| driver.starts_with("null-");
-        self.check(!has_driver(options, is_null), "a disk that is nothing by", name, image)?;
-        self.check(!has_driver(options, |driver| driver == "blklogwrites"), "a log of writes by", name, image)?;
-        // All files there are parts of the disk.
-        let is_allowed = self.allow_extents || !has_driver(options, |driver| driver == "vvfat");
-        self.check(is_allowed, "a folder by", name, image)
+    /// Refuses drivers that no image needs, whatever else is allowed ([`Mention`]).
+    pub(crate) fn check_drivers(&self, drivers: &Drivers, options: &Value, name: &str, image: &str) -> Result<()> {
+        for driver in drivers_in(options) {
+            match drivers.find(driver).map(|line| line.mention) {
+                Some(Mention::Never(words)) => self.check(false, words, name, image)?,
+                // All files there are parts of the disk.
+                Some(Mention::AsExtent(words)) => self.check(self.allow_extents, words, name, image)?,
+                Some(Mention::AsFile) | None => {}
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn check(&self, allowed: bool, what: &str, name: &str, image: &str) -> Result<()> {
@@ -149,15 +152,18 @@ impl Policy {
     }
 }
 
-/// True when a driver of an option tree is one of those meant.
-fn has_driver(options: &Value, is_meant: fn(&str) -> bool) -> bool {
+/// The drivers that an option tree names.
+fn drivers_in(options: &Value) -> Vec<&str> {
     match options {
-        Value::Object(map) => map.iter().any(|(key, value)| match value {
-            Value::String(driver) => key == "driver" && is_meant(driver),
-            nested => has_driver(nested, is_meant),
-        }),
-        Value::Array(nodes) => nodes.iter().any(|node| has_driver(node, is_meant)),
-        _ => false,
+        Value::Object(map) => map
+            .iter()
+            .flat_map(|(key, value)| match value {
+                Value::String(driver) if key == "driver" => vec![driver.as_str()],
+                nested => drivers_in(nested),
+            })
+            .collect(),
+        Value::Array(nodes) => nodes.iter().flat_map(drivers_in).collect(),
+        _ => Vec::new(),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::build::{Draft, Opened, OpenedFile, Opener, TreePlace};
 use super::file_names::{ADDRESSES, FileNames, NameParts, only_allowed, only_word};
-use super::line::{DriverLine, Telling};
+use super::line::{DriverLine, Mention, Telling};
 use super::null;
 use super::policy::FileKind;
 use crate::node::{Edge, StorageKind};
@@ -33,12 +33,14 @@ const NULL_CO: DriverLine = DriverLine::new(&schemas::NULL_CO, |_, draft| {
     Box::pin(ready(Ok(null::driver(&draft.options, schemas::NULL_CO.name))))
 })
 .telling(NULL_TELLING)
-.reading(only_word(schemas::NULL_CO.name, |_| only_allowed(schemas::NULL_CO.name)));
+.reading(only_word(schemas::NULL_CO.name, |_| only_allowed(schemas::NULL_CO.name)))
+.named_by_images(NULL_MENTION);
 const NULL_AIO: DriverLine = DriverLine::new(&schemas::NULL_AIO, |_, draft| {
     Box::pin(ready(Ok(null::driver(&draft.options, schemas::NULL_AIO.name))))
 })
 .telling(NULL_TELLING)
-.reading(only_word(schemas::NULL_AIO.name, |_| only_allowed(schemas::NULL_AIO.name)));
+.reading(only_word(schemas::NULL_AIO.name, |_| only_allowed(schemas::NULL_AIO.name)))
+.named_by_images(NULL_MENTION);
 
 fn device(parts: &NameParts<'_>) -> Result<BlockdevOptions> {
     Ok(parts.node().with("filename", parts.rest))
@@ -52,6 +54,8 @@ enum FileWanted {
 }
 
 const NULL_TELLING: Telling = Telling::Keys(&["size", "read-zeroes"]);
+/// The reads of such a disk show the reader's memory in other programs.
+const NULL_MENTION: Mention = Mention::Never("a disk that is nothing by");
 
 /// The protocols, in the order of the help.
 pub const PROTOCOLS: &[DriverLine] = &[FILE, HOST_DEVICE, HOST_CDROM, NBD, NULL_CO, NULL_AIO];

@@ -120,7 +120,8 @@ impl BlockdevOptions {
                 node.insert("aio".to_owned(), mode.into());
                 return true;
             }
-            let child = if driver == Some("blkdebug") { "image" } else { "file" };
+            // A driver has one of the two.
+            let child = if node.contains_key("image") { "image" } else { "file" };
             match node.get_mut(child) {
                 Some(Value::Object(below)) => node = below,
                 _ => return false,

@@ -5,7 +5,7 @@ use super::ConvertOptions;
 use super::source::Sources;
 use crate::ImageSpec;
 use cowshed_codec::Codec;
-use cowshed_create::schema::{OptionValues, options_of, takes_compressed};
+use cowshed_create::schema::{ImageCompression, compression_of};
 use cowshed_create::{CreateRequest, Created};
 use cowshed_image::Node;
 use cowshed_image::graph::check_apart;
@@ -81,20 +81,16 @@ impl Target {
     }
 }
 
-/// True when the new image is one whose grains are compressed, each written once.
+/// How the new image takes compressed data; `None` of an image that exists.
+fn packing(options: &ConvertOptions) -> ImageCompression {
+    match options.target.format.as_deref().filter(|_| !options.skip_create) {
+        Some(format) => compression_of(format, &options.create_options),
+        None => ImageCompression::None,
+    }
+}
+
 fn is_stream(options: &ConvertOptions) -> bool {
-    is_vmdk_of(options, |kind| kind == "streamOptimized")
-}
-
-/// True when the new image is a VMDK disk in grains. It takes what is to be compressed, though most keep it plain.
-fn is_sparse_vmdk(options: &ConvertOptions) -> bool {
-    is_vmdk_of(options, |kind| !kind.ends_with("Flat"))
-}
-
-fn is_vmdk_of(options: &ConvertOptions, is_wanted: fn(&str) -> bool) -> bool {
-    let is_vmdk = options.target.format.as_deref() == Some("vmdk") && !options.skip_create;
-    let values = options_of("vmdk").and_then(|schema| OptionValues::parse(schema, &options.create_options).ok());
-    is_vmdk && values.is_some_and(|values| is_wanted(values.get("subformat").unwrap_or_default()))
+    packing(options) == ImageCompression::Stream
 }
 
 /// The options with those that the new image needs.
@@ -146,7 +142,7 @@ type Extra = Vec<(&'static str, String)>;
 /// Creates it. Returns further options for its opening, whether it has space of its own, and the new files.
 async fn create_target(options: &ConvertOptions, sources: &Sources) -> Result<(Extra, bool, Created)> {
     let format = options.target.format.clone().unwrap_or_else(|| "raw".to_owned());
-    if options.compressed && !takes_compressed(&format) && !is_sparse_vmdk(options) {
+    if options.compressed && packing(options) == ImageCompression::None {
         return Err(Error::unsupported("Compression not supported for this file format"));
     }
     if options.backing_file.is_some() && is_stream(options) {

@@ -12,7 +12,7 @@ use crate::output::failure::{qemu_reason, reason_behind};
 use crate::output::{Console, Failure, size::human, warning};
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use cowshed_create::NO_EXPORT;
-use cowshed_create::schema::{options_of, takes_compressed};
+use cowshed_create::schema::{ImageCompression, compression_of, options_of};
 use cowshed_image::SnapshotName;
 use cowshed_image::open::resolve_name;
 use cowshed_image::options::{BareKey, parse_list};
@@ -362,16 +362,20 @@ fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
     if lacks("backing_fmt") && args.backing_format.is_some() {
         return Err(Failure::new(format!("Backing file format not supported for file format '{format}'")));
     }
-    // One kind of VMDK disks is compressed: its options decide. QEMU takes the others in grains, too, and keeps them plain.
-    let is_stream = args.options.iter().any(|list| list.contains("subformat=streamOptimized"));
-    if args.compress && format == "vmdk" && persona == Persona::Cowshed && !is_stream {
-        let message = "a VMDK disk is compressed with -o subformat=streamOptimized only";
-        return Err(Failure::new(message));
+    if !args.compress {
+        return Ok(());
     }
-    if !takes_compressed(format) && format != "vmdk" && args.compress {
-        return Err(Failure::new("Compression not supported for this file format"));
+    match compression_of(format, &args.options) {
+        // Of the disks that QEMU takes and keeps plain: one kind is compressed, and its options decide.
+        ImageCompression::Plain | ImageCompression::None if format == "vmdk" && persona == Persona::Cowshed => {
+            Err(Failure::new("a VMDK disk is compressed with -o subformat=streamOptimized only"))
+        }
+        // QEMU asks no kind of them.
+        ImageCompression::None if format != "vmdk" => {
+            Err(Failure::new("Compression not supported for this file format"))
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// A new overlay names the format of its backing file, by `-F` or by `-o backing_fmt`.
