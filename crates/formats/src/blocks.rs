@@ -122,6 +122,11 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn zero_entry(&self) -> Option<Vec<u8>> {
         None
     }
+    /// The bytes that the tables describe, at least the size. Entries behind the disk's end may name blocks all the same: of
+    /// readers that see a longer disk, or by damage. No other block may take their places.
+    fn described_bytes(&self) -> u64 {
+        self.size()
+    }
     /// Parts of the file that no block may lie on, of which [`BlockFormat::place`] knows nothing: from, and to.
     fn occupied(&self, _file: &ImageFile) -> impl Future<Output = Result<Vec<(u64, u64)>>> {
         async { Ok(Vec::new()) }

@@ -52,15 +52,31 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn load(file: &ImageFile) -> Result<Parallels> {
     let header = ParallelsHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
-    // The table may have more entries than the disk has clusters.
-    let bytes = header.size.div_ceil(header.cluster_bytes) * ENTRY_BYTES;
-    let bat = Table { field: "nb_bat_entries", offset: HEADER_BYTES as u64, bytes };
+    // The table may have more entries than the disk has clusters. QEMU's check counts their clusters as used.
+    let needed = header.size.div_ceil(header.cluster_bytes) * ENTRY_BYTES;
+    let (offset, there) = (HEADER_BYTES as u64, file.len().saturating_sub(HEADER_BYTES as u64));
+    let bytes = (u64::from(header.entries) * ENTRY_BYTES).min(there / ENTRY_BYTES * ENTRY_BYTES).max(needed);
+    let bat = Table { field: "nb_bat_entries", offset, bytes };
     file.check_table(&bat)?;
     let marks = Marks { is_in_use: header.is_in_use, has_extension: header.extension_sector != 0 };
     Ok(Parallels { header, bat, marks: Turn::new(marks) })
 }
 
 impl Parallels {
+    /// The next entry from `cluster` on that names a place: its number and the place.
+    async fn next_entry(&self, image: &ImageFile, mut cluster: u64) -> Result<Option<(u64, u64)>> {
+        let (count, cluster_bytes) = (self.bat.bytes / ENTRY_BYTES, self.header.cluster_bytes);
+        while cluster < count {
+            let entry = u32::from_le_bytes(image.entry(self.bat, cluster).await?);
+            if let Some(start) = self.header.cluster(entry) {
+                return Ok(Some((cluster, start)));
+            }
+            let rest = (0, (count - cluster).saturating_mul(cluster_bytes), cluster_bytes);
+            cluster += image.same::<4>(self.bat, cluster, rest).await?.div_ceil(cluster_bytes);
+        }
+        Ok(None)
+    }
+
     /// Marks the image as one that a program has open for writing, or as closed. The content changes meanwhile, which
     /// the format extension doesn't follow: the same write takes it off the header, before any change.
     async fn mark(&self, file: &File, is_in_use: bool) -> Result<()> {
@@ -123,6 +139,10 @@ impl BlockFormat for Parallels {
 
     fn size(&self) -> u64 {
         self.header.size
+    }
+
+    fn described_bytes(&self) -> u64 {
+        self.size().max((self.bat.bytes / ENTRY_BYTES).saturating_mul(self.header.cluster_bytes))
     }
 
     /// qemu-img doesn't print the cluster size.
@@ -210,9 +230,9 @@ impl BlockFormat for Parallels {
                 self.mark(&file, was_in_use).await?;
             }
         }
-        for cluster in 0..self.header.size.div_ceil(cluster_bytes) {
-            let entry = u32::from_le_bytes(image.entry(self.bat, cluster).await?);
-            let Some(start) = self.header.cluster(entry) else { continue };
+        let mut next = 0;
+        while let Some((cluster, start)) = self.next_entry(image, next).await? {
+            next = cluster + 1;
             if start >= self.header.data_offset && start.saturating_add(cluster_bytes) <= image.len() {
                 end = end.max(start + cluster_bytes);
             } else if what == Repair::All {

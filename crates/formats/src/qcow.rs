@@ -143,6 +143,11 @@ impl BlockFormat for Qcow {
         self.header.size
     }
 
+    fn described_bytes(&self) -> u64 {
+        let size = self.size();
+        size.checked_next_multiple_of(self.header.l2_span_bytes()).unwrap_or(size)
+    }
+
     fn describe(&self) -> Description {
         Description {
             in_sectors: true,

@@ -12,8 +12,9 @@ use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::memory::try_push;
+use cowshed_types::memory::{grow_map, try_push};
 use cowshed_types::{Error, Repair, Result, name_of_text, slip};
+use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -105,6 +106,19 @@ impl Qed {
         Ok(Some(Table { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
     }
 
+    /// The next entry of the L1 table from `index` on that isn't 0, also behind the disk's end: its number and its value.
+    async fn next_table(&self, image: &ImageFile, mut index: u64) -> Result<Option<(u64, u64)>> {
+        let count = self.header.table_entries();
+        while index < count {
+            let entry = u64::from_le_bytes(image.entry(self.l1, index).await?);
+            if entry != 0 {
+                return Ok(Some((index, entry)));
+            }
+            index += image.same::<8>(self.l1, index, (0, count - index, 1)).await?;
+        }
+        Ok(None)
+    }
+
     /// Clears entries that lead to no cluster of the file, and returns their number. Their clusters are lost already.
     async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
         let file = image.storage();
@@ -114,19 +128,20 @@ impl Qed {
             !offset.is_multiple_of(cluster_bytes) || offset < cluster_bytes || end.is_none_or(|end| end > there)
         };
         let clear = async |at: u64| file.write_at(IoBuf::zeroed(ENTRY_BYTES as usize), at).await.0;
-        let span = self.header.l2_span_bytes();
-        for index in 0..self.size().div_ceil(span) {
-            let entry = u64::from_le_bytes(image.entry(self.l1, index).await?);
-            if entry == 0 {
-                continue;
-            }
+        let (mut from, mut seen) = (0, HashMap::new());
+        while let Some((index, entry)) = self.next_table(image, from).await? {
+            from = index + 1;
             if is_bad(entry, self.header.table_bytes) {
                 clear(self.l1.offset + index * ENTRY_BYTES).await?;
                 cleared += 1;
                 continue;
             }
+            grow_map(&mut seen)?;
+            if seen.insert(entry, ()).is_some() {
+                continue;
+            }
             let l2 = Table { field: "L1 table entry", offset: entry, bytes: self.header.table_bytes };
-            let clusters = (self.size() - index * span).min(span).div_ceil(cluster_bytes);
+            let clusters = self.header.table_entries();
             let mut at = 0;
             while at < clusters {
                 let entry = u64::from_le_bytes(image.entry(l2, at).await?);
@@ -138,7 +153,7 @@ impl Qed {
                     }
                     QedCluster::At(_) => at += 1,
                     _ => {
-                        let rest = (0, (clusters - at) * cluster_bytes, cluster_bytes);
+                        let rest = (0, (clusters - at).saturating_mul(cluster_bytes), cluster_bytes);
                         at += image.same::<8>(l2, at, rest).await?.div_ceil(cluster_bytes);
                     }
                 }
@@ -160,6 +175,38 @@ impl Qed {
     }
 }
 
+impl Qed {
+    /// Notes the clusters of all tables as used. A table that isn't in the file is a corruption.
+    async fn claim_tables(&self, file: &ImageFile, survey: &mut Survey) -> Result<()> {
+        let cluster_bytes = self.header.cluster_bytes;
+        let (mut from, mut next) = (0, Some(self.l1.offset));
+        while let Some(start) = next {
+            for cluster in 0..self.header.table_bytes / cluster_bytes {
+                let offset = start + cluster * cluster_bytes;
+                // One finding for a table.
+                if !survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))? {
+                    break;
+                }
+            }
+            next = loop {
+                if survey.is_full() {
+                    return Ok(());
+                }
+                let Some((index, entry)) = self.next_table(file, from).await? else { return Ok(()) };
+                from = index + 1;
+                let table = self.aligned("L1 table entry", entry);
+                let table =
+                    table.map(|offset| Table { field: "L1 table entry", offset, bytes: self.header.table_bytes });
+                match table.and_then(|table| file.check_table(&table).map(|()| table.offset)) {
+                    Ok(offset) => break Some(offset),
+                    Err(error) => survey.corruption(format!("L1 table entry {index}: {error}")),
+                }
+            };
+        }
+        Ok(())
+    }
+}
+
 async fn read_header(file: &File) -> Result<IoBuf> {
     let (result, header) = file.read_at(IoBuf::zeroed(HEADER_BYTES), 0).await;
     result.map(|()| header)
@@ -170,6 +217,10 @@ impl BlockFormat for Qed {
 
     fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
+    }
+
+    fn described_bytes(&self) -> u64 {
+        self.header.largest_size()
     }
 
     fn set_size(&self, size: u64) -> Result<()> {
@@ -265,26 +316,17 @@ impl BlockFormat for Qed {
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         let cluster_bytes = self.header.cluster_bytes;
-        let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
+        let mut survey = Survey::before(self, cluster_bytes, max);
         survey.check.counters.total_clusters = self.size().div_ceil(cluster_bytes);
-        survey.check.counters.image_end_offset = 0;
-        if !survey.check.findings.is_empty() {
+        // Tables first: where one table stands twice, its clusters are not looked at many times.
+        self.claim_tables(file, &mut survey).await?;
+        if survey.has_findings() {
             return Ok(Some(survey.check));
         }
-        let tables = self.size().div_ceil(self.header.l2_span_bytes());
-        let table_clusters = self.header.table_bytes / cluster_bytes;
-        let starts = std::iter::once(self.l1.offset);
-        let mut starts: Vec<u64> = starts.collect();
-        for index in 0..tables {
-            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
-                try_push(&mut starts, table.offset)?;
-            }
-        }
-        for start in starts {
-            for cluster in 0..table_clusters {
-                let offset = start + cluster * cluster_bytes;
-                survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))?;
-            }
+        survey.add_blocks(self, file, cluster_bytes).await?;
+        survey.check.counters.image_end_offset = 0;
+        if survey.has_findings() {
+            return Ok(Some(survey.check));
         }
         // The header's clusters are before the L1 table, and no table or data are there.
         let first = self.header.header_clusters;
@@ -338,11 +380,12 @@ impl BlockFormat for Qed {
     async fn occupied(&self, file: &ImageFile) -> Result<Vec<(u64, u64)>> {
         let mut parts = vec![(0, self.header.header_clusters * self.header.cluster_bytes)];
         try_push(&mut parts, (self.l1.offset, self.l1.offset + self.l1.bytes))?;
-        for index in 0..self.size().div_ceil(self.header.l2_span_bytes()) {
-            if let Some(table) = self.l2(file, index * self.header.l2_span_bytes()).await? {
-                file.check_table(&table)?;
-                try_push(&mut parts, (table.offset, table.offset + table.bytes))?;
-            }
+        let mut from = 0;
+        while let Some((index, entry)) = self.next_table(file, from).await? {
+            from = index + 1;
+            let offset = self.aligned("L1 table entry", entry)?;
+            file.check_table(&Table { field: "L1 table entry", offset, bytes: self.header.table_bytes })?;
+            try_push(&mut parts, (offset, offset + self.header.table_bytes))?;
         }
         check_metadata(&mut parts, "L1 table entry")?;
         Ok(parts)

@@ -66,16 +66,34 @@ impl Survey {
         block_bytes: u64,
         max: usize,
     ) -> Result<Survey> {
+        let mut survey = Survey::before(format, block_bytes, max);
+        survey.add_blocks(format, file, block_bytes).await?;
+        Ok(survey)
+    }
+
+    /// Before any block is looked up. At most `max` findings are noted.
+    pub(crate) fn before<F: BlockFormat>(format: &F, block_bytes: u64, max: usize) -> Survey {
         let used = match format.units() {
             Some(units) if units.grid != block_bytes => Used::Anywhere(HashMap::new()),
             _ => Used::default(),
         };
-        let mut survey = Survey { used, max, ..Survey::default() };
+        Survey { used, max, ..Survey::default() }
+    }
+
+    /// Looks every block up.
+    pub(crate) async fn add_blocks<F: BlockFormat>(
+        &mut self,
+        format: &F,
+        file: &ImageFile,
+        block_bytes: u64,
+    ) -> Result<()> {
+        let (max, survey) = (self.max, self);
+        let size = format.described_bytes();
         let (mut at, mut last_end, mut neighbour_end) = (0, None, None);
         // A block that is there in part comes in several runs.
         let mut last_block = None;
-        while at < format.size() && survey.check.findings.len() < max {
-            match format.place(file, at, format.size() - at).await {
+        while at < size && survey.check.findings.len() < max {
+            match format.place(file, at, size - at).await {
                 Ok((Place::Data { .. }, len)) if last_block == Some(at / block_bytes) => at += len,
                 Ok((Place::Data { host, .. }, len)) => {
                     last_block = Some(at / block_bytes);
@@ -101,15 +119,26 @@ impl Survey {
                 Err(error) => return Err(error),
             }
         }
-        Ok(survey)
+        Ok(())
     }
 
-    /// Notes that a block of the file is in use; twice is a corruption. `ENOMEM` where there is no memory to note it.
-    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<()> {
-        if !self.used.claim(host, block_bytes)? {
+    /// True when no more findings are noted.
+    pub(crate) fn is_full(&self) -> bool {
+        self.check.findings.len() >= self.max
+    }
+
+    /// True when there is something to report.
+    pub(crate) fn has_findings(&self) -> bool {
+        !self.check.findings.is_empty()
+    }
+
+    /// Notes that a block of the file is in use; twice is a corruption, and false. `ENOMEM` where there is no memory to note it.
+    pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<bool> {
+        let is_free = self.used.claim(host, block_bytes)?;
+        if !is_free {
             self.corruption(format!("{}: offset {host:#x} is in use already", whose()));
         }
-        Ok(())
+        Ok(is_free)
     }
 
     /// Blocks of the file that are in use.

@@ -111,8 +111,9 @@ pub(super) async fn survey<F: BlockFormat>(format: &F, image: &ImageFile, units:
     let occupied = format.occupied(image).await?;
     let mut ranges = Ranges::default();
     let mut at = 0;
-    while at < format.size() {
-        let (place, len) = format.run(image, at, format.size() - at).await?;
+    let end = format.described_bytes();
+    while at < end {
+        let (place, len) = format.run(image, at, end - at).await?;
         if let Place::Data { host, .. } = place {
             let start = host.checked_sub(units.head.len() as u64).ok_or_else(|| {
                 let message = format!("the block at byte {at} of the disk lies on the metadata");

@@ -147,8 +147,10 @@ async fn load(file: &ImageFile, may_move: bool) -> Result<Vdi> {
 }
 
 fn shape_of(header: &VdiHeader, file: &ImageFile) -> Result<Shape> {
-    // The map may have more entries than the disk has blocks.
-    let map = table(header.map_offset, header.size.div_ceil(header.block_bytes));
+    // The map may have more entries than the disk has blocks. The check and the count of QEMU go over all of them.
+    let needed = header.size.div_ceil(header.block_bytes);
+    let there = file.len().min(header.data_offset).saturating_sub(header.map_offset) / ENTRY_BYTES;
+    let map = table(header.map_offset, u64::from(header.blocks).min(there).max(needed));
     file.check_table(&map)?;
     Ok(Shape { size: header.size, map, data_offset: header.data_offset })
 }
@@ -175,6 +177,11 @@ impl BlockFormat for Vdi {
             }),
             ..Description::default()
         }
+    }
+
+    fn described_bytes(&self) -> u64 {
+        let shape = self.shape();
+        shape.size.max((shape.map.bytes / ENTRY_BYTES).saturating_mul(self.header.block_bytes))
     }
 
     fn takes_backing(&self) -> bool {

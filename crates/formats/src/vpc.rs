@@ -61,7 +61,7 @@ struct Vpc {
     dynamic: Option<Dynamic>,
     /// The parent of a difference.
     parent: Option<Parent>,
-    /// The end of the file is no footer, and the copy at its start counts.
+    /// The end of the file is not the footer whose copy is at its start. The copy counts.
     lacks_end: bool,
 }
 
@@ -127,7 +127,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 /// The footer. A fixed disk has it at the end alone, exactly behind the disk, and the bytes at its start are its guest's. Of another
 /// disk the copy at the start counts, as in QEMU: where the file lost its end, the last bytes are the guest's.
-/// True: the copy is all that there is.
+/// True: the copy is all that there is, and the end of the file is no equal to it.
 async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf, bool)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
     let start = file.read(0, FOOTER_BYTES).await?;
@@ -142,7 +142,10 @@ async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf, bool)> {
                            one of them may be its guest's (docs/formats/block-formats.md)";
             Err(Error::invalid_image("disk_type", "fixed", message))
         }
-        (end, Some(Ok(copy))) => Ok((copy, start, end.is_err())),
+        (_, Some(Ok(copy))) => {
+            let is_alone = start[..] != end[..];
+            Ok((copy, start, is_alone))
+        }
         (Ok(footer), _) => Ok((footer, end, false)),
         (Err(_), Some(Err(error))) | (Err(error), None) => Err(error),
     }
@@ -185,12 +188,14 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
         _ => None,
     };
     let header = VpcDynamicHeader::parse(&header, footer.size)?;
-    // The table may have more entries than the disk has blocks.
-    let bytes = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
+    // The table may have more entries than the disk has blocks, and those are of use to readers that go by the other of the two
+    // sizes in the footer.
+    let needed = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
     let whole_table =
-        Table { field: "table_offset", offset: header.table_offset, bytes: header.table_bytes().max(bytes) };
+        Table { field: "table_offset", offset: header.table_offset, bytes: header.table_bytes().max(needed) };
     let place = Table { field: "data_offset", offset: header_offset, bytes: DYNAMIC_HEADER_BYTES as u64 };
-    let table = Table { field: "table_offset", offset: header.table_offset, bytes };
+    let there = file.len().saturating_sub(header.table_offset) / ENTRY_BYTES * ENTRY_BYTES;
+    let table = Table { bytes: whole_table.bytes.min(there).max(needed), ..whole_table };
     file.check_table(&table)?;
     if whole_table.overlaps(place.offset, place.bytes) {
         let message = "the block allocation table overlaps the header of the dynamic disk";
@@ -286,10 +291,18 @@ impl BlockFormat for Vpc {
         }
     }
 
+    fn described_bytes(&self) -> u64 {
+        let described =
+            |dynamic: &Dynamic| (dynamic.table.bytes / ENTRY_BYTES).saturating_mul(dynamic.header.block_bytes);
+        self.size().max(self.dynamic.as_ref().map_or(0, described))
+    }
+
     async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
         let Some(Dynamic { header, place, table, whole_table, .. }) = &self.dynamic else {
             return Ok((Place::Data { file: 0, host: at }, len));
         };
+        // An entry behind the disk's end that names no block is nothing to its readers.
+        let is_behind = at >= self.footer.size;
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
         let Some(start) = header.block(entry) else {
@@ -299,7 +312,13 @@ impl BlockFormat for Vpc {
         let len = len.min(header.block_bytes - skip);
         let unit_bytes = header.bitmap_bytes() + header.block_bytes;
         let unit = start - header.bitmap_bytes();
+        if is_behind && start.checked_add(header.block_bytes).is_none_or(|end| end > file.len()) {
+            return Ok((Place::Zero, len));
+        }
         if unit < FOOTER_BYTES as u64 || [whole_table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
+            if is_behind {
+                return Ok((Place::Zero, len));
+            }
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }

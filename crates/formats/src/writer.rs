@@ -484,6 +484,10 @@ impl Writer {
         (offset, len): (u64, u64),
         flags: ZeroFlags,
     ) -> Result<()> {
+        if flags.no_fallback {
+            // Before anything is changed: a caller that asks for all or nothing must not find a part of it done.
+            self.expect_fast_zeroes(format, image, backing, (offset, len)).await?;
+        }
         self.before_change(format).await?;
         let (mut at, end) = (offset, offset + len);
         while at < end {
@@ -509,6 +513,32 @@ impl Writer {
                 }
             };
             at += len;
+        }
+        Ok(())
+    }
+
+    /// Refuses a range of which a part would take a write of data to read as zeroes.
+    async fn expect_fast_zeroes<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        backing: &Link,
+        (offset, len): (u64, u64),
+    ) -> Result<()> {
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let (place, len) = self.place(format, image, at, end - at).await?;
+            let is_blank = !F::LINKS_BACKING && backing.load().is_none();
+            at += match place {
+                Place::Data { .. } | Place::Zero => len,
+                Place::Unallocated if is_blank => len,
+                Place::Unallocated if self.is_whole(format, at, len) => {
+                    self.units.as_ref().map_or(len, |units| len.min(units.block_bytes))
+                }
+                Place::Unallocated | Place::Packed { .. } => {
+                    return Err(Error::unsupported("zeroes would take a write of data here").offset(at));
+                }
+            };
         }
         Ok(())
     }

@@ -16,7 +16,7 @@ use crate::zeroes::reads_as_zeroes;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::WriteBlocking;
 use cowshed_image::graph::{AttachRequest, Attachment, Chain, Graph, Queue, check_apart};
-use cowshed_image::node::{ChildRole, LocalFuture, below_filters};
+use cowshed_image::node::{ChildRole, LocalFuture};
 use cowshed_image::{Node, ZeroFlags};
 use cowshed_storage::{PermissionSet, Permissions, rt};
 use cowshed_types::{Error, ErrorKind, Result, slip};
@@ -168,9 +168,7 @@ impl Mirror {
             return Err(Error::new(ErrorKind::Busy, "Can't mirror node into itself"));
         }
         check_apart(target, [source])?;
-        let image = below_filters(target);
-        let is_bare = image.child(ChildRole::Backing).is_none();
-        let lacks_backing = options.sync != Sync::Full && is_bare && image.names_backing();
+        let lacks_backing = options.sync != Sync::Full && target.lacks_backing();
         if let Some(unit) = target.filled_unit_bytes().filter(|_| lacks_backing) {
             options.granularity_bytes = options.granularity_bytes.max(unit);
         }

@@ -222,6 +222,12 @@ fn a_fixed_vhd_without_footer_names_no_parent() {
     let image = "driver=vpc,file.filename=bad,backing.driver=vpc,backing.file.filename=parent.vhd";
     let said = oracle.ours(&work, &words(&format!("convert --image-opts -O raw {image} out")));
     assert_eq!(said.code, Some(0), "{}", said.err);
+    // A footer of another disk at the end is its guest's, too.
+    let mut other = start[..512].to_vec();
+    other[60..64].copy_from_slice(&3u32.to_be_bytes());
+    sum_vpc(&mut other, 0, 512, 64);
+    fs::write(work.join("bad"), [&disk[..], &other].concat()).unwrap();
+    assert!(oracle.refused("info -f vpc bad").contains("may be its guest's"));
     disk.extend_from_slice(&start[..512]);
     fs::write(work.join("bad"), &disk).unwrap();
     let said = oracle.ours(&work, &words("info -f vpc bad"));

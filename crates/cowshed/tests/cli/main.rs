@@ -4,6 +4,7 @@
 mod as_qemu_img;
 mod backing_left_out;
 mod bad_input;
+mod behind_the_end;
 mod bitmap;
 mod block_formats;
 mod block_formats_damage;

@@ -49,7 +49,13 @@ const TARGETS: [(&str, &str); 4] =
 
 /// Copies the top to an overlay of this format that is open without its base. `guest`: a client writes while the job is ready.
 #[track_caller]
-fn copy(command: &str, (format, options): (&str, &str), mode: &Value, guest: bool) {
+fn copy(command: &str, target: (&str, &str), mode: &Value, guest: bool) {
+    copy_through(command, target, None, mode, guest);
+}
+
+/// As [`copy`], with a node of this driver between the job and the overlay.
+#[track_caller]
+fn copy_through(command: &str, (format, options): (&str, &str), above: Option<&str>, mode: &Value, guest: bool) {
     let qemu = Qemu::newest();
     let (daemon, mut client) = with_source();
     let (below, base) = if format == "vmdk" { ("vmdk", "base.vmdk") } else { ("raw", "base") };
@@ -60,7 +66,20 @@ fn copy(command: &str, (format, options): (&str, &str), mode: &Value, guest: boo
     let all = [options, &backing].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(",");
     qemu.create(&daemon.path("target"), format, &all, 8 << 20);
     let file = json!({"driver": "file", "filename": "target"});
-    client.command("blockdev-add", json!({"driver": format, "node-name": "t", "backing": null, "file": file}));
+    let name = if above.is_some() { "image" } else { "t" };
+    client.command("blockdev-add", json!({"driver": format, "node-name": name, "backing": null, "file": file}));
+    if let Some(driver) = above {
+        let mut node = json!({"driver": driver, "node-name": "t"});
+        match driver {
+            "quorum" => {
+                node["vote-threshold"] = 1.into();
+                node["children"] = json!(["image"]);
+            }
+            "blkdebug" => node["image"] = "image".into(),
+            _ => node["file"] = "image".into(),
+        }
+        client.command("blockdev-add", node);
+    }
     let mut job = json!({"job-id": "j", "device": "s", "target": "t", "sync": "top", "auto-dismiss": false});
     for (key, value) in mode.as_object().expect("keys") {
         job[key] = value.clone();
@@ -84,7 +103,17 @@ fn copy(command: &str, (format, options): (&str, &str), mode: &Value, guest: boo
     qemu.convert((&image, format), (&out, "raw"), &[]);
     let disk = std::fs::read(out).expect("a disk");
     let wrong = disk.iter().zip(expected(guest)).position(|(is, wanted)| *is != wanted);
-    assert_eq!((disk.len(), wrong), (8 * MIB, None), "{command} {format} {options} {mode}");
+    assert_eq!((disk.len(), wrong), (8 * MIB, None), "{command} {format} {options} {above:?} {mode}");
+}
+
+#[test]
+fn nodes_that_pass_bytes_on_hide_no_clusters() {
+    for driver in ["raw", "blkdebug", "quorum"] {
+        for target in [("qcow2", "cluster_size=2M"), ("qed", "cluster_size=1M")] {
+            copy_through("blockdev-backup", target, Some(driver), &json!({}), false);
+            copy_through("blockdev-mirror", target, Some(driver), &json!({"granularity": 4096}), true);
+        }
+    }
 }
 
 #[test]

@@ -15,10 +15,12 @@ impl Parallels {
     pub(super) async fn part_twins(&self, image: &ImageFile, file: &File, was_in_use: bool) -> Result<(u64, u64)> {
         let (cluster_bytes, first) = (self.header.cluster_bytes, self.header.data_offset);
         let mut places = Vec::new();
-        for cluster in 0..self.header.size.div_ceil(cluster_bytes) {
-            let entry = u32::from_le_bytes(image.entry(self.bat, cluster).await?);
-            let start = self.header.cluster(entry).filter(|start| *start >= first);
-            if let Some(start) = start.filter(|start| start.saturating_add(cluster_bytes) <= image.len()) {
+        let mut from = 0;
+        while let Some((cluster, start)) = self.next_entry(image, from).await? {
+            from = cluster + 1;
+            if let Some(start) =
+                Some(start).filter(|start| *start >= first && start.saturating_add(cluster_bytes) <= image.len())
+            {
                 try_push(&mut places, (start, cluster))?;
             }
         }

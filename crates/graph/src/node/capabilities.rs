@@ -266,12 +266,20 @@ impl Node {
         self.driver.allocation().map(|(cluster, _)| cluster)
     }
 
-    /// The cluster of an image that may have a backing node, or of the one behind filters, in bytes. Where the image has nothing of a
-    /// cluster, a smaller write fills up the rest of it. `None`: no write does.
+    /// The cluster of an image that may have a backing node, in bytes; the largest of the images that hold the disk. Where such an
+    /// image has nothing of a cluster, a smaller write fills up the rest of it. `None`: no write does.
     pub fn filled_unit_bytes(self: &Arc<Self>) -> Option<u64> {
-        let image = super::below_filters(self);
-        let described = || image.description().filter(|_| image.takes_backing())?.cluster_bytes;
-        image.cluster_bytes().or_else(described)
+        let unit = |image: &Arc<Node>| {
+            let described = || image.description().filter(|_| image.takes_backing())?.cluster_bytes;
+            image.cluster_bytes().or_else(described)
+        };
+        super::images_below(self).iter().filter_map(unit).max()
+    }
+
+    /// True when the header of an image that holds the disk names a backing file, and no node stands for that.
+    pub fn lacks_backing(self: &Arc<Self>) -> bool {
+        let lacks = |image: &Arc<Node>| image.names_backing() && image.child(super::ChildRole::Backing).is_none();
+        super::images_below(self).iter().any(lacks)
     }
 
     /// True when the image's header names a backing file.

@@ -34,6 +34,20 @@ pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
     found
 }
 
+/// The images that hold the disk of a node: behind filters, and behind nodes that pass bytes on. A quorum has several.
+pub fn images_below(node: &Arc<Node>) -> Vec<Arc<Node>> {
+    let passes = |role: ChildRole| match role {
+        ChildRole::File => node.is_filter() || node.is_raw(),
+        ChildRole::Image | ChildRole::Raw | ChildRole::Test | ChildRole::Replica(_) => true,
+        _ => false,
+    };
+    let below: Vec<_> = node.children().into_iter().filter(|child| passes(child.role)).collect();
+    match below.is_empty() {
+        true => vec![Arc::clone(node)],
+        false => below.iter().flat_map(|child| images_below(&child.node)).collect(),
+    }
+}
+
 /// The image that a node stands for: filters pass on to it.
 pub fn below_filters(node: &Arc<Node>) -> Arc<Node> {
     let mut node = Arc::clone(node);
