@@ -339,7 +339,7 @@ impl CreatePlan {
     }
 
     /// Refuses a file that the new image is to be read through to.
-    fn check_apart(&self, identity: Option<FileIdentity>) -> Result<()> {
+    pub fn check_apart(&self, identity: Option<FileIdentity>) -> Result<()> {
         match self.below.iter().find(|(known, _)| Some(*known) == identity) {
             Some((_, name)) => {
                 let message = format!("this is the file '{name}', which the backing file needs: nothing was changed");

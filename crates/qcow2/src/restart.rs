@@ -78,7 +78,7 @@ impl Engine {
 
     fn check_at_rest(&self, state: &State) -> Result<()> {
         let is_busy = !state.inflight.is_empty() || !state.loading.is_empty() || !state.room.is_at_rest();
-        match is_busy || !state.epochs.is_at_rest() || holds_changes(state) {
+        match is_busy || !state.epochs.is_at_rest() || holds_changes(state, true) {
             true => Err(Error::internal("the mapping of the image is not at rest")),
             false => Ok(()),
         }

@@ -72,7 +72,7 @@ impl Engine {
             number,
             // Decided here, under the lock: tables that became dirty since the caller last looked go out with this
             // cycle.
-            set_dirty_bit: state.epochs.take_dirty_bit() && holds_changes(state),
+            set_dirty_bit: state.epochs.take_dirty_bit() && holds_changes(state, true),
             stages: Default::default(),
             slices: Vec::new(),
             blocks: Vec::new(),
@@ -217,13 +217,14 @@ impl Engine {
     /// True when a cycle would write something.
     pub fn is_dirty(&self) -> bool {
         let state = self.own();
-        state.epochs.wants_dirty_bit() || holds_changes(&state)
+        state.epochs.wants_dirty_bit() || holds_changes(&state, true)
     }
 
-    /// True when something in memory may not be in the file: it differs, or a cycle is writing it.
-    pub fn holds_changes(&self) -> bool {
+    /// True when something in memory may not be in the file: it differs, or a cycle is writing it. `with_refcounts`: reference counts
+    /// count, too.
+    pub fn holds_changes(&self, with_refcounts: bool) -> bool {
         let state = self.own();
-        (state.is_writing && !slip!("changes_of_a_cycle_count_as_written")) || holds_changes(&state)
+        (state.is_writing && !slip!("changes_of_a_cycle_count_as_written")) || holds_changes(&state, with_refcounts)
     }
 
     /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.
@@ -233,12 +234,11 @@ impl Engine {
 }
 
 /// True when something in memory differs from the disk.
-pub(crate) fn holds_changes(state: &State) -> bool {
+pub(crate) fn holds_changes(state: &State, with_refcounts: bool) -> bool {
     !state.tables.dirty.is_empty()
         || !state.tables.fresh.is_empty()
         || !state.tables.l1_dirty.is_empty()
-        || !state.refcounts.dirty.is_empty()
-        || !state.refcounts.table_dirty.is_empty()
+        || (with_refcounts && (!state.refcounts.dirty.is_empty() || !state.refcounts.table_dirty.is_empty()))
 }
 
 fn end_blocks(state: &mut State, blocks: &[u64], success: bool) {

@@ -102,6 +102,14 @@ async fn inactivate(daemon: &Rc<Daemon>, node: &Arc<Node>) -> QmpResult<()> {
             );
             return Err(QmpError::generic(message));
         }
+        if let Some(bitmap) = bitmaps.first().filter(|_| node.size() == 0) {
+            let message = format!(
+                "Failed to inactivate node: a disk of 0 bytes can't store bitmap '{}' of node '{}'",
+                bitmap.name,
+                node.name()
+            );
+            return Err(QmpError::generic(message));
+        }
     }
     close(daemon, node).await?;
     // Users come before the nodes that they use.

@@ -9,7 +9,7 @@ use crate::state::Daemon;
 use cowshed_create::schema::monitor_rules_of;
 use cowshed_create::{CreateRequest, MonitorRules, prepare};
 use cowshed_image::Node;
-use cowshed_image::graph::{AttachRequest, Attachment};
+use cowshed_image::graph::{AttachRequest, Attachment, storage_of};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{File, PermissionSet, Permissions, path_of_text, text_of_path};
@@ -291,6 +291,10 @@ async fn fill(image: &Place, others: &[Place], mut request: CreateRequest, rules
         }
     }
     let plan = prepare(&request).await?;
+    // The files behind the nodes, too: a window of a file is no file of its own.
+    for node in std::iter::once(image).chain(others).flat_map(|place| storage_of(&place.node)) {
+        plan.check_apart(node.storage().identity())?;
+    }
     let files: Vec<File> = others.iter().map(Place::file).collect::<Result<_>>()?;
     plan.run_on_with(&image.file()?, &files.iter().collect::<Vec<_>>()).await
 }

@@ -363,3 +363,35 @@ fn bitmap_without_room_is_refused_with_the_reason() {
     assert!(refusal.contains("No space left on device"), "{refusal}");
     running.stop().expect("stopped in order");
 }
+
+/// The format has no bitmaps of 0 bits: the node keeps them, and stays writable and active.
+#[test]
+fn disk_of_no_bytes_keeps_its_bitmaps() {
+    let daemon = Running::start(Vec::new());
+    Qemu::newest().create(&daemon.path("a.qcow2"), "qcow2", "", 4 << 20);
+    let mut client = daemon.client();
+    client.files_in(daemon.folder.path());
+    let node = |more: &[(&str, bool)]| {
+        let file = json!({"driver": "file", "filename": "a.qcow2"});
+        let mut node = json!({"driver": "qcow2", "node-name": "d", "file": file});
+        more.iter().for_each(|(key, value)| node[*key] = (*value).into());
+        node
+    };
+    client.command("blockdev-add", node(&[]));
+    client.command("block-dirty-bitmap-add", json!({"node": "d", "name": "b0", "persistent": true}));
+    client.command("block_resize", json!({"node-name": "d", "size": 0}));
+    let changes = [
+        ("blockdev-reopen", json!({"options": [node(&[("read-only", true)])]})),
+        ("blockdev-set-active", json!({"node-name": "d", "active": false})),
+    ];
+    for (command, arguments) in changes {
+        let error = client.refusal(command, arguments);
+        assert!(error.contains("disk of 0 bytes") && error.contains("'b0'"), "{error}");
+    }
+    client.command("blockdev-reopen", json!({"options": [node(&[("read-only", false)])]}));
+    client.command("block_resize", json!({"node-name": "d", "size": 2 << 20}));
+    client.command("blockdev-del", json!({"node-name": "d"}));
+    let info = Qemu::newest().info(&daemon.path("a.qcow2"), "qcow2");
+    assert_eq!(info["format-specific"]["data"]["bitmaps"][0]["name"], "b0", "{info}");
+    daemon.stop().expect("stopped in order");
+}

@@ -225,3 +225,25 @@ fn a_backup_to_vmdk_names_its_own_file() {
     assert!(text.contains(" SPARSE \"new.vmdk\""), "{text}");
     daemon.stop().expect("stopped in order");
 }
+
+/// A window of a file has no identity of its own: the file behind it counts.
+#[test]
+fn new_image_in_a_window_spares_its_base() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    client.files_in(daemon.folder.path());
+    let base = daemon.folder.path().join("base");
+    std::fs::write(&base, vec![7; 4 << 20]).expect("a file");
+    let file = json!({"driver": "file", "filename": "base"});
+    client.command(
+        "blockdev-add",
+        json!({"driver": "raw", "node-name": "window", "offset": 1 << 20, "size": 2 << 20, "file": file}),
+    );
+    let options =
+        json!({"driver": "qcow2", "file": "window", "size": 4 << 20, "backing-file": base, "backing-fmt": "raw"});
+    client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+    let error = concluded(&mut client, "c").expect("an error");
+    assert!(error.contains("which the backing file needs"), "{error}");
+    assert!(std::fs::read(&base).expect("a file").iter().all(|byte| *byte == 7), "the base is as it was");
+    daemon.stop().expect("stopped in order");
+}

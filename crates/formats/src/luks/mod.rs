@@ -87,11 +87,11 @@ impl Driver for LuksDriver {
         "luks"
     }
 
-    /// Virtual size in bytes: sectors of the payload, the last one also where the file ends within it, as in QEMU.
     fn holds_changes(&self) -> bool {
         false
     }
 
+    /// Virtual size in bytes: sectors of the payload, the last one also where the file ends within it, as in QEMU.
     fn size(&self) -> u64 {
         whole_sectors(self.file.len().saturating_sub(self.payload_offset))
     }

@@ -175,7 +175,9 @@ impl Driver for Qcow2Driver {
     }
 
     fn holds_changes(&self) -> bool {
-        self.engine.holds_changes()
+        // With the dirty bit lazy refcounts are counted anew by the next opening: nothing is lost with them.
+        let counts_later = self.engine.lazy_refcounts() && self.header().is_dirty();
+        self.engine.holds_changes(!counts_later)
     }
 
     fn mapped_bytes(&self) -> Option<u64> {
@@ -215,8 +217,10 @@ impl Driver for Qcow2Driver {
         Box::pin(Qcow2Driver::complete(self))
     }
 
-    fn stop_writing(&self) {
+    fn stop_writing(&self) -> Result<()> {
+        self.lost_bitmaps()?;
         Qcow2Driver::stop_writing(self);
+        Ok(())
     }
 
     fn start_writing<'a>(&'a self, options: &'a BlockdevOptions, discards: bool) -> Work<'a> {

@@ -213,7 +213,8 @@ impl Qcow2Driver {
                 self.cut_behind(size, cut).await.map_err(not_cut)?;
                 self.write_back(false).await?;
             }
-            self.set_header_size(size).await
+            let lost = "the data behind the new end is gone, and the disk keeps its old size";
+            self.set_header_size(size).await.map_err(|error| if first.is_some() { error.context(lost) } else { error })
         }
         .await;
         if let Err(error) = switched {

@@ -198,11 +198,11 @@ impl Driver for Replicas {
         }
     }
 
-    /// The size of the node under test, else of all.
     fn holds_changes(&self) -> bool {
         false
     }
 
+    /// The size of the node under test, else of all.
     fn size(&self) -> u64 {
         let mut sizes = self.links.iter().filter_map(|link| link.load().as_ref().map(|node| node.size()));
         match self.agreement {

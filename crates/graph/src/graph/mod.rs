@@ -31,7 +31,7 @@ mod votes;
 mod writing;
 
 pub use crate::node::{
-    Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, nodes_below,
+    Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, nodes_below, storage_of,
 };
 pub use attachment::{AttachRequest, Attachment};
 pub use corruption::{CORRUPTION, CorruptionObserver, print_corruptions};

@@ -53,7 +53,7 @@ impl Graph {
         let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
         let mut plans = Vec::with_capacity(list.len());
         for options in list {
-            self.plan_with_children(options, &mut plans)?;
+            self.plan_with_children((options, None), &mut plans)?;
         }
         let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
         let drained = self.drain(&nodes).await;
@@ -102,9 +102,19 @@ impl Graph {
         Ok(left)
     }
 
-    /// Plans for a node and for its children whose descriptions change.
-    fn plan_with_children(&self, options: BlockdevOptions, plans: &mut Vec<Plan>) -> Result<()> {
-        let plan = self.plan_reopen(options)?;
+    /// Plans for a node and for its children whose descriptions change. `above`: the use of the page cache that a child has of the node
+    /// above. It isn't an option of the child's own.
+    fn plan_with_children(
+        &self,
+        (mut options, above): (BlockdevOptions, Option<Value>),
+        plans: &mut Vec<Plan>,
+    ) -> Result<()> {
+        let inherited = above.filter(|_| options.get("cache").is_none());
+        let inherits = inherited.is_some();
+        if let Some(cache) = inherited {
+            options.insert("cache", cache);
+        }
+        let mut plan = self.plan_reopen(options)?;
         let (node, old) = (Arc::clone(&plan.node), plan.node.options());
         let mut changed = Vec::new();
         for child in node.children() {
@@ -118,14 +128,13 @@ impl Graph {
             let mut now = now.clone();
             now.insert("node-name".to_owned(), child.node.name().into());
             now.entry("read-only").or_insert_with(|| child.node.is_read_only().into());
-            // The node above gives the rest.
-            if let Some(cache) = plan.options.get("cache") {
-                now.entry("cache").or_insert_with(|| cache.clone());
-            }
-            changed.push(BlockdevOptions::from_map(now)?);
+            changed.push((BlockdevOptions::from_map(now)?, plan.options.get("cache").cloned()));
+        }
+        if inherits {
+            plan.options.remove("cache");
         }
         plans.push(plan);
-        changed.into_iter().try_for_each(|options| self.plan_with_children(options, plans))
+        changed.into_iter().try_for_each(|child| self.plan_with_children(child, plans))
     }
 
     /// Checks the options of one node against its present state.

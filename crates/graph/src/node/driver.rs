@@ -407,8 +407,10 @@ pub trait Driver: Any + Send + Sync {
         flush
     }
 
-    /// Takes no writes from now on. [`Driver::complete`] has run.
-    fn stop_writing(&self) {}
+    /// Takes no writes from now on. [`Driver::complete`] has run. An error where something would be lost: it goes on then.
+    fn stop_writing(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Takes writes from now on.
     fn start_writing<'a>(&'a self, _options: &'a BlockdevOptions, _discards: bool) -> Work<'a> {

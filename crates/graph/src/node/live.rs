@@ -24,7 +24,7 @@ impl Node {
         match self.driver.protocol_file() {
             Some(_) if self.settings.locks() != LockSource::Opening => self.pass_permissions()?,
             Some(file) => file.lock(Edge::of("", false, false).permissions)?,
-            None => self.driver.stop_writing(),
+            None => self.driver.stop_writing()?,
         }
         self.settings.set_read_only(true);
         self.set_option("read-only", true.into());

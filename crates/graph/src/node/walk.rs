@@ -19,7 +19,7 @@ pub fn nodes_below(top: &Arc<Node>) -> Vec<Arc<Node>> {
 }
 
 /// A node and its storage: all nodes below it but backing files.
-pub(crate) fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
+pub fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
     let mut found = vec![Arc::clone(top)];
     let mut at = 0;
     while let Some(node) = found.get(at).cloned() {

@@ -294,6 +294,50 @@ fn reopening_changes_options_locks_and_the_right_to_write() {
     tool("qemu-img", &["check", "-q", &path]);
 }
 
+/// With the dirty bit an opening counts anew: lazy reference counts are no changes that a killed process loses.
+#[test]
+fn lazy_counts_are_no_unsaved_changes() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k,lazy_refcounts=on");
+    let graph = Graph::new(&cowshed_image::DRIVERS);
+    let node = add(&graph, &format!("driver=qcow2,node-name=n,file.filename={path}")).unwrap();
+    let writer = export(&graph, &node, "w", true).unwrap();
+    write(&writer.queue(), 65536, &[8; 65536]).unwrap();
+    assert!(node.holds_changes(), "the mapping isn't written");
+    rt::block_on(writer.queue().flush()).unwrap();
+    assert!(node.qcow2().unwrap().header().is_dirty() && !node.holds_changes());
+    write(&writer.queue(), 65536, &[9; 65536]).unwrap();
+    assert!(!node.holds_changes(), "a write in place");
+    rt::block_on(writer.detach()).unwrap();
+    rt::block_on(graph.close_all()).unwrap();
+}
+
+/// A child that says nothing of the page cache goes by the node above, whenever that changes.
+#[test]
+fn children_go_on_inheriting_the_cache_mode() {
+    let folder = folder();
+    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
+    let graph = Graph::new(&cowshed_image::DRIVERS);
+    let node = add(&graph, &format!("driver=qcow2,node-name=n,file.driver=file,file.filename={path}")).unwrap();
+    let file = || node.child(ChildRole::File).expect("a file").file().expect("a file").cache_mode().direct;
+    let plain = format!("file.driver=file,file.filename={path}");
+    for (changes, is_direct) in [
+        ("file.cache.direct=on", true),
+        ("cache.direct=on", true),
+        ("", false),
+        ("cache.direct=on", true),
+        ("file.cache.direct=on", true),
+        ("", false),
+    ] {
+        let all = [&plain, changes].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(",");
+        reopen(&graph, &[changed(&node, &all)]).unwrap();
+        let shown = node.child(ChildRole::File).expect("a file").options();
+        assert_eq!(file(), is_direct, "{changes}");
+        assert_eq!(shown.get("cache").is_some(), changes.starts_with("file."), "{changes}");
+    }
+    rt::block_on(graph.close_all()).unwrap();
+}
+
 #[test]
 fn caches_change_under_writers() {
     let folder = folder();

@@ -35,7 +35,7 @@ impl SocketAddress {
         SocketAddress::Unix(match (is_abstract, tight) {
             (false, _) => path.to_owned(),
             (true, true) => format!("\0{path}"),
-            (true, false) => format!("\0{path:\0<width$}", width = PATH_BYTES - 1),
+            (true, false) => format!("\0{path}{}", "\0".repeat((PATH_BYTES - 1).saturating_sub(path.len()))),
         })
     }
 
@@ -147,6 +147,20 @@ impl fmt::Display for SocketAddress {
             SocketAddress::Unix(path) => f.write_str(&path.trim_end_matches('\0').replace('\0', "@")),
             SocketAddress::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
             SocketAddress::Tcp { host, port } => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PATH_BYTES, SocketAddress};
+
+    #[test]
+    fn abstract_names_fill_their_place_by_bytes() {
+        for (name, is_tight, bytes) in [("é", false, PATH_BYTES), ("disk", false, PATH_BYTES), ("é", true, 3)] {
+            let SocketAddress::Unix(path) = SocketAddress::of_unix(name, true, is_tight) else { panic!("{name}") };
+            assert_eq!(path.len(), bytes, "{name}");
+            SocketAddress::unix(&path).expect("an address");
         }
     }
 }

@@ -24,9 +24,10 @@ const BACKLOG: i32 = 128;
 /// A listening socket. When it made a file in the file system, that goes with it.
 #[derive(Debug)]
 pub struct Listener {
+    /// Goes first: once the socket is closed, another process may have the number of its inode.
+    file: Option<SocketFile>,
     fd: Arc<OwnedFd>,
     address: SocketAddress,
-    file: Option<SocketFile>,
 }
 
 /// The options of listening on a TCP address, beside the address; none of them is for Unix sockets. Names and meaning

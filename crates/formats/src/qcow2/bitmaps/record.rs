@@ -245,12 +245,14 @@ impl Qcow2Driver {
         }
     }
 
-    /// The error of a close that loses bitmaps: a disk of 0 bytes stores none.
+    /// The error of a close, or of the end of writing, that would lose bitmaps: a disk of 0 bytes stores none.
     pub(in super::super) fn lost_bitmaps(&self) -> Result<()> {
-        if self.header().size > 0 || self.bitmaps.known().maps.is_empty() {
+        let known = self.bitmaps.known();
+        if self.header().size > 0 || known.maps.is_empty() {
             return Ok(());
         }
-        let message = "Lost persistent bitmaps: a disk of 0 bytes can't store them";
+        let names: Vec<_> = known.maps.iter().map(|map| format!("'{}'", map.name())).collect();
+        let message = format!("Lost persistent bitmaps: a disk of 0 bytes can't store them ({})", names.join(", "));
         Err(self.error(Error::unsupported(message)))
     }
 
