@@ -2,7 +2,6 @@
 //! Damage that a request meets, by the name qemu-io, beside both versions of the real tool. All give the same exit
 //! code, the same sentences on standard error, and the same marks in the header.
 
-use crate::oracle::{Oracle, words};
 use cowshed_testkit::programs::{Said, finish};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use std::fmt::Write as _;
@@ -205,18 +204,4 @@ fn shrinking_frees_no_cluster_for_an_entry_that_points_into_it() {
             }
         }
     }
-}
-
-/// Data behind the new end goes before the header has it. An error of the header's write says what is gone.
-#[test]
-fn shrink_that_can_not_write_its_size_says_so() {
-    let oracle = Oracle::new();
-    oracle.make("create -q -f qcow2 image 8M");
-    oracle.io(&["write -P 7 0 8M"], "image");
-    let rule = "driver=qcow2,file.driver=blkdebug,file.inject-error.0.event=none,file.inject-error.0.iotype=write,\
-                file.inject-error.0.sector=0,file.inject-error.0.errno=5,file.image.driver=file,file.image.filename=image";
-    let error = oracle.refused(&format!("resize --shrink --image-opts {rule} 4M"));
-    assert!(error.contains("the data behind the new end is gone"), "{error}");
-    let said = oracle.ours(&oracle.work(), &words("check image"));
-    assert_eq!(said.code, Some(0), "{said:?}");
 }

@@ -312,32 +312,6 @@ fn lazy_counts_are_no_unsaved_changes() {
     rt::block_on(graph.close_all()).unwrap();
 }
 
-/// A child that says nothing of the page cache goes by the node above, whenever that changes.
-#[test]
-fn children_go_on_inheriting_the_cache_mode() {
-    let folder = folder();
-    let path = image(folder.path(), "a.qcow2", "4M", "cluster_size=64k");
-    let graph = Graph::new(&cowshed_image::DRIVERS);
-    let node = add(&graph, &format!("driver=qcow2,node-name=n,file.driver=file,file.filename={path}")).unwrap();
-    let file = || node.child(ChildRole::File).expect("a file").file().expect("a file").cache_mode().direct;
-    let plain = format!("file.driver=file,file.filename={path}");
-    for (changes, is_direct) in [
-        ("file.cache.direct=on", true),
-        ("cache.direct=on", true),
-        ("", false),
-        ("cache.direct=on", true),
-        ("file.cache.direct=on", true),
-        ("", false),
-    ] {
-        let all = [&plain, changes].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(",");
-        reopen(&graph, &[changed(&node, &all)]).unwrap();
-        let shown = node.child(ChildRole::File).expect("a file").options();
-        assert_eq!(file(), is_direct, "{changes}");
-        assert_eq!(shown.get("cache").is_some(), changes.starts_with("file."), "{changes}");
-    }
-    rt::block_on(graph.close_all()).unwrap();
-}
-
 #[test]
 fn caches_change_under_writers() {
     let folder = folder();
