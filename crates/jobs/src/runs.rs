@@ -198,13 +198,15 @@ where
     result
 }
 
-/// Copies the pieces of `runs` from one node to the same place of another.
+/// Copies the pieces of `runs` from one node to the same place of another. As in QEMU 11, zeroes are passed over where all of the
+/// other node reads as zeroes before.
 pub async fn copy_runs<F>(runs: Runs<'_, F>, from: &Arc<Node>, to: &Arc<Node>, job: &JobHandle) -> Result<()>
 where
     F: Fn(&StatusExtent) -> bool,
 {
+    let is_blank = Zeroes { node: to, known: VecDeque::new() }.until(0).await? == u64::MAX;
     for_each(runs, job, async |pieces| {
-        for piece in pieces {
+        for piece in pieces.into_iter().filter(|piece| !(is_blank && piece.zero)) {
             copy_piece(piece, from, to, job).await?;
         }
         Ok(())
@@ -214,7 +216,7 @@ where
 
 async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHandle) -> Result<()> {
     if piece.zero {
-        return write_missing_zeroes(to, piece.start, piece.len).await;
+        return write_zeroes(to, piece.start, piece.len).await;
     }
     job.throttle(piece.len).await?;
     let (result, bytes) = from.read(piece.start, IoBuf::scratch(piece.len as usize)).await;
@@ -224,24 +226,6 @@ async fn copy_piece(piece: Piece, from: &Arc<Node>, to: &Arc<Node>, job: &JobHan
     }
     to.write(piece.start, bytes).await.0?;
     to.note_bulk_write(piece.len);
-    Ok(())
-}
-
-/// Makes a range in bytes read as zeroes; leaves alone what does so already.
-async fn write_missing_zeroes(node: &Node, start: u64, len: u64) -> Result<()> {
-    let (mut at, end) = (start, start + len);
-    while at < end {
-        let before = at;
-        for run in node.block_status_chain(at, end - at, RUNS_AT_ONCE).await? {
-            if !run.zero {
-                write_zeroes(node, run.start, run.len).await?;
-            }
-            at = run.start + run.len;
-        }
-        if at == before {
-            return Err(Error::internal("a map without progress").offset(at));
-        }
-    }
     Ok(())
 }
 
