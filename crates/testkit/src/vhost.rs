@@ -2,7 +2,8 @@
 //! A front end of vhost-user-blk, and a driver, that follow a test: each message and each descriptor by itself.
 
 use cowshed_storage::{EventCounter, SharedMemory, Socket, SocketAddress, rt};
-use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply, request};
+pub use cowshed_vhost_user_proto::message::request;
+use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply};
 use cowshed_vhost_user_proto::{MessageHeader, Region, features, inflight};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -114,6 +115,11 @@ impl FrontEnd {
     }
 
     /// The reply, as it is; `None`: the back end has closed.
+    /// Sends a message that asks for no reply, and a descriptor.
+    pub fn send(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) {
+        self.send_raw(&MessageHeader::message(number, false, body), descriptor);
+    }
+
     fn receive(&self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
         let (mut head, mut descriptors) = ([0; HEADER_BYTES], Vec::new());
         rt::block_on(async {

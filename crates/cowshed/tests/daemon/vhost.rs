@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The export `vhost-user-blk`: QEMU's own client (by libblkio), and a front end whose back end is killed.
 
-use super::process::{Monitor, Serving, text};
+use super::process::{Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
 use cowshed_testkit::random::{Random, seeds};
-use cowshed_testkit::vhost::{FrontEnd, Guest};
+use cowshed_testkit::vhost::{FrontEnd, Guest, request};
 use cowshed_testkit::waiting::await_that;
 use serde_json::json;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -581,4 +582,53 @@ fn export_that_comes_back_reports_no_loss() {
     assert_eq!([driver.request(4, 0, &[], 0).0, driver.request(4, 0, &[], 0).0], [0, 0]);
     drop(driver);
     daemon.stop();
+}
+
+/// `fstat` and `close` of a file of a FUSE mount wait for its server. A front end passes one whose server stands still.
+#[test]
+fn files_of_a_silent_server_hold_no_export() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    for name in ["d.raw", "g.raw", "m"] {
+        std::fs::write(folder.join(name), vec![0; if name == "m" { 0 } else { 1 << 20 }]).expect("a file");
+    }
+    let file = folder.join("m");
+    // Closed last: that waits for the server, too, unless it has gone.
+    let mut passed: Vec<OwnedFd> = Vec::new();
+    let mut mount = Serving::start(folder, &["mount", "--foreground", "--writable", "-f", "raw", "g.raw", "m"]);
+    await_that("the file is mounted", || std::fs::metadata(&file).is_ok_and(|found| found.len() == 1 << 20));
+    let (daemon, _monitor) = start(folder, "raw,node-name=d,file.driver=file,file.filename=d.raw", ",writable=on");
+    // It has no descriptor of these files, which a program that begins would have to close.
+    let script = format!("read a; kill -STOP {0}; echo; read a; kill -CONT {0}; echo", mount.child().id());
+    let shell = Command::new("sh").args(["-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let mut shell = Killed(shell.expect("a shell runs"));
+    let mut next = || {
+        let (input, output) = (shell.0.stdin.as_mut().expect("a pipe"), shell.0.stdout.as_mut().expect("a pipe"));
+        std::io::Write::write_all(input, b"\n").expect("the shell reads");
+        std::io::Read::read_exact(output, &mut [0]).expect("the shell has sent the signal");
+    };
+    for _ in 0..3 {
+        passed.push(std::fs::OpenOptions::new().read(true).write(true).open(&file).expect("a file").into());
+    }
+    next();
+    let region = [0, 1 << 20, 1 << 40, 0].map(u64::to_le_bytes).concat();
+    let messages = [
+        (request::ADD_MEM_REG, [vec![0; 8], region].concat()),
+        (request::SET_VRING_CALL, vec![0; 8]),
+        // A message that takes none.
+        (request::SET_VRING_ENABLE, [0u32.to_le_bytes(), 1u32.to_le_bytes()].concat()),
+    ];
+    for ((number, body), descriptor) in messages.iter().zip(&passed) {
+        let mut front_end = FrontEnd::connect(&folder.join("v.sock"));
+        front_end.negotiate(u64::MAX);
+        front_end.send(*number, body, Some(descriptor));
+        assert!(front_end.is_closed(), "message {number}");
+    }
+    let front_end = FrontEnd::connect(&folder.join("v.sock"));
+    assert_eq!(front_end.queue_count(), 1, "another front end is served");
+    drop(front_end);
+    next();
+    daemon.stop();
+    passed.clear();
+    mount.stop();
 }

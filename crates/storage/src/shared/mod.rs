@@ -8,6 +8,7 @@
 mod bufs;
 mod sigbus;
 
+use crate::socket::asked::{LOCAL_FILE_SYSTEMS, MEMORY_FILE_SYSTEMS};
 use crate::sys;
 pub use bufs::SharedBufs;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -23,12 +24,6 @@ use std::sync::atomic::{AtomicU16, Ordering};
 const PAGE_BYTES: u64 = 4096;
 /// The largest huge page, in bytes.
 const MAX_PAGE_BYTES: u64 = 1 << 30;
-/// File systems whose pages are memory (`statfs.f_type`): tmpfs, which memfds are in, and hugetlbfs.
-const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
-
-/// File systems of this machine, whose pages come from the kernel: ext4, XFS, Btrfs and F2FS.
-const LOCAL_FILE_SYSTEMS: [u64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
-
 /// The mappings of one owner, with a bound on their number: the process has 4096 for all.
 #[derive(Debug)]
 pub struct MappingBudget {

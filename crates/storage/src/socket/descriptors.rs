@@ -2,6 +2,7 @@
 //! Descriptors that come and go with the bytes of a Unix socket.
 
 use super::Socket;
+use super::asked;
 use super::readiness::{self, Interest};
 use crate::attempts::ring_gave_up;
 use crate::sys::{self, SysResult};
@@ -43,7 +44,7 @@ pub(crate) async fn readable_alone(fd: &Arc<OwnedFd>) -> SysResult<()> {
 
 impl Socket {
     /// Receives until `bytes` is full; the number of bytes is smaller only when the peer has closed. Descriptors that come along are
-    /// appended, and the connection is at fault that brings more than [`MAX_DESCRIPTORS`].
+    /// appended. A connection fails that brings more than [`MAX_DESCRIPTORS`], or a file of a file system that may never answer.
     pub async fn receive_with_descriptors(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> Result<usize> {
         let failed = |errno| Error::os(errno, "could not receive");
         let mut done = 0;
@@ -68,7 +69,7 @@ impl Socket {
         let received = received.map_err(sys::errno)?;
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(found) = message {
-                descriptors.extend(found);
+                descriptors.extend(asked::answered_here(found.collect())?);
             }
         }
         // Some were lost on the way: the meaning of the message is unknown.

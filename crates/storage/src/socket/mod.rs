@@ -5,6 +5,7 @@
 //! - `address`: where to connect or listen
 //! - `listener`: listening, also on descriptors that a service manager passed
 //! - `descriptors`: descriptors that come and go with the bytes
+//! - `asked`: the file systems of passed descriptors, before the first call on them
 //! - `readiness`: waiting for a socket where there is no ring
 //! - `stale`: names that processes left behind
 //!
@@ -12,6 +13,7 @@
 //! then. A dropped future may have taken bytes off the stream with it: the rest is only for closing.
 
 mod address;
+pub(crate) mod asked;
 mod descriptors;
 mod listener;
 mod name;

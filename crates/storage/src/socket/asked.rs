@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Descriptors that a peer has passed, before the first call on them. A file of a FUSE mount, or of another machine, has a server, and
+//! `fstat`, `fstatfs` and `close` wait for that. So another thread asks, and keeps what has no answer.
+
+use crate::sys::{self, SysResult};
+use cowshed_types::Errno;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::mpsc::sync_channel;
+use std::time::Duration;
+
+/// The longest wait for a file system, in which nothing else of the connection is served.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// File systems in memory (`statfs.f_type`): tmpfs, which memfds are in, and hugetlbfs.
+pub(crate) const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
+
+/// File systems of this machine: ext4, XFS, Btrfs and F2FS.
+pub(crate) const LOCAL_FILE_SYSTEMS: [u64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+
+/// The descriptors, where the kernel alone answers for them: those without a file, and files in memory or in a local file system.
+///
+/// # Errors
+/// `EOPNOTSUPP`: another file system; all of them are closed, each where no other work waits for it. `ETIMEDOUT`: it did not answer
+/// within a second.
+pub(super) fn answered_here(descriptors: Vec<OwnedFd>) -> SysResult<Vec<OwnedFd>> {
+    if !descriptors.iter().any(is_file) {
+        return Ok(descriptors);
+    }
+    // The thread owns them until it has looked: it may wait for ever, and with it the descriptors.
+    let (done, found) = sync_channel(1);
+    let thread = std::thread::Builder::new().name("passed-files".to_owned());
+    let looking = thread.spawn(move || {
+        let is_foreign = descriptors.iter().any(|descriptor| is_file(descriptor) && !is_local(descriptor));
+        // Without a reader they are closed here, too.
+        match is_foreign {
+            true => drop(done.send(Err(Errno(libc::EOPNOTSUPP)))),
+            false => drop(done.send(Ok(descriptors))),
+        }
+    });
+    looking.map_err(|error| Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)))?;
+    found.recv_timeout(PATIENCE).unwrap_or(Err(Errno(libc::ETIMEDOUT)))
+}
+
+/// True for a file with a place in a file system. The kernel knows that by itself.
+fn is_file(descriptor: &OwnedFd) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd()));
+    link.is_ok_and(|link| link.is_absolute())
+}
+
+fn is_local(descriptor: &OwnedFd) -> bool {
+    let found = rustix::fs::fstatfs(descriptor.as_fd()).map_err(sys::errno);
+    let is_known = |kind: u64| MEMORY_FILE_SYSTEMS.contains(&kind) || LOCAL_FILE_SYSTEMS.contains(&kind);
+    found.is_ok_and(|found| is_known(found.f_type as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_this_kernel_are_passed_on() {
+        let file = |path: &str| OwnedFd::from(std::fs::File::open(path).expect("a file"));
+        let memory = rustix::fs::memfd_create("memory", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let (pair, _other) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        assert_eq!(answered_here(vec![memory, pair.into()]).expect("in memory").len(), 2);
+        // A kernel's own file system that holds no memory of guests.
+        assert_eq!(answered_here(vec![file("/proc/self/status")]).unwrap_err(), Errno(libc::EOPNOTSUPP));
+    }
+}
