@@ -36,7 +36,7 @@ impl Node {
     /// True for an image whose header or tables are in memory: they say where its bytes are. Raw images, filters and protocols have
     /// none.
     pub fn has_tables(&self) -> bool {
-        self.storage_kind().is_none() && !self.is_filter() && self.driver_name() != "raw"
+        self.storage_kind().is_none() && !self.is_filter() && !self.is_raw()
     }
 }
 
