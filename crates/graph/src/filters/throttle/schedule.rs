@@ -137,7 +137,7 @@ impl Schedule {
         self.dispatch(now_ns);
         match self.released.iter().position(|released| *released == ticket) {
             Some(at) => {
-                self.released.swap_remove(at);
+                self.released.remove(at);
                 Entry::Go
             }
             None => Entry::Wait(ticket),

@@ -253,6 +253,18 @@ fn drains_leaving_and_cancelling_let_others_go_on() {
     assert_eq!(schedule.limits(), &Limits::new());
 }
 
+#[test]
+fn requests_released_by_another_keep_their_order() {
+    let mut schedule = Schedule::new(limits(&[("iops-read", 1000), ("iops-write", 10)]), 0);
+    let (one, two) = (schedule.join(), schedule.join());
+    let tickets: Vec<Ticket> = std::iter::repeat_with(|| schedule.enter(one, Direction::Write, 1, 0))
+        .filter_map(|entry| if let Entry::Wait(ticket) = entry { Some(ticket) } else { None })
+        .take(2)
+        .collect();
+    assert_eq!(schedule.enter(two, Direction::Read, 1, SECOND), Entry::Go);
+    assert_eq!(schedule.take_released(), tickets);
+}
+
 /// The same meter in another form: no levels that leak but the list of all requests so far. The level of a bucket at a
 /// time is the largest, over all earlier moments, of the inflow since minus the leak since.
 struct Reference {
