@@ -166,13 +166,13 @@ const ROWS: &[Means] = &[
         load: Load::Memory { name: "8 images of 64 GiB scattered, all read", images: 8, overlays: false },
     },
     switched(
-        "inflated clusters kept",
-        "inflated_kept",
+        "decompressed clusters kept",
+        "decompressed_kept",
         reads("randread 4k in 32 MiB, zlib", zlib, |_| random(32 * MIB, 8)),
     ),
     switched("read-ahead", "read_ahead", reads("read 4k, zlib", zlib, |settings| in_turn(settings, "4k"))),
     switched("read-ahead", "read_ahead", reads("read 64k, zlib", zlib, |settings| in_turn(settings, "64k"))),
-    switched("decoder of whole clusters", "whole_cluster_inflater", convert("convert, zlib to raw", zlib, TO_RAW, &[])),
+    switched("decoder of whole clusters", "whole_cluster_decoder", convert("convert, zlib to raw", zlib, TO_RAW, &[])),
     switched("encoder of clusters", "cluster_deflater", compress("convert -c, zlib")),
     Means {
         name: "encoder with a wide window",

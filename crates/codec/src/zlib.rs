@@ -21,7 +21,7 @@ pub enum ZlibMode {
         /// 1 (fast) to 9 (small).
         level: u8,
     },
-    /// A 32 KiB window: faster and smaller, for readers that inflate a whole cluster at once, as QEMU does.
+    /// A 32 KiB window: faster and smaller, for readers that decompress a whole cluster at once, as QEMU does.
     Fast {
         /// 1 (fast) to 12 (small).
         level: u8,
@@ -90,7 +90,7 @@ fn encoder<T>(slot: &mut Option<Leveled<T>>, level: u8, fresh: impl Fn() -> T) -
 }
 
 pub(super) fn decompress(compressed: &[u8], cluster: &mut [u8]) -> Result<()> {
-    if without!("whole_cluster_inflater") {
+    if without!("whole_cluster_decoder") {
         return decompress_tolerant(compressed, cluster);
     }
     match DECODER.with_borrow_mut(|decoder| decoder.deflate_decompress(compressed, cluster)) {

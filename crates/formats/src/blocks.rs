@@ -5,7 +5,7 @@
 mod changes;
 
 use super::holes::Holes;
-use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Place, Run, no_such_bitmap, push_run};
+use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Run, RunSource, no_such_bitmap, push_run};
 use super::patches::Patches;
 use super::units::Units;
 use super::writer::{Usage, Writer};
@@ -51,9 +51,9 @@ pub(crate) trait BlockFormat: Send + Sync {
     }
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds. The count is at
     /// least one, and ends at the end of an allocated block.
-    fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>>;
+    fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(RunSource, u64)>>;
     /// The same, of an image without pending entries: the count may reach over blocks that follow each other in the file too.
-    fn run(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(Place, u64)>> {
+    fn run(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(RunSource, u64)>> {
         self.place(file, at, len)
     }
     /// True for an image that may have a backing file.
@@ -339,9 +339,9 @@ impl ImageFile {
     }
 
     /// Where data at `host` of the file are, which are byte `at` of the disk, and for how many of the `len` bytes.
-    pub(crate) fn data(&self, host: u64, at: u64, len: u64) -> (Place, u64) {
+    pub(crate) fn data(&self, host: u64, at: u64, len: u64) -> (RunSource, u64) {
         match &self.patches {
-            None => (Place::Data { file: 0, host }, len),
+            None => (RunSource::Data { file: 0, host }, len),
             Some(patches) => patches.place((host, at, len), self.node[0].size()),
         }
     }

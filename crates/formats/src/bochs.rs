@@ -2,7 +2,7 @@
 //! Growing images of Bochs, for reading: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
 use cowshed_graph::options::{DriverKind, DriverSchema};
@@ -60,12 +60,12 @@ impl BlockFormat for Bochs {
         Err(Error::new(ErrorKind::ReadOnly, "images of Bochs can only be read").qemu("Image is read-only"))
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let extent_bytes = self.header.extent_bytes;
         let index = at / extent_bytes;
         let entry = u32::from_le_bytes(file.entry(self.catalog, index).await?);
         let Some(bitmap) = self.header.extent(entry) else {
-            return Ok((Place::Zero, file.same::<4>(self.catalog, index, (at, len, extent_bytes)).await?));
+            return Ok((RunSource::Zero, file.same::<4>(self.catalog, index, (at, len, extent_bytes)).await?));
         };
         let skip = at % extent_bytes;
         let bits = Table { field: "bitmap", offset: bitmap, bytes: self.header.bitmap_bytes };
@@ -82,10 +82,10 @@ impl BlockFormat for Bochs {
         }
         let len = (sector * SECTOR_BYTES - skip).min(len);
         if !is_data {
-            return Ok((Place::Zero, len));
+            return Ok((RunSource::Zero, len));
         }
         let host = bitmap + self.header.bitmap_bytes + skip;
         file.check_data("catalog", host, len, at)?;
-        Ok((Place::Data { file: 0, host }, len))
+        Ok((RunSource::Data { file: 0, host }, len))
     }
 }

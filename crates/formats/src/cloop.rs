@@ -2,7 +2,7 @@
 //! Compressed loop images of Linux, for reading: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::{LARGE_BYTES, Place, zeroed};
+use super::mapped::{LARGE_BYTES, RunSource, zeroed};
 use cowshed_codec::inflate_zlib;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -60,9 +60,9 @@ impl BlockFormat for Cloop {
         Err(Error::new(ErrorKind::ReadOnly, "cloop images can only be read").qemu("Image is read-only"))
     }
 
-    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let skip = at % self.header.block_bytes;
-        Ok((Place::Packed { block: at - skip }, len.min(self.header.block_bytes - skip)))
+        Ok((RunSource::Packed { block: at - skip }, len.min(self.header.block_bytes - skip)))
     }
 
     fn packs_large(&self) -> bool {

@@ -2,7 +2,7 @@
 //! Apple's disk images (UDIF), for reading: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, finish};
-use super::mapped::{LARGE_BYTES, Place, zeroed};
+use super::mapped::{LARGE_BYTES, RunSource, zeroed};
 use cowshed_codec::{inflate_zlib, unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -69,7 +69,7 @@ impl BlockFormat for Dmg {
         Err(Error::new(ErrorKind::ReadOnly, "disk images of Apple can only be read").qemu("Image is read-only"))
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let next = self.chunks.partition_point(|chunk| chunk.start + chunk.len <= at);
         let chunk = self.chunks.get(next).filter(|chunk| chunk.start <= at);
         // Zeroes are a piece too: a range without a table is lost.
@@ -80,12 +80,12 @@ impl BlockFormat for Dmg {
         let skip = at - chunk.start;
         let len = len.min(chunk.len - skip);
         match chunk.packing {
-            DmgPacking::Zero => Ok((Place::Zero, len)),
+            DmgPacking::Zero => Ok((RunSource::Zero, len)),
             DmgPacking::Raw => {
                 file.check_data("compOffset", chunk.host + skip, len, at)?;
-                Ok((Place::Data { file: 0, host: chunk.host + skip }, len))
+                Ok((RunSource::Data { file: 0, host: chunk.host + skip }, len))
             }
-            _ => Ok((Place::Packed { block: chunk.start }, len)),
+            _ => Ok((RunSource::Packed { block: chunk.start }, len)),
         }
     }
 

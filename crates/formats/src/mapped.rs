@@ -17,7 +17,7 @@ use cowshed_storage::IoBuf;
 use cowshed_types::memory::vec_for;
 use cowshed_types::{DirtyBits, Error, ErrorKind, Repair, Result};
 use futures_util::future::join_all;
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,7 +40,7 @@ pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>> {
 
 /// The place of a run of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum RunSource {
     /// Plain bytes in one of the files, at this offset.
     Data { file: usize, host: u64 },
     /// Zeroes.
@@ -56,7 +56,7 @@ pub(crate) enum Place {
 pub(crate) struct Run {
     pub start: u64,
     pub len: u64,
-    pub place: Place,
+    pub place: RunSource,
 }
 
 impl Run {
@@ -67,10 +67,10 @@ impl Run {
     /// True when `next` only goes on with this run. Packed blocks stay apart.
     fn continues_in(&self, next: &Run) -> bool {
         match (self.place, next.place) {
-            (Place::Data { file, host }, Place::Data { file: next_file, host: next_host }) => {
+            (RunSource::Data { file, host }, RunSource::Data { file: next_file, host: next_host }) => {
                 file == next_file && host + self.len == next_host
             }
-            (Place::Zero, Place::Zero) | (Place::Unallocated, Place::Unallocated) => true,
+            (RunSource::Zero, RunSource::Zero) | (RunSource::Unallocated, RunSource::Unallocated) => true,
             _ => false,
         }
     }
@@ -180,7 +180,7 @@ pub(crate) struct MappedDriver {
     unpack_budget: AtomicU64,
     kept: Mutex<Kept>,
     /// Held while a large block is unpacked.
-    turn: Turn<()>,
+    turn: AsyncMutex<()>,
 }
 
 /// Unpacked blocks.
@@ -207,7 +207,7 @@ impl MappedDriver {
             no_backing,
             unpack_budget,
             kept: Mutex::default(),
-            turn: Turn::default(),
+            turn: AsyncMutex::default(),
         }
     }
 
@@ -241,26 +241,26 @@ impl MappedDriver {
 
     async fn read_run(&self, run: Run, mut part: IoBuf) -> (Result<()>, IoBuf) {
         match run.place {
-            Place::Data { file, host } => match self.format.files().get(file) {
+            RunSource::Data { file, host } => match self.format.files().get(file) {
                 Some(node) => node.read_boxed(host, part).await,
                 None => (Err(Error::internal("a format maps to a file that it doesn't have")), part),
             },
-            Place::Unallocated if self.no_backing => {
+            RunSource::Unallocated if self.no_backing => {
                 let message = "the data is in the backing file, which was left out";
                 (Err(Error::invalid_argument(message).offset(run.start)), part)
             }
-            Place::Unallocated => match &*self.backing.load() {
+            RunSource::Unallocated => match &*self.backing.load() {
                 Some(backing) => backing.read_padded(run.start, part).await,
                 None => {
                     part.fill(0);
                     (Ok(()), part)
                 }
             },
-            Place::Zero => {
+            RunSource::Zero => {
                 part.fill(0);
                 (Ok(()), part)
             }
-            Place::Packed { block } => {
+            RunSource::Packed { block } => {
                 let unpacked = match self.unpacked(block).await {
                     Ok(unpacked) => unpacked,
                     // Another request wrote to it meanwhile, and it isn't packed any more.
@@ -386,27 +386,27 @@ impl Driver for MappedDriver {
                 let status = StatusExtent {
                     start: run.start,
                     len: run.len,
-                    data: matches!(run.place, Place::Data { .. } | Place::Packed { .. }),
+                    data: matches!(run.place, RunSource::Data { .. } | RunSource::Packed { .. }),
                     zero: match run.place {
-                        Place::Zero => true,
-                        Place::Unallocated => self.backing.load().is_none() && !self.no_backing,
+                        RunSource::Zero => true,
+                        RunSource::Unallocated => self.backing.load().is_none() && !self.no_backing,
                         _ => false,
                     },
-                    present: run.place != Place::Unallocated,
-                    compressed: matches!(run.place, Place::Packed { .. }),
+                    present: run.place != RunSource::Unallocated,
+                    compressed: matches!(run.place, RunSource::Packed { .. }),
                     offset: None,
                     file: None,
                     depth: 0,
                 };
                 match run.place {
-                    Place::Data { file, host } => {
+                    RunSource::Data { file, host } => {
                         let Some(node) = self.format.files().get(file) else { break };
                         if !in_file(node, status, host, max_runs, &mut statuses).await? {
                             break;
                         }
                     }
                     // Neighbouring packed blocks are reported as one run.
-                    Place::Packed { .. } => match statuses.last_mut() {
+                    RunSource::Packed { .. } => match statuses.last_mut() {
                         Some(last) if last.compressed => last.len += run.len,
                         _ => statuses.push(status),
                     },

@@ -2,7 +2,7 @@
 //! Parallels' format: docs/formats/block-formats.md.
 
 use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::{Place, no_such_bitmap};
+use super::mapped::{RunSource, no_such_bitmap};
 use super::survey::Survey;
 use super::units::Units;
 use cowshed_graph::node::{BitmapStatus, Description, MappedCheck};
@@ -13,7 +13,7 @@ use cowshed_layout::parallels::{
 };
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{DirtyBits, Error, ErrorKind, Repair, Result};
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 struct Parallels {
     header: ParallelsHeader,
     bat: Table,
-    marks: Turn<Marks>,
+    marks: AsyncMutex<Marks>,
 }
 
 /// The marks in the header at the moment.
@@ -59,7 +59,7 @@ async fn load(file: &ImageFile) -> Result<Parallels> {
     let bat = Table { field: "nb_bat_entries", offset, bytes };
     file.check_table(&bat)?;
     let marks = Marks { is_in_use: header.is_in_use, has_extension: header.extension_sector != 0 };
-    Ok(Parallels { header, bat, marks: Turn::new(marks) })
+    Ok(Parallels { header, bat, marks: AsyncMutex::new(marks) })
 }
 
 impl Parallels {
@@ -163,12 +163,12 @@ impl BlockFormat for Parallels {
         }
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let cluster_bytes = self.header.cluster_bytes;
         let (cluster, skip) = (at / cluster_bytes, at % cluster_bytes);
         let entry = u32::from_le_bytes(file.entry(self.bat, cluster).await?);
         let Some(start) = self.header.cluster(entry) else {
-            return Ok((Place::Unallocated, file.same::<4>(self.bat, cluster, (at, len, cluster_bytes)).await?));
+            return Ok((RunSource::Unallocated, file.same::<4>(self.bat, cluster, (at, len, cluster_bytes)).await?));
         };
         let len = len.min(cluster_bytes - skip);
         if start < self.header.data_offset {
@@ -176,7 +176,7 @@ impl BlockFormat for Parallels {
             return Err(Error::invalid_image("BAT entry", entry, message));
         }
         file.check_data("BAT entry", start, skip + len, at)?;
-        Ok((Place::Data { file: 0, host: start + skip }, len))
+        Ok((RunSource::Data { file: 0, host: start + skip }, len))
     }
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a file that are carried out in memory: a log that an opening for reading may not write to the file.
 
-use super::mapped::Place;
+use super::mapped::RunSource;
 use cowshed_layout::vhdx::{LogWrite, Replay};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -84,23 +84,23 @@ impl Patches {
 
     /// The place of data at `host` of the file, byte `at` of the disk, and for how many of the `len` bytes it holds.
     /// Data that were changed are packed blocks of their own.
-    pub(crate) fn place(&self, (host, at, len): (u64, u64, u64), file_len: u64) -> (Place, u64) {
+    pub(crate) fn place(&self, (host, at, len): (u64, u64, u64), file_len: u64) -> (RunSource, u64) {
         let before = self.ranges.range(..=host).next_back();
         match before {
             Some((start, (end, patch))) if *end > host => {
                 let len = len.min(end - host);
                 match patch {
-                    Patch::Zeroes => (Place::Zero, len),
+                    Patch::Zeroes => (RunSource::Zero, len),
                     // No change begins before the block of the disk that it is in.
-                    Patch::Bytes(_) => (Place::Packed { block: at - (host - start).min(at) }, len),
+                    Patch::Bytes(_) => (RunSource::Packed { block: at - (host - start).min(at) }, len),
                 }
             }
             _ => {
                 let next = self.ranges.range(host..).next().map_or(u64::MAX, |(start, _)| *start);
                 let len = len.min(next - host);
                 match file_len.saturating_sub(host) {
-                    0 => (Place::Zero, len),
-                    there => (Place::Data { file: 0, host }, len.min(there)),
+                    0 => (RunSource::Zero, len),
+                    there => (RunSource::Data { file: 0, host }, len.min(there)),
                 }
             }
         }
@@ -155,11 +155,11 @@ mod tests {
     fn places_go_as_far_as_one_change() {
         let patches = patches(vec![LogWrite::Zeroes(KIB4, KIB4), sector(2, 7)]);
         let place = |host: u64, len: u64| patches.place((host, host + 100 * KIB4, len), 6 * KIB4);
-        assert_eq!(place(0, 9 * KIB4), (Place::Data { file: 0, host: 0 }, KIB4));
-        assert_eq!(place(KIB4 + 512, 9 * KIB4), (Place::Zero, 3584));
-        assert_eq!(place(2 * KIB4 + 512, 9 * KIB4), (Place::Packed { block: 102 * KIB4 }, 3584));
-        assert_eq!(place(3 * KIB4, 9 * KIB4), (Place::Data { file: 0, host: 3 * KIB4 }, 3 * KIB4));
-        assert_eq!(place(7 * KIB4, KIB4), (Place::Zero, KIB4));
+        assert_eq!(place(0, 9 * KIB4), (RunSource::Data { file: 0, host: 0 }, KIB4));
+        assert_eq!(place(KIB4 + 512, 9 * KIB4), (RunSource::Zero, 3584));
+        assert_eq!(place(2 * KIB4 + 512, 9 * KIB4), (RunSource::Packed { block: 102 * KIB4 }, 3584));
+        assert_eq!(place(3 * KIB4, 9 * KIB4), (RunSource::Data { file: 0, host: 3 * KIB4 }, 3 * KIB4));
+        assert_eq!(place(7 * KIB4, KIB4), (RunSource::Zero, KIB4));
         assert_eq!(patches.bytes_at(2 * KIB4), Some(vec![7; KIB4 as usize]));
         assert_eq!(patches.bytes_at(KIB4), None);
     }

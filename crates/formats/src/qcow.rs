@@ -2,7 +2,7 @@
 //! qcow, version 1: docs/formats/block-formats.md.
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::units::{Units, check_metadata};
 use cowshed_codec::Codec;
 use cowshed_crypto::legacy_aes;
@@ -158,16 +158,16 @@ impl BlockFormat for Qcow {
         }
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let Some((cluster, l2, index)) = self.cluster(file, at).await? else {
-            return Ok((Place::Unallocated, self.without_table(file, at, len).await?));
+            return Ok((RunSource::Unallocated, self.without_table(file, at, len).await?));
         };
         let skip = at % self.header.cluster_bytes();
         let (all, len) = (len, len.min(self.header.cluster_bytes() - skip));
         match cluster {
             QcowCluster::Unallocated => {
                 let range = (at, all, self.header.cluster_bytes());
-                Ok((Place::Unallocated, file.same::<8>(l2, index, range).await?))
+                Ok((RunSource::Unallocated, file.same::<8>(l2, index, range).await?))
             }
             QcowCluster::At(host) => {
                 if !host.is_multiple_of(SECTOR_BYTES) {
@@ -177,8 +177,8 @@ impl BlockFormat for Qcow {
                 file.check_data("L2 table entry", host, skip + len, at)?;
                 match self.header.is_encrypted {
                     // It is read whole.
-                    true => Ok((Place::Packed { block: at - skip }, len)),
-                    false => Ok((Place::Data { file: 0, host: host + skip }, len)),
+                    true => Ok((RunSource::Packed { block: at - skip }, len)),
+                    false => Ok((RunSource::Data { file: 0, host: host + skip }, len)),
                 }
             }
             QcowCluster::Compressed { host, len: packed } => {
@@ -192,16 +192,16 @@ impl BlockFormat for Qcow {
                     return Err(Error::invalid_image("L2 table entry", format!("{host:#x}"), message));
                 }
                 file.check_data("L2 table entry", host, packed, at)?;
-                Ok((Place::Packed { block: at - skip }, len))
+                Ok((RunSource::Packed { block: at - skip }, len))
             }
         }
     }
 
-    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (place, first) = self.place(file, at, len).await?;
         let cluster_bytes = self.header.cluster_bytes();
         match (place, self.cluster(file, at).await?) {
-            (Place::Data { host, .. }, Some((_, l2, index))) if at.is_multiple_of(cluster_bytes) => {
+            (RunSource::Data { host, .. }, Some((_, l2, index))) if at.is_multiple_of(cluster_bytes) => {
                 let of = |entry| match self.header.cluster(u64::from_be_bytes(entry)) {
                     QcowCluster::At(offset) => Some(offset),
                     _ => None,

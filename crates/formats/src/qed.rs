@@ -2,7 +2,7 @@
 //! QED: docs/formats/block-formats.md.
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::survey::Survey;
 use super::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, MappedCheck};
@@ -274,33 +274,33 @@ impl BlockFormat for Qed {
         }
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (cluster_bytes, span) = (self.header.cluster_bytes, self.header.l2_span_bytes());
         let Some(l2) = self.l2(file, at).await? else {
-            return Ok((Place::Unallocated, file.same::<8>(self.l1, at / span, (at, len, span)).await?));
+            return Ok((RunSource::Unallocated, file.same::<8>(self.l1, at / span, (at, len, span)).await?));
         };
         let skip = at % cluster_bytes;
         let index = at % span / cluster_bytes;
         let entry = u64::from_le_bytes(file.entry(l2, index).await?);
         match QedCluster::of(entry) {
             empty @ (QedCluster::Unallocated | QedCluster::Zero) => {
-                let place = if empty == QedCluster::Zero { Place::Zero } else { Place::Unallocated };
+                let place = if empty == QedCluster::Zero { RunSource::Zero } else { RunSource::Unallocated };
                 Ok((place, file.same::<8>(l2, index, (at, len, cluster_bytes)).await?))
             }
             QedCluster::At(offset) => {
                 let len = len.min(cluster_bytes - skip);
                 let start = self.aligned("L2 table entry", offset)?;
                 file.check_data("L2 table entry", start, skip + len, at)?;
-                Ok((Place::Data { file: 0, host: start + skip }, len))
+                Ok((RunSource::Data { file: 0, host: start + skip }, len))
             }
         }
     }
 
-    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn run(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (place, first) = self.place(file, at, len).await?;
         let cluster_bytes = self.header.cluster_bytes;
         match (place, self.l2(file, at).await?) {
-            (Place::Data { host, .. }, Some(l2)) if at.is_multiple_of(cluster_bytes) => {
+            (RunSource::Data { host, .. }, Some(l2)) if at.is_multiple_of(cluster_bytes) => {
                 let of = |entry| match QedCluster::of(u64::from_le_bytes(entry)) {
                     QedCluster::At(offset) => Some(offset),
                     _ => None,

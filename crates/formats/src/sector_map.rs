@@ -2,7 +2,7 @@
 //! Bitmaps of differencing disks: which sectors of a block are in the image, and which ones in its parent.
 
 use super::blocks::{ImageFile, Table};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use cowshed_types::{Error, Result};
 
 /// A bitmap with a bit for each sector: set for those that are in the image.
@@ -40,8 +40,8 @@ impl SectorMap {
     }
 
     /// The place of byte `at` of the bitmap's range, which is at `here` where the image has it.
-    pub(crate) async fn place(&self, file: &ImageFile, at: u64, len: u64, here: Place) -> Result<(Place, u64)> {
+    pub(crate) async fn place(&self, file: &ImageFile, at: u64, len: u64, here: RunSource) -> Result<(RunSource, u64)> {
         let (is_here, len) = self.run(file, at, len).await?;
-        Ok((if is_here { here } else { Place::Unallocated }, len))
+        Ok((if is_here { here } else { RunSource::Unallocated }, len))
     }
 }

@@ -2,7 +2,7 @@
 //! The look at every block of a disk that a check of the block formats begins with.
 
 use super::blocks::{BlockFormat, ImageFile};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use cowshed_graph::node::MappedCheck;
 use cowshed_types::memory::grow_map;
 use cowshed_types::{ErrorKind, Result};
@@ -94,8 +94,8 @@ impl Survey {
         let mut last_block = None;
         while at < size && survey.check.findings.len() < max {
             match format.place(file, at, size - at).await {
-                Ok((Place::Data { .. }, len)) if last_block == Some(at / block_bytes) => at += len,
-                Ok((Place::Data { host, .. }, len)) => {
+                Ok((RunSource::Data { .. }, len)) if last_block == Some(at / block_bytes) => at += len,
+                Ok((RunSource::Data { host, .. }, len)) => {
                     last_block = Some(at / block_bytes);
                     let host = host.saturating_sub(at % block_bytes);
                     let counters = &mut survey.check.counters;

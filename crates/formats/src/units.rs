@@ -2,7 +2,7 @@
 //! Units: blocks in a file, with the bytes in front of them. An image that is opened for writing is looked through.
 
 use super::blocks::{BlockFormat, ImageFile};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result};
 
@@ -16,7 +16,7 @@ const MAX_GAPS: usize = 64 << 10;
 /// The layout of allocations in the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Units {
-    /// The file, as [`Place`] counts files.
+    /// The file, as [`RunSource`] counts files.
     pub file: usize,
     /// Length of a block in bytes.
     pub block_bytes: u64,
@@ -114,7 +114,7 @@ pub(super) async fn survey<F: BlockFormat>(format: &F, image: &ImageFile, units:
     let end = format.described_bytes();
     while at < end {
         let (place, len) = format.run(image, at, end - at).await?;
-        if let Place::Data { host, .. } = place {
+        if let RunSource::Data { host, .. } = place {
             let start = host.checked_sub(units.head.len() as u64).ok_or_else(|| {
                 let message = format!("the block at byte {at} of the disk lies on the metadata");
                 Error::invalid_image("block", format!("{host:#x}"), message)

@@ -4,7 +4,7 @@
 mod growth;
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, Grown, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
 use super::survey::Survey;
 use super::units::Units;
@@ -18,7 +18,7 @@ use cowshed_layout::vdi::{ALLOCATED_AT, CONTENT_UUID_AT, ENTRY_BYTES, HEADER_BYT
 use cowshed_layout::vhdx::Guid;
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result};
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use serde_json::{Value, json};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,7 +55,7 @@ struct Vdi {
     /// The identifier of the content now.
     content: Mutex<[u8; 16]>,
     /// True once this opening gave the content another identifier.
-    is_changed: Turn<bool>,
+    is_changed: AsyncMutex<bool>,
 }
 
 /// The part of the header that a growth changes.
@@ -143,7 +143,7 @@ async fn load(file: &ImageFile, may_move: bool) -> Result<Vdi> {
     let header = VdiHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
     let shape = Mutex::new(shape_of(&header, file)?);
     let content = Mutex::new(header.uuids[1]);
-    Ok(Vdi { header, shape, may_move: AtomicBool::new(may_move), content, is_changed: Turn::new(false) })
+    Ok(Vdi { header, shape, may_move: AtomicBool::new(may_move), content, is_changed: AsyncMutex::new(false) })
 }
 
 fn shape_of(header: &VdiHeader, file: &ImageFile) -> Result<Shape> {
@@ -203,21 +203,21 @@ impl BlockFormat for Vdi {
         }
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (Shape { map, data_offset, .. }, block_bytes) = (self.shape(), self.header.block_bytes);
         let (block, skip) = (at / block_bytes, at % block_bytes);
         let entry = u32::from_le_bytes(file.entry(map, block).await?);
         let found = VdiBlock::of(entry);
         let VdiBlock::At(number) = found else {
             let is_below = found == VdiBlock::Unallocated && self.header.parent.is_some();
-            let place = if is_below { Place::Unallocated } else { Place::Zero };
+            let place = if is_below { RunSource::Unallocated } else { RunSource::Zero };
             return Ok((place, file.same::<4>(map, block, (at, len, block_bytes)).await?));
         };
         let len = len.min(block_bytes - skip);
         // 2^32 blocks of 256 MiB at most, far from 2^64.
         let host = data_offset + u64::from(number) * block_bytes + skip;
         file.check_data("block map entry", host, len, at)?;
-        Ok((Place::Data { file: 0, host }, len))
+        Ok((RunSource::Data { file: 0, host }, len))
     }
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {

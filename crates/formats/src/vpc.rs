@@ -2,7 +2,7 @@
 //! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
 use super::sector_map::SectorMap;
 use super::units::Units;
@@ -297,33 +297,33 @@ impl BlockFormat for Vpc {
         self.size().max(self.dynamic.as_ref().map_or(0, described))
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let Some(Dynamic { header, place, table, whole_table, .. }) = &self.dynamic else {
-            return Ok((Place::Data { file: 0, host: at }, len));
+            return Ok((RunSource::Data { file: 0, host: at }, len));
         };
         // An entry behind the disk's end that names no block is nothing to its readers.
         let is_behind = at >= self.footer.size;
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
         let Some(start) = header.block(entry) else {
-            let place = if self.parent.is_some() { Place::Unallocated } else { Place::Zero };
+            let place = if self.parent.is_some() { RunSource::Unallocated } else { RunSource::Zero };
             return Ok((place, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
         };
         let len = len.min(header.block_bytes - skip);
         let unit_bytes = header.bitmap_bytes() + header.block_bytes;
         let unit = start - header.bitmap_bytes();
         if is_behind && start.checked_add(header.block_bytes).is_none_or(|end| end > file.len()) {
-            return Ok((Place::Zero, len));
+            return Ok((RunSource::Zero, len));
         }
         if unit < FOOTER_BYTES as u64 || [whole_table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
             if is_behind {
-                return Ok((Place::Zero, len));
+                return Ok((RunSource::Zero, len));
             }
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }
         file.check_data("block allocation table entry", start + skip, len, at)?;
-        let data = Place::Data { file: 0, host: start + skip };
+        let data = RunSource::Data { file: 0, host: start + skip };
         if self.parent.is_some() {
             let table = Table { field: "sector bitmap", offset: unit, bytes: header.bitmap_bytes() };
             let map = SectorMap { table, sector_bytes: SECTOR_BYTES, is_high_first: true };

@@ -10,7 +10,7 @@ mod room;
 mod tail;
 
 use super::blocks::{BlockFormat, ImageFile};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::units::{Units, gaps, survey};
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{Link, ZeroFlags};
@@ -18,7 +18,7 @@ use cowshed_graph::protocols::{discard_file, zero_file};
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result, slip};
-use futures_util::lock::{Mutex as Turn, OwnedMutexGuard};
+use futures_util::lock::{Mutex as AsyncMutex, OwnedMutexGuard};
 use room::EntryRoom;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -84,11 +84,11 @@ pub(crate) struct Writer {
     file: File,
     state: Mutex<WriterState>,
     /// Blocks that a request allocates.
-    busy: Mutex<HashMap<u64, Arc<Turn<()>>>>,
-    growing: Turn<()>,
+    busy: Mutex<HashMap<u64, Arc<AsyncMutex<()>>>>,
+    growing: AsyncMutex<()>,
     /// Held while tables are made, and while they are linked.
-    linking: Turn<()>,
-    cycle: Turn<()>,
+    linking: AsyncMutex<()>,
+    cycle: AsyncMutex<()>,
     /// Space for entries that is there for certain.
     entry_room: EntryRoom,
     /// A growth failed, and where blocks are now is unknown.
@@ -114,9 +114,9 @@ impl Writer {
             file,
             state: Mutex::new(state),
             busy: Mutex::default(),
-            growing: Turn::new(()),
-            linking: Turn::new(()),
-            cycle: Turn::new(()),
+            growing: AsyncMutex::new(()),
+            linking: AsyncMutex::new(()),
+            cycle: AsyncMutex::new(()),
             entry_room: EntryRoom::default(),
             lost: OnceLock::new(),
         })
@@ -151,7 +151,7 @@ impl Writer {
         image: &ImageFile,
         at: u64,
         len: u64,
-    ) -> Result<(Place, u64)> {
+    ) -> Result<(RunSource, u64)> {
         self.expect_known()?;
         let Some(units) = &self.units else { return format.place(image, at, len).await };
         let (block, skip) = (at / units.block_bytes, at % units.block_bytes);
@@ -162,9 +162,9 @@ impl Writer {
         };
         if let Some(here) = here {
             let place = match here {
-                Pending::At(host) => Place::Data { file: units.file, host: host + skip },
-                Pending::Zero => Place::Zero,
-                Pending::Packed { .. } => Place::Packed { block: at - skip },
+                Pending::At(host) => RunSource::Data { file: units.file, host: host + skip },
+                Pending::Zero => RunSource::Zero,
+                Pending::Packed { .. } => RunSource::Packed { block: at - skip },
             };
             return Ok((place, len.min(units.block_bytes - skip)));
         }
@@ -192,7 +192,7 @@ impl Writer {
             };
             let part = rest.split_to(len as usize);
             let (result, part) = match place {
-                Place::Data { host, .. } => self.overwrite(format, (at, host), part).await,
+                RunSource::Data { host, .. } => self.overwrite(format, (at, host), part).await,
                 place => self.allocate(format, image, backing, (at, place), part).await,
             };
             match result {
@@ -242,7 +242,7 @@ impl Writer {
         format: &F,
         image: &ImageFile,
         backing: &Link,
-        (at, place): (u64, Place),
+        (at, place): (u64, RunSource),
         part: IoBuf,
     ) -> (Result<bool>, IoBuf) {
         let Some(units) = &self.units else {
@@ -292,9 +292,9 @@ impl Writer {
     }
 
     /// The place that a later part of a run has.
-    fn same_kind(&self, place: Place, units: &Units, start: u64) -> Place {
+    fn same_kind(&self, place: RunSource, units: &Units, start: u64) -> RunSource {
         match place {
-            Place::Packed { .. } => Place::Packed { block: start / units.block_bytes * units.block_bytes },
+            RunSource::Packed { .. } => RunSource::Packed { block: start / units.block_bytes * units.block_bytes },
             place => place,
         }
     }
@@ -305,7 +305,7 @@ impl Writer {
         format: &F,
         image: &ImageFile,
         backing: &Link,
-        (at, place): (u64, Place),
+        (at, place): (u64, RunSource),
         mut part: IoBuf,
     ) -> (Result<bool>, IoBuf) {
         let step = self.units.as_ref().map_or(u64::MAX, |units| MAX_TOGETHER * units.block_bytes);
@@ -333,7 +333,7 @@ impl Writer {
         turns
     }
 
-    fn busy(&self) -> MutexGuard<'_, HashMap<u64, Arc<Turn<()>>>> {
+    fn busy(&self) -> MutexGuard<'_, HashMap<u64, Arc<AsyncMutex<()>>>> {
         self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -423,7 +423,7 @@ impl Writer {
         backing: &Link,
         units: &Units,
         reserved: &Reserved,
-        (at, place): (u64, Place),
+        (at, place): (u64, RunSource),
         mut part: IoBuf,
     ) -> (Result<()>, IoBuf) {
         let (block_bytes, end) = (units.block_bytes, at + part.len() as u64);
@@ -493,20 +493,20 @@ impl Writer {
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
             let len = match place {
-                Place::Data { host, .. } => {
+                RunSource::Data { host, .. } => {
                     self.before_overwrite(format, at, host).await?;
                     zero_file(&self.file, host, len, flags).await?;
                     len
                 }
-                Place::Zero => len,
+                RunSource::Zero => len,
                 // A backing node that is left out, or comes later, must not show here.
-                Place::Unallocated if !F::LINKS_BACKING && backing.load().is_none() => len,
-                Place::Unallocated if self.is_whole(format, at, len) => {
+                RunSource::Unallocated if !F::LINKS_BACKING && backing.load().is_none() => len,
+                RunSource::Unallocated if self.is_whole(format, at, len) => {
                     let len = self.mark_zero(format, image, at).await?;
                     self.bound_pending(format, image).await?;
                     len
                 }
-                Place::Unallocated | Place::Packed { .. } => {
+                RunSource::Unallocated | RunSource::Packed { .. } => {
                     let len = len.min(ZERO_CHUNK_BYTES);
                     self.write(format, image, backing, at, IoBuf::try_zeroed(len as usize)?).await.0?;
                     len
@@ -530,12 +530,12 @@ impl Writer {
             let (place, len) = self.place(format, image, at, end - at).await?;
             let is_blank = !F::LINKS_BACKING && backing.load().is_none();
             at += match place {
-                Place::Data { .. } | Place::Zero => len,
-                Place::Unallocated if is_blank => len,
-                Place::Unallocated if self.is_whole(format, at, len) => {
+                RunSource::Data { .. } | RunSource::Zero => len,
+                RunSource::Unallocated if is_blank => len,
+                RunSource::Unallocated if self.is_whole(format, at, len) => {
                     self.units.as_ref().map_or(len, |units| len.min(units.block_bytes))
                 }
-                Place::Unallocated | Place::Packed { .. } => {
+                RunSource::Unallocated | RunSource::Packed { .. } => {
                     return Err(Error::unsupported("zeroes would take a write of data here").offset(at));
                 }
             };
@@ -557,7 +557,7 @@ impl Writer {
         let block = at / units.block_bytes;
         let _turns = self.take_turns(block..block + 1).await;
         let (place, len) = self.place(format, image, at, units.block_bytes.min(format.size() - at)).await?;
-        if place != Place::Unallocated {
+        if place != RunSource::Unallocated {
             return Ok(0);
         }
         self.prepare_slot(format, image, units, block).await?;
@@ -576,7 +576,7 @@ impl Writer {
         let (mut at, end) = (offset, offset + len);
         while at < end {
             let (place, len) = self.place(format, image, at, end - at).await?;
-            if let Place::Data { host, .. } = place {
+            if let RunSource::Data { host, .. } = place {
                 discard_file(&self.file, host, len).await?;
             }
             at += len;

@@ -28,7 +28,7 @@ impl Progress {
     }
 }
 
-type Watcher = Box<dyn Fn(Progress) + Send + Sync>;
+type ProgressListener = Box<dyn Fn(Progress) + Send + Sync>;
 type Measure = Box<dyn Fn(Progress) -> Option<Progress> + Send + Sync>;
 
 #[derive(Default)]
@@ -39,7 +39,7 @@ struct Shared {
     paused: AtomicBool,
     sleepers: Mutex<Vec<Waker>>,
     rate: Mutex<Option<RateLimit>>,
-    watcher: Option<Watcher>,
+    watcher: Option<ProgressListener>,
     measure: Mutex<Option<Measure>>,
 }
 

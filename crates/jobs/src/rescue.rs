@@ -11,7 +11,7 @@ use cowshed_image::open::resolve_name;
 use cowshed_image::{DRIVERS, Node};
 use cowshed_layout::qcow2::SnapshotName;
 pub use cowshed_rescue::Overrides;
-use cowshed_rescue::{DamagedImage, Loss, Slot};
+use cowshed_rescue::{DamagedImage, L1Target, Loss};
 use cowshed_storage::{FileIdentity, IoBuf, path_of_text};
 use cowshed_types::{Error, ErrorKind, Result};
 pub use map::{Doubtful, Lost, OrphanTable, RescueMap};
@@ -263,10 +263,10 @@ impl Copy<'_> {
             let start = index * coverage;
             let end = start.saturating_add(coverage).min(size);
             match self.wreck.slot(index) {
-                Slot::Empty if self.wreck.has_no_backing() => self.map.zero_bytes += end - start,
-                Slot::Empty => self.copy_from_backing(start..end, job).await?,
-                Slot::Lost(loss) => self.lose(start..end, loss, None),
-                Slot::Table { offset, assigned } => self.table(offset, assigned, start..end, job).await?,
+                L1Target::Empty if self.wreck.has_no_backing() => self.map.zero_bytes += end - start,
+                L1Target::Empty => self.copy_from_backing(start..end, job).await?,
+                L1Target::Lost(loss) => self.lose(start..end, loss, None),
+                L1Target::Table { offset, assigned } => self.table(offset, assigned, start..end, job).await?,
             }
             job.set_progress(end, size);
         }

@@ -176,16 +176,16 @@ enum Stage {
 
 /// Since when.
 #[derive(Clone, Copy, Debug)]
-struct Standing {
+struct StageTimes {
     stage: Stage,
     since: Instant,
     /// The last option, or the begin.
     progress: Instant,
 }
 
-impl Standing {
-    fn new(stage: Stage, since: Instant) -> Mutex<Standing> {
-        Mutex::new(Standing { stage, since, progress: since })
+impl StageTimes {
+    fn new(stage: Stage, since: Instant) -> Mutex<StageTimes> {
+        Mutex::new(StageTimes { stage, since, progress: since })
     }
 }
 
@@ -201,7 +201,7 @@ pub(crate) enum SlotKind {
 struct Admission {
     socket: Socket,
     origin: Origin,
-    stage: Mutex<Standing>,
+    stage: Mutex<StageTimes>,
     cut: AtomicBool,
 }
 
@@ -253,7 +253,7 @@ impl Admissions {
         let admission = Arc::new(Admission {
             socket: socket.clone(),
             origin: Origin::of(socket),
-            stage: Standing::new(Stage::Seated, Instant::now()),
+            stage: StageTimes::new(Stage::Seated, Instant::now()),
             cut: AtomicBool::new(false),
         });
         lock(&self.0).push(Arc::clone(&admission));
@@ -318,7 +318,7 @@ impl Haggling<'_> {
 
     fn enter(&self, stage: Stage) {
         let now = Instant::now();
-        *lock(&self.admission.stage) = Standing { stage, since: now, progress: now };
+        *lock(&self.admission.stage) = StageTimes { stage, since: now, progress: now };
     }
 
     /// True when this connection had to make room.
@@ -509,7 +509,7 @@ mod tests {
             .map(|&(user, stage, after)| {
                 let since = started + Duration::from_millis(after);
                 let progress = started + Duration::from_secs(3600);
-                let stage = Mutex::new(Standing { stage, since, progress });
+                let stage = Mutex::new(StageTimes { stage, since, progress });
                 let (socket, origin) = (socket.clone(), Origin::User(user));
                 Arc::new(Admission { socket, origin, stage, cut: AtomicBool::new(false) })
             })
@@ -555,7 +555,7 @@ mod tests {
         let started = Instant::now();
         let enter = |origin: Origin, after: u64| {
             let socket = socket.clone();
-            let stage = Standing::new(Stage::Placed, started + Duration::from_millis(after));
+            let stage = StageTimes::new(Stage::Placed, started + Duration::from_millis(after));
             let admission = Arc::new(Admission { socket, origin, stage, cut: AtomicBool::new(false) });
             lock(&admissions.0).push(Arc::clone(&admission));
             admission

@@ -102,7 +102,7 @@ impl Allocation {
 enum Class {
     /// Nothing but the write.
     InPlace,
-    /// The host cluster is there and ours, but its (sub)clusters are not all marked as data.
+    /// The host cluster is there and exclusive, but its (sub)clusters are not all marked as data.
     Reuse(HostOffset),
     /// A new host cluster; with `carries` the data of the old one must be carried over.
     New { carries: bool },
@@ -123,7 +123,7 @@ impl Engine {
     /// Plans a write of `len` bytes at `guest`, as far as it comes in one piece: see [`Allocation::data_end`]. `Retry`
     /// when the first byte can be written in place after all; with `bounded`, `WriteBack` when too much metadata is dirty.
     pub fn begin_allocate(&self, guest: GuestOffset, len: u64, bounded: bool) -> Planned<Allocation> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         if bounded && self.is_beyond_bound(&state, true) {
             return Err(Stall::WriteBack);
         }
@@ -209,7 +209,7 @@ impl Engine {
         let bits = self.geometry.cluster_bits();
         let start = guest.align_down(bits);
         let end = (guest.0 + len).div_ceil(1 << bits) << bits;
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let clusters = self.clusters_at_once(&mut state, start, end - start.0)?;
         let found =
             self.find(&mut state, &mut None, clusters.start, start.0..start.0 + self.geometry.cluster_size())?;
@@ -302,9 +302,9 @@ impl Engine {
         let class = match found {
             Cluster::Unallocated | Cluster::Zero { host: None } if self.config.format.data_file => same_place,
             Cluster::Unallocated | Cluster::Zero { host: None } => Class::New { carries: false },
-            Cluster::Zero { host: Some(host) } if self.is_ours(entry) => Class::Reuse(host),
+            Cluster::Zero { host: Some(host) } if self.is_exclusive(entry) => Class::Reuse(host),
             Cluster::Zero { .. } => Class::New { carries: false },
-            Cluster::Data { host } if self.is_ours(entry) => {
+            Cluster::Data { host } if self.is_exclusive(entry) => {
                 let subclusters = self.subclusters_of(guest, touched);
                 let mask = SubclusterBitmap::mask(subclusters);
                 match !self.geometry.extended_l2() || bitmap.data_mask() & mask == mask {
@@ -470,7 +470,7 @@ impl Engine {
     }
 
     fn publish(&self, allocation: Allocation, preallocation: bool) -> Result<(), Error> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let bits = self.geometry.cluster_bits();
         let (mut lost, mut last) = (Vec::new(), None);
         let clusters = allocation.clusters.clone();
@@ -529,7 +529,7 @@ impl Engine {
     /// clusters go back. Else they are lost until the next `check -r leaks`, because a write may still be on its way to
     /// them.
     pub fn abort(&self, allocation: Allocation, io_ended: bool) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         if allocation.is_new && io_ended {
             let first = self.geometry.host_cluster(allocation.base);
             let count = allocation.clusters.end - allocation.clusters.start;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Slices of L2 tables in less memory: runs of neighbouring clusters, or numbers of just as many bits as they need.
 //!
-//! Both give back every word as it was. A compact slice never changes: the owner makes an array of it before an edit.
+//! Both give back every word as it was. A compact slice never changes: the holder of the lock makes an array of it before an edit.
 
 use cowshed_types::without;
 

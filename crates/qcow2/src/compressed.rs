@@ -47,7 +47,7 @@ impl Engine {
     /// Plans writing compressed clusters: `(guest cluster, compressed length in bytes)`, guest offsets aligned to clusters,
     /// each once, lengths from 1 to the cluster size. Takes as many from the front as fit into one host range.
     pub fn begin_compressed(&self, batch: &[(GuestOffset, u64)]) -> Planned<CompressedAllocation> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let count = self.compressed_at_once(state, batch)?;
         let packed = self.pack(state, &batch[..count]);
@@ -89,7 +89,7 @@ impl Engine {
         Ok(CompressedAllocation { places, references: range.references })
     }
 
-    /// The number of clusters of the batch that can go together: not locked by others, their tables ours and at hand
+    /// The number of clusters of the batch that can go together: not locked by others, their tables exclusive and at hand
     /// (and busy now).
     fn compressed_at_once(&self, state: &mut State, batch: &[(GuestOffset, u64)]) -> Planned<usize> {
         for (index, (guest, len)) in batch.iter().enumerate() {
@@ -219,7 +219,7 @@ impl Engine {
 
     /// Points the mapping to the compressed clusters. Their data I/O has completed.
     pub fn commit_compressed(&self, allocation: CompressedAllocation) -> Result<(), Error> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
         let mut lost = Vec::new();
@@ -243,7 +243,7 @@ impl Engine {
 
     /// Gives up a batch; `io_ended` as for [`Engine::abort`].
     pub fn abort_compressed(&self, allocation: CompressedAllocation, io_ended: bool) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         state.pack_next = None;
         if io_ended {
@@ -259,6 +259,6 @@ impl Engine {
 
     /// Ends packing in the cluster of the last batch: the next batch starts in a fresh cluster.
     pub fn stop_packing(&self) {
-        self.own().pack_next = None;
+        self.lock_state().pack_next = None;
     }
 }

@@ -49,7 +49,7 @@ impl Directory {
         Ok(directory)
     }
 
-    /// Begins anew with this L1 table and no slice. Only the owner calls this, while there are no readers.
+    /// Begins anew with this L1 table and no slice. Only the holder of the lock calls this, while there are no readers.
     pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) -> Result<()> {
         self.chunks.store(Arc::new(Vec::new()));
         self.slices_per_table.store(slices_per_table, Ordering::Release);
@@ -64,7 +64,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Makes room for `l1_entries` entries. Only the owner calls this. `ENOMEM` where there is no memory.
+    /// Makes room for `l1_entries` entries. Only the holder of the lock calls this. `ENOMEM` where there is no memory.
     pub(crate) fn grow(&self, l1_entries: usize) -> Result<()> {
         let before = self.chunks.load_full();
         let new = l1_entries.div_ceil(CHUNK).saturating_sub(before.len());
@@ -88,7 +88,7 @@ impl Directory {
         self.with_table(index, |table| table.l1_entry.load(Ordering::Acquire)).unwrap_or(0)
     }
 
-    /// Changes an L1 entry in memory. Only the owner calls this.
+    /// Changes an L1 entry in memory. Only the holder of the lock calls this.
     pub(crate) fn set_l1(&self, index: usize, entry: u64) {
         let done = self.with_table(index, |table| table.l1_entry.store(entry, Ordering::Release));
         assert!(done.is_some(), "L1 index {index} is past the directory");
@@ -114,7 +114,7 @@ impl Directory {
         self.with_table(l1_index, |table| table.slices.get().and_then(|slices| slices[slice].load_full())).flatten()
     }
 
-    /// Puts a slice in, or takes it out. Only the owner calls this.
+    /// Puts a slice in, or takes it out. Only the holder of the lock calls this.
     pub(crate) fn set_slice(&self, l1_index: usize, slice: usize, value: Option<Arc<Slice>>) {
         self.with_table(l1_index, |table| {
             let count = self.slices_per_table.load(Ordering::Relaxed);

@@ -28,20 +28,20 @@ pub struct RefcountGrowth {
 impl Engine {
     /// Clusters of the refcount table: compare before and after waiting, to see whether another request grew it.
     pub fn refcount_table_clusters(&self) -> u64 {
-        self.own().refcounts.table_clusters
+        self.lock_state().refcounts.table_clusters
     }
 
     /// Holds the creation of new refcount blocks back. Then run a whole write-back cycle with refcounts, then call
     /// [`Engine::begin_refcount_growth`].
     pub fn prepare_refcount_growth(&self) {
-        self.own().refcounts.growing = true;
+        self.lock_state().refcounts.growing = true;
     }
 
     /// Plans the growth. To carry it out: `writes`, barrier, header bytes 48–59, barrier, then
     /// [`Engine::end_refcount_growth`]. No cycle may run meanwhile.
     /// [`Stall::Full`] where the container has no room for it.
     pub fn begin_refcount_growth(&self) -> Planned<RefcountGrowth> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
         let size = self.geometry.cluster_size();
@@ -126,7 +126,7 @@ impl Engine {
 
     /// Ends the growth: with `success` the header points to the new table, durably.
     pub fn end_refcount_growth(&self, growth: Option<RefcountGrowth>, success: bool) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state: &mut State = &mut state;
         state.refcounts.growing = false;
         let Some(growth) = growth.filter(|_| success) else { return };

@@ -159,9 +159,9 @@ impl Engine {
             };
             if OVERWRITE {
                 match cluster {
-                    Cluster::Data { host } if self.is_ours(entry) => {
+                    Cluster::Data { host } if self.is_exclusive(entry) => {
                         if !self.config.format.data_file && self.metadata.contains(self.geometry.host_cluster(host)) {
-                            // The owner names the damage: `begin_allocate` meets the same entry.
+                            // The holder of the lock names the damage: `begin_allocate` meets the same entry.
                             return Ok((done, false));
                         }
                     }
@@ -189,7 +189,7 @@ impl Engine {
 
     /// True when a data cluster may be written in place: its refcount is one. In a data file nothing is shared.
     #[inline]
-    pub(crate) fn is_ours(&self, entry: L2Entry) -> bool {
+    pub(crate) fn is_exclusive(&self, entry: L2Entry) -> bool {
         entry.is_copied() || slip!("shared_clusters_written_in_place") || self.config.format.data_file
     }
 

@@ -30,7 +30,7 @@ fn place(cluster: u64) -> (u64, usize, u64) {
     (cluster >> CHUNK_BITS, bit as usize / 64, 1 << (bit % 64))
 }
 
-/// The bits. Changed only by the owner. A part once made stays until the map goes, so a look costs two steps and no
+/// The bits. Changed only by the holder of the lock. A part once made stays until the map goes, so a look costs two steps and no
 /// guard.
 pub(crate) struct MetadataMap {
     groups: Box<[OnceLock<Box<Group>>; GROUP]>,

@@ -10,7 +10,7 @@ impl Engine {
     /// Takes `clusters` neighbouring host clusters, at least one. Their counts are durable after a whole write-back cycle
     /// with refcounts; nothing on disk may refer to them before that.
     pub fn allocate_metadata(&self, clusters: u64) -> Planned<HostOffset> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let first = match clusters {
             0 | 1 => self.allocate(&mut state, 1, None)?.cluster,
             clusters => self.allocate_contiguous(&mut state, clusters)?,
@@ -22,7 +22,7 @@ impl Engine {
     /// clusters.
     pub fn free_metadata(&self, clusters: impl IntoIterator<Item = HostOffset>) {
         let bits = self.geometry.cluster_bits();
-        let mut state = self.own();
+        let mut state = self.lock_state();
         self.give_back(&mut state, clusters.into_iter().map(|host| host.0 >> bits));
     }
 
@@ -34,7 +34,7 @@ impl Engine {
     /// The bitmap directory has moved: where it is now and its bytes, or that there is none.
     pub fn set_bitmap_directory(&self, place: Option<(HostOffset, u64)>) {
         let bits = self.geometry.cluster_bits();
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let clusters = |offset: u64, bytes: u64| offset >> bits..(offset + bytes).div_ceil(1 << bits);
         for (_, offset, bytes) in state.other_metadata.extract_if(.., |(kind, ..)| *kind == Structure::BitmapDirectory)
         {

@@ -67,7 +67,7 @@ impl Pins {
         self.shards.iter().all(|shard| shard.pins[epoch as usize % LIVE_EPOCHS].load(Ordering::SeqCst) == 0)
     }
 
-    /// Ends the current epoch and returns its number, the tag for the clusters unmapped just now. Only the owner calls
+    /// Ends the current epoch and returns its number, the tag for the clusters unmapped just now. Only the holder of the lock calls
     /// this. When a pin from long ago still holds the next slot, the epoch goes on: the tag is right all the same.
     pub(crate) fn advance(&self) -> u64 {
         let epoch = self.epoch.load(Ordering::SeqCst);
@@ -83,7 +83,7 @@ impl Pins {
         }
     }
 
-    /// True when no request that pinned epoch `tag` or an older one is running. Only the owner calls this.
+    /// True when no request that pinned epoch `tag` or an older one is running. Only the holder of the lock calls this.
     pub(crate) fn is_drained(&self, tag: u64) -> bool {
         if self.epoch.load(Ordering::SeqCst) <= tag {
             self.try_advance();

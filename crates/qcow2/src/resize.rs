@@ -52,7 +52,7 @@ impl Engine {
     /// To carry it out: a whole write-back cycle with refcounts; write [`Engine::l1_image`]; barrier; header bytes 36–47;
     /// barrier; [`Engine::end_l1_growth`]. No other cycle may run from the first to the last step.
     pub fn begin_l1_growth(&self, size: u64) -> Planned<Option<L1Growth>> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let entries = self.geometry.l1_entries_needed(size);
         if entries <= state.tables.l1_len as u64 {
             return Ok(None);
@@ -71,7 +71,7 @@ impl Engine {
 
     /// The new L1 table, with only such entries as are durable.
     pub fn l1_image(&self, growth: &L1Growth) -> cowshed_types::Result<MetaWrite> {
-        let state = self.own();
+        let state = self.lock_state();
         let mut bytes = vec_for((growth.clusters * self.geometry.cluster_size()) as usize)?;
         for index in 0..state.tables.l1_len {
             let durable = state.tables.l1_dirty.get(&index).map(|dirt| dirt.durable);
@@ -83,14 +83,14 @@ impl Engine {
 
     /// Gives the growth up before anything of the header was written: the space goes back.
     pub fn abort_l1_growth(&self, growth: L1Growth) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let first = self.geometry.host_cluster(growth.offset);
         (first..first + growth.clusters).for_each(|cluster| self.release(&mut state, cluster));
     }
 
     /// Ends the growth: with `success` the header points to the new table, durably.
     pub fn end_l1_growth(&self, growth: L1Growth, success: bool) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state: &mut State = &mut state;
         let bits = self.geometry.cluster_bits();
         if !success {
@@ -117,13 +117,13 @@ impl Engine {
 
     /// A tag for [`Engine::is_drained`]: requests planned up to now.
     pub fn drain_tag(&self) -> u64 {
-        let _owner = self.own();
+        let _owner = self.lock_state();
         self.pins.advance()
     }
 
     /// True when no request planned before [`Engine::drain_tag`] runs any more.
     pub fn is_drained(&self, tag: u64) -> bool {
-        let _owner = self.own();
+        let _owner = self.lock_state();
         self.pins.is_drained(tag)
     }
 
@@ -143,7 +143,7 @@ impl Engine {
     /// Makes the tables from `tail` on our own and reads them, in steps. So [`Engine::cut_tail`] finds no damaged one and
     /// needs no space. Returns true when all is done.
     pub fn own_tail(&self, tail: &mut Tail) -> Planned<bool> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let (l1_index, is_there) = self.next_table(state, tail.at);
         if l1_index >= state.tables.l1_len {
@@ -183,7 +183,7 @@ impl Engine {
     /// Frees everything from `tail` on, in steps; returns true when all is done. The size is published and older requests are
     /// drained.
     pub fn cut_tail(&self, tail: &mut Tail, cut: TailCut) -> Planned<bool> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
         if state.inflight.first_in(self.guest_cluster(tail.at)..u64::MAX).is_some() {

@@ -26,7 +26,7 @@ impl Engine {
     /// Keeps L2 tables in slices of this many bytes from now on: a power of two from 512 to the cluster size. Their
     /// cached slices go. No request may run; an error when something isn't on disk yet.
     pub fn set_slice_bytes(&self, bytes: u64) -> Result<()> {
-        let state = &mut *self.own();
+        let state = &mut *self.lock_state();
         self.check_at_rest(state)?;
         self.note_slice_bytes(bytes);
         let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
@@ -38,7 +38,7 @@ impl Engine {
     /// Forgets everything, and begins anew with the image as it is on disk now. Sizes and options stay. No request may run;
     /// an error when something isn't on disk yet.
     pub fn restart(&self, facts: Restart, l1: &[u64]) -> Result<()> {
-        let state = &mut *self.own();
+        let state = &mut *self.lock_state();
         self.check_at_rest(state)?;
         let config = EngineConfig {
             l1_offset: facts.l1_offset,

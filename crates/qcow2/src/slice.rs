@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Slices of L2 tables in memory, readable without a lock while the owner edits them.
+//! Slices of L2 tables in memory. They are readable without the lock while its holder edits them.
 //!
-//! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics). The owner makes the version
-//! odd, edits, and makes it even again; a reader that saw the version change reads again. A regular slice is kept in a
-//! compact form instead, which is never edited: the owner puts an array in its place first.
+//! A slice is an array of 64-bit words under a version counter (a seqlock made of atomics). The holder of the lock makes the
+//! version odd, edits, and makes it even again. A reader that saw the version change reads again. A regular slice is kept
+//! in a compact form instead, which is never edited. The holder of the lock puts an array in its place first.
 
 use crate::compact::{Compact, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -61,7 +61,7 @@ impl Slice {
         Slice::array(shape, std::iter::repeat_n(0, words))
     }
 
-    /// The same slice as an array, if it is compact: the owner needs that before it edits.
+    /// The same slice as an array, if it is compact: the holder of the lock needs that before it edits.
     pub(crate) fn expanded(&self) -> Option<Slice> {
         match &self.form {
             Form::Words(_) => None,
@@ -69,7 +69,7 @@ impl Slice {
         }
     }
 
-    /// The same slice in less memory, if it is an array and there is such a form. Only the owner calls this.
+    /// The same slice in less memory, if it is an array and there is such a form. Only the holder of the lock calls this.
     pub(crate) fn squeezed(&self) -> Option<Slice> {
         if matches!(self.form, Form::Compact(_)) || self.is_irregular.load(Ordering::Relaxed) {
             return None;
@@ -88,7 +88,7 @@ impl Slice {
         (0..self.len).map(|index| self.word(index))
     }
 
-    /// Big-endian bytes, as on disk. Only the owner calls this, so no edit is under way.
+    /// Big-endian bytes, as on disk. Only the holder of the lock calls this, so no edit is under way.
     pub(crate) fn to_bytes(&self, out: &mut Vec<u8>) {
         out.extend(self.words().flat_map(u64::to_be_bytes));
     }
@@ -104,7 +104,7 @@ impl Slice {
     /// Memory that a slice takes beside [`Slice::counted_bytes`], about, in bytes.
     pub(crate) const OVERHEAD_BYTES: usize = size_of::<Slice>() + 64;
 
-    /// One word. Outside [`Slice::read`] only for the owner.
+    /// One word. Outside [`Slice::read`] only for the holder of the lock.
     #[inline]
     pub(crate) fn word(&self, index: usize) -> u64 {
         match &self.form {
@@ -129,7 +129,7 @@ impl Slice {
         }
     }
 
-    /// Edits words of an array as one change for readers. Only the owner, which holds the lock, calls this.
+    /// Edits words of an array as one change for readers. Only the holder of the lock calls this.
     pub(crate) fn edit(&self, edits: impl IntoIterator<Item = (usize, u64)>) {
         let Form::Words(words) = &self.form else { unreachable!("a compact slice is made an array before an edit") };
         let version = self.version.load(Ordering::Relaxed);

@@ -64,7 +64,7 @@ impl Engine {
     ///
     /// `with_refcounts` writes refcounts also under lazy refcounts (on close, or before the table moves).
     pub fn begin_cycle(&self, with_refcounts: bool) -> Cycle {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let number = state.epochs.begin_cycle();
         let lots = state.refcounts.dirty_bytes() > self.cache_limits().1.max(16 << 20);
@@ -183,7 +183,7 @@ impl Engine {
 
     /// Ends a cycle. Changes that aren't durable are dirty again.
     pub fn end_cycle(&self, cycle: Cycle, end: CycleEnd) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         let success = end == CycleEnd::Durable;
         state.is_writing = false;
@@ -216,20 +216,20 @@ impl Engine {
 
     /// True when a cycle would write something.
     pub fn is_dirty(&self) -> bool {
-        let state = self.own();
+        let state = self.lock_state();
         state.epochs.wants_dirty_bit() || holds_changes(&state, true)
     }
 
     /// True when something in memory may not be in the file: it differs, or a cycle is writing it. `with_refcounts`: reference counts
     /// count, too.
     pub fn holds_changes(&self, with_refcounts: bool) -> bool {
-        let state = self.own();
+        let state = self.lock_state();
         (state.is_writing && !slip!("changes_of_a_cycle_count_as_written")) || holds_changes(&state, with_refcounts)
     }
 
     /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.
     pub fn want_dirty_bit(&self) {
-        self.own().epochs.want_dirty_bit();
+        self.lock_state().epochs.want_dirty_bit();
     }
 }
 

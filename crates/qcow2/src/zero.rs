@@ -15,7 +15,7 @@ const MAX_CLUSTERS: u64 = 4096;
 pub enum ZeroMode {
     /// The range reads as zeroes; its host clusters go back.
     Unmap,
-    /// The range reads as zeroes; host clusters of ours stay allocated underneath.
+    /// The range reads as zeroes; exclusive host clusters stay allocated underneath.
     Keep,
     /// A hint: the range reads as zeroes, also where the backing file would show, and its host clusters go back (or
     /// stay with `discard-no-unref`). A cluster for which the format has no such entry is left alone.
@@ -30,7 +30,7 @@ impl Engine {
     /// with the disk. Returns the bytes done, at least 1. `Unsupported` where zeroes have to be written as data
     /// (version 2 with a backing file, a part of a compressed cluster).
     pub fn zero(&self, guest: GuestOffset, len: u64, mode: ZeroMode) -> Planned<u64> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let bits = self.geometry.cluster_bits();
         let first = self.guest_cluster(guest);
         let mut end = (self.guest_cluster(guest + (len - 1)) + 1).min(first + MAX_CLUSTERS);
@@ -149,7 +149,7 @@ impl Engine {
             Cluster::Unallocated if is_discard && (stands_alone || !has_zero_flag) => old,
             Cluster::Zero { host: None } => old,
             Cluster::Zero { host: Some(_) } if keeps => old,
-            Cluster::Data { host } if keeps && has_zero_flag && self.is_ours(old) => {
+            Cluster::Data { host } if keeps && has_zero_flag && self.is_exclusive(old) => {
                 L2Entry::zero_allocated(host, true)
             }
             _ if has_zero_flag && is_discard && slip!("discard_shows_the_backing_file") => L2Entry::UNALLOCATED,
@@ -195,7 +195,7 @@ impl Engine {
             false => mask,
         };
         let bitmap = SubclusterBitmap::from_masks(bitmap.data_mask() & !mask, bitmap.zero_mask() | mask);
-        if is_whole && matches!(cluster, Cluster::Data { .. }) && !(keeps && self.is_ours(entry)) {
+        if is_whole && matches!(cluster, Cluster::Data { .. }) && !(keeps && self.is_exclusive(entry)) {
             return Ok((0, bitmap.0));
         }
         Ok((old.0, bitmap.0))

@@ -42,7 +42,7 @@ pub struct DamagedImage {
 
 /// The target of an L1 entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Slot {
+pub enum L1Target {
     /// No table: the backing file, or zeroes.
     Empty,
     /// An L2 table at a host offset; `assigned` by the user.
@@ -181,11 +181,11 @@ impl DamagedImage {
     }
 
     /// The target of the entry of the L1 table.
-    pub fn slot(&self, index: u64) -> Slot {
+    pub fn slot(&self, index: u64) -> L1Target {
         if let Some(offset) = self.assigned.get(&index) {
-            return Slot::Table { offset: *offset, assigned: true };
+            return L1Target::Table { offset: *offset, assigned: true };
         }
-        let lost = |why: String| Slot::Lost(Loss::TableLost(why));
+        let lost = |why: String| L1Target::Lost(Loss::TableLost(why));
         let Some(raw) = usize::try_from(index).ok().and_then(|index| self.l1.get(index)) else {
             return lost("the L1 table is lost".to_owned());
         };
@@ -195,13 +195,13 @@ impl DamagedImage {
         }
         let offset = L1Entry(*raw).offset().0;
         if *raw == 0 {
-            Slot::Empty
+            L1Target::Empty
         } else if offset == 0 || self.shape.geometry.in_cluster(offset) != 0 {
             lost(format!("L1 entry {raw:#018x} is damaged"))
         } else if offset >= self.shape.file_len {
             lost(format!("the table at {offset:#x} is behind the end of the file"))
         } else {
-            Slot::Table { offset, assigned: false }
+            L1Target::Table { offset, assigned: false }
         }
     }
 
@@ -213,7 +213,7 @@ impl DamagedImage {
             return error(format!("an L2 table maps {coverage} bytes: the guest offset is a multiple of that"));
         }
         let index = guest / coverage;
-        if matches!(self.slot(index), Slot::Table { .. }) {
+        if matches!(self.slot(index), L1Target::Table { .. }) {
             return error(format!("guest offset {guest:#x} has an L2 table already"));
         }
         let table = self.table(offset, false).await;
@@ -301,7 +301,7 @@ impl DamagedImage {
                 self.decrypt(guest + range.start, host, &mut bytes, bad.iter().map(|(bad, _)| bad.clone()));
                 (bytes, bad)
             }
-            Source::Compressed(descriptor) => match self.inflate(descriptor).await {
+            Source::Compressed(descriptor) => match self.decompress(descriptor).await {
                 Ok(bytes) => (bytes, Vec::new()),
                 Err(loss) => return salvaged.lost.push((range, loss)),
             },
@@ -313,7 +313,7 @@ impl DamagedImage {
     }
 
     /// A compressed cluster. Where the header's compression type doesn't fit, the other one is tried.
-    async fn inflate(&self, descriptor: CompressedDescriptor) -> std::result::Result<Vec<u8>, Loss> {
+    async fn decompress(&self, descriptor: CompressedDescriptor) -> std::result::Result<Vec<u8>, Loss> {
         let (compressed, bad) = salvage(&self.image, descriptor.host_offset.0, descriptor.len_max() as usize).await;
         let mut cluster = vec![0; self.shape.geometry.cluster_size() as usize];
         let other = match self.fields.compression {

@@ -9,7 +9,7 @@ mod orphans;
 mod place;
 mod snapshots;
 
-pub use damaged_image::{DamagedImage, Salvaged, Slot, Table};
+pub use damaged_image::{DamagedImage, L1Target, Salvaged, Table};
 pub use orphans::{Orphan, OrphanKind};
 pub use snapshots::SnapshotList;
 

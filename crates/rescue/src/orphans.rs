@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tables that nothing leads to any more: clusters that are in no known use and whose bytes make sense as an L2 table.
 
-use crate::damaged_image::{DamagedImage, Slot, salvage};
+use crate::damaged_image::{DamagedImage, L1Target, salvage};
 use crate::place::Shape;
 use cowshed_layout::qcow2::{
     BitmapTableEntry, L1Entry, L2Entry, Parsed, RefcountTableEntry, SubclusterBitmap, bitmap, limits, snapshot,
@@ -131,7 +131,7 @@ impl DamagedImage {
             used.mark(start, self.slots() * 8);
         }
         for index in 0..self.slots() {
-            let Slot::Table { offset, .. } = self.slot(index) else { continue };
+            let L1Target::Table { offset, .. } = self.slot(index) else { continue };
             if !watch(0, self.shape.file_len) {
                 return Err(Error::new(ErrorKind::Cancelled, "cancelled"));
             }

@@ -24,7 +24,7 @@ pub(crate) enum Call {
 
 /// By which way it is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Way {
+pub(crate) enum IoPath {
     Ring,
     Thread,
 }
@@ -40,14 +40,14 @@ pub(crate) enum Effect {
 
 enum Plan {
     /// The effects of calls, and how often.
-    Script(Vec<(Way, Call, Effect, u32)>),
+    Script(Vec<(IoPath, Call, Effect, u32)>),
     /// In this many of a hundred calls one of these effects, by chance.
-    Weather(Rng, u64, Vec<(Way, Effect)>),
+    Weather(Rng, u64, Vec<(IoPath, Effect)>),
 }
 
 struct Faulty {
     plan: Plan,
-    calls: HashMap<(Way, Call), u32>,
+    calls: HashMap<(IoPath, Call), u32>,
     hits: u32,
 }
 
@@ -69,12 +69,12 @@ impl KernelFaults {
     }
 
     /// Each entry has its number of uses; the first that fits is used first.
-    pub(crate) fn script(file: impl AsFd, script: Vec<(Way, Call, Effect, u32)>) -> Self {
+    pub(crate) fn script(file: impl AsFd, script: Vec<(IoPath, Call, Effect, u32)>) -> Self {
         Self::new(file, Plan::Script(script))
     }
 
     /// In `percent` of all calls one of the effects.
-    pub(crate) fn random_faults(file: impl AsFd, seed: u64, percent: u64, effects: Vec<(Way, Effect)>) -> Self {
+    pub(crate) fn random_faults(file: impl AsFd, seed: u64, percent: u64, effects: Vec<(IoPath, Effect)>) -> Self {
         Self::new(file, Plan::Weather(Rng::new(seed), percent, effects))
     }
 
@@ -84,7 +84,7 @@ impl KernelFaults {
     }
 
     /// The number of calls to the kernel.
-    pub(crate) fn calls(&self, way: Way, call: Call) -> u32 {
+    pub(crate) fn calls(&self, way: IoPath, call: Call) -> u32 {
         files()[&self.0].calls.get(&(way, call)).copied().unwrap_or(0)
     }
 }
@@ -96,7 +96,7 @@ impl Drop for KernelFaults {
 }
 
 /// The effect on this call.
-pub(crate) fn next(file: impl AsFd, way: Way, call: Call) -> Option<Effect> {
+pub(crate) fn next(file: impl AsFd, way: IoPath, call: Call) -> Option<Effect> {
     let mut files = files();
     let faulty = files.get_mut(&file.as_fd().as_raw_fd())?;
     *faulty.calls.entry((way, call)).or_default() += 1;
@@ -122,7 +122,7 @@ pub(crate) fn next(file: impl AsFd, way: Way, call: Call) -> Option<Effect> {
 
 /// As [`next`] for a system call: its error, or the most bytes that it moves.
 pub(crate) fn of_system_call(file: impl AsFd, call: Call) -> Result<usize, i32> {
-    match next(file, Way::Thread, call) {
+    match next(file, IoPath::Thread, call) {
         Some(Effect::Fail(errno)) => Err(errno),
         Some(Effect::Short(most)) => Ok(most),
         None => Ok(MAX_TRANSFER),
@@ -146,7 +146,7 @@ pub(crate) fn of_entry(
         opcode::PollAdd::CODE => Call::Poll,
         _ => return (entry, None),
     };
-    match next(file, Way::Ring, call) {
+    match next(file, IoPath::Ring, call) {
         None => (entry, None),
         Some(Effect::Fail(errno)) => (opcode::Nop::new().build(), Some(-errno)),
         Some(Effect::Short(most)) if vectors.is_empty() => (with_len(entry, |len| len.min(most as u32)), None),

@@ -52,7 +52,7 @@ enum Kind {
     /// To one new cluster each.
     Allocate,
     /// From one compressed cluster each, of which none is kept.
-    Inflate,
+    Decompress,
     /// By an export's queue.
     Queued,
     /// The same, with a throttle node whose limit isn't reached on top.
@@ -69,7 +69,7 @@ impl Kind {
     /// The number of requests that the second run has more than the first: fewer of those that take a hundred times the
     /// instructions.
     fn requests(self) -> u64 {
-        if self == Kind::Inflate { 50 } else { REQUESTS }
+        if self == Kind::Decompress { 50 } else { REQUESTS }
     }
 }
 
@@ -94,7 +94,12 @@ const CASES: &[Case] = &[
         kind: Kind::Read,
     },
     Case { name: "read-8-layers", about: "4 KiB through 8 layers", image: ("top", "qcow2"), kind: Kind::Read },
-    Case { name: "read-inflated", about: "4 KiB of a kept cluster", image: ("compressed", "qcow2"), kind: Kind::Read },
+    Case {
+        name: "read-decompressed",
+        about: "4 KiB of a kept cluster",
+        image: ("compressed", "qcow2"),
+        kind: Kind::Read,
+    },
     Case { name: "overwrite", about: "4 KiB in place, checked", image: ("full", "qcow2"), kind: Kind::Overwrite },
     Case { name: "allocate", about: "4 KiB into a new cluster", image: ("empty", "qcow2"), kind: Kind::Allocate },
     Case {
@@ -104,12 +109,12 @@ const CASES: &[Case] = &[
         kind: Kind::Allocate,
     },
     Case {
-        name: "inflate-zlib",
-        about: "4 KiB of a cluster that must be inflated",
+        name: "decompress-zlib",
+        about: "4 KiB of a cluster that must be decompressed",
         image: ("text-zlib", "qcow2"),
-        kind: Kind::Inflate,
+        kind: Kind::Decompress,
     },
-    Case { name: "inflate-zstd", about: "the same, zstd", image: ("text-zstd", "qcow2"), kind: Kind::Inflate },
+    Case { name: "decompress-zstd", about: "the same, zstd", image: ("text-zstd", "qcow2"), kind: Kind::Decompress },
     Case { name: "queued-read", about: "`read` by an export's queue", image: ("full", "qcow2"), kind: Kind::Queued },
     Case { name: "throttled-read", about: "the same below a limit", image: ("full", "qcow2"), kind: Kind::Throttled },
     Case { name: "nbd-read", about: "`queued-read` over NBD", image: ("full", "qcow2"), kind: Kind::Served },
@@ -174,7 +179,7 @@ async fn requests(case: &Case, path: &Path, count: u64) {
     let request = OpenRequest::file(path.to_string_lossy()).format(case.image.1).writable(writable);
     let node = open(request).await.expect("the image opens");
     let mut buf = IoBuf::zeroed(BYTES as usize);
-    if !matches!(case.kind, Kind::Allocate | Kind::Inflate) {
+    if !matches!(case.kind, Kind::Allocate | Kind::Decompress) {
         for at in (0..WINDOW).step_by(CLUSTER as usize) {
             buf = read(&node, at, buf).await;
         }
@@ -183,8 +188,8 @@ async fn requests(case: &Case, path: &Path, count: u64) {
     for number in 0..count {
         let at = match case.kind {
             Kind::Allocate => number * CLUSTER,
-            // Never the next one, which would be inflated ahead of its reader.
-            Kind::Inflate => number * 7 % (2 * case.kind.requests()) * CLUSTER,
+            // Never the next one, which would be decompressed ahead of its reader.
+            Kind::Decompress => number * 7 % (2 * case.kind.requests()) * CLUSTER,
             _ => place(number),
         };
         buf = match case.kind {
@@ -354,11 +359,11 @@ async fn write(node: &Node, at: u64, buf: IoBuf) -> IoBuf {
 /// The images that one run of a case needs, fresh.
 fn build(folder: &Path, qemu: &Qemu, kind: Kind) {
     let path = |name: &str| folder.join(name);
-    if matches!(kind, Kind::Inflate | Kind::Convert) {
+    if matches!(kind, Kind::Decompress | Kind::Convert) {
         // Large, and for these alone.
         std::fs::write(path("text"), text(2 * kind.requests() * CLUSTER)).expect("a raw file");
     }
-    if kind == Kind::Inflate {
+    if kind == Kind::Decompress {
         qemu.convert((&path("text"), "raw"), (&path("text-zlib"), "qcow2"), &["-c"]);
         let zstd = ["-c", "-o", "compression_type=zstd"];
         qemu.convert((&path("text"), "raw"), (&path("text-zstd"), "qcow2"), &zstd);

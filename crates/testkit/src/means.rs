@@ -26,17 +26,20 @@ pub const MEANS: &[Means] = &[
         about: "a read asks the mapping of the image itself first, though it has no writers",
     },
     Means { name: "mapping_of_a_base_once", about: "each overlay has its base's mapping in memory for itself" },
-    Means { name: "inflated_kept", about: "each small read inflates its cluster again" },
-    Means { name: "read_ahead", about: "a compressed cluster is read and inflated when it is asked for" },
+    Means { name: "decompressed_kept", about: "each small read decompresses its cluster again" },
+    Means { name: "read_ahead", about: "a compressed cluster is read and decompressed when it is asked for" },
     Means {
-        name: "whole_cluster_inflater",
-        about: "zlib-rs inflates, as it does for streams that the decoder of whole clusters doesn't take",
+        name: "whole_cluster_decoder",
+        about: "zlib-rs decompresses, as it does for streams that the decoder of whole clusters doesn't take",
     },
     Means {
         name: "cluster_deflater",
         about: "zlib-rs deflates, at zlib's default level and with the same window of 4 KiB",
     },
-    Means { name: "all_cores", about: "one thread does all compression, inflation and encryption that is handed on" },
+    Means {
+        name: "all_cores",
+        about: "one thread does all compression, decompression and encryption that is handed on",
+    },
     Means { name: "wide_zero_search", about: "zeroes are looked for byte by byte" },
     Means { name: "large_pieces", about: "convert reads and writes pieces of 64 KiB, a cluster each" },
     Means {

@@ -35,7 +35,7 @@ pub struct UntrustedArgs {
 /// The limits of an image from a stranger.
 #[derive(Args, Clone, Debug)]
 pub struct PolicyArgs {
-    /// The image may be hostile: no other file is opened on its word, its tables have tighter limits, and the process
+    /// The image may be hostile: no other file is opened on its word. Its tables have tighter limits, and the process
     /// is confined to the files of the command line
     #[arg(long)]
     untrusted: bool,

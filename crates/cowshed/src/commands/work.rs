@@ -98,7 +98,7 @@ pub struct Foreground {
     /// The number of the signal that came; 0: none.
     signal: Arc<AtomicUsize>,
     /// The thread that heeds signals, until it is started.
-    watch: Rc<RefCell<Option<Watch>>>,
+    watch: Rc<RefCell<Option<StopSignals>>>,
     /// The progress begins with the job's first report, when its images are open.
     is_late: bool,
     /// Without progress there is no line to end.
@@ -111,7 +111,7 @@ pub struct Foreground {
     leaves: &'static str,
 }
 
-type Watch = Box<dyn FnOnce() + Send>;
+type StopSignals = Box<dyn FnOnce() + Send>;
 
 impl Foreground {
     /// Progress by `-p` (`wanted`) and `-q`; `what` comes before the bar.
@@ -263,7 +263,7 @@ fn signal_exit_code(signal: usize) -> u8 {
 }
 
 /// Starts the thread that heeds signals when the job isn't short.
-async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
+async fn start_in_time(watch: Rc<RefCell<Option<StopSignals>>>) {
     rt::sleep(SHORT).await;
     let Some(watch) = watch.take() else { return };
     if let Err(error) = std::thread::Builder::new().name("signals".to_owned()).spawn(watch) {
@@ -277,7 +277,7 @@ async fn start_in_time(watch: Rc<RefCell<Option<Watch>>>) {
 /// that; then, or on the second signal, the process ends. A job that never waits for anything sees it at its next pause
 /// point; one that waits is woken by the thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
 /// From now on signals are taken; the thread that is to run the returned watch acts on them.
-fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<Watch, Failure> {
+fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<StopSignals, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];
     let asked = Arc::new(AtomicBool::new(false));

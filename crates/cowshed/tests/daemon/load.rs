@@ -221,7 +221,7 @@ fn peak_kib(folder: &Path, qemu: &Qemu, (count, step, depth): (&str, &str, &str)
     kib("VmHWM:") - kib("RssFile:")
 }
 
-/// The inflated clusters that are kept, and those that are being inflated.
+/// The decompressed clusters that are kept, and those that are being decompressed.
 #[test]
 fn random_reads_of_a_compressed_image_take_little_memory() {
     const KEPT_AND_REST_KIB: u64 = 28 << 10;
@@ -235,13 +235,13 @@ fn random_reads_of_a_compressed_image_take_little_memory() {
         // Each cluster once, and the last part of them again.
         ("zlib", 64, ("4000", "68k", "8")),
         ("zstd", 64, ("4000", "68k", "8")),
-        // As many clusters are to be inflated at a time as the store keeps several times over.
+        // As many clusters are to be decompressed at a time as the store keeps several times over.
         ("zstd", 2048, ("160", "2052k", "64")),
     ] {
         let options = format!("compression_type={kind},cluster_size={cluster_kib}k");
         qemu.convert((&raw, "raw"), (&image, "qcow2"), &["-c", "-o", &options]);
         let kib = peak_kib(folder.path(), &qemu, reads);
-        let inflating_kib = (8 << 10).max(cores * 2 * cluster_kib);
-        assert!(kib < KEPT_AND_REST_KIB + inflating_kib, "{kind}, clusters of {cluster_kib} KiB: {kib} KiB");
+        let decompressing_kib = (8 << 10).max(cores * 2 * cluster_kib);
+        assert!(kib < KEPT_AND_REST_KIB + decompressing_kib, "{kind}, clusters of {cluster_kib} KiB: {kib} KiB");
     }
 }

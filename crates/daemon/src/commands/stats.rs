@@ -162,7 +162,7 @@ async fn intervals_set(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Va
     nothing()
 }
 
-/// The memory that metadata and inflated clusters of all images take and may take.
+/// The memory that metadata and decompressed clusters of all images take and may take.
 async fn query_metadata_budget(_daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let budget = Budget::process_wide();
     Ok(json!({"limit-bytes": budget.limit_bytes(), "used-bytes": budget.used_bytes(), "images": budget.members()}))

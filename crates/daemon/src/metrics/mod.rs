@@ -146,12 +146,12 @@ fn budget(page: &mut String) {
     for (name, help, value) in [
         (
             "cowshed_metadata_budget_limit_bytes",
-            "Memory that metadata and inflated clusters of all images may take.",
+            "Memory that metadata and decompressed clusters of all images may take.",
             budget.limit_bytes(),
         ),
         (
             "cowshed_metadata_budget_used_bytes",
-            "Memory that metadata and inflated clusters of all images take.",
+            "Memory that metadata and decompressed clusters of all images take.",
             budget.used_bytes(),
         ),
         ("cowshed_metadata_budget_images", "Images that share it.", budget.members() as u64),

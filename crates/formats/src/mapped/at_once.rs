@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads whose tables are in memory. The node carries them out, as it does those of images with an engine.
 
-use super::{MappedDriver, Place};
+use super::{MappedDriver, RunSource};
 use cowshed_graph::node::{Intent, Mapped};
 use futures_util::FutureExt;
 
@@ -19,12 +19,12 @@ impl MappedDriver {
         };
         let first = runs.as_ref().ok().and_then(|runs| runs.first());
         match first.filter(|run| run.start == offset && run.len >= len).map(|run| run.place) {
-            Some(Place::Data { file, host }) => match self.format.files().get(file).and_then(|node| node.file()) {
+            Some(RunSource::Data { file, host }) => match self.format.files().get(file).and_then(|node| node.file()) {
                 Some(file) => Mapped::File { file, host, guard: None },
                 None => Mapped::Special,
             },
-            Some(Place::Zero) => Mapped::Zeroes,
-            Some(Place::Unallocated) if !self.no_backing && self.backing.load().is_none() => Mapped::Zeroes,
+            Some(RunSource::Zero) => Mapped::Zeroes,
+            Some(RunSource::Unallocated) if !self.no_backing && self.backing.load().is_none() => Mapped::Zeroes,
             _ => Mapped::Special,
         }
     }

@@ -50,7 +50,7 @@ const PLACE_SHIFT: u32 = u8::BITS;
 
 /// The known owner of a range.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Known {
+struct KnownOwner {
     owner: u8,
     /// An offset in the owner's file.
     host: Option<u64>,
@@ -154,7 +154,7 @@ impl ChainMap {
     }
 
     /// The layer that has all of a range, and where, if it is in one piece; the owner 0 where that isn't known.
-    fn known(&self, offset: u64, len: u64) -> Known {
+    fn known(&self, offset: u64, len: u64) -> KnownOwner {
         let first = offset >> self.granule_bits;
         let last = (offset + len).saturating_sub(1) >> self.granule_bits;
         let entry = self.entry(first);
@@ -163,12 +163,12 @@ impl ChainMap {
         for granule in first + 1..=last {
             let next = self.entry(granule);
             if next as u8 != owner {
-                return Known { owner: UNKNOWN, host: None };
+                return KnownOwner { owner: UNKNOWN, host: None };
             }
             is_one_piece &= u64::from(next >> PLACE_SHIFT) == u64::from(place) + (granule - first);
         }
         let within = offset - (first << self.granule_bits);
-        Known { owner, host: is_one_piece.then(|| (u64::from(place) << self.granule_bits) + within) }
+        KnownOwner { owner, host: is_one_piece.then(|| (u64::from(place) << self.granule_bits) + within) }
     }
 
     /// The layer to ask for a range, by the known facts.

@@ -23,14 +23,14 @@ const SPARE_BYTES: usize = 4 << 20;
 
 /// The place of compressed data: the offset in the image file and the length by its descriptor, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct ClusterKey {
     image: u64,
     host: u64,
     len: u64,
 }
 
 /// One word, because each read looks a place up. Places of one hash are those of one offset: as few as lengths and images.
-impl Hash for Place {
+impl Hash for ClusterKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.host ^ self.image << 48);
     }
@@ -46,11 +46,11 @@ struct Kept {
 
 #[derive(Debug, Default)]
 struct Shard {
-    kept: HashMap<Place, Kept>,
-    clock: VecDeque<Place>,
+    kept: HashMap<ClusterKey, Kept>,
+    clock: VecDeque<ClusterKey>,
 }
 
-/// Memory of clusters that left. One thread inflates a cluster and another drops it, so an allocator would keep pages for
+/// Memory of clusters that left. One thread decompresses a cluster and another drops it, so an allocator would keep pages for
 /// every thread.
 #[derive(Debug, Default)]
 struct Spare {
@@ -90,7 +90,7 @@ impl Store {
         self.limit_bytes.get_or_init(|| AtomicUsize::new(DEFAULT_BYTES))
     }
 
-    fn shard(&self, place: &Place) -> MutexGuard<'_, Shard> {
+    fn shard(&self, place: &ClusterKey) -> MutexGuard<'_, Shard> {
         // Neighbours go to different shards; the low bits of an offset are nearly equal.
         let mixed = (place.host ^ place.image << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.lock((mixed >> 60) as usize)
@@ -194,14 +194,14 @@ impl Store {
         }
     }
 
-    fn remove(&self, shard: &mut Shard, place: &Place) -> Option<Arc<Vec<u8>>> {
+    fn remove(&self, shard: &mut Shard, place: &ClusterKey) -> Option<Arc<Vec<u8>>> {
         let kept = shard.kept.remove(place)?;
         self.change(kept.cluster.len(), 0);
         Some(kept.cluster)
     }
 }
 
-/// Bytes of inflated clusters that all images of the process keep together: now, and at most. 24 MiB unless
+/// Bytes of decompressed clusters that all images of the process keep together: now, and at most. 24 MiB unless
 /// [`set_limit_bytes`] sets another limit. The process's [`Budget`] may hold them lower.
 pub fn usage_bytes() -> (usize, usize) {
     (store().used_bytes.load(Ordering::Relaxed), store().limit().load(Ordering::Relaxed))
@@ -227,16 +227,16 @@ pub(super) fn release(cluster: Arc<Vec<u8>>) {
 
 /// The clusters that one image has in the store.
 #[derive(Debug)]
-pub(super) struct Inflated {
+pub(super) struct ClusterCache {
     image: u64,
     /// Clusters in the store, about: never 0 when there are some.
     kept: AtomicUsize,
 }
 
-impl Inflated {
-    pub(super) fn new() -> Inflated {
+impl ClusterCache {
+    pub(super) fn new() -> ClusterCache {
         Budget::process_wide().join_cache(store());
-        Inflated { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
+        ClusterCache { image: store().images.fetch_add(1, Ordering::Relaxed), kept: AtomicUsize::new(0) }
     }
 
     /// The cluster that is compressed at `host`, if it is here. A cluster that was put in ahead of a reader that takes
@@ -245,7 +245,7 @@ impl Inflated {
         if self.kept.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        let place = Place { image: self.image, host, len };
+        let place = ClusterKey { image: self.image, host, len };
         let mut shard = store().shard(&place);
         let kept = shard.kept.get_mut(&place)?;
         let cluster = Arc::clone(&kept.cluster);
@@ -260,18 +260,18 @@ impl Inflated {
 
     /// True when the cluster is here.
     pub(super) fn has(&self, host: u64, len: u64) -> bool {
-        let place = Place { image: self.image, host, len };
+        let place = ClusterKey { image: self.image, host, len };
         self.kept.load(Ordering::Relaxed) != 0 && store().shard(&place).kept.contains_key(&place)
     }
 
     /// Keeps a cluster. The caller holds the pin under which it saw the mapping.
     pub(super) fn put(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
-        if !without!("inflated_kept") {
+        if !without!("decompressed_kept") {
             self.keep(host, len, Kept { cluster, referenced: false, is_ahead: false });
         }
     }
 
-    /// As [`Inflated::put`], for a reader that is on the way.
+    /// As [`ClusterCache::put`], for a reader that is on the way.
     pub(super) fn put_ahead(&self, host: u64, len: u64, cluster: Arc<Vec<u8>>) {
         self.keep(host, len, Kept { cluster, referenced: false, is_ahead: true });
     }
@@ -282,7 +282,7 @@ impl Inflated {
         if bytes > store.limit().load(Ordering::Relaxed) {
             return;
         }
-        let place = Place { image: self.image, host, len };
+        let place = ClusterKey { image: self.image, host, len };
         let mut shard = store.shard(&place);
         // Together with the cluster: see `retain`.
         self.kept.fetch_add(1, Ordering::SeqCst);
@@ -302,7 +302,7 @@ impl Inflated {
             return;
         }
         // The ranges are in order and don't touch.
-        let is_hit = |place: &Place| {
+        let is_hit = |place: &ClusterKey| {
             let next = ranges.partition_point(|(start, len)| start.0 + len <= place.host);
             ranges.get(next).is_some_and(|(start, _)| start.0 < place.host + place.len)
         };
@@ -317,13 +317,14 @@ impl Inflated {
     }
 
     /// Keeps of this image's clusters only those for which `is_good` holds.
-    fn retain(&self, is_good: impl Fn(&Place) -> bool) {
+    fn retain(&self, is_good: impl Fn(&ClusterKey) -> bool) {
         // Read before the look: a thread that puts one in meanwhile changes the count.
         let seen = self.kept.load(Ordering::SeqCst);
         let mut left = 0;
         for index in 0..SHARDS {
             let mut shard = store().lock(index);
-            let of_image: Vec<Place> = shard.kept.keys().filter(|place| place.image == self.image).copied().collect();
+            let of_image: Vec<ClusterKey> =
+                shard.kept.keys().filter(|place| place.image == self.image).copied().collect();
             for place in of_image {
                 match is_good(&place) {
                     true => left += 1,
@@ -341,7 +342,7 @@ impl Inflated {
     }
 }
 
-impl Drop for Inflated {
+impl Drop for ClusterCache {
     fn drop(&mut self) {
         self.clear();
     }
@@ -363,7 +364,7 @@ mod tests {
     #[test]
     fn what_is_about_to_get_a_new_owner_is_forgotten() {
         let _turn = TURN.lock();
-        let (one, two) = (Inflated::new(), Inflated::new());
+        let (one, two) = (ClusterCache::new(), ClusterCache::new());
         for number in 0..8u64 {
             one.put(number * 65536 + 512, 1024, cluster(number as u8));
             two.put(number * 65536 + 512, 1024, cluster(100 + number as u8));
@@ -388,7 +389,7 @@ mod tests {
     fn the_store_stays_below_its_limit() {
         let _turn = TURN.lock();
         for (cluster_bytes, count) in [(CLUSTER, 3000u64), (2 << 20, 100)] {
-            let image = Inflated::new();
+            let image = ClusterCache::new();
             for number in 0..count {
                 image.put(number << 21, 512, Arc::new(vec![number as u8; cluster_bytes]));
                 let (used, limit) = usage_bytes();
@@ -405,7 +406,7 @@ mod tests {
     #[test]
     fn clusters_that_leave_give_their_memory() {
         let _turn = TURN.lock();
-        let image = Inflated::new();
+        let image = ClusterCache::new();
         let fill = |count: u64| {
             for number in 0..count {
                 let mut memory = memory(CLUSTER);
@@ -432,7 +433,7 @@ mod tests {
     #[test]
     fn the_budget_of_the_process_bounds_the_store() {
         let _turn = TURN.lock();
-        let (image, budget) = (Inflated::new(), Budget::process_wide());
+        let (image, budget) = (ClusterCache::new(), Budget::process_wide());
         let limit = budget.limit_bytes();
         (0..100).for_each(|number| image.put(number << 21, 512, cluster(1)));
         let before = usage_bytes().0;

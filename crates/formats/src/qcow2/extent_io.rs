@@ -16,7 +16,7 @@ use std::future::Future;
 pub(super) type MapSpan = fn(&Engine, GuestOffset, u64, &mut ExtentList) -> Planned<u64>;
 
 /// A buffer cut in parts: the bytes done (or the first error), the part that they are in, and the rest.
-pub(super) type Partly = (Result<u64>, IoBuf, IoBuf);
+pub(super) type SplitBuf = (Result<u64>, IoBuf, IoBuf);
 
 /// The extents of a span.
 enum Cut {
@@ -96,7 +96,7 @@ impl Qcow2Driver {
         len: u64,
         mut buf: IoBuf,
         carry_out: impl Fn(&'a Self, Extent, IoBuf) -> F,
-    ) -> Partly
+    ) -> SplitBuf
     where
         F: Future<Output = (Result<()>, IoBuf)>,
     {
@@ -154,7 +154,7 @@ impl Qcow2Driver {
         step: impl Fn(u64, IoBuf) -> F,
     ) -> (Result<()>, IoBuf)
     where
-        F: Future<Output = Partly>,
+        F: Future<Output = SplitBuf>,
     {
         let mut rest = buf;
         let mut done: Option<IoBuf> = None;
@@ -173,7 +173,7 @@ impl Qcow2Driver {
 }
 
 /// The parts of one plan joined again: an error of one is an error of all.
-pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest: IoBuf) -> Partly {
+pub(super) fn join_parts(parts: Vec<(Result<()>, IoBuf)>, mapped: u64, mut rest: IoBuf) -> SplitBuf {
     let mut result = Ok(mapped);
     let mut whole: Option<IoBuf> = None;
     for (outcome, part) in parts {

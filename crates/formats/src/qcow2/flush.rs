@@ -177,8 +177,8 @@ impl Qcow2Driver {
             }
             self.meet(Event::ClusterFree).await;
             // Their readers have given their pins back, so none puts one in again.
-            if !slip!("inflated_clusters_not_forgotten") {
-                self.inflated.forget(&reclaim.holes);
+            if !slip!("decompressed_clusters_not_forgotten") {
+                self.cluster_cache.forget(&reclaim.holes);
             }
             if slip!("hole_punched_after_reuse") {
                 self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;

@@ -45,9 +45,9 @@ impl Growth {
 }
 
 /// The piece is reserved, or not: other requests may try.
-struct Turn<'a>(&'a Growth);
+struct BusyGuard<'a>(&'a Growth);
 
-impl Drop for Turn<'_> {
+impl Drop for BusyGuard<'_> {
     fn drop(&mut self) {
         self.0.is_busy.store(false, Ordering::Release);
     }
@@ -91,7 +91,7 @@ impl Qcow2Driver {
         if self.growth.is_busy.swap(true, Ordering::Acquire) {
             return;
         }
-        let turn = Turn(&self.growth);
+        let turn = BusyGuard(&self.growth);
         let clusters = self.growth.clusters.load(Ordering::Relaxed);
         // Another request's reservation may have failed meanwhile.
         if clusters == 0 {

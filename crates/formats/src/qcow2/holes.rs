@@ -14,7 +14,7 @@ impl Qcow2Driver {
         let file = self.stored_in(self.data_place());
         let mut found = Vec::with_capacity(runs.len());
         // The last answer: runs that follow each other often lie in one range of the file.
-        let mut known = Known { hole_from: 0, data: DataRange { start: 0, end: 0 } };
+        let mut known = KnownRun { hole_from: 0, data: DataRange { start: 0, end: 0 } };
         for run in runs {
             let Some(mut host) = run.offset.filter(|_| run.data && !run.zero) else {
                 found.push(run);
@@ -39,12 +39,12 @@ impl Qcow2Driver {
 }
 
 /// A run of data in a file, and the hole in front of it.
-struct Known {
+struct KnownRun {
     hole_from: u64,
     data: DataRange,
 }
 
-impl Known {
+impl KnownRun {
     /// Where the hole or data at `host` ends, and whether it is a hole.
     async fn at(&mut self, file: &File, host: u64, cluster_size: u64) -> Result<(u64, bool)> {
         if host < self.hole_from || host >= self.data.end {

@@ -109,7 +109,7 @@ impl Qcow2Driver {
             other_metadata: metadata,
         };
         self.engine.restart(facts, &l1).map_err(|error| self.error(error))?;
-        self.inflated.clear();
+        self.cluster_cache.clear();
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = header;
         Ok(())
     }

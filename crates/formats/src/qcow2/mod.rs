@@ -80,7 +80,7 @@ pub struct Qcow2Driver {
     /// The bytes that compressed clusters gave so far, counted only under a limit; and the limit.
     decompressed_bytes: AtomicU64,
     max_decompressed_bytes: u64,
-    inflated: Arc<cluster_cache::Inflated>,
+    cluster_cache: Arc<cluster_cache::ClusterCache>,
     ahead: Arc<readahead::Ahead>,
     membership: shared_metadata::Membership,
     /// The header as it is on disk.

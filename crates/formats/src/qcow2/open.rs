@@ -101,7 +101,7 @@ impl Qcow2Driver {
             codec: Mutex::new(Codec::new(header.compression())),
             decompressed_bytes: AtomicU64::new(0),
             max_decompressed_bytes: context.max_decompressed_bytes,
-            inflated: core.inflated,
+            cluster_cache: core.cluster_cache,
             ahead: Ahead::new(),
             membership: core.membership,
             file: context.file,

@@ -170,7 +170,7 @@ impl Qcow2Driver {
         Err(Error::new(ErrorKind::Limit, message))
     }
 
-    /// Fills `out` from `skip` on in a compressed cluster. A whole cluster is inflated straight into it. A cluster of
+    /// Fills `out` from `skip` on in a compressed cluster. A whole cluster is decompressed straight into it. A cluster of
     /// which a part is read is kept for the next part. With `guest`, where it is on the disk, sequential readers are
     /// noticed.
     async fn read_compressed(
@@ -188,7 +188,7 @@ impl Qcow2Driver {
         self.meet(Event::ReadCompressed).await;
         let skip = skip as usize;
         let whole = out.len() as u64 == self.cluster_size();
-        let next = self.ahead.next(&self.inflated, (host, len), whole).await;
+        let next = self.ahead.next(&self.cluster_cache, (host, len), whole).await;
         if let Some(guest) = guest {
             self.read_ahead(guest);
         }
@@ -199,14 +199,14 @@ impl Qcow2Driver {
                 cluster_cache::release(cluster);
                 return (Ok(()), out);
             }
-            Next::Inflate(turn) => turn,
+            Next::Decompress(turn) => turn,
         };
         // In a box: a read of a kept cluster doesn't move the state that only this needs.
-        Box::pin(self.inflate(turn, (host, len), skip, out)).await
+        Box::pin(self.decompress(turn, (host, len), skip, out)).await
     }
 
     /// As [`Self::read_compressed`], where no store has the cluster.
-    async fn inflate(
+    async fn decompress(
         &self,
         turn: DecodeGuard,
         (host, len): (u64, u64),
@@ -230,7 +230,7 @@ impl Qcow2Driver {
         }
         let codec = self.codec();
         // The compressed bytes come back too: this thread uses their memory again. Their share stays as long.
-        let inflate = move || {
+        let decompress = move || {
             if whole {
                 let result = codec.decompress(&bytes, &mut out);
                 return (result, out, (bytes, share), None);
@@ -246,10 +246,10 @@ impl Qcow2Driver {
             (result, out, (bytes, share), cluster)
         };
         let (result, out, _held, cluster) =
-            if cluster_size as u64 > OFFLOAD_BYTES { rt::run_on_cpu_pool(inflate).await } else { inflate() };
+            if cluster_size as u64 > OFFLOAD_BYTES { rt::run_on_cpu_pool(decompress).await } else { decompress() };
         // The request holds its pin until it is over.
         if let Some(cluster) = cluster {
-            self.inflated.put(host, len, cluster);
+            self.cluster_cache.put(host, len, cluster);
         }
         drop(turn);
         (result, out)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Claims on compressed clusters, so that only one request inflates each, and reading ahead. A reader that takes
-//! cluster after cluster finds the next ones inflated.
+//! Claims on compressed clusters, so that only one request decompresses each, and reading ahead. A reader that takes
+//! cluster after cluster finds the next ones decompressed.
 //!
-//! Nothing is read ahead for requests of several clusters and while several requests inflate: all cores have work then.
+//! Nothing is read ahead for requests of several clusters and while several requests decompress: all cores have work then.
 
 use super::Qcow2Driver;
-use super::cluster_cache::{self, Inflated};
+use super::cluster_cache::{self, ClusterCache};
 use super::decode_memory::DecodeMemory;
 use cowshed_codec::Codec;
 use cowshed_graph::events::Events;
@@ -29,18 +29,18 @@ const AHEAD_BYTES: u64 = 512 << 10;
 const AHEAD_CLUSTERS: u64 = 8;
 
 /// Where compressed data is: offset in the image file and length in bytes.
-type Place = (u64, u64);
+type CompressedRange = (u64, u64);
 
 /// See the module's text. One for each open image.
 pub(super) struct Ahead {
     streams: [Stream; STREAMS],
     /// The stream that a new one takes the place of.
     oldest: AtomicUsize,
-    /// Places that are being inflated.
-    places: Mutex<HashSet<Place>>,
+    /// Places that are being decompressed.
+    places: Mutex<HashSet<CompressedRange>>,
     /// The number of busy ones.
     busy: AtomicUsize,
-    /// Requests that inflate.
+    /// Requests that decompress.
     requests: AtomicUsize,
     /// Tasks that read ahead.
     tasks: AtomicUsize,
@@ -57,13 +57,13 @@ struct Stream {
     reached: AtomicU64,
 }
 
-/// A place that is being inflated, until dropped.
-struct Inflating {
+/// A place that is being decompressed, until dropped.
+struct Decompression {
     ahead: Arc<Ahead>,
-    place: Place,
+    place: CompressedRange,
 }
 
-impl Drop for Inflating {
+impl Drop for Decompression {
     fn drop(&mut self) {
         self.ahead.places().remove(&self.place);
         self.ahead.busy.fetch_sub(1, Ordering::SeqCst);
@@ -74,7 +74,7 @@ impl Drop for Inflating {
 /// Guard for a decompression in progress; other readers of the cluster wait until it is dropped.
 pub(super) struct DecodeGuard {
     ahead: Arc<Ahead>,
-    _inflating: Option<Inflating>,
+    _decompression: Option<Decompression>,
 }
 
 impl Drop for DecodeGuard {
@@ -88,7 +88,7 @@ pub(super) enum Next {
     /// It is here.
     Copy(Arc<Vec<u8>>),
     /// No reader has it.
-    Inflate(DecodeGuard),
+    Decompress(DecodeGuard),
 }
 
 /// A task that reads ahead, until dropped.
@@ -116,41 +116,46 @@ impl Ahead {
         })
     }
 
-    fn places(&self) -> MutexGuard<'_, HashSet<Place>> {
+    fn places(&self) -> MutexGuard<'_, HashSet<CompressedRange>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes a place, if it is free.
-    fn take(self: &Arc<Self>, place: Place) -> Option<Inflating> {
+    fn take(self: &Arc<Self>, place: CompressedRange) -> Option<Decompression> {
         if !self.places().insert(place) {
             return None;
         }
         self.busy.fetch_add(1, Ordering::SeqCst);
-        Some(Inflating { ahead: Arc::clone(self), place })
+        Some(Decompression { ahead: Arc::clone(self), place })
     }
 
-    /// Looks for a cluster, and waits for an inflation in progress. `whole`: the read is for all of it, so it isn't
-    /// kept for others. The wait is for one read and one inflation, which the caller would have to do otherwise. An
-    /// inflation itself waits only for the memory of others.
-    pub(super) async fn next(self: &Arc<Self>, inflated: &Inflated, place: Place, whole: bool) -> Next {
+    /// Looks for a cluster, and waits for a decompression in progress. `whole`: the read is for all of it, so it isn't
+    /// kept for others. The wait is for one read and one decompression, which the caller would have to do otherwise. A
+    /// decompression itself waits only for the memory of others.
+    pub(super) async fn next(
+        self: &Arc<Self>,
+        cluster_cache: &ClusterCache,
+        place: CompressedRange,
+        whole: bool,
+    ) -> Next {
         loop {
-            if let Some(cluster) = inflated.get(place.0, place.1, whole) {
+            if let Some(cluster) = cluster_cache.get(place.0, place.1, whole) {
                 return Next::Copy(cluster);
             }
             let seen = self.ended.now();
             let turn = match self.busy.load(Ordering::SeqCst) {
-                // A reader of all of it inflates into memory of its own, which is no use to others.
+                // A reader of all of it decompresses into memory of its own, which is no use to others.
                 0 if whole => Some(None),
                 _ => self.take(place).map(Some),
             };
-            // Again, after the look at the inflation in progress: it puts the cluster in before it ends.
-            if let Some(cluster) = inflated.get(place.0, place.1, whole) {
+            // Again, after the look at the decompression in progress: it puts the cluster in before it ends.
+            if let Some(cluster) = cluster_cache.get(place.0, place.1, whole) {
                 return Next::Copy(cluster);
             }
             match turn {
-                Some(inflating) => {
+                Some(decompression) => {
                     self.requests.fetch_add(1, Ordering::SeqCst);
-                    return Next::Inflate(DecodeGuard { ahead: Arc::clone(self), _inflating: inflating });
+                    return Next::Decompress(DecodeGuard { ahead: Arc::clone(self), _decompression: decompression });
                 }
                 None => self.ended.wait(seen).await,
             }
@@ -226,7 +231,7 @@ struct Reader {
     ahead: Arc<Ahead>,
     engine: Arc<Engine>,
     events: Arc<Events>,
-    inflated: Arc<Inflated>,
+    cluster_cache: Arc<ClusterCache>,
     file: File,
     codec: Codec,
 }
@@ -258,7 +263,7 @@ impl Qcow2Driver {
             ahead: Arc::clone(&self.ahead),
             engine: Arc::clone(&self.engine),
             events: Arc::clone(&self.events),
-            inflated: Arc::clone(&self.inflated),
+            cluster_cache: Arc::clone(&self.cluster_cache),
             file: self.file.clone(),
             codec: self.codec(),
         };
@@ -288,33 +293,33 @@ impl Reader {
             Err(_) => return,
         }
         let runs = self.runs(&extents);
-        join_all(runs.into_iter().map(|run| self.inflate(run))).await;
+        join_all(runs.into_iter().map(|run| self.decompress(run))).await;
         drop(pin);
     }
 
-    /// The clusters that are neither kept nor inflated now, in runs that are read by one operation each.
-    fn runs(&self, extents: &[Extent]) -> Vec<Vec<Inflating>> {
-        let mut runs: Vec<Vec<Inflating>> = Vec::new();
+    /// The clusters that are neither kept nor decompressed now, in runs that are read by one operation each.
+    fn runs(&self, extents: &[Extent]) -> Vec<Vec<Decompression>> {
+        let mut runs: Vec<Vec<Decompression>> = Vec::new();
         for extent in extents {
             let Mapping::Compressed { host, len, .. } = extent.mapping else { continue };
-            if host.0 + len > self.file.len().next_multiple_of(512) || self.inflated.has(host.0, len) {
+            if host.0 + len > self.file.len().next_multiple_of(512) || self.cluster_cache.has(host.0, len) {
                 continue;
             }
-            let Some(inflating) = self.ahead.take((host.0, len)) else { continue };
+            let Some(decompression) = self.ahead.take((host.0, len)) else { continue };
             match runs.last_mut() {
                 // The next one begins in the sector where the last one ends.
                 Some(run) if run.last().is_some_and(|last| host.0.wrapping_sub(last.place.0) <= last.place.1) => {
-                    run.push(inflating);
+                    run.push(decompression);
                 }
-                _ => runs.push(vec![inflating]),
+                _ => runs.push(vec![decompression]),
             }
         }
         runs
     }
 
-    async fn inflate(&self, run: Vec<Inflating>) {
+    async fn decompress(&self, run: Vec<Decompression>) {
         let Some(start) = run.first().map(|first| first.place.0) else { return };
-        let end = run.iter().map(|inflating| inflating.place.0 + inflating.place.1).max().unwrap_or(start);
+        let end = run.iter().map(|decompression| decompression.place.0 + decompression.place.1).max().unwrap_or(start);
         let cluster_bytes = self.engine.geometry().cluster_size() as usize;
         let _share = self.ahead.memory.share(end - start + (run.len() * cluster_bytes) as u64).await;
         let (result, bytes) = self.file.read_at(IoBuf::scratch((end - start) as usize), start).await;
@@ -323,16 +328,16 @@ impl Reader {
             return;
         }
         let bytes = Arc::new(bytes);
-        let work = run.into_iter().map(|inflating| {
-            let (bytes, inflated, codec) = (Arc::clone(&bytes), Arc::clone(&self.inflated), self.codec);
+        let work = run.into_iter().map(|decompression| {
+            let (bytes, cluster_cache, codec) = (Arc::clone(&bytes), Arc::clone(&self.cluster_cache), self.codec);
             rt::run_on_cpu_pool(move || {
-                let (host, len) = inflating.place;
+                let (host, len) = decompression.place;
                 let from = (host - start) as usize;
                 let mut cluster = cluster_cache::memory(cluster_bytes);
                 if codec.decompress(&bytes[from..from + len as usize], &mut cluster).is_ok() {
-                    inflated.put_ahead(host, len, Arc::new(cluster));
+                    cluster_cache.put_ahead(host, len, Arc::new(cluster));
                 }
-                drop(inflating);
+                drop(decompression);
             })
         });
         join_all(work).await;

@@ -4,7 +4,7 @@
 //! The mapping is shared only while the image has no writers: each node that shares it holds the lock that keeps
 //! writers out.
 
-use super::cluster_cache::Inflated;
+use super::cluster_cache::ClusterCache;
 use cowshed_graph::events::Events;
 use cowshed_qcow2::{Engine, EngineConfig};
 use cowshed_storage::{File, FileIdentity, Permissions, rt};
@@ -12,11 +12,11 @@ use cowshed_types::{Error, ErrorKind, Result, without};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// The parts that belong together: the mapping, its waiting requests, and the clusters inflated by it.
+/// The parts that belong together: the mapping, its waiting requests, and the clusters decompressed by it.
 pub(super) struct Core {
     pub(super) engine: Arc<Engine>,
     pub(super) events: Arc<Events>,
-    pub(super) inflated: Arc<Inflated>,
+    pub(super) cluster_cache: Arc<ClusterCache>,
     /// The core was made for this image; no other one had it.
     pub(super) is_new: bool,
     pub(super) membership: Membership,
@@ -39,25 +39,26 @@ struct Key {
     backing_size: Option<u64>,
 }
 
-struct Known {
+struct SharedEngine {
     /// Images that share it.
     members: usize,
     engine: Weak<Engine>,
     events: Weak<Events>,
-    inflated: Weak<Inflated>,
+    cluster_cache: Weak<ClusterCache>,
 }
 
-fn known() -> MutexGuard<'static, HashMap<Key, Known>> {
-    static KNOWN: OnceLock<Mutex<HashMap<Key, Known>>> = OnceLock::new();
+fn known() -> MutexGuard<'static, HashMap<Key, SharedEngine>> {
+    static KNOWN: OnceLock<Mutex<HashMap<Key, SharedEngine>>> = OnceLock::new();
     KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Known {
+impl SharedEngine {
     /// The core, with one member more.
     fn join(&mut self, key: Key) -> Option<Core> {
-        let (engine, events, inflated) = (self.engine.upgrade()?, self.events.upgrade()?, self.inflated.upgrade()?);
+        let (engine, events, cluster_cache) =
+            (self.engine.upgrade()?, self.events.upgrade()?, self.cluster_cache.upgrade()?);
         self.members += 1;
-        Some(Core { engine, events, inflated, is_new: false, membership: Membership(Mutex::new(Some(key))) })
+        Some(Core { engine, events, cluster_cache, is_new: false, membership: Membership(Mutex::new(Some(key))) })
     }
 }
 
@@ -97,7 +98,7 @@ impl Core {
         Ok(Core {
             engine: Arc::new(Engine::new(config, l1)?),
             events: Arc::default(),
-            inflated: Arc::new(Inflated::new()),
+            cluster_cache: Arc::new(ClusterCache::new()),
             is_new: true,
             membership: Membership::default(),
         })
@@ -131,7 +132,10 @@ impl Core {
         let mut core = Core::new(config, l1)?;
         core.membership = Membership(Mutex::new(Some(key)));
         let (engine, events) = (Arc::downgrade(&core.engine), Arc::downgrade(&core.events));
-        known.insert(key, Known { members: 1, engine, events, inflated: Arc::downgrade(&core.inflated) });
+        known.insert(
+            key,
+            SharedEngine { members: 1, engine, events, cluster_cache: Arc::downgrade(&core.cluster_cache) },
+        );
         Ok(core)
     }
 }

@@ -2,7 +2,7 @@
 //! A write goes in place, without the engine's lock, where the reference count is one (COPIED). Otherwise it allocates.
 
 use super::Qcow2Driver;
-use super::extent_io::Partly;
+use super::extent_io::SplitBuf;
 use cowshed_graph::buffers::join;
 use cowshed_graph::encryption::{SECTOR_BYTES, Writing, encrypt, part_sectors};
 use cowshed_graph::node::{Intent, Mapped};
@@ -88,7 +88,7 @@ impl Qcow2Driver {
     }
 
     /// Writes the front of `buf`: in place as far as its clusters are COPIED, else as far as one allocation reaches.
-    async fn write_some(&self, at: u64, buf: IoBuf) -> Partly {
+    async fn write_some(&self, at: u64, buf: IoBuf) -> SplitBuf {
         let len = buf.len() as u64;
         match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await {
             (Ok(0), none, rest) => {

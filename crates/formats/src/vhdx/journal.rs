@@ -13,7 +13,7 @@ use cowshed_layout::vhdx::{
 };
 use cowshed_storage::{File, IoBuf};
 use cowshed_types::{Error, ErrorKind, Result, slip};
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -26,7 +26,7 @@ const MAX_SEQUENCE_NUMBER: u64 = u64::MAX - (1 << 32);
 
 /// The part of an image that keeps it whole.
 pub(super) struct Journal {
-    state: Turn<JournalState>,
+    state: AsyncMutex<JournalState>,
     /// The headers show that this opening has changed the image.
     is_changed: AtomicBool,
     /// The id of the disk's content now.
@@ -64,7 +64,7 @@ impl Journal {
     pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
         let data_guid = Mutex::new(header.data_guid);
         Journal {
-            state: Turn::new(JournalState { header, slot, log: None }),
+            state: AsyncMutex::new(JournalState { header, slot, log: None }),
             is_changed: AtomicBool::new(false),
             data_guid,
         }

@@ -4,7 +4,7 @@
 mod journal;
 
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
-use super::mapped::Place;
+use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
 use super::patches::Patches;
 use super::sector_map::SectorMap;
@@ -202,7 +202,7 @@ impl BlockFormat for Vhdx {
         }
     }
 
-    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let block_bytes = self.disk.block_bytes;
         let (block, skip) = (at / block_bytes, at % block_bytes);
         let index = self.disk.entry_of(block);
@@ -214,7 +214,7 @@ impl BlockFormat for Vhdx {
         let start = match VhdxBlock::of(entry) {
             empty @ (VhdxBlock::Zero | VhdxBlock::Absent) => {
                 let is_below = self.parent.is_some() && empty == VhdxBlock::Absent;
-                let place = if is_below { Place::Unallocated } else { Place::Zero };
+                let place = if is_below { RunSource::Unallocated } else { RunSource::Zero };
                 // Behind the blocks of a chunk comes the entry of its sector bitmap.
                 let chunk_bytes = self.disk.chunk_ratio * block_bytes;
                 let len = len.min(chunk_bytes - at % chunk_bytes);
@@ -242,7 +242,7 @@ impl BlockFormat for Vhdx {
         let chunk_bytes = self.disk.chunk_ratio * block_bytes;
         match map.run(file, at % chunk_bytes, len).await? {
             (true, len) => Ok(file.data(start + skip, at, len)),
-            (false, len) => Ok((Place::Unallocated, len)),
+            (false, len) => Ok((RunSource::Unallocated, len)),
         }
     }
 

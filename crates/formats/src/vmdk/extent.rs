@@ -2,7 +2,7 @@
 //! One extent: from an offset inside it to the place of its bytes.
 
 use crate::holes::Holes;
-use crate::mapped::Place;
+use crate::mapped::RunSource;
 use cowshed_graph::node::Node;
 use cowshed_layout::vmdk::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, ExtentKind, Grain, SECTOR_BYTES, SparseHeader,
@@ -110,10 +110,10 @@ impl Tables {
 
 impl Extent {
     /// The place of byte `at` of the extent, and for how many of the `len` bytes from there it holds.
-    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
+    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(RunSource, u64)> {
         match &self.storage {
-            Storage::Flat { file, host, .. } => Ok((Place::Data { file: *file, host: host + at }, len)),
-            Storage::Zero => Ok((Place::Zero, len)),
+            Storage::Flat { file, host, .. } => Ok((RunSource::Data { file: *file, host: host + at }, len)),
+            Storage::Zero => Ok((RunSource::Zero, len)),
             Storage::Sparse(sparse) => sparse.map(files, at, len).await,
         }
     }
@@ -167,14 +167,14 @@ impl Extent {
 
 impl Sparse {
     /// One run inside one grain table: as many grains as follow each other.
-    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(Place, u64)> {
+    pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
         let table_index = at / span;
         let until_table_end = span - at % span;
         let touched = len.saturating_sub(until_table_end).div_ceil(span).saturating_add(1);
         if let Some(tables) = self.unwritten(files, table_index, touched).await {
             return Ok((
-                Place::Unallocated,
+                RunSource::Unallocated,
                 until_table_end.saturating_add((tables - 1).saturating_mul(span)).min(len),
             ));
         }
@@ -183,7 +183,7 @@ impl Sparse {
             let next = usize::try_from(table_index + 1).unwrap_or(usize::MAX);
             let wanted = usize::try_from(len.div_ceil(span)).unwrap_or(usize::MAX);
             let more = self.directory.iter().skip(next).take(wanted).take_while(|sector| **sector == 0).count() as u64;
-            return Ok((Place::Unallocated, until_table_end.saturating_add(more.saturating_mul(span)).min(len)));
+            return Ok((RunSource::Unallocated, until_table_end.saturating_add(more.saturating_mul(span)).min(len)));
         };
         let index = (at % span / grain_bytes) as usize;
         let skip = at % grain_bytes;
@@ -195,7 +195,7 @@ impl Sparse {
         if let Grain::At(sector) = first {
             if self.header.compressed {
                 self.host(files, sector, at, 0, COMPRESSED_GRAIN_HEADER_BYTES as u64)?;
-                return Ok((Place::Packed { block: at - skip }, end.min(len)));
+                return Ok((RunSource::Packed { block: at - skip }, end.min(len)));
             }
             let host = self.host(files, sector, at, skip, end.min(len))?;
             let mut next = index + 1;
@@ -208,14 +208,14 @@ impl Sparse {
                 end += grain_bytes;
                 next += 1;
             }
-            return Ok((Place::Data { file: self.file, host }, end.min(len)));
+            return Ok((RunSource::Data { file: self.file, host }, end.min(len)));
         }
         let mut next = index + 1;
         while end < len && grain(next) == Some(first) {
             end += grain_bytes;
             next += 1;
         }
-        let place = if first == Grain::Zero { Place::Zero } else { Place::Unallocated };
+        let place = if first == Grain::Zero { RunSource::Zero } else { RunSource::Unallocated };
         Ok((place, end.min(len)))
     }
 

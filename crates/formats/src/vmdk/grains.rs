@@ -3,7 +3,7 @@
 
 use super::extent::Sparse;
 use crate::blocks::{BlockFormat, ImageFile, Table};
-use crate::mapped::Place;
+use crate::mapped::RunSource;
 use crate::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, Node};
 use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES, sectors_to_bytes};
@@ -106,17 +106,17 @@ impl BlockFormat for Grains<'_> {
         self.start
     }
 
-    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn place(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let grain_bytes = self.sparse.header.grain_bytes();
         // Grains that follow each other in the file are looked up one by one.
         let (place, len) = self.sparse.map(self.files, at, len.min(self.sparse.header.table_span_bytes())).await?;
         match place {
-            Place::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
+            RunSource::Data { .. } => Ok((place, len.min(grain_bytes - at % grain_bytes))),
             _ => Ok((place, len)),
         }
     }
 
-    async fn run(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(Place, u64)> {
+    async fn run(&self, _file: &ImageFile, at: u64, len: u64) -> Result<(RunSource, u64)> {
         self.sparse.map(self.files, at, len).await
     }
 

@@ -9,7 +9,7 @@ mod open;
 mod stream;
 mod write;
 
-use super::mapped::{MappedFormat, MappedWriter, MarkedFormat, Place, Run, push_run};
+use super::mapped::{MappedFormat, MappedWriter, MarkedFormat, Run, RunSource, push_run};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::node::{LocalFuture, Node, Work};
 use cowshed_graph::open::DriverLine;
@@ -111,7 +111,7 @@ impl Vmdk {
         let mut at = 0;
         while at < self.size {
             let runs = self.map(at, self.size - at, 2).await?;
-            if runs.iter().any(|run| run.place != Place::Unallocated) {
+            if runs.iter().any(|run| run.place != RunSource::Unallocated) {
                 return Ok(false);
             }
             at = runs.last().map_or(self.size, |run| run.start + run.len);
@@ -238,7 +238,7 @@ impl MappedFormat for Vmdk {
                 let piece_end = (piece.start + piece.extent.len).min(end);
                 let (place, len) = self.place(index, at - piece.start, piece_end - at).await?;
                 let place = match place {
-                    Place::Packed { block } => Place::Packed { block: block + piece.start },
+                    RunSource::Packed { block } => RunSource::Packed { block: block + piece.start },
                     place => place,
                 };
                 push_run(&mut runs, Run { start: at, len, place });

@@ -11,7 +11,7 @@ use cowshed_storage::{File, IoBuf, rt};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Compression, Error, Result, slip};
 use futures_util::future::join_all;
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use std::collections::BTreeMap;
 
 /// The header of a stream.
@@ -27,10 +27,10 @@ pub(super) struct StreamWriter {
     header: SparseHeader,
     header_bytes: Vec<u8>,
     len: u64,
-    state: Turn<State>,
+    state: AsyncMutex<StreamState>,
 }
 
-struct State {
+struct StreamState {
     codec: Codec,
     /// The sector that the next grain goes to.
     next: u64,
@@ -56,7 +56,8 @@ impl StreamWriter {
     pub(super) fn new(file: File, header: SparseHeader, new: StreamHeader, len: u64, first: u64) -> StreamWriter {
         let (codec, has_header) = (Codec::new(Compression::Zlib), new.is_in_file);
         let tables = BTreeMap::new();
-        let state = Turn::new(State { codec, next: first, tables, is_open: false, has_header, footer: None });
+        let state =
+            AsyncMutex::new(StreamState { codec, next: first, tables, is_open: false, has_header, footer: None });
         StreamWriter { file, header, header_bytes: new.bytes, len, state }
     }
 
@@ -128,7 +129,7 @@ impl StreamWriter {
     }
 
     /// Makes room for grains at the end.
-    async fn begin(&self, state: &mut State) -> Result<()> {
+    async fn begin(&self, state: &mut StreamState) -> Result<()> {
         if !state.is_open {
             match &state.footer {
                 // The footer goes at the next write. Its directory and tables stay.
@@ -149,7 +150,7 @@ impl StreamWriter {
     }
 
     /// Has readers look for a footer.
-    async fn write_header(&self, state: &mut State) -> Result<()> {
+    async fn write_header(&self, state: &mut StreamState) -> Result<()> {
         self.file.write_at(IoBuf::copy_from(&self.header_bytes), 0).await.0?;
         self.file.sync().await?;
         state.has_header = true;

@@ -7,7 +7,7 @@ use super::grains::Grains;
 use super::stream::{StreamHeader, StreamWriter};
 use super::{DiskExtent, Vmdk};
 use crate::blocks::ImageFile;
-use crate::mapped::{MappedWriter, Place};
+use crate::mapped::{MappedWriter, RunSource};
 use crate::writer::Writer;
 use cowshed_graph::buffers::join;
 use cowshed_graph::node::{Link, Node, Transfer, Work, ZeroFlags};
@@ -18,7 +18,7 @@ use cowshed_layout::vmdk::{
 use cowshed_storage::{File, FileIdentity, IoBuf};
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, ErrorKind, Result, slip};
-use futures_util::lock::Mutex as Turn;
+use futures_util::lock::Mutex as AsyncMutex;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -28,7 +28,7 @@ pub(super) struct VmdkWriter {
     extents: Vec<ExtentWriter>,
     /// The descriptor: its file, its place and the space for it in bytes; `None`: as long as it is.
     descriptor: (File, u64, Option<u64>),
-    changed: Turn<Change>,
+    changed: AsyncMutex<Change>,
 }
 
 /// The content id, as far as this opening has changed it.
@@ -84,7 +84,7 @@ impl VmdkWriter {
         let (file, place) = &vmdk.home;
         let space = place.map(|(_, sectors)| sectors.saturating_mul(SECTOR_BYTES));
         let place = place.map_or(0, |(sector, _)| sector * SECTOR_BYTES);
-        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: Turn::default() })
+        Ok(VmdkWriter { extents, descriptor: (file.storage(), place, space), changed: AsyncMutex::default() })
     }
 
     /// Looks at the extents again, of a disk that was read-only for a while.
@@ -285,7 +285,7 @@ impl Vmdk {
     }
 
     /// The place of byte `at` of piece `index`, with the grains whose entries aren't written yet.
-    pub(super) async fn place(&self, index: usize, at: u64, len: u64) -> Result<(Place, u64)> {
+    pub(super) async fn place(&self, index: usize, at: u64, len: u64) -> Result<(RunSource, u64)> {
         let piece = self.pieces.get(index).ok_or_else(|| Error::internal("a piece of the disk is missing"))?;
         let writer = self.writer.get().and_then(|writer| writer.extents.get(index));
         match (&piece.extent.storage, writer) {
@@ -321,11 +321,11 @@ impl Vmdk {
             while at < end {
                 let (place, len) = self.place(index, at, end - at).await?;
                 let message = match place {
-                    Place::Unallocated if zeroes_over.is_some_and(|backing| backing.load().is_none()) => {
+                    RunSource::Unallocated if zeroes_over.is_some_and(|backing| backing.load().is_none()) => {
                         at += len;
                         continue;
                     }
-                    Place::Unallocated => "a streamOptimized disk that is whole takes no more grains",
+                    RunSource::Unallocated => "a streamOptimized disk that is whole takes no more grains",
                     _ => "Could not write to allocated cluster for streamOptimized",
                 };
                 return Err(Error::new(ErrorKind::Io, message)
@@ -354,7 +354,7 @@ impl Vmdk {
                     let (mut from, end) = (at, at + len);
                     while from < end {
                         let (place, there) = self.place(index, from, end - from).await?;
-                        if place == Place::Unallocated {
+                        if place == RunSource::Unallocated {
                             for block in from / grain_bytes..(from + there).div_ceil(grain_bytes) {
                                 grains.slot_in(&sparse.directory, block)?;
                             }
@@ -527,7 +527,7 @@ impl MappedWriter for Vmdk {
                 let (mut from, end) = (at, at + len);
                 while from < end {
                     match self.place(index, from, end - from).await? {
-                        (Place::Unallocated, there) => from += there.max(1),
+                        (RunSource::Unallocated, there) => from += there.max(1),
                         _ => break,
                     }
                 }

@@ -4,7 +4,7 @@
 
 use super::{Pending, Reserved, Writer};
 use crate::blocks::{BlockFormat, ImageFile};
-use crate::mapped::Place;
+use crate::mapped::RunSource;
 use crate::units::Units;
 use cowshed_codec::Codec;
 use cowshed_graph::node::Link;
@@ -78,7 +78,7 @@ impl Writer {
             for block in run {
                 match self.place(format, image, block.at, 1).await?.0 {
                     // It has a place of the full length.
-                    Place::Data { .. } => try_push(&mut in_place, block)?,
+                    RunSource::Data { .. } => try_push(&mut in_place, block)?,
                     _ => {
                         self.prepare_slot(format, image, units, block.at / units.block_bytes).await?;
                         try_push(&mut fresh, block)?;
@@ -144,17 +144,17 @@ impl Writer {
         format: &F,
         image: &ImageFile,
         backing: &Link,
-        place: Place,
+        place: RunSource,
         (from, to): (u64, u64),
     ) -> Result<Option<IoBuf>> {
         let backing = backing.load().clone();
         match (place, backing) {
-            (Place::Unallocated, Some(backing)) => {
+            (RunSource::Unallocated, Some(backing)) => {
                 let (result, bytes) =
                     backing.read_padded(from + format.disk_start(), IoBuf::try_zeroed((to - from) as usize)?).await;
                 result.map(|()| Some(bytes))
             }
-            (Place::Packed { block }, _) => {
+            (RunSource::Packed { block }, _) => {
                 let bytes = self.unpack(format, image, block).await?;
                 let range = (from - block) as usize..(to - block) as usize;
                 let bytes =

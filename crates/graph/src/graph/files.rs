@@ -17,7 +17,7 @@ struct Part {
 
 /// The files that are meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Below {
+enum FileScope {
     /// The files that change when the node is written to: not those of its backing file.
     Written,
     /// All that may be read.
@@ -27,7 +27,7 @@ enum Below {
 const WHOLE: Range<u64> = 0..u64::MAX;
 
 /// Adds the files with the bytes `window` of a node.
-fn collect(node: &Node, window: Range<u64>, below: Below, parts: &mut Vec<Part>) {
+fn collect(node: &Node, window: Range<u64>, below: FileScope, parts: &mut Vec<Part>) {
     if let Some(file) = node.driver().protocol_file() {
         let identity = file.identity();
         parts.extend(identity.map(|identity| Part { identity, range: window, name: file.name().to_owned() }));
@@ -36,14 +36,14 @@ fn collect(node: &Node, window: Range<u64>, below: Below, parts: &mut Vec<Part>)
     let window = node.driver().part_of_child(&window);
     for child in node.children() {
         match child.role {
-            ChildRole::Backing if below == Below::Written => {}
+            ChildRole::Backing if below == FileScope::Written => {}
             ChildRole::File => collect(&child.node, window.clone(), below, parts),
             _ => collect(&child.node, WHOLE, below, parts),
         }
     }
 }
 
-fn parts_of(node: &Node, below: Below) -> Vec<Part> {
+fn parts_of(node: &Node, below: FileScope) -> Vec<Part> {
     let mut parts = Vec::new();
     collect(node, WHOLE, below, &mut parts);
     parts
@@ -67,15 +67,15 @@ fn check(written: &[Part], read: &[Part]) -> Result<()> {
 /// Refuses `written` as the target of a copy of `read` when a file of it is one of those that are read, backing files
 /// included.
 pub fn check_apart<'a>(written: &Node, read: impl IntoIterator<Item = &'a Arc<Node>>) -> Result<()> {
-    let written = parts_of(written, Below::Written);
-    read.into_iter().try_for_each(|node| check(&written, &parts_of(node, Below::All)))
+    let written = parts_of(written, FileScope::Written);
+    read.into_iter().try_for_each(|node| check(&written, &parts_of(node, FileScope::All)))
 }
 
 /// Refuses `base` as the target of the data of `layers` when a layer and a node below the base share a file.
 pub fn check_layers<'a>(base: &Node, layers: impl IntoIterator<Item = &'a Arc<Node>>) -> Result<()> {
     check_children(&base.children())?;
-    let written = parts_of(base, Below::Written);
-    layers.into_iter().try_for_each(|layer| check(&written, &parts_of(layer, Below::Written)))
+    let written = parts_of(base, FileScope::Written);
+    layers.into_iter().try_for_each(|layer| check(&written, &parts_of(layer, FileScope::Written)))
 }
 
 /// Refuses the children of an image that is written to when its own files are also below its backing file.
@@ -88,12 +88,12 @@ pub(crate) fn check_children(children: &[Child]) -> Result<()> {
 pub(crate) fn check_backing(children: &[Child], backing: &Node) -> Result<()> {
     let mut written = Vec::new();
     for child in children.iter().filter(|child| child.role != ChildRole::Backing) {
-        collect(&child.node, WHOLE, Below::Written, &mut written);
+        collect(&child.node, WHOLE, FileScope::Written, &mut written);
     }
-    check(&written, &parts_of(backing, Below::All))
+    check(&written, &parts_of(backing, FileScope::All))
 }
 
 /// The files below a node, each with its name: a new image must not be in one of them.
 pub fn files_below(node: &Node) -> Vec<(FileIdentity, String)> {
-    parts_of(node, Below::All).into_iter().map(|part| (part.identity, part.name)).collect()
+    parts_of(node, FileScope::All).into_iter().map(|part| (part.identity, part.name)).collect()
 }

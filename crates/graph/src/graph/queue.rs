@@ -71,7 +71,7 @@ impl CachedRoute {
     /// The way of a request: to the node, or past a throttle filter that lets it go at once. `shared`: the counters of the
     /// route may count it.
     #[inline]
-    fn choose<const WRITES: bool>(&self, len: u64, shared: bool) -> Way<'_> {
+    fn choose<const WRITES: bool>(&self, len: u64, shared: bool) -> RequestRoute<'_> {
         let direction = if WRITES { Direction::Write } else { Direction::Read };
         let (to, is_past) = match &self.fast_path {
             Some(fast_path) if !self.node.is_watched() && (!WRITES || !self.node.is_tracked()) => {
@@ -89,7 +89,7 @@ impl CachedRoute {
             true => Counting::Lane(rt::round_now_ns()),
             false => Counting::Node,
         };
-        Way { route: self, to, is_past, counting }
+        RequestRoute { route: self, to, is_past, counting }
     }
 
     /// The request that is about to go to the node has not begun while a throttle filter there holds it back.
@@ -109,7 +109,7 @@ impl CachedRoute {
 }
 
 /// The way of a request.
-struct Way<'a> {
+struct RequestRoute<'a> {
     route: &'a CachedRoute,
     to: &'a Node,
     /// It goes past the throttle filter.
@@ -117,7 +117,7 @@ struct Way<'a> {
     counting: Counting,
 }
 
-impl Way<'_> {
+impl RequestRoute<'_> {
     /// Counts a request at the filter that it went past, which didn't see it.
     #[cold]
     fn count_past(&self, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
@@ -203,7 +203,15 @@ impl QueueState {
 
     /// Counts a request that took this way.
     #[inline]
-    fn count_on_way(&self, way: &Way<'_>, kind: IoKind, offset: u64, len: u64, start_ns: u64, result: &Result<()>) {
+    fn count_on_way(
+        &self,
+        way: &RequestRoute<'_>,
+        kind: IoKind,
+        offset: u64,
+        len: u64,
+        start_ns: u64,
+        result: &Result<()>,
+    ) {
         match (way.counting, result) {
             (Counting::Lane(entered_ns), Ok(())) => {
                 let end_ns = rt::round_now_ns();

@@ -13,7 +13,7 @@ use cowshed_types::{Errno, Error, ErrorKind, Result, slip};
 use futures_util::lock::MutexGuard;
 
 /// The turn of a request, until dropped.
-pub(super) type Turn<'a> = MutexGuard<'a, ()>;
+pub(super) type GuessGuard<'a> = MutexGuard<'a, ()>;
 
 impl Node {
     /// The first and the last bytes, as far as a guess of the format looks at them.
@@ -42,7 +42,12 @@ impl Node {
 
     /// The turn for a change of a range, checked against the ends as the change leaves them. `None` away from the ends.
     /// `bytes`: the range's new data, zeroes where there are none.
-    pub(super) async fn turn_at_ends(&self, offset: u64, len: u64, bytes: Option<&[u8]>) -> Result<Option<Turn<'_>>> {
+    pub(super) async fn turn_at_ends(
+        &self,
+        offset: u64,
+        len: u64,
+        bytes: Option<&[u8]>,
+    ) -> Result<Option<GuessGuard<'_>>> {
         if !self.is_at_an_end(offset, len) {
             return Ok(None);
         }
@@ -56,7 +61,7 @@ impl Node {
     }
 
     /// The turn for another size: a mark in the middle of the disk may be at its new end.
-    pub(super) async fn turn_to_resize(&self, size: u64) -> Result<Turn<'_>> {
+    pub(super) async fn turn_to_resize(&self, size: u64) -> Result<GuessGuard<'_>> {
         let turn = self.ends.lock().await;
         let [first, last] = self.read_ends_at(size).await?;
         self.check_still_raw([&first, &last], |format| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every compressed cluster of images that the real qemu-img wrote inflates to the source. A walk of our own through
+//! Every compressed cluster of images that the real qemu-img wrote decompresses to the source. A walk of our own through
 //! their tables finds the clusters. The real qemu-img reads clusters that we compress and that the test puts into an
 //! image by hand.
 
@@ -48,7 +48,7 @@ fn compressed_clusters(image: &[u8], header: &Header) -> Vec<(u64, CompressedDes
 }
 
 #[test]
-fn clusters_written_by_qemu_inflate_to_the_source() {
+fn clusters_written_by_qemu_decompress_to_the_source() {
     let dir = tempfile::tempdir().unwrap();
     let source = source();
     std::fs::write(dir.path().join("source.raw"), &source).unwrap();

@@ -121,7 +121,7 @@ fn damage_that_a_reader_meets_changes_no_byte() {
     }
 }
 
-/// Compressed data that can't be inflated, or lies past the end of the file, and tables past it: EIO without a mark.
+/// Compressed data that can't be decompressed, or lies past the end of the file, and tables past it: EIO without a mark.
 #[test]
 fn what_cannot_be_read_is_an_error_without_a_mark() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -92,7 +92,7 @@ fn readers_in_order_get_what_qemu_wrote() {
 }
 
 #[test]
-fn clusters_are_read_and_inflated_before_they_are_asked_for() {
+fn clusters_are_read_and_decompressed_before_they_are_asked_for() {
     let folder = folder();
     for step in [4096, 65536] {
         let (path, bytes) = compressed(&folder, "cluster_size=64k");

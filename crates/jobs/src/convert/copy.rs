@@ -5,7 +5,7 @@ use super::ConvertOutcome;
 use super::pieces::{Cut, Piece, Pieces};
 use super::share::Sharing;
 use super::source::{RunKind, SourcePlace, Sources};
-use super::turn::Turn;
+use super::start_order::StartOrder;
 use crate::in_flight::InFlight;
 use crate::zeroes::{is_zero, segments};
 use crate::{JobHandle, in_work};
@@ -62,7 +62,7 @@ pub struct Copy<'a> {
     pub settings: CopySettings,
     /// Progress, cancelling, speed.
     pub job: &'a JobHandle,
-    turn: Turn,
+    turn: StartOrder,
     in_flight: InFlight,
     /// Bytes of the data pieces that were begun.
     begun: Cell<u64>,
@@ -92,7 +92,7 @@ impl<'a> Copy<'a> {
             target,
             settings,
             job,
-            turn: Turn::default(),
+            turn: StartOrder::default(),
             in_flight: InFlight::up_to(settings.requests).begins_alone(),
             begun: Cell::new(0),
             pool: RefCell::default(),

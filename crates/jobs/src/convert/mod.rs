@@ -5,8 +5,8 @@ mod copy;
 mod pieces;
 mod share;
 mod source;
+mod start_order;
 mod target;
-mod turn;
 
 use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};

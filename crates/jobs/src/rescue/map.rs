@@ -3,7 +3,7 @@
 
 use crate::info::SnapshotInfo;
 use cowshed_layout::qcow2::SnapshotName;
-use cowshed_rescue::{DamagedImage, Doubt, Loss, Orphan, OrphanKind, Slot, SnapshotList};
+use cowshed_rescue::{DamagedImage, Doubt, L1Target, Loss, Orphan, OrphanKind, SnapshotList};
 use serde::Serialize;
 use std::ops::Range;
 
@@ -149,11 +149,11 @@ impl RescueMap {
         let mut lost = Vec::new();
         for index in 0..wreck.slots() {
             let slot = wreck.slot(index);
-            if matches!(slot, Slot::Table { .. }) {
+            if matches!(slot, L1Target::Table { .. }) {
                 continue;
             }
             let start = index * coverage;
-            if matches!(slot, Slot::Lost(_)) {
+            if matches!(slot, L1Target::Lost(_)) {
                 lost.push(start);
             }
             let len = coverage.min(self.virtual_size - start);

@@ -16,7 +16,7 @@ const STEPS_PER_TURN: usize = 64;
 /// Bytes that the hand takes from the cache before it goes on.
 const BYTES_PER_TURN: u64 = 256 << 10;
 
-/// A cache of other data that counts in a budget, such as inflated clusters.
+/// A cache of other data that counts in a budget, such as decompressed clusters.
 pub trait BudgetedCache: std::fmt::Debug + Send + Sync {
     /// Drops about this many bytes, those first that weren't used since the last call. Returns the bytes that went.
     fn give_up(&self, bytes: u64) -> u64;
@@ -162,7 +162,7 @@ impl Engine {
     pub fn join_budget(self: &Arc<Self>, budget: &Arc<Budget>) {
         if self.budget.set(Arc::clone(budget)).is_ok() {
             budget.list().push(Arc::downgrade(self));
-            let mut state = self.own();
+            let mut state = self.lock_state();
             self.account(&mut state);
         }
     }
@@ -191,7 +191,7 @@ impl Engine {
 
     /// Walks the hand, unless another thread owns the image: slices that weren't used since it last came by go.
     fn sweep_if_idle(&self, steps: usize) -> Walk {
-        let Some(mut state) = self.try_own() else { return Walk::default() };
+        let Some(mut state) = self.try_lock_state() else { return Walk::default() };
         let freed = self.walk_clock(&mut state, steps, true) + state.refcounts.drop_idle();
         self.account(&mut state);
         // The longer it finds something, the longer it stays: most goes where most lies idle.
@@ -201,7 +201,7 @@ impl Engine {
     /// Drops slices and blocks that weren't used since the last call and can be read again (`cache-clean-interval`).
     /// Returns their number.
     pub fn clean(&self) -> usize {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let steps = state.tables.clock_len();
         let freed = self.walk_clock(&mut state, steps, false) + state.refcounts.drop_idle();
         self.account(&mut state);

@@ -36,7 +36,7 @@ impl RunSearch {
 }
 
 /// The outcome of a look at one place.
-enum Place {
+enum FirstFit {
     /// The run fits there, behind new refcount blocks of these indices.
     Free(Vec<u64>),
     /// No run starts before this cluster.
@@ -56,8 +56,8 @@ impl Engine {
         let mut start = state.refcounts.runs.start(want, state.refcounts.hint).max(1);
         let missing = loop {
             match self.look_for_run(state, start, want, table_len)? {
-                Place::Free(missing) => break missing,
-                Place::From(next) => start = next,
+                FirstFit::Free(missing) => break missing,
+                FirstFit::From(next) => start = next,
             }
             state.refcounts.runs.none_before(want, start);
         };
@@ -103,14 +103,14 @@ impl Engine {
     }
 
     /// Looks whether the clusters from `start` on are free.
-    fn look_for_run(&self, state: &mut State, start: u64, want: u64, table_len: u64) -> Planned<Place> {
+    fn look_for_run(&self, state: &mut State, start: u64, want: u64, table_len: u64) -> Planned<FirstFit> {
         let geometry = self.geometry;
         let mut missing: Vec<u64> = Vec::new();
         let mut at = start;
         loop {
             let end = start + missing.len() as u64 + want;
             if at == end {
-                return Ok(Place::Free(missing));
+                return Ok(FirstFit::Free(missing));
             }
             if end > state.refcounts.limit {
                 return Err(Stall::Full);
@@ -135,7 +135,7 @@ impl Engine {
             let is_used = |cluster: &u64| refcount::get(&block.bytes, geometry.refcount_order(), entry(*cluster)) != 0;
             // The last one in the way: the space before it is too short.
             if let Some(used) = (at..region_end.min(end)).rev().find(is_used) {
-                return Ok(Place::From(used + 1));
+                return Ok(FirstFit::From(used + 1));
             }
             at = region_end.min(end);
         }

@@ -58,8 +58,8 @@ pub(crate) struct State {
     pub(crate) loading: HashSet<TableId>,
     /// The running cycle writes something.
     pub(crate) is_writing: bool,
-    /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster of
-    /// ours.
+    /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster
+    /// that the image has to itself.
     pub(crate) pack_next: Option<HostOffset>,
     /// Everything at or above this offset in the data file (if there is one) was never written.
     pub(crate) data_high_water: u64,
@@ -75,8 +75,8 @@ pub(crate) struct State {
 
 /// The mapping of one image in memory. All methods may be called from any thread.
 ///
-/// Reading plans ([`Engine::map`], [`Engine::map_overwrite`]) take no lock when the tables are cached. Everything that
-/// changes the mapping passes one short critical section: the *owner*.
+/// Reading plans ([`Engine::map`], [`Engine::map_overwrite`]) take no lock when the tables are cached. Each change
+/// of the mapping happens under the lock of the state, for one short step without a wait.
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) geometry: Geometry,
@@ -125,14 +125,14 @@ impl Engine {
             state: Mutex::new(state),
             config,
         };
-        let mut state = engine.own();
+        let mut state = engine.lock_state();
         state.overlapping_tables = engine.mark_known(&state, l1);
         drop(state);
         Ok(engine)
     }
 
-    /// Becomes the owner. A panic of an owner is a bug; the state behind it can't be trusted any more.
-    pub(crate) fn own(&self) -> MutexGuard<'_, State> {
+    /// Locks the state. A panic under the lock is a bug; the state behind it can't be trusted any more.
+    pub(crate) fn lock_state(&self) -> MutexGuard<'_, State> {
         const PANICKED: &str = "an earlier panic left the mapping of the image half changed";
         interleaving::point();
         while interleaving::is_simulated() {
@@ -145,8 +145,8 @@ impl Engine {
         self.state.lock().unwrap_or_else(|_| panic!("{PANICKED}"))
     }
 
-    /// Becomes the owner if there is none.
-    pub(crate) fn try_own(&self) -> Option<MutexGuard<'_, State>> {
+    /// Locks the state, if no other thread holds it.
+    pub(crate) fn try_lock_state(&self) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock().ok()
     }
 
@@ -181,7 +181,7 @@ impl Engine {
 
     /// Hands in a table that [`Stall::Load`] asked for. `bytes` must have the asked length.
     pub fn loaded(&self, load: &Load, bytes: &[u8]) -> Result<(), Error> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         state.loading.remove(&load.table);
         if bytes.len() != load.len {
             return Err(Error::internal("a table was handed in with a wrong length"));
@@ -208,7 +208,7 @@ impl Engine {
 
     /// Notes that reading a table failed, so that others may try.
     pub fn load_failed(&self, load: &Load) {
-        self.own().loading.remove(&load.table);
+        self.lock_state().loading.remove(&load.table);
     }
 
     /// Asks for a table, or for patience when another request has asked already.
@@ -227,7 +227,7 @@ impl Engine {
 
     /// Counters of the cache.
     pub fn statistics(&self) -> CacheStatistics {
-        let state = self.own();
+        let state = self.lock_state();
         CacheStatistics {
             l2_slices: state.tables.cached() as u64,
             l2_dirty: state.tables.dirty_slices() as u64,
@@ -247,7 +247,7 @@ impl Engine {
     /// True when the caller should run a write-back cycle before going on: enough of the cache is dirty, or enough
     /// freed space waits for one. `allocates`: the caller is going to make the file longer otherwise.
     pub fn wants_writeback(&self, allocates: bool) -> bool {
-        self.is_beyond_bound(&self.own(), allocates)
+        self.is_beyond_bound(&self.lock_state(), allocates)
     }
 
     pub(crate) fn is_beyond_bound(&self, state: &State, allocates: bool) -> bool {

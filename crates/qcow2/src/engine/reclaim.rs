@@ -47,7 +47,7 @@ impl Engine {
 
     /// Takes the clusters that may be reclaimed now (possibly none).
     pub fn take_reclaimable(&self) -> Planned<Reclaim> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let reclaimable = state.epochs.reclaimable(|tag| self.pins.is_drained(tag));
         let Some(reclaimable) = reclaimable else { return Ok(Reclaim::default()) };
         let mut reclaim = Reclaim::default();
@@ -82,7 +82,7 @@ impl Engine {
     /// Lowers the counts of the taken clusters, which may be allocated again. On a stall the rest stays in `reclaim`;
     /// call again.
     pub fn reclaimed(&self, reclaim: &mut Reclaim) -> Planned<()> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         while let Some((cluster, by)) = reclaim.counts.last().copied() {
             self.lower(&mut state, cluster, by)?;
             reclaim.counts.pop();
@@ -93,7 +93,7 @@ impl Engine {
 
     /// True when freed clusters still wait for something.
     pub fn has_quarantined(&self) -> bool {
-        self.own().epochs.waiting() > 0
+        self.lock_state().epochs.waiting() > 0
     }
 
     /// Length that the image file needs, in bytes. It ends with the last cluster that has a count, looking back from
@@ -102,7 +102,7 @@ impl Engine {
     /// `passed` is how far an attempt before this one came, in clusters; `u64::MAX` at first. Without it, the walk over
     /// a tail of more refcount blocks than the cache holds would never end. Each block that is read ends the attempt.
     pub fn needed_file_len(&self, passed: &mut u64) -> Planned<u64> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         *passed = (*passed).min(state.refcounts.high_water.div_ceil(self.geometry.cluster_size()));
         while *passed > 1 {
             let index = self.geometry.refcount_table_index(*passed - 1);
@@ -122,7 +122,7 @@ impl Engine {
     /// The end in bytes of what the file had when it was opened. `None` where this opening has freed all of that from `len`
     /// on. The rest may be in use without a count, in an image that wants repair.
     pub fn unknown_end(&self, len: u64) -> Option<u64> {
-        let state = self.own();
+        let state = self.lock_state();
         let (bits, found) = (self.geometry.cluster_bits(), state.refcounts.found_clusters);
         let is_known = state.refcounts.emptied.covers(len >> bits, found);
         (!is_known).then_some(found << bits)
@@ -131,7 +131,7 @@ impl Engine {
     /// Notes the length of the image's container in bytes, where it can't grow by itself; true when it has become
     /// longer.
     pub fn container_grew(&self, len: u64) -> bool {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let clusters = len / self.geometry.cluster_size();
         if clusters <= state.refcounts.limit {
             return false;
@@ -144,7 +144,7 @@ impl Engine {
 
     /// Notes that the image file was cut to `len` bytes, so that clusters allocated behind read as zeroes.
     pub fn truncated(&self, len: u64) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         state.refcounts.high_water = state.refcounts.high_water.min(len);
         state.refcounts.found_clusters = state.refcounts.found_clusters.min(self.geometry.clusters(len));
         state.room.cut(len >> self.geometry.cluster_bits());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Refcount table and blocks in memory, and the allocation of host clusters. Only the owner gets here.
+//! Refcount table and blocks in memory, and the allocation of host clusters. Only the holder of the lock gets here.
 
 use crate::config::EngineConfig;
 use crate::engine::contiguous::RunSearch;
@@ -202,12 +202,12 @@ impl Engine {
 
     /// Has the refcount table read, so that writes can be checked against its blocks from the first one on.
     pub fn require_refcount_table(&self) -> Planned<()> {
-        self.refcount_table(&mut self.own()).map(|_| ())
+        self.refcount_table(&mut self.lock_state()).map(|_| ())
     }
 
     /// True when a host cluster from `first` on may be counted as used. Reads one refcount block at most.
     pub fn uses_clusters_from(&self, first: u64) -> Planned<bool> {
-        let state = &mut self.own();
+        let state = &mut self.lock_state();
         let table_len = self.refcount_table(state)?;
         let index = self.geometry.refcount_table_index(first);
         if index >= table_len {

@@ -57,14 +57,14 @@ impl Engine {
     /// The space is there.
     pub fn reserved(&self, reserve: &Reserve) {
         let bits = self.geometry.cluster_bits();
-        let mut state = self.own();
+        let mut state = self.lock_state();
         state.room.withdraw(reserve, bits);
         state.room.certain.insert(reserve.host.0 >> bits);
     }
 
     /// There is no space: others may try. All I/O to the place is over.
     pub fn reserve_failed(&self, reserve: &Reserve) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let state = &mut *state;
         state.room.withdraw(reserve, self.geometry.cluster_bits());
         if let Some(l1_index) = reserve.table {
@@ -85,7 +85,7 @@ impl Engine {
 
     /// Gives back the places for tables of requests that failed later. No request runs.
     pub fn release_places(&self) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         let places = std::mem::take(&mut state.room.places);
         places.into_values().for_each(|cluster| self.release(&mut state, cluster));
     }

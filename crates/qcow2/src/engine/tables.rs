@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The owner's side of the L1 table and the L2 slices: dirty ones, busy ones, and those that may leave the cache.
+//! The L1 table and the L2 slices under the lock: dirty ones, busy ones, and those that may leave the cache.
 
 use crate::compact::Shape;
 use crate::config::EngineConfig;
@@ -417,7 +417,7 @@ impl Engine {
 
     /// Loads a slice of an L2 table for reading. Nothing is done where the table isn't allocated.
     pub(crate) fn slice_for_reading(&self, l1_index: usize, slice: usize) -> Planned<()> {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         if self.l2_table(&state, l1_index)?.is_none() {
             return Ok(());
         }

@@ -71,7 +71,7 @@ impl Engine {
 
     /// Checks writes against other structures from now on. No request may run.
     pub fn set_overlap(&self, set: OverlapSet) {
-        let mut state = self.own();
+        let mut state = self.lock_state();
         self.metadata.clear();
         self.tuning.overlap.store(set.bits(), Ordering::Release);
         let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
@@ -102,7 +102,7 @@ impl Engine {
     pub fn set_cache_limits(&self, l2_cache_bytes: u64, refcount_cache_bytes: u64) {
         self.tuning.l2_cache_bytes.store(l2_cache_bytes, Ordering::Relaxed);
         self.tuning.refcount_cache_bytes.store(refcount_cache_bytes, Ordering::Relaxed);
-        let mut state = self.own();
+        let mut state = self.lock_state();
         state.tables.set_cap(l2_cache_bytes);
         state.refcounts.set_cap(refcount_cache_bytes);
         self.shrink_caches(&mut state);

@@ -14,14 +14,14 @@ pub(super) struct Breakpoints(Mutex<BreakpointsState>);
 #[derive(Default)]
 struct BreakpointsState {
     set: Vec<(Event, String)>,
-    held: Vec<(String, Arc<Gate>)>,
+    held: Vec<(String, Arc<Latch>)>,
 }
 
 /// Closed until it is opened once.
 #[derive(Default)]
-struct Gate(Mutex<(bool, Option<Waker>)>);
+struct Latch(Mutex<(bool, Option<Waker>)>);
 
-impl Gate {
+impl Latch {
     fn open(&self) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 = true;
@@ -32,7 +32,7 @@ impl Gate {
 }
 
 /// The operation waits here.
-pub(super) struct Held(Arc<Gate>);
+pub(super) struct Held(Arc<Latch>);
 
 impl Future for Held {
     type Output = ();
@@ -63,7 +63,7 @@ impl Breakpoints {
         let mut state = self.state();
         let at = state.set.iter().position(|(event, _)| events.contains(event))?;
         let (_, tag) = state.set.remove(at);
-        let gate = Arc::<Gate>::default();
+        let gate = Arc::<Latch>::default();
         state.held.push((tag, Arc::clone(&gate)));
         Some(Held(gate))
     }

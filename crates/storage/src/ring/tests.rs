@@ -2,7 +2,7 @@
 //! Files and sockets over a kernel that fails in the ways of its own. Transfers are short, operations are given back
 //! undone, submissions are refused, and more completions come than fit.
 
-use crate::kernel_faults::{Call, Effect, KernelFaults, Way, refuse_enter, refused_enters};
+use crate::kernel_faults::{Call, Effect, IoPath, KernelFaults, refuse_enter, refused_enters};
 use crate::medium::Medium;
 use crate::rng::Rng;
 use crate::{CacheMode, Dispatch, File, HangUp, IoBuf, IoEngine, OpenOptions, Want, rt};
@@ -22,7 +22,7 @@ const FOREVER: u32 = u32::MAX;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The ways by which a file's operations reach the kernel.
-const WAYS: [(IoEngine, Way); 2] = [(IoEngine::IoUring, Way::Ring), (IoEngine::Threads, Way::Thread)];
+const WAYS: [(IoEngine, IoPath); 2] = [(IoEngine::IoUring, IoPath::Ring), (IoEngine::Threads, IoPath::Thread)];
 
 fn folder() -> tempfile::TempDir {
     // A real disk: memory has no direct I/O everywhere.
@@ -109,8 +109,8 @@ fn what_the_kernel_gives_back_undone_is_asked_for_again() {
     let path = folder.path().join("image");
     for (engine, way) in WAYS {
         let numbers: &[i32] = match way {
-            Way::Ring => &[libc::EINTR, libc::EAGAIN, libc::ECANCELED],
-            Way::Thread => &[libc::EINTR, libc::EAGAIN],
+            IoPath::Ring => &[libc::EINTR, libc::EAGAIN, libc::ECANCELED],
+            IoPath::Thread => &[libc::EINTR, libc::EAGAIN],
         };
         for &errno in numbers {
             for direct in [false, true] {
@@ -118,7 +118,7 @@ fn what_the_kernel_gives_back_undone_is_asked_for_again() {
                 let file = open(&path, engine, direct);
                 let mut calls = vec![Call::Read, Call::Write, Call::Allocate];
                 // The word of a thread's flush counts, unless a signal came.
-                if way == Way::Ring || errno == libc::EINTR {
+                if way == IoPath::Ring || errno == libc::EINTR {
                     calls.push(Call::Sync);
                 }
                 let script = calls.iter().map(|&call| (way, call, Effect::Fail(errno), 6)).collect();
@@ -143,7 +143,7 @@ fn endlessly_returned_operation_ends_with_its_error() {
             std::fs::write(&path, bytes(BLOCK, 5)).expect("a file");
             let file = open(&path, engine, true);
             let calls = [Call::Read, Call::Write, Call::Sync, Call::Allocate];
-            let script = [Way::Ring, Way::Thread]
+            let script = [IoPath::Ring, IoPath::Thread]
                 .iter()
                 .flat_map(|&way| calls.map(|call| (way, call, Effect::Fail(errno), FOREVER)))
                 .collect();
@@ -160,7 +160,7 @@ fn endlessly_returned_operation_ends_with_its_error() {
                 }
             });
             assert!(file.poison().is_some(), "a flush that never was counts as failed");
-            for (way, call) in [Way::Ring, Way::Thread].iter().flat_map(|&way| calls.map(|call| (way, call))) {
+            for (way, call) in [IoPath::Ring, IoPath::Thread].iter().flat_map(|&way| calls.map(|call| (way, call))) {
                 let calls = faults.calls(way, call);
                 // Pauses of up to 100 ms within 300 ms, after a few attempts at once.
                 assert!(calls < 40, "{engine:?} {way:?} {call:?} {errno}: {calls} calls");
@@ -186,7 +186,7 @@ fn requests_in_bad_weather_end_with_their_data_or_one_error() {
                 (way, Effect::Short(BLOCK)),
                 (way, Effect::Fail(libc::EINTR)),
                 (way, Effect::Fail(libc::EAGAIN)),
-                (way, Effect::Fail(if way == Way::Ring { libc::ECANCELED } else { libc::EINTR })),
+                (way, Effect::Fail(if way == IoPath::Ring { libc::ECANCELED } else { libc::EINTR })),
                 (way, Effect::Fail(libc::EIO)),
                 (way, Effect::Fail(libc::ENOMEM)),
             ];
@@ -231,8 +231,8 @@ fn flush_without_a_ring_worker_uses_a_thread() {
     std::fs::write(&path, [1; BLOCK]).expect("a file");
     let file = open(&path, IoEngine::IoUring, false);
     let script = vec![
-        (Way::Ring, Call::Sync, Effect::Fail(libc::ECANCELED), FOREVER),
-        (Way::Thread, Call::Sync, Effect::Fail(libc::EIO), 1),
+        (IoPath::Ring, Call::Sync, Effect::Fail(libc::ECANCELED), FOREVER),
+        (IoPath::Thread, Call::Sync, Effect::Fail(libc::EIO), 1),
     ];
     let faults = KernelFaults::script(descriptor(&file), script);
     run(async {
@@ -241,7 +241,7 @@ fn flush_without_a_ring_worker_uses_a_thread() {
             assert_eq!(file.sync().await.expect_err("a flush").errno().0, libc::EIO);
         }
     });
-    assert_eq!((faults.calls(Way::Ring, Call::Sync), faults.calls(Way::Thread, Call::Sync)), (1, 1));
+    assert_eq!((faults.calls(IoPath::Ring, Call::Sync), faults.calls(IoPath::Thread, Call::Sync)), (1, 1));
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn sockets_go_on_where_the_ring_gives_their_operations_up() {
     for errno in [libc::EINTR, libc::EAGAIN, libc::ECANCELED] {
         let (near, far) = Socket::pair().expect("sockets");
         let calls = [Call::Receive, Call::Send, Call::Poll];
-        let script: Vec<_> = calls.map(|call| (Way::Ring, call, Effect::Fail(errno), 3)).to_vec();
+        let script: Vec<_> = calls.map(|call| (IoPath::Ring, call, Effect::Fail(errno), 3)).to_vec();
         let faults = [KernelFaults::script(&near, script.clone()), KernelFaults::script(&far, script)];
         run(async {
             let expected = bytes(1 << 20, 3);
@@ -347,7 +347,7 @@ fn a_listener_goes_on_where_the_ring_gives_its_wait_up() {
     let address = SocketAddress::Tcp { host: "127.0.0.1".to_owned(), port: 0 };
     for errno in [libc::EINTR, libc::EAGAIN, libc::ECANCELED] {
         let listener = Listener::bind(&address).expect("it listens").remove(0);
-        let faults = KernelFaults::script(&listener, vec![(Way::Ring, Call::Poll, Effect::Fail(errno), 3)]);
+        let faults = KernelFaults::script(&listener, vec![(IoPath::Ring, Call::Poll, Effect::Fail(errno), 3)]);
         run(async {
             let address = listener.address().clone();
             let connecting = rt::spawn(async move {

@@ -54,7 +54,7 @@ pub trait Simulation {
 /// The part of an executor that other threads see.
 struct Shared {
     /// Tasks woken by other threads.
-    remote: Mutex<Remote>,
+    remote: Mutex<RemoteTasks>,
     /// Something is in `remote`, or `main_woken` was set by another thread.
     remote_came: AtomicBool,
     /// The future of `block_on` was woken.
@@ -66,14 +66,14 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct Remote {
+struct RemoteTasks {
     tasks: VecDeque<Runnable>,
     /// The executor is gone: added tasks never run.
     closed: bool,
 }
 
 impl Shared {
-    fn remote(&self) -> MutexGuard<'_, Remote> {
+    fn remote(&self) -> MutexGuard<'_, RemoteTasks> {
         self.remote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -230,8 +230,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "a_cycle_that_fails_waits_for_its_other_writes"),
     },
     Mutant {
-        name: "inflated_clusters_not_forgotten",
-        about: "inflated data is kept when its host cluster gets a new owner",
+        name: "decompressed_clusters_not_forgotten",
+        about: "decompressed data is kept when its host cluster gets a new owner",
         test: ("failure_shapes", "decompressed_cluster_goes_with_its_host_cluster"),
     },
     Mutant {

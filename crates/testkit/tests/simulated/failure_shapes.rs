@@ -467,7 +467,7 @@ fn dirty_slices_go_with_their_freed_table() {
 fn decompressed_cluster_goes_with_its_host_cluster() {
     let prepared = Prepared::new(&Chain { layers: vec![image(4096, 256 << 10, 0..0)] });
     let (one, two) = (COMPRESSIBLE + 1, COMPRESSIBLE + 2);
-    // Small reads: the cluster inflated for the first is kept for the next.
+    // Small reads: the cluster decompressed for the first is kept for the next.
     let first = format!("0 compressed 0x0 0x1000 {one}; 0 read 0x0 0x200; 0 read 0x400 0x200; 0 flush");
     let placed = l2_entry(&survives(&prepared, &trial(1, &first)).end(&prepared), 0);
     let requests = format!(

@@ -42,7 +42,7 @@ pub const VERB: Verb = Verb {
   cowshed convert -c -O qcow2 -o compression_type=zstd disk.raw small.qcow2
       Compressed.
   cowshed convert -c --compression-window 32k -O qcow2 disk.raw small.qcow2
-      Faster and smaller, for readers that inflate whole clusters.
+      Faster and smaller, for readers that decompress whole clusters.
   cowshed convert -O raw vm1.qcow2 vm1.raw
       The whole backing chain of vm1 in one file.
   cowshed convert -O qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2 copy.qcow2
@@ -126,7 +126,7 @@ struct ConvertArgs {
     /// Effort of -c: for zlib 1 (fast) to 9 (small), to 12 with a wide window; for zstd 1 to 22, or negative [default: 2 for zlib, else 1]
     #[arg(long, value_name = "LEVEL", allow_hyphen_values = true)]
     compression_level: Option<i32>,
-    /// Window of zlib: 4k, for any reader, or 32k, faster and smaller, for readers that inflate whole clusters as QEMU does [default: 4k]
+    /// Window of zlib: 4k, for any reader, or 32k, faster and smaller, for readers that decompress whole clusters as QEMU does [default: 4k]
     #[arg(long, value_name = "SIZE")]
     compression_window: Option<String>,
     /// Open the sources even while another process writes to them: what is read may be torn

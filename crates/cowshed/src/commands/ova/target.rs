@@ -39,8 +39,8 @@ pub struct MachineArgs {
     /// With -O ova: its firmware [default: bios]
     #[arg(long, value_enum, value_name = "bios|efi")]
     vm_firmware: Option<FirmwareArg>,
-    /// With -O ova: a network that it has a card for, several times for several cards; none: no card
-    /// [default: the first one that importers know, "VM Network" or "NAT"]
+    /// With -O ova: a network that it has a card for, several times for several cards; none: no card.
+    /// The default is the first one that importers know, "VM Network" or "NAT"
     #[arg(long, value_name = "NETWORK")]
     vm_network: Vec<String>,
 }

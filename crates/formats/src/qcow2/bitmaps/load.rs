@@ -2,7 +2,7 @@
 //! Reading bitmaps: the directory, tables, data.
 
 use super::super::Qcow2Driver;
-use super::{Known, StoredBitmap};
+use super::{BitmapState, StoredBitmap};
 use cowshed_graph::node::BitmapStatus;
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE, parse_directory};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAPS;
@@ -57,7 +57,7 @@ impl Qcow2Driver {
         let entries = read_directory(&self.file, &header).await.map_err(|error| self.error(error))?;
         let journal: Option<HashSet<u32>> =
             header.bitmap_journal().map(|found| found.entries.iter().copied().collect());
-        let mut known = Known { is_read: true, in_use: journal.is_some(), ..Known::default() };
+        let mut known = BitmapState { is_read: true, in_use: journal.is_some(), ..BitmapState::default() };
         for (index, mut entry) in entries.into_iter().enumerate() {
             entry.validate(header.size, header.cluster_bits).map_err(|error| self.error(error))?;
             let journaled = journal.as_ref().is_some_and(|journal| journal.contains(&(index as u32)));
@@ -80,7 +80,7 @@ impl Qcow2Driver {
 
     /// The known state holds no longer: another process may have written to the image.
     pub(in super::super) fn forget_bitmaps(&self) {
-        *self.bitmaps.known() = Known::default();
+        *self.bitmaps.known() = BitmapState::default();
     }
 
     /// Reads the directory, of an image that is going to be written to. A bitmap that must follow all writes and can't

@@ -23,14 +23,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) struct Bitmaps {
     /// A bitmap records writes: without one a write looks no further.
     recording: AtomicBool,
-    known: Mutex<Known>,
+    known: Mutex<BitmapState>,
     /// Held while bitmaps are written to the file.
     change: futures_util::lock::Mutex<()>,
 }
 
 /// The known state of the bitmaps, which holds on disk.
 #[derive(Default)]
-struct Known {
+struct BitmapState {
     /// The directory was read.
     is_read: bool,
     maps: Vec<StoredBitmap>,
@@ -79,12 +79,12 @@ impl StoredBitmap {
 }
 
 impl Bitmaps {
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, BitmapState> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Known {
+impl BitmapState {
     fn find(&self, name: &str) -> Option<usize> {
         self.maps.iter().position(|map| map.entry.name == name.as_bytes())
     }

@@ -2,7 +2,7 @@
 //! Changing the set of bitmaps: all that is new goes to free clusters, and one change of the header switches to it.
 
 use super::super::Qcow2Driver;
-use super::{Known, StoredBitmap};
+use super::{BitmapState, StoredBitmap};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
 use cowshed_layout::qcow2::{BitmapJournal, BitmapsExtension, Extension, Header, extension_type, limits};
@@ -84,7 +84,7 @@ impl Qcow2Driver {
             // Without anything to record nothing is in use.
             let in_use = in_use && maps.iter().any(StoredBitmap::is_recording);
             let waiting = std::mem::take(&mut known.waiting);
-            *known = Known { is_read: true, maps, directory, in_use, waiting };
+            *known = BitmapState { is_read: true, maps, directory, in_use, waiting };
             old_directory
         };
         if let Some((offset, bytes)) = old_directory {

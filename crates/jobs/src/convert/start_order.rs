@@ -8,12 +8,12 @@ use std::task::{Poll, Waker};
 
 /// The number of the next turn.
 #[derive(Default)]
-pub struct Turn {
+pub struct StartOrder {
     next: Cell<u64>,
     waiting: RefCell<Vec<Waker>>,
 }
 
-impl Turn {
+impl StartOrder {
     /// Waits for turn `number`, polls `future` once, and passes the turn on. The futures *start* in order (which
     /// decides where an image allocates) and then run side by side.
     pub async fn start_in_order<F: Future>(&self, number: u64, future: F) -> F::Output {
@@ -50,14 +50,14 @@ impl Turn {
 
 #[cfg(test)]
 mod tests {
-    use super::Turn;
+    use super::StartOrder;
     use futures_util::stream::{FuturesUnordered, StreamExt};
     use std::cell::RefCell;
     use std::future::ready;
 
     #[test]
     fn work_starts_in_the_order_of_its_numbers() {
-        let turn = Turn::default();
+        let turn = StartOrder::default();
         let started = RefCell::new(Vec::new());
         let (turn, started) = (&turn, &started);
         let mut tasks: FuturesUnordered<_> = [3, 1, 0, 2]
