@@ -291,6 +291,29 @@ fn block_of(page: &str, first: &str) -> String {
 }
 
 #[test]
+fn the_page_about_installing_works_as_written() {
+    let line = |start: &str| line_of("install.md", start);
+    let built = r#"target/"$(rustc -vV | sed -n 's/^host: //p')"/release/cowshed"#;
+    let install = line("sudo install -m 755");
+    assert!(install.contains(built), "{install}");
+    let script = [
+        "HOME=$PWD; mkdir -p usr/local/bin usr/local/share/man/man1 usr/share/bash-completion/completions".to_owned(),
+        install.replace(built, "\"$(command -v cowshed)\""),
+        line("sudo cowshed man"),
+        line("cowshed completions bash |"),
+        block_of("install.md", "mkdir -p ~/cowshed-bin"),
+        "touch .cowshed-1-0.part".to_owned(),
+        // Not every machine has fuser.
+        format!("{} || touch without-fuser", line("command -v fuser")),
+        "test -e without-fuser || test ! -e .cowshed-1-0.part".to_owned(),
+        "test -s usr/local/share/man/man1/cowshed-convert.1".to_owned(),
+        "grep -q convert usr/share/bash-completion/completions/cowshed".to_owned(),
+    ];
+    let said = run(&script.join("\n").replace("sudo ", "").replace(" /usr/", " \"$PWD\"/usr/"));
+    assert!(said.contains("qemu-img version 11.1"), "{said}");
+}
+
+#[test]
 fn the_nightly_backup_of_the_page_restores_the_disk() {
     let line = |start: &str| line_of("backup.md", start);
     let nightly = block_of("backup.md", "#!/usr/bin/env python3");
