@@ -71,7 +71,7 @@ impl Opener {
     fn refuse_unused_backing(&self, draft: &Draft) -> Result<()> {
         let given = draft.options.get("backing").filter(|given| given.is_object() || given.is_string());
         let Some(option) = given.map(|given| first_leaf("backing", given)) else { return Ok(()) };
-        let driver = draft.options.text("driver").unwrap_or("qcow2");
+        let driver = draft.options.text("driver").unwrap_or_default();
         Err(Error::invalid_argument(format!("Block format '{driver}' does not support the option '{option}'")))
     }
 
