@@ -29,15 +29,28 @@ const GRAPH_ARROWS: &[(&str, &[&str])] = &[
 
 /// Crates whose modules are compared, each with those of them that need one another.
 ///
-/// `formats`: a disk in blocks, the units in which it grows, and its writer are one object in three files.
+/// - `cowshed`: the command line knows the verbs, and the verbs know its words.
+/// - `create`: the line of a format has its options, and lays out its images by them.
+/// - `formats`: a disk in blocks, the units in which it grows, and its writer are one object in three files.
+/// - `storage`: a file, the media that it may stand on, and their faults.
+/// - Servers (`fuse`, `http-server`, `nbd-server`, `vhost-user`): sessions, their server and their requests.
 const CIRCLES: &[(&str, &[&str])] = &[
-    ("graph", &[]),
-    ("formats", &["blocks", "units", "writer"]),
+    ("cowshed", &["commands", "invocation", "io", "output"]),
+    ("create", &["encryption", "file", "fresh", "layout", "qcow2", "schema"]),
+    ("crypto", &["blocks", "sectors"]),
     ("daemon", &[]),
+    ("formats", &["blocks", "units", "writer"]),
+    ("fuse", &["operations", "running", "server", "session"]),
+    ("graph", &[]),
+    ("http-server", &["connection", "server"]),
     ("jobs", &[]),
     ("nbd", &[]),
+    ("nbd-server", &["admission", "commands", "intake", "registry", "session", "status"]),
     ("offline", &[]),
     ("qcow2", &[]),
+    ("rescue", &["damaged_image", "orphans"]),
+    ("storage", &["cache", "fault", "file", "medium", "remote"]),
+    ("vhost-user", &["queue", "requests", "server", "session"]),
 ];
 
 /// The modules of a crate, each with those that its code names, tests apart.
