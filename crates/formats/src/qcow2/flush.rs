@@ -294,6 +294,7 @@ impl Qcow2Driver {
             let mut passed = u64::MAX;
             let mut needed = self.plan(|engine| engine.needed_file_len(&mut passed)).await?;
             if needed < self.file.len()
+                && !slip!("space_cut_without_a_look")
                 && let Some(end) = self.engine.unknown_end(needed)
             {
                 // Rare: a crash has left space, or counts are wrong.

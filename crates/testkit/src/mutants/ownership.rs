@@ -239,4 +239,9 @@ pub(super) const MUTANTS: &[Mutant] = &[
         about: "an edit of a compact slice goes to an array that no reader sees",
         test: ("failure_shapes", "freed_cluster_waits_for_older_writes"),
     },
+    Mutant {
+        name: "space_cut_without_a_look",
+        about: "a close cuts off clusters without a count that it has not freed itself, and looks for no reference to them",
+        test: ("cowshed/uncounted_tail", "changes_leave_uncounted_clusters_at_the_end"),
+    },
 ];
