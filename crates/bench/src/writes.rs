@@ -23,6 +23,8 @@ struct Case {
     over_backing: bool,
     /// Past the page cache.
     direct: bool,
+    /// Options of the node that is served.
+    node: &'static str,
     limit: Limit,
     load: &'static [&'static str],
     target: &'static str,
@@ -47,21 +49,29 @@ const SEQUENTIAL: &[&str] = &["--rw=write", "--bs=64k", "--iodepth=8", "--number
 
 const fn overlay(name: &'static str, options: &'static str, limit: Limit) -> Case {
     let target = "≥ 1.5× or ≥ 0.9 of the disk's bandwidth, bytes ≤ 1";
-    Case { name, options, over_backing: true, direct: false, limit, load: RANDOM, target }
+    Case { name, options, over_backing: true, direct: false, node: "", limit, load: RANDOM, target }
 }
 
 const fn direct(name: &'static str, options: &'static str, over_backing: bool, load: &'static [&'static str]) -> Case {
     let target = if over_backing { "≥ 1.5×, CPU ≤ 0.7" } else { "≥ 1.3×" };
-    Case { name, options, over_backing, direct: true, limit: Limit::None, load, target }
+    Case { name, options, over_backing, direct: true, node: "", limit: Limit::None, load, target }
+}
+
+/// Without flushes.
+const fn unflushed(name: &'static str, options: &'static str) -> Case {
+    let (node, target) = ("cache.no-flush=on", "≥ 1.5×, CPU ≤ 0.7");
+    Case { name, options, over_backing: true, direct: false, node, limit: Limit::None, load: RANDOM, target }
 }
 
 const fn alone(name: &'static str, options: &'static str, load: &'static [&'static str], target: &'static str) -> Case {
-    Case { name, options, over_backing: false, direct: false, limit: Limit::File("preallocation=off"), load, target }
+    let limit = Limit::File("preallocation=off");
+    Case { name, options, over_backing: false, direct: false, node: "", limit, load, target }
 }
 
 const fn preallocated(name: &'static str, options: &'static str, limit: &'static str) -> Case {
     let target = "≥ 0.95 of the raw file";
-    Case { name, options, over_backing: false, direct: false, limit: Limit::File(limit), load: RANDOM, target }
+    let limit = Limit::File(limit);
+    Case { name, options, over_backing: false, direct: false, node: "", limit, load: RANDOM, target }
 }
 
 const CASES: &[Case] = &[
@@ -73,6 +83,9 @@ const CASES: &[Case] = &[
     direct("overlay, 64k, direct", "cluster_size=64k", true, RANDOM),
     direct("overlay, 128k, extended_l2, direct", "cluster_size=128k,extended_l2=on", true, RANDOM),
     direct("overlay, 2M, extended_l2, direct", "cluster_size=2M,extended_l2=on", true, RANDOM),
+    unflushed("overlay, 64k, no flush", "cluster_size=64k"),
+    unflushed("overlay, 128k, extended_l2, no flush", "cluster_size=128k,extended_l2=on"),
+    unflushed("overlay, 2M, extended_l2, no flush", "cluster_size=2M,extended_l2=on"),
     alone("empty image, random 4k", "cluster_size=64k", RANDOM, "≥ 1.5×"),
     alone("empty image, sequential 64k", "cluster_size=64k", SEQUENTIAL, "≥ 1.2×"),
     direct("empty image, random 4k, direct", "cluster_size=64k", false, RANDOM),
@@ -130,7 +143,7 @@ fn once(settings: &Settings, case: &Case, base: &Path, side: Side) -> Result<Wri
     };
     let fresh = Fresh { format, options, base: case.over_backing.then_some(base), mib: DISK_MIB };
     let access = Access { writable: true, direct: case.direct };
-    let start = |image: &Path| serve(settings, side, image, format, "", access);
+    let start = |image: &Path| serve(settings, side, image, format, case.node, access);
     let mut written = written(settings, &fresh, load, &start, &|_| Ok(()))?;
     written.served.per_second *= requests_per_block;
     written.served.cpu_microseconds /= requests_per_block;
