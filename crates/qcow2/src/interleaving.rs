@@ -9,6 +9,15 @@ mod hook {
 
     thread_local! {
         static HOOK: Cell<Option<fn()>> = const { Cell::new(None) };
+        static LOCKED: Cell<u64> = const { Cell::new(0) };
+    }
+
+    pub(super) fn count_lock() {
+        let _ = LOCKED.try_with(|locked| locked.set(locked.get() + 1));
+    }
+
+    pub(super) fn locked() -> u64 {
+        LOCKED.try_with(Cell::get).unwrap_or(0)
     }
 
     pub(super) fn set(hook: Option<fn()>) {
@@ -27,6 +36,20 @@ pub fn set_interleaving_hook(hook: Option<fn()>) {
     hook::set(hook);
     #[cfg(not(debug_assertions))]
     let _ = hook;
+}
+
+/// The times that this thread has taken an engine's lock while it had a hook. 0 in builds without debug assertions.
+pub fn times_locked() -> u64 {
+    #[cfg(debug_assertions)]
+    return hook::locked();
+    #[cfg(not(debug_assertions))]
+    return 0;
+}
+
+/// A thread with a hook has taken the engine's lock.
+pub(crate) fn count_lock() {
+    #[cfg(debug_assertions)]
+    hook::count_lock();
 }
 
 /// Another thread could come between here.

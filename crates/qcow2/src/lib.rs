@@ -33,7 +33,7 @@ pub use compressed::{CompressedAllocation, CompressedPlace};
 pub use config::EngineConfig;
 pub use engine::{Budget, BudgetedCache, Engine, Reclaim};
 pub use grow::RefcountGrowth;
-pub use interleaving::set_interleaving_hook;
+pub use interleaving::{set_interleaving_hook, times_locked};
 pub use map::{ExtentList, MAX_EXTENTS};
 pub use pins::EpochGuard;
 pub use resize::{L1Growth, Tail, TailCut};

@@ -4,7 +4,9 @@
 
 mod disk;
 
-use cowshed_qcow2::{Budget, BudgetedCache, Stall, Tail, TailCut, ZeroMode};
+use cowshed_qcow2::{
+    Budget, BudgetedCache, ExtentList, Stall, Tail, TailCut, ZeroMode, set_interleaving_hook, times_locked,
+};
 use cowshed_types::{GuestOffset, HostOffset};
 use disk::{Disk, Shape};
 use std::sync::Arc;
@@ -184,6 +186,29 @@ const SMALL: Shape = Shape {
     l2_cache_bytes: 1 << 20,
     budget_bytes: u64::MAX,
 };
+
+#[test]
+fn a_plan_and_its_commit_take_one_lock_each() {
+    if !cfg!(debug_assertions) {
+        return; // Nothing counts there.
+    }
+    let mut disk = Disk::new(Shape { backing_size: Some(1 << 20), ..SMALL });
+    disk.write(0, &[1; 512]);
+    set_interleaving_hook(Some(|| {}));
+    // In the middle of a cluster.
+    let at = GuestOffset(8192 + 1024);
+    let (before, mut extents) = (times_locked(), ExtentList::default());
+    let place = disk.engine.map_overwrite(at, 512, &mut extents).unwrap();
+    assert_eq!((place, times_locked() - before), (0, 0), "the look for a place takes no lock");
+    let allocation = disk.engine.begin_allocate(at, 512, true).unwrap();
+    assert_eq!(times_locked() - before, 1, "the plan");
+    assert!(allocation.source().is_some(), "the backing file's data is copied");
+    disk.engine.commit(allocation).unwrap();
+    assert_eq!(times_locked() - before, 2, "its commit");
+    let place = disk.engine.map_overwrite(at, 512, &mut extents).unwrap();
+    assert_eq!((place, times_locked() - before), (512, 2), "a write in place takes none");
+    set_interleaving_hook(None);
+}
 
 #[test]
 fn a_budget_that_is_always_exceeded_breaks_nothing() {

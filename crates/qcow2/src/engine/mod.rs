@@ -137,7 +137,10 @@ impl Engine {
         interleaving::point();
         while interleaving::is_simulated() {
             match self.state.try_lock() {
-                Ok(state) => return state,
+                Ok(state) => {
+                    interleaving::count_lock();
+                    return state;
+                }
                 Err(TryLockError::WouldBlock) => interleaving::point(),
                 Err(TryLockError::Poisoned(_)) => panic!("{PANICKED}"),
             }
