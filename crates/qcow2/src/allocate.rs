@@ -284,7 +284,7 @@ impl Engine {
         let (l1_index, index, number, _) = self.entry_position(cluster);
         let is_at_hand = last.as_ref().is_some_and(|(known, _)| *known == number)
             || self.directory.slice(l1_index, index).is_some()
-            || state.tables.fresh.contains_key(&l1_index);
+            || state.tables.fresh().contains_key(&l1_index);
         if !is_at_hand {
             return Ok(None);
         }

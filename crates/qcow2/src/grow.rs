@@ -28,13 +28,13 @@ pub struct RefcountGrowth {
 impl Engine {
     /// Clusters of the refcount table: compare before and after waiting, to see whether another request grew it.
     pub fn refcount_table_clusters(&self) -> u64 {
-        self.lock_state().refcounts.table_clusters
+        self.lock_state().refcounts.table_clusters()
     }
 
     /// Holds the creation of new refcount blocks back. Then run a whole write-back cycle with refcounts, then call
     /// [`Engine::begin_refcount_growth`].
     pub fn prepare_refcount_growth(&self) {
-        self.lock_state().refcounts.growing = true;
+        self.lock_state().refcounts.set_growing(true);
     }
 
     /// Plans the growth. To carry it out: `writes`, barrier, header bytes 48–59, barrier, then
@@ -45,10 +45,10 @@ impl Engine {
         let state = &mut *state;
         let bits = self.geometry.cluster_bits();
         let size = self.geometry.cluster_size();
-        if !state.refcounts.table_dirty.is_empty() {
+        if state.refcounts.is_table_dirty() {
             return Err(Error::internal("the refcount table grows while entries of it are not written").into());
         }
-        let Some(table) = &state.refcounts.table else {
+        let Some(table) = state.refcounts.table() else {
             return Err(Error::internal("the refcount table grows before it was read").into());
         };
         let per_block = self.geometry.refcount_block_entries();
@@ -63,7 +63,7 @@ impl Engine {
             start = metadata + 1;
         };
         let end = start + blocks + clusters;
-        if end > state.refcounts.limit {
+        if end > state.refcounts.limit() {
             return Err(Stall::Full);
         }
         let mut larger = vec_for((clusters * size / 8) as usize)?;
@@ -92,7 +92,7 @@ impl Engine {
         bytes.extend(table.iter().flat_map(|entry| entry.to_be_bytes()));
         growth.writes.push(MetaWrite { host: growth.table_offset, bytes });
         growth.table = table;
-        state.refcounts.high_water = state.refcounts.high_water.max(end << bits);
+        state.refcounts.raise_high_water(end << bits);
         Ok(growth)
     }
 
@@ -101,8 +101,8 @@ impl Engine {
     fn growth_shape(&self, start: u64, state: &State) -> Result<(u64, u64), Error> {
         let size = self.geometry.cluster_size();
         let block_bits = self.geometry.refcount_block_bits();
-        let most = (state.refcounts.limit >> block_bits).saturating_add(1).div_ceil(size / 8);
-        let mut clusters = (state.refcounts.table_clusters * 2).min(most).max(1);
+        let most = (state.refcounts.limit() >> block_bits).saturating_add(1).div_ceil(size / 8);
+        let mut clusters = (state.refcounts.table_clusters() * 2).min(most).max(1);
         let mut blocks = 1;
         loop {
             let end = start + blocks + clusters;
@@ -128,11 +128,11 @@ impl Engine {
     pub fn end_refcount_growth(&self, growth: Option<RefcountGrowth>, success: bool) {
         let mut state = self.lock_state();
         let state: &mut State = &mut state;
-        state.refcounts.growing = false;
+        state.refcounts.set_growing(false);
         let Some(growth) = growth.filter(|_| success) else { return };
         let bits = self.geometry.cluster_bits();
-        let old = state.refcounts.table_offset >> bits;
-        let old_clusters = old..old + state.refcounts.table_clusters;
+        let old = state.refcounts.table_offset() >> bits;
+        let old_clusters = old..old + state.refcounts.table_clusters();
         self.unmark(Structure::RefcountTable, old_clusters.clone());
         let new = growth.table_offset.0 >> bits;
         self.mark(Structure::RefcountTable, new..new + u64::from(growth.table_clusters));
@@ -140,9 +140,7 @@ impl Engine {
             let block = growth.table[*index as usize] >> bits;
             self.mark(Structure::RefcountBlock, block..block + 1);
         }
-        state.refcounts.table = Some(growth.table);
-        state.refcounts.table_offset = growth.table_offset.0;
-        state.refcounts.table_clusters = u64::from(growth.table_clusters);
+        state.refcounts.move_table(growth.table, growth.table_offset.0, u64::from(growth.table_clusters));
         for (index, bytes) in growth.blocks {
             state.refcounts.insert_block(index, &bytes);
         }

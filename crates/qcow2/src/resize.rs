@@ -54,7 +54,7 @@ impl Engine {
     pub fn begin_l1_growth(&self, size: u64) -> Planned<Option<L1Growth>> {
         let mut state = self.lock_state();
         let entries = self.geometry.l1_entries_needed(size);
-        if entries <= state.tables.l1_len as u64 {
+        if entries <= state.tables.l1_len() as u64 {
             return Ok(None);
         }
         if size > self.geometry.max_virtual_size() {
@@ -73,8 +73,8 @@ impl Engine {
     pub fn l1_image(&self, growth: &L1Growth) -> cowshed_types::Result<MetaWrite> {
         let state = self.lock_state();
         let mut bytes = vec_for((growth.clusters * self.geometry.cluster_size()) as usize)?;
-        for index in 0..state.tables.l1_len {
-            let durable = state.tables.l1_dirty.get(&index).map(|dirt| dirt.durable);
+        for index in 0..state.tables.l1_len() {
+            let durable = state.tables.durable_l1(index);
             bytes.extend(durable.unwrap_or_else(|| self.directory.l1(index)).to_be_bytes());
         }
         bytes.resize((growth.clusters * self.geometry.cluster_size()) as usize, 0);
@@ -97,13 +97,12 @@ impl Engine {
             // The header may or may not point there: the space is left alone.
             return;
         }
-        let first = state.tables.l1_offset >> bits;
-        let old_clusters = (state.tables.l1_len as u64 * 8).div_ceil(self.geometry.cluster_size());
+        let first = state.tables.l1_offset() >> bits;
+        let old_clusters = (state.tables.l1_len() as u64 * 8).div_ceil(self.geometry.cluster_size());
         self.unmark(Structure::ActiveL1, first..first + old_clusters);
         let new = growth.offset.0 >> bits;
         self.mark(Structure::ActiveL1, new..new + growth.clusters);
-        state.tables.l1_offset = growth.offset.0;
-        state.tables.l1_len = growth.entries as usize;
+        state.tables.move_l1(growth.offset.0, growth.entries as usize);
         if first > 0 {
             self.give_back(state, first..first + old_clusters);
         }
@@ -131,7 +130,7 @@ impl Engine {
     fn next_table(&self, state: &State, at: GuestOffset) -> (usize, bool) {
         let first = self.geometry.l1_index(at) as usize;
         // A large disk has millions of entries without.
-        let end = state.tables.l1_len.min(first.saturating_add(ENTRIES_AT_ONCE));
+        let end = state.tables.l1_len().min(first.saturating_add(ENTRIES_AT_ONCE));
         let found = (first..end).find(|index| L1Entry(self.directory.l1(*index)).offset().0 != 0);
         (found.unwrap_or(end), found.is_some())
     }
@@ -146,7 +145,7 @@ impl Engine {
         let mut state = self.lock_state();
         let state = &mut *state;
         let (l1_index, is_there) = self.next_table(state, tail.at);
-        if l1_index >= state.tables.l1_len {
+        if l1_index >= state.tables.l1_len() {
             return Ok(true);
         }
         tail.at = tail.at.max(self.table_at(l1_index));
@@ -190,7 +189,7 @@ impl Engine {
             return Err(Stall::Wait);
         }
         let l1_index = self.geometry.l1_index(tail.at) as usize;
-        if l1_index >= state.tables.l1_len {
+        if l1_index >= state.tables.l1_len() {
             return Ok(true);
         }
         if L1Entry(self.directory.l1(l1_index)).offset().0 == 0 {

@@ -29,7 +29,7 @@ impl Engine {
         let state = &mut *self.lock_state();
         self.check_at_rest(state)?;
         self.note_slice_bytes(bytes);
-        let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
+        let l1: Vec<u64> = (0..state.tables.l1_len()).map(|index| self.directory.l1(index)).collect();
         self.restart_tables(state, &self.config_now(state), &l1)?;
         self.account(state);
         Ok(())
@@ -68,7 +68,7 @@ impl Engine {
     fn config_now(&self, state: &State) -> EngineConfig {
         let (l2_cache_bytes, refcount_cache_bytes) = self.cache_limits();
         EngineConfig {
-            l1_offset: state.tables.l1_offset,
+            l1_offset: state.tables.l1_offset(),
             l2_cache_bytes,
             l2_slice_bytes: self.slice_bytes(),
             refcount_cache_bytes,

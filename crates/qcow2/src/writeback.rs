@@ -7,7 +7,7 @@
 //! durable.) Stage 2 writes refcount-table entries. Stage 3 writes entries of L2 tables in place, and L1 entries. After
 //! stage 3's barrier a flush may be acknowledged, and the unmapped clusters count as durably unmapped.
 
-use crate::engine::{Dirt, Engine, L1Dirt, State};
+use crate::engine::{Engine, State};
 use cowshed_types::{HostOffset, slip};
 use std::collections::BTreeMap;
 
@@ -77,7 +77,7 @@ impl Engine {
             slices: Vec::new(),
             blocks: Vec::new(),
             table_entries: Vec::new(),
-            fresh: state.tables.fresh.clone(),
+            fresh: state.tables.fresh().clone(),
         };
         self.collect_slices(state, &mut cycle);
         if with_refcounts || lots || !self.lazy_refcounts() {
@@ -85,7 +85,7 @@ impl Engine {
             self.collect_refcount_table(state, &mut cycle);
         }
         self.collect_l1(state, &mut cycle);
-        state.is_writing = !cycle.is_empty();
+        state.epochs.note_writes(!cycle.is_empty());
         cycle
     }
 
@@ -103,11 +103,9 @@ impl Engine {
             cycle.stages[if slip!("new_tables_with_pointers") { 2 } else { 0 }]
                 .push(MetaWrite { host: HostOffset(*host), bytes });
         }
-        for number in std::mem::take(&mut state.tables.dirty) {
-            let (l1_index, index) = self.slice_of_number(number);
-            let Some(meta) = state.tables.slices.get_mut(&number) else { continue };
-            meta.dirt = Dirt::Writing;
-            cycle.slices.push(number);
+        cycle.slices = state.tables.begin_slices();
+        for number in &cycle.slices {
+            let (l1_index, index) = self.slice_of_number(*number);
             if cycle.fresh.contains_key(&l1_index) {
                 continue;
             }
@@ -124,42 +122,22 @@ impl Engine {
     }
 
     fn collect_blocks(&self, state: &mut State, cycle: &mut Cycle) {
-        let sector = self.config.sector_bytes as usize;
-        for index in std::mem::take(&mut state.refcounts.dirty) {
-            let host = state.refcounts.table.as_ref().and_then(|table| table.get(index as usize)).copied();
-            let (Some(host), Some(block)) = (host, state.refcounts.blocks.get_mut(&index)) else { continue };
-            let changed = std::mem::take(&mut block.changed);
-            let range = changed.start / sector * sector..changed.end.next_multiple_of(sector).min(block.bytes.len());
-            block.writing = range.clone();
-            block.dirt = Dirt::Writing;
+        for (index, host, bytes) in state.refcounts.begin_blocks(self.config.sector_bytes as usize) {
             cycle.blocks.push(index);
-            let bytes = block.bytes[range.clone()].to_vec();
-            cycle.stages[if slip!("refcounts_with_pointers") { 2 } else { 0 }]
-                .push(MetaWrite { host: HostOffset(host + range.start as u64), bytes });
+            cycle.stages[if slip!("refcounts_with_pointers") { 2 } else { 0 }].push(MetaWrite { host, bytes });
         }
     }
 
     fn collect_refcount_table(&self, state: &mut State, cycle: &mut Cycle) {
-        let Some(table) = &state.refcounts.table else { return };
-        let mut entries = Vec::new();
-        for (index, dirt) in &mut state.refcounts.table_dirty {
-            *dirt = Dirt::Writing;
-            entries.push((*index, table.get(*index as usize).copied().unwrap_or(0)));
-        }
+        let entries = state.refcounts.begin_entries();
         cycle.table_entries = entries.iter().map(|(index, _)| *index).collect();
         cycle.stages[if slip!("refcount_table_with_pointers") { 2 } else { 1 }] =
-            self.entry_writes(state.refcounts.table_offset, &entries);
+            self.entry_writes(state.refcounts.table_offset(), &entries);
     }
 
     fn collect_l1(&self, state: &mut State, cycle: &mut Cycle) {
-        let mut entries = Vec::new();
-        for (index, dirt) in &mut state.tables.l1_dirty {
-            let value = self.directory.l1(*index);
-            dirt.written = Some(value);
-            dirt.dirty = false;
-            entries.push((*index as u64, value));
-        }
-        let writes = self.entry_writes(state.tables.l1_offset, &entries);
+        let entries = state.tables.begin_l1(|index| self.directory.l1(index));
+        let writes = self.entry_writes(state.tables.l1_offset(), &entries);
         cycle.stages[if slip!("l1_entries_with_their_tables") { 0 } else { 2 }].extend(writes);
     }
 
@@ -186,32 +164,14 @@ impl Engine {
         let mut state = self.lock_state();
         let state = &mut *state;
         let success = end == CycleEnd::Durable;
-        state.is_writing = false;
         state.epochs.end_cycle(cycle.number, success, cycle.set_dirty_bit);
-        for number in cycle.slices {
-            if let Some(meta) = state.tables.slices.get_mut(&number) {
-                meta.dirt = meta.dirt.cycle_ended(success);
-                if meta.dirt == Dirt::Dirty {
-                    state.tables.dirty.insert(number);
-                }
-            }
-        }
+        state.tables.end_cycle(&cycle.slices, success);
         // After a failed write of pointers the disk may name any of the tables. Their contents are there, as they were in this
         // cycle; so they are tables in place, whose changes go out with the pointers.
         if success || (end == (CycleEnd::Failed { stages: 3 }) && !slip!("failed_pointer_write_forgotten")) {
-            // A table that was dropped and made anew meanwhile has another place.
-            state.tables.fresh.retain(|index, host| cycle.fresh.get(index) != Some(host));
+            state.tables.end_fresh(&cycle.fresh);
         }
-        end_blocks(state, &cycle.blocks, success);
-        for index in cycle.table_entries {
-            let dirt = state.refcounts.table_dirty.get(&index).copied().unwrap_or_default().cycle_ended(success);
-            if dirt == Dirt::Clean {
-                state.refcounts.table_dirty.remove(&index);
-            } else {
-                state.refcounts.table_dirty.insert(index, dirt);
-            }
-        }
-        end_l1(&mut state.tables.l1_dirty, success);
+        state.refcounts.end_cycle(&cycle.blocks, &cycle.table_entries, success);
     }
 
     /// True when a cycle would write something.
@@ -224,7 +184,8 @@ impl Engine {
     /// count, too.
     pub fn holds_changes(&self, with_refcounts: bool) -> bool {
         let state = self.lock_state();
-        (state.is_writing && !slip!("changes_of_a_cycle_count_as_written")) || holds_changes(&state, with_refcounts)
+        (state.epochs.is_writing() && !slip!("changes_of_a_cycle_count_as_written"))
+            || holds_changes(&state, with_refcounts)
     }
 
     /// With lazy refcounts: asks the next cycle to set the dirty bit, once, if there is anything to write.
@@ -235,38 +196,7 @@ impl Engine {
 
 /// True when something in memory differs from the disk.
 pub(crate) fn holds_changes(state: &State, with_refcounts: bool) -> bool {
-    !state.tables.dirty.is_empty()
-        || !state.tables.fresh.is_empty()
-        || !state.tables.l1_dirty.is_empty()
-        || (with_refcounts && (!state.refcounts.dirty.is_empty() || !state.refcounts.table_dirty.is_empty()))
-}
-
-fn end_blocks(state: &mut State, blocks: &[u64], success: bool) {
-    for index in blocks {
-        let Some(block) = state.refcounts.blocks.get_mut(index) else { continue };
-        block.dirt = block.dirt.cycle_ended(success);
-        let written = std::mem::take(&mut block.writing);
-        if block.dirt == Dirt::Dirty {
-            if !success {
-                block.changed = match block.changed.is_empty() {
-                    true => written,
-                    false => written.start.min(block.changed.start)..written.end.max(block.changed.end),
-                };
-            }
-            state.refcounts.dirty.insert(*index);
-        }
-    }
-}
-
-fn end_l1(dirty: &mut BTreeMap<usize, L1Dirt>, success: bool) {
-    dirty.retain(|_, dirt| {
-        match (dirt.written.take(), success) {
-            (Some(value), true) => dirt.durable = value,
-            (Some(_), false) => dirt.dirty = true,
-            (None, _) => {}
-        }
-        dirt.dirty
-    });
+    state.tables.holds_changes() || (with_refcounts && state.refcounts.holds_changes())
 }
 
 /// Appends a write, joined to the one before where they are neighbours (up to 1 MiB).

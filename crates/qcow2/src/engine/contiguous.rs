@@ -21,11 +21,11 @@ pub(crate) struct RunSearch {
 
 impl RunSearch {
     /// The first cluster at which a run of `want` clusters may start; `hint` is the first cluster that may be free.
-    fn start(&self, want: u64, hint: u64) -> u64 {
+    pub(crate) fn start(&self, want: u64, hint: u64) -> u64 {
         if want >= self.want { self.from.max(hint) } else { hint }
     }
 
-    fn none_before(&mut self, want: u64, from: u64) {
+    pub(crate) fn none_before(&mut self, want: u64, from: u64) {
         *self = RunSearch { want, from };
     }
 
@@ -49,17 +49,17 @@ impl Engine {
     pub(crate) fn allocate_contiguous(&self, state: &mut State, want: u64) -> Planned<u64> {
         let block_bits = self.geometry.refcount_block_bits();
         let table_len = self.refcount_table(state)?;
-        if state.refcounts.growing {
+        if state.refcounts.is_growing() {
             return Err(Stall::Wait);
         }
         state.refcounts.require_cap((want >> block_bits) + 2 + SPARE_BLOCKS);
-        let mut start = state.refcounts.runs.start(want, state.refcounts.hint).max(1);
+        let mut start = state.refcounts.start_of_run(want);
         let missing = loop {
             match self.look_for_run(state, start, want, table_len)? {
                 FirstFit::Free(missing) => break missing,
                 FirstFit::From(next) => start = next,
             }
-            state.refcounts.runs.none_before(want, start);
+            state.refcounts.no_run_before(want, start);
         };
         let end = start + missing.len() as u64 + want;
         if let Some(cluster) = (start..end).find(|cluster| self.metadata.contains(*cluster)) {
@@ -77,11 +77,7 @@ impl Engine {
         for cluster in (start..end).filter(is_missing) {
             self.raise(state, cluster);
         }
-        if state.refcounts.hint == start {
-            state.refcounts.hint = end;
-        }
-        state.refcounts.runs.none_before(want, end);
-        state.refcounts.high_water = state.refcounts.high_water.max(end << self.geometry.cluster_bits());
+        state.refcounts.took_run(want, start..end, end << self.geometry.cluster_bits());
         Ok(start + missing.len() as u64)
     }
 
@@ -112,7 +108,7 @@ impl Engine {
             if at == end {
                 return Ok(FirstFit::Free(missing));
             }
-            if end > state.refcounts.limit {
+            if end > state.refcounts.limit() {
                 return Err(Stall::Full);
             }
             if end > 1 << (56 - geometry.cluster_bits()) {
@@ -128,11 +124,11 @@ impl Engine {
                 at = region_end.min(end + 1);
                 continue;
             }
-            let Some(block) = state.refcounts.blocks.get(&index) else {
+            let Some(block) = state.refcounts.block(index) else {
                 return Err(Error::internal("a refcount block left the cache").into());
             };
             let entry = |cluster| geometry.refcount_block_index(cluster) as usize;
-            let is_used = |cluster: &u64| refcount::get(&block.bytes, geometry.refcount_order(), entry(*cluster)) != 0;
+            let is_used = |cluster: &u64| refcount::get(block, geometry.refcount_order(), entry(*cluster)) != 0;
             // The last one in the way: the space before it is too short.
             if let Some(used) = (at..region_end.min(end)).rev().find(is_used) {
                 return Ok(FirstFit::From(used + 1));

@@ -30,6 +30,8 @@ pub(crate) struct Epochs {
     durable: u64,
     /// A cycle is between its begin and its end.
     runs: bool,
+    /// It writes something.
+    writes: bool,
     /// The dirty bit must be set in the header by the next cycle.
     wants_dirty_bit: bool,
     freed: VecDeque<Freed>,
@@ -45,6 +47,7 @@ impl Epochs {
             open: 1,
             durable: 0,
             runs: false,
+            writes: false,
             wants_dirty_bit: false,
             freed: VecDeque::new(),
             freed_in_open: 0,
@@ -61,9 +64,19 @@ impl Epochs {
         self.open - 1
     }
 
+    /// Whether the cycle that has begun writes anything.
+    pub(crate) fn note_writes(&mut self, writes: bool) {
+        self.writes = writes;
+    }
+
+    /// True while a cycle writes something.
+    pub(crate) fn is_writing(&self) -> bool {
+        self.writes
+    }
+
     /// Ends the cycle of an epoch. `set_dirty_bit`: it was to set the dirty bit, which a failed one may not have done.
     pub(crate) fn end_cycle(&mut self, number: u64, is_durable: bool, set_dirty_bit: bool) {
-        self.runs = false;
+        (self.runs, self.writes) = (false, false);
         if is_durable {
             self.durable = number;
         } else {

@@ -20,7 +20,7 @@ pub(crate) use epochs::Epochs;
 pub use reclaim::Reclaim;
 pub(crate) use refcounts::Refcounts;
 pub(crate) use room::{Edit, Room};
-pub(crate) use tables::{Dirt, L1Dirt, Tables};
+pub(crate) use tables::Tables;
 use tuning::Tuning;
 
 use crate::config::EngineConfig;
@@ -56,8 +56,6 @@ pub(crate) struct State {
     pub(crate) epochs: Epochs,
     /// Tables that requests are reading.
     pub(crate) loading: HashSet<TableId>,
-    /// The running cycle writes something.
-    pub(crate) is_writing: bool,
     /// The place of the next compressed cluster, where one may be packed: a sector-aligned host offset in a cluster
     /// that the image has to itself.
     pub(crate) pack_next: Option<HostOffset>,
@@ -104,7 +102,6 @@ impl Engine {
             room: Room::default(),
             epochs: Epochs::new(),
             loading: HashSet::new(),
-            is_writing: false,
             pack_next: None,
             data_high_water: config.data_file_len,
             l2_misses: 0,
@@ -238,7 +235,7 @@ impl Engine {
             l2_misses: state.l2_misses,
             l2_bytes: state.tables.memory_bytes(),
             l2_limit_bytes: self.cache_limits().0,
-            refcount_hits: state.refcounts.hits,
+            refcount_hits: state.refcounts.hits(),
             refcount_misses: state.refcount_misses,
             refcount_bytes: state.refcounts.memory_bytes(),
             refcount_limit_bytes: self.cache_limits().1,

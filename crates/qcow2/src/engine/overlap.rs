@@ -28,9 +28,9 @@ impl Engine {
         let bits = self.geometry.cluster_bits();
         let clusters = |offset: u64, bytes: u64| offset >> bits..(offset + bytes).div_ceil(1 << bits);
         self.mark(Structure::MainHeader, 0..1);
-        self.mark(Structure::ActiveL1, clusters(state.tables.l1_offset, l1.len() as u64 * 8));
-        let table_bytes = state.refcounts.table_clusters << bits;
-        self.mark(Structure::RefcountTable, clusters(state.refcounts.table_offset, table_bytes));
+        self.mark(Structure::ActiveL1, clusters(state.tables.l1_offset(), l1.len() as u64 * 8));
+        let table_bytes = state.refcounts.table_clusters() << bits;
+        self.mark(Structure::RefcountTable, clusters(state.refcounts.table_offset(), table_bytes));
         // A snapshot's table that is the active one too, still unchanged, is marked as that.
         let active: HashSet<u64> = match self.overlap_set().contains(Structure::InactiveL2) {
             true => l1.iter().map(|entry| L1Entry(*entry).offset().0).collect(),
@@ -44,8 +44,8 @@ impl Engine {
         let mut overlapping = Vec::new();
         if self.overlap_set().contains(Structure::ActiveL2) {
             // Tables past the end of the file are refused where they are used.
-            let table_of =
-                |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..state.refcounts.high_water).contains(o));
+            let end = state.refcounts.high_water();
+            let table_of = |entry: &u64| Some(L1Entry(*entry).offset().0).filter(|o| (1..end).contains(o));
             let ranges = l1.iter().map(|entry| table_of(entry).map_or(0..0, |host| host >> bits..(host >> bits) + 1));
             self.metadata.insert_all(ranges, |l1_index| overlapping.push(l1_index));
         }
@@ -72,20 +72,20 @@ impl Engine {
         if cluster == 0 {
             return Some(Structure::MainHeader);
         }
-        if within(state.tables.l1_offset, state.tables.l1_len as u64 * 8) {
+        if within(state.tables.l1_offset(), state.tables.l1_len() as u64 * 8) {
             return Some(Structure::ActiveL1);
         }
-        if within(state.refcounts.table_offset, state.refcounts.table_clusters << bits) {
+        if within(state.refcounts.table_offset(), state.refcounts.table_clusters() << bits) {
             return Some(Structure::RefcountTable);
         }
         if let Some((structure, ..)) = state.other_metadata.iter().find(|(_, offset, bytes)| within(*offset, *bytes)) {
             return Some(*structure);
         }
-        let blocks = state.refcounts.table.as_deref().unwrap_or_default();
+        let blocks = state.refcounts.table().unwrap_or_default();
         if blocks.iter().any(|block| *block != 0 && block >> bits == cluster) {
             return Some(Structure::RefcountBlock);
         }
-        (0..state.tables.l1_len)
+        (0..state.tables.l1_len())
             .any(|index| L1Entry(self.directory.l1(index)).offset().0 >> bits == cluster)
             .then_some(Structure::ActiveL2)
     }

@@ -103,7 +103,7 @@ impl Engine {
     /// a tail of more refcount blocks than the cache holds would never end. Each block that is read ends the attempt.
     pub fn needed_file_len(&self, passed: &mut u64) -> Planned<u64> {
         let mut state = self.lock_state();
-        *passed = (*passed).min(state.refcounts.high_water.div_ceil(self.geometry.cluster_size()));
+        *passed = (*passed).min(state.refcounts.high_water().div_ceil(self.geometry.cluster_size()));
         while *passed > 1 {
             let index = self.geometry.refcount_table_index(*passed - 1);
             if !self.refcount_block(&mut state, index)? {
@@ -122,31 +122,20 @@ impl Engine {
     /// The end in bytes of what the file had when it was opened. `None` where this opening has freed all of that from `len`
     /// on. The rest may be in use without a count, in an image that wants repair.
     pub fn unknown_end(&self, len: u64) -> Option<u64> {
-        let state = self.lock_state();
-        let (bits, found) = (self.geometry.cluster_bits(), state.refcounts.found_clusters);
-        let is_known = state.refcounts.emptied.covers(len >> bits, found);
-        (!is_known).then_some(found << bits)
+        let bits = self.geometry.cluster_bits();
+        self.lock_state().refcounts.unknown_clusters(len >> bits).map(|clusters| clusters << bits)
     }
 
     /// Notes the length of the image's container in bytes, where it can't grow by itself; true when it has become
     /// longer.
     pub fn container_grew(&self, len: u64) -> bool {
-        let mut state = self.lock_state();
-        let clusters = len / self.geometry.cluster_size();
-        if clusters <= state.refcounts.limit {
-            return false;
-        }
-        state.refcounts.limit = clusters;
-        // The bytes there aren't zero.
-        state.refcounts.high_water = state.refcounts.high_water.max(len);
-        true
+        self.lock_state().refcounts.container_grew(len)
     }
 
     /// Notes that the image file was cut to `len` bytes, so that clusters allocated behind read as zeroes.
     pub fn truncated(&self, len: u64) {
         let mut state = self.lock_state();
-        state.refcounts.high_water = state.refcounts.high_water.min(len);
-        state.refcounts.found_clusters = state.refcounts.found_clusters.min(self.geometry.clusters(len));
+        state.refcounts.truncated(len);
         state.room.cut(len >> self.geometry.cluster_bits());
     }
 }

@@ -17,13 +17,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// A refcount block in memory.
-pub(crate) struct Block {
-    pub(crate) bytes: Box<[u8]>,
-    pub(crate) dirt: Dirt,
+struct Block {
+    bytes: Box<[u8]>,
+    dirt: Dirt,
     /// Bytes changed since the last copy for a cycle.
-    pub(crate) changed: Range<usize>,
+    changed: Range<usize>,
     /// Bytes that the running cycle writes.
-    pub(crate) writing: Range<usize>,
+    writing: Range<usize>,
     used: u64,
 }
 
@@ -41,35 +41,35 @@ pub(crate) struct FreeRun {
 /// See the module's text.
 pub(crate) struct Refcounts {
     /// `None` until it is needed.
-    pub(crate) table: Option<Vec<u64>>,
-    pub(crate) table_offset: u64,
-    pub(crate) table_clusters: u64,
+    table: Option<Vec<u64>>,
+    table_offset: u64,
+    table_clusters: u64,
     /// Entries of the table in memory that the disk doesn't have yet.
-    pub(crate) table_dirty: BTreeMap<u64, Dirt>,
-    pub(crate) blocks: HashMap<u64, Block>,
-    pub(crate) dirty: BTreeSet<u64>,
+    table_dirty: BTreeMap<u64, Dirt>,
+    blocks: HashMap<u64, Block>,
+    dirty: BTreeSet<u64>,
     /// The next allocation looks from this cluster on.
-    pub(crate) hint: u64,
+    hint: u64,
     /// See [`RunSearch`].
-    pub(crate) runs: RunSearch,
+    runs: RunSearch,
     /// Clusters that the container has: there are no more where it can't grow.
-    pub(crate) limit: u64,
+    limit: u64,
     /// Everything at or above this offset was never used: the larger of the file's length and the end of all
     /// allocations so far.
-    pub(crate) high_water: u64,
+    high_water: u64,
     /// The clusters that the file had when it was opened.
-    pub(crate) found_clusters: u64,
+    found_clusters: u64,
     /// Those of them that this opening has freed.
-    pub(crate) emptied: Emptied,
+    emptied: Emptied,
     /// Blocks that share their cluster with other metadata.
-    pub(crate) overlapping: BTreeSet<u64>,
+    overlapping: BTreeSet<u64>,
     /// The table is being moved: no new blocks meanwhile.
-    pub(crate) growing: bool,
+    growing: bool,
     tick: u64,
     /// The tick when idle blocks were dropped last.
     swept_tick: u64,
     /// Look-ups that found their block in memory.
-    pub(crate) hits: u64,
+    hits: u64,
     cap: usize,
     cluster_size: u64,
 }
@@ -115,6 +115,165 @@ impl Refcounts {
 
     pub(crate) fn dirty_bytes(&self) -> u64 {
         self.dirty.len() as u64 * self.cluster_size
+    }
+
+    /// Look-ups that found their block in memory.
+    pub(crate) fn hits(&self) -> u64 {
+        self.hits
+    }
+
+    /// The offsets of the blocks; `None` until the table was read.
+    pub(crate) fn table(&self) -> Option<&[u64]> {
+        self.table.as_deref()
+    }
+
+    /// Offset of the table in the file, in bytes.
+    pub(crate) fn table_offset(&self) -> u64 {
+        self.table_offset
+    }
+
+    /// Length of the table in clusters.
+    pub(crate) fn table_clusters(&self) -> u64 {
+        self.table_clusters
+    }
+
+    /// The bytes of a block in memory.
+    pub(crate) fn block(&self, index: u64) -> Option<&[u8]> {
+        self.blocks.get(&index).map(|block| &*block.bytes)
+    }
+
+    /// Clusters that the container has: there are no more where it can't grow.
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Everything at or above this offset was never used.
+    #[inline]
+    pub(crate) fn high_water(&self) -> u64 {
+        self.high_water
+    }
+
+    /// Everything below `end`, in bytes, counts as used.
+    pub(crate) fn raise_high_water(&mut self, end: u64) {
+        self.high_water = self.high_water.max(end);
+    }
+
+    /// Notes the container's length in bytes, where it can't grow by itself; true when it has become longer.
+    pub(crate) fn container_grew(&mut self, len: u64) -> bool {
+        let clusters = len / self.cluster_size;
+        if clusters <= self.limit {
+            return false;
+        }
+        self.limit = clusters;
+        // The bytes there aren't zero.
+        self.raise_high_water(len);
+        true
+    }
+
+    /// The file ends at `len` bytes now.
+    pub(crate) fn truncated(&mut self, len: u64) {
+        self.high_water = self.high_water.min(len);
+        self.found_clusters = self.found_clusters.min(len.div_ceil(self.cluster_size));
+    }
+
+    /// The clusters that the file had when it was opened; `None` where this opening has freed all of them from `first` on.
+    pub(crate) fn unknown_clusters(&self, first: u64) -> Option<u64> {
+        (!self.emptied.covers(first, self.found_clusters)).then_some(self.found_clusters)
+    }
+
+    /// The first cluster at which a run of `want` free clusters may start.
+    pub(crate) fn start_of_run(&self, want: u64) -> u64 {
+        self.runs.start(want, self.hint).max(1)
+    }
+
+    /// No run of `want` free clusters starts before `from`.
+    pub(crate) fn no_run_before(&mut self, want: u64, from: u64) {
+        self.runs.none_before(want, from);
+    }
+
+    /// A run of `want` clusters was taken, with the blocks before it. `end`: of both, in bytes.
+    pub(crate) fn took_run(&mut self, want: u64, taken: Range<u64>, end: u64) {
+        if self.hint == taken.start {
+            self.hint = taken.end;
+        }
+        self.runs.none_before(want, taken.end);
+        self.raise_high_water(end);
+    }
+
+    /// The table is being moved: no new blocks meanwhile.
+    pub(crate) fn is_growing(&self) -> bool {
+        self.growing
+    }
+
+    /// See [`Refcounts::is_growing`].
+    pub(crate) fn set_growing(&mut self, growing: bool) {
+        self.growing = growing;
+    }
+
+    /// The table has moved.
+    pub(crate) fn move_table(&mut self, table: Vec<u64>, offset: u64, clusters: u64) {
+        (self.table, self.table_offset, self.table_clusters) = (Some(table), offset, clusters);
+    }
+
+    /// True when entries of the table aren't on the disk.
+    pub(crate) fn is_table_dirty(&self) -> bool {
+        !self.table_dirty.is_empty()
+    }
+
+    /// True when something in memory differs from the disk.
+    pub(crate) fn holds_changes(&self) -> bool {
+        !self.dirty.is_empty() || self.is_table_dirty()
+    }
+
+    /// The changed sectors of the dirty blocks, which a cycle writes now: index, host offset, bytes.
+    pub(crate) fn begin_blocks(&mut self, sector: usize) -> Vec<(u64, HostOffset, Vec<u8>)> {
+        let mut begun = Vec::new();
+        for index in std::mem::take(&mut self.dirty) {
+            let host = self.table.as_ref().and_then(|table| table.get(index as usize)).copied();
+            let (Some(host), Some(block)) = (host, self.blocks.get_mut(&index)) else { continue };
+            let changed = std::mem::take(&mut block.changed);
+            let range = changed.start / sector * sector..changed.end.next_multiple_of(sector).min(block.bytes.len());
+            block.writing = range.clone();
+            block.dirt = Dirt::Writing;
+            begun.push((index, HostOffset(host + range.start as u64), block.bytes[range].to_vec()));
+        }
+        begun
+    }
+
+    /// The changed entries of the table, which a cycle writes now: index and value.
+    pub(crate) fn begin_entries(&mut self) -> Vec<(u64, u64)> {
+        let Some(table) = &self.table else { return Vec::new() };
+        let begin = |(index, dirt): (&u64, &mut Dirt)| {
+            *dirt = Dirt::Writing;
+            (*index, table.get(*index as usize).copied().unwrap_or(0))
+        };
+        self.table_dirty.iter_mut().map(begin).collect()
+    }
+
+    /// Ends a cycle, which wrote these blocks and entries of the table. Changes that aren't durable are dirty again.
+    pub(crate) fn end_cycle(&mut self, blocks: &[u64], entries: &[u64], success: bool) {
+        for index in blocks {
+            let Some(block) = self.blocks.get_mut(index) else { continue };
+            block.dirt = block.dirt.cycle_ended(success);
+            let written = std::mem::take(&mut block.writing);
+            if block.dirt == Dirt::Dirty {
+                if !success {
+                    block.changed = match block.changed.is_empty() {
+                        true => written,
+                        false => written.start.min(block.changed.start)..written.end.max(block.changed.end),
+                    };
+                }
+                self.dirty.insert(*index);
+            }
+        }
+        for index in entries {
+            let dirt = self.table_dirty.get(index).copied().unwrap_or_default().cycle_ended(success);
+            if dirt == Dirt::Clean {
+                self.table_dirty.remove(index);
+            } else {
+                self.table_dirty.insert(*index, dirt);
+            }
+        }
     }
 
     pub(crate) fn set_table(&mut self, geometry: Geometry, bytes: &[u8]) -> Result<(), Error> {

@@ -68,7 +68,7 @@ impl Engine {
         let state = &mut *state;
         state.room.withdraw(reserve, self.geometry.cluster_bits());
         if let Some(l1_index) = reserve.table {
-            state.tables.moving.remove(&l1_index);
+            state.tables.stop_moving(l1_index);
             if let Some(cluster) = state.room.places.remove(&l1_index) {
                 self.release(state, cluster);
             }
@@ -103,7 +103,7 @@ impl Engine {
     /// Room for the block that counts `cluster`, which is there.
     pub(crate) fn require_count_room(&self, state: &mut State, cluster: u64) -> Planned<()> {
         let index = self.geometry.refcount_table_index(cluster) as usize;
-        match state.refcounts.table.as_ref().and_then(|table| table.get(index)).copied() {
+        match state.refcounts.table().and_then(|table| table.get(index)).copied() {
             Some(_) if slip!("counts_without_room") => Ok(()),
             Some(block) => self.require_room(state, block >> self.geometry.cluster_bits()),
             None => Ok(()),
@@ -113,7 +113,7 @@ impl Engine {
     /// Room for a refcount block that comes into being, and for the entry that names it.
     pub(crate) fn require_block_room(&self, state: &mut State, index: u64, cluster: u64, is_held: bool) -> Planned<()> {
         self.require_new_room(state, cluster, is_held)?;
-        let entry = (state.refcounts.table_offset + index * 8) >> self.geometry.cluster_bits();
+        let entry = (state.refcounts.table_offset() + index * 8) >> self.geometry.cluster_bits();
         self.require_room(state, entry)
     }
 
@@ -128,7 +128,7 @@ impl Engine {
             }
         };
         self.ask_for_room(state, cluster, true, Some(l1_index))?;
-        let entry = (state.tables.l1_offset + l1_index as u64 * 8) >> self.geometry.cluster_bits();
+        let entry = (state.tables.l1_offset() + l1_index as u64 * 8) >> self.geometry.cluster_bits();
         self.ask_for_room(state, entry, false, Some(l1_index))?;
         state.room.places.remove(&l1_index);
         Ok(cluster)

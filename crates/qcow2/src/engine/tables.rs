@@ -48,8 +48,8 @@ impl Dirt {
 }
 
 #[derive(Default)]
-pub(crate) struct SliceMeta {
-    pub(crate) dirt: Dirt,
+struct SliceMeta {
+    dirt: Dirt,
     /// Requests that will edit the slice when their I/O is done.
     busy: u32,
     /// Its share of the cache, in bytes; 0 while only its state is known.
@@ -58,29 +58,29 @@ pub(crate) struct SliceMeta {
 
 /// An L1 entry that is not, or not surely, on disk as it is in memory.
 #[derive(Clone, Copy)]
-pub(crate) struct L1Dirt {
+struct L1Dirt {
     /// The value that the disk holds for sure, or held last.
-    pub(crate) durable: u64,
+    durable: u64,
     /// The value that the running cycle writes.
-    pub(crate) written: Option<u64>,
+    written: Option<u64>,
     /// Changed since that copy was taken.
-    pub(crate) dirty: bool,
+    dirty: bool,
 }
 
 /// See the module's text.
 pub(crate) struct Tables {
-    pub(crate) slices: HashMap<u64, SliceMeta>,
+    slices: HashMap<u64, SliceMeta>,
     clock: VecDeque<u64>,
     /// Slices whose [`Dirt`] asks for a write by the next cycle.
-    pub(crate) dirty: BTreeSet<u64>,
+    dirty: BTreeSet<u64>,
     /// L2 tables that the disk's L1 doesn't point to yet, by L1 index, with their host offset. The next cycle writes
     /// them whole; slices that aren't cached are zero.
-    pub(crate) fresh: BTreeMap<usize, u64>,
-    pub(crate) l1_dirty: BTreeMap<usize, L1Dirt>,
-    pub(crate) l1_offset: u64,
-    pub(crate) l1_len: usize,
+    fresh: BTreeMap<usize, u64>,
+    l1_dirty: BTreeMap<usize, L1Dirt>,
+    l1_offset: u64,
+    l1_len: usize,
     /// Tables being copied to a new place: their slices stay.
-    pub(crate) moving: BTreeSet<usize>,
+    moving: BTreeSet<usize>,
     /// Bytes that slices may count for: the size of a cache limits its slices, not its memory.
     cap_bytes: u64,
     counted_bytes: u64,
@@ -156,6 +156,90 @@ impl Tables {
 
     pub(crate) fn dirty_slices(&self) -> usize {
         self.dirty.len()
+    }
+
+    /// Offset of the L1 table in the file, in bytes.
+    pub(crate) fn l1_offset(&self) -> u64 {
+        self.l1_offset
+    }
+
+    /// Entries of the L1 table.
+    #[inline]
+    pub(crate) fn l1_len(&self) -> usize {
+        self.l1_len
+    }
+
+    /// The L1 table has moved.
+    pub(crate) fn move_l1(&mut self, offset: u64, len: usize) {
+        (self.l1_offset, self.l1_len) = (offset, len);
+    }
+
+    /// The value of an L1 entry that the disk holds, where it differs from the one in memory or may differ.
+    pub(crate) fn durable_l1(&self, index: usize) -> Option<u64> {
+        self.l1_dirty.get(&index).map(|dirt| dirt.durable)
+    }
+
+    /// The tables that the disk's L1 doesn't point to yet, by L1 index, with their host offset.
+    pub(crate) fn fresh(&self) -> &BTreeMap<usize, u64> {
+        &self.fresh
+    }
+
+    /// A table that was to be copied to a new place stays where it is.
+    pub(crate) fn stop_moving(&mut self, l1_index: usize) {
+        self.moving.remove(&l1_index);
+    }
+
+    /// True when something in memory differs from the disk.
+    pub(crate) fn holds_changes(&self) -> bool {
+        !self.dirty.is_empty() || !self.fresh.is_empty() || !self.l1_dirty.is_empty()
+    }
+
+    /// The dirty slices, which a cycle writes now.
+    pub(crate) fn begin_slices(&mut self) -> Vec<u64> {
+        let mut taken: Vec<u64> = std::mem::take(&mut self.dirty).into_iter().collect();
+        taken.retain(|number| match self.slices.get_mut(number) {
+            Some(meta) => {
+                meta.dirt = Dirt::Writing;
+                true
+            }
+            None => false,
+        });
+        taken
+    }
+
+    /// The changed entries of the L1 table, which a cycle writes now: index and value. `value_of`: an entry in memory.
+    pub(crate) fn begin_l1(&mut self, value_of: impl Fn(usize) -> u64) -> Vec<(u64, u64)> {
+        let begin = |(index, dirt): (&usize, &mut L1Dirt)| {
+            let value = value_of(*index);
+            (dirt.written, dirt.dirty) = (Some(value), false);
+            (*index as u64, value)
+        };
+        self.l1_dirty.iter_mut().map(begin).collect()
+    }
+
+    /// Ends a cycle, which wrote these slices and entries of the L1 table. Changes that aren't durable are dirty again.
+    pub(crate) fn end_cycle(&mut self, slices: &[u64], success: bool) {
+        for number in slices {
+            if let Some(meta) = self.slices.get_mut(number) {
+                meta.dirt = meta.dirt.cycle_ended(success);
+                if meta.dirt == Dirt::Dirty {
+                    self.dirty.insert(*number);
+                }
+            }
+        }
+        self.l1_dirty.retain(|_, dirt| {
+            match (dirt.written.take(), success) {
+                (Some(value), true) => dirt.durable = value,
+                (Some(_), false) => dirt.dirty = true,
+                (None, _) => {}
+            }
+            dirt.dirty
+        });
+    }
+
+    /// The disk's L1 points to these tables. One that was dropped and made anew meanwhile has another place.
+    pub(crate) fn end_fresh(&mut self, written: &BTreeMap<usize, u64>) {
+        self.fresh.retain(|index, host| written.get(index) != Some(host));
     }
 
     pub(crate) fn set_busy(&mut self, number: u64, busy: bool) {
@@ -333,7 +417,7 @@ impl Engine {
             error.with_report(format!("L2 table offset {offset} unaligned (L1 index: {index})"))
         })?;
         if let Some(host) = table
-            && host.0 >= state.refcounts.high_water
+            && host.0 >= state.refcounts.high_water()
         {
             let message = format!("the L2 table of L1 entry {l1_index} lies past the end of the file");
             return Err(Error::invalid_image("l1_entry", host, message).with_errno(Errno::EIO));

@@ -74,9 +74,9 @@ impl Engine {
         let mut state = self.lock_state();
         self.metadata.clear();
         self.tuning.overlap.store(set.bits(), Ordering::Release);
-        let l1: Vec<u64> = (0..state.tables.l1_len).map(|index| self.directory.l1(index)).collect();
+        let l1: Vec<u64> = (0..state.tables.l1_len()).map(|index| self.directory.l1(index)).collect();
         state.overlapping_tables = self.mark_known(&state, &l1);
-        if state.refcounts.table.is_some() {
+        if state.refcounts.table().is_some() {
             self.mark_refcount_blocks(&mut state);
         }
     }
