@@ -2,8 +2,10 @@
 //! Compares the files that two runs left: names, lengths, headers, allocation maps and content.
 
 use cowshed_testkit::qemu::Qemu;
+use rustix::fs::SeekFrom;
 use std::collections::BTreeSet;
-use std::os::unix::fs::FileTypeExt;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
 const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
@@ -11,10 +13,14 @@ const QCOW2_MAGIC: &[u8] = b"QFI\xfb";
 const EXTENT_MAGIC: &[u8] = b"KDMV";
 /// At the end of a fixed VHD.
 const FOOTER_MAGIC: &[u8] = b"conectix";
-const FOOTER_BYTES: usize = 512;
+const FOOTER_BYTES: u64 = 512;
 const LUKS_MAGIC: &[u8] = b"LUKS\xba\xbe";
 /// The space that two writers may leave free in the file, in bytes.
-const GROWTH: usize = 512 << 10;
+const GROWTH: u64 = 512 << 10;
+/// The part of a file with its header and what belongs to it, in bytes.
+const START_BYTES: u64 = 2 << 20;
+/// The piece in which files are compared, in bytes.
+const PIECE_BYTES: u64 = 256 << 10;
 /// Header fields with the places of tables, which are the writer's affair.
 const PLACES: [std::ops::Range<usize>; 3] = [40..48, 48..56, 64..72];
 
@@ -37,28 +43,27 @@ pub fn differences(qemu: &Qemu, theirs: &Path, ours: &Path) -> Vec<(String, Stri
 }
 
 fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(String, String)> {
-    let read = |path: &Path| if path.is_file() { std::fs::read(path).unwrap_or_default() } else { Vec::new() };
-    let (their_bytes, our_bytes) = (read(theirs), read(ours));
-    if their_bytes == our_bytes {
+    let (their_ends, our_ends) = (Ends::read(theirs), Ends::read(ours));
+    if their_ends == our_ends && has_same_bytes(theirs, ours, their_ends.length) {
         return None;
     }
-    let described = |path: &Path, bytes: &[u8]| format!("{name}: {}", describe(qemu, path, bytes));
-    let (mut of_theirs, mut of_ours) = (described(theirs, &their_bytes), described(ours, &our_bytes));
+    let described = |path: &Path, ends: &Ends| format!("{name}: {}", describe(qemu, path, ends));
+    let (mut of_theirs, mut of_ours) = (described(theirs, &their_ends), described(ours, &our_ends));
     // Keys and their salts are random. An extent alone is no disk: it was compared along with its descriptor.
-    if their_bytes.starts_with(EXTENT_MAGIC) && name.contains("-s0") {
+    if their_ends.start.starts_with(EXTENT_MAGIC) && name.contains("-s0") {
         return None;
     }
-    if !their_bytes.starts_with(LUKS_MAGIC) && !is_encrypted(&their_bytes) {
-        let format = format_of(qemu, theirs, &their_bytes);
+    if !their_ends.start.starts_with(LUKS_MAGIC) && !is_encrypted(&their_ends.start) {
+        let format = format_of(qemu, theirs, &their_ends);
         let said = qemu.img(["compare", "-U", &layer(&format, theirs), &layer(&format, ours)]);
         if said.code != 0 {
             of_theirs += &format!("\ncontent: {}{}", said.stdout, said.stderr);
         }
     }
     // Of qcow2 only a file that is much longer is a difference: clusters that were freed and weren't used again.
-    if is_qcow2(&their_bytes) && our_bytes.len() > their_bytes.len() + GROWTH {
-        of_theirs += &format!("\nlength: {}", their_bytes.len());
-        of_ours += &format!("\nlength: {}", our_bytes.len());
+    if is_qcow2(&their_ends.start) && our_ends.length > their_ends.length + GROWTH {
+        of_theirs += &format!("\nlength: {}", their_ends.length);
+        of_ours += &format!("\nlength: {}", our_ends.length);
     }
     if of_theirs == of_ours {
         return None;
@@ -66,6 +71,56 @@ fn difference(qemu: &Qemu, theirs: &Path, ours: &Path, name: &str) -> Option<(St
     of_ours.push('\n');
     of_theirs.push('\n');
     Some((of_theirs, of_ours))
+}
+
+/// The parts of a file that tell its format and its fields. Folders and devices have none.
+#[derive(Default, PartialEq)]
+struct Ends {
+    length: u64,
+    start: Vec<u8>,
+    footer: Vec<u8>,
+}
+
+impl Ends {
+    fn read(path: &Path) -> Ends {
+        if !path.is_file() {
+            return Ends::default();
+        }
+        let Ok(file) = File::open(path) else { return Ends::default() };
+        let length = file.metadata().map_or(0, |about| about.len());
+        let read = |bytes: u64, at: u64| {
+            let mut read = vec![0; bytes as usize];
+            file.read_exact_at(&mut read, at).map_or_else(|_| Vec::new(), |()| read)
+        };
+        let footer = length.min(FOOTER_BYTES);
+        Ends { length, start: read(length.min(START_BYTES), 0), footer: read(footer, length - footer) }
+    }
+}
+
+/// Whether two files of a length have the same content. Common holes aren't read.
+fn has_same_bytes(one: &Path, other: &Path, length: u64) -> bool {
+    if length == 0 {
+        return true;
+    }
+    let files = [one, other].map(|path| File::open(path).expect("a file"));
+    let mut pieces = [(); 2].map(|()| vec![0; PIECE_BYTES as usize]);
+    let mut at = 0;
+    while let Some(start) = files.iter().filter_map(|file| next_data(file, at)).min() {
+        let bytes = PIECE_BYTES.min(length - start) as usize;
+        for (file, piece) in files.iter().zip(&mut pieces) {
+            file.read_exact_at(&mut piece[..bytes], start).expect("the file can be read");
+        }
+        if pieces[0][..bytes] != pieces[1][..bytes] {
+            return false;
+        }
+        at = start + bytes as u64;
+    }
+    true
+}
+
+/// Where the next data of a file is that lies at `at` or behind it.
+fn next_data(file: &File, at: u64) -> Option<u64> {
+    rustix::fs::seek(file, SeekFrom::Data(at)).ok()
 }
 
 fn is_encrypted(bytes: &[u8]) -> bool {
@@ -77,12 +132,11 @@ fn is_qcow2(bytes: &[u8]) -> bool {
     bytes.starts_with(QCOW2_MAGIC) && bytes.get(4..8) != Some(&[0, 0, 0, 1])
 }
 
-fn format_of(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
-    let footer = bytes.len().checked_sub(FOOTER_BYTES).and_then(|at| bytes.get(at..));
-    if footer.is_some_and(|footer| footer.starts_with(FOOTER_MAGIC)) {
+fn format_of(qemu: &Qemu, path: &Path, ends: &Ends) -> String {
+    if ends.footer.starts_with(FOOTER_MAGIC) {
         return "vpc".to_owned();
     }
-    if is_qcow2(bytes) {
+    if is_qcow2(&ends.start) {
         return "qcow2".to_owned();
     }
     let info = qemu.img(["info", "-U", "--output=json", &path.display().to_string()]);
@@ -100,15 +154,15 @@ fn layer(format: &str, path: &Path) -> String {
 }
 
 /// Length, header and map. The places of clusters, and whether the file has holes in them, are the writer's affair.
-fn describe(qemu: &Qemu, path: &Path, bytes: &[u8]) -> String {
-    if !is_qcow2(bytes) {
+fn describe(qemu: &Qemu, path: &Path, ends: &Ends) -> String {
+    if !is_qcow2(&ends.start) {
         // Of an image the content counts, and where it stands is the writer's affair.
-        return match format_of(qemu, path, bytes) {
-            format if format == "raw" => format!("{} bytes", bytes.len()),
+        return match format_of(qemu, path, ends) {
+            format if format == "raw" => format!("{} bytes", ends.length),
             format => format!("an image of the format {format}"),
         };
     }
-    let mut text = header(bytes);
+    let mut text = header(&ends.start);
     let map = qemu.img(["map", "-U", "--output=json", &layer("qcow2", path)]);
     let map: serde_json::Value = serde_json::from_str(&map.stdout).unwrap_or_default();
     let mut last: Option<(serde_json::Value, u64, u64)> = None;
