@@ -301,24 +301,18 @@ impl BlockFormat for Vpc {
         let Some(Dynamic { header, place, table, whole_table, .. }) = &self.dynamic else {
             return Ok((RunSource::Data { file: 0, host: at }, len));
         };
-        // An entry behind the disk's end that names no block is nothing to its readers.
-        let is_behind = at >= self.footer.size;
         let (block, skip) = (at / header.block_bytes, at % header.block_bytes);
         let entry = u32::from_be_bytes(file.entry(*table, block).await?);
-        let Some(start) = header.block(entry) else {
+        // Some writers leave zeroes behind the disk's end. Any other entry there names a block of a longer disk.
+        let is_unused = entry == 0 && at >= self.footer.size;
+        let Some(start) = header.block(entry).filter(|_| !is_unused) else {
             let place = if self.parent.is_some() { RunSource::Unallocated } else { RunSource::Zero };
             return Ok((place, file.same::<4>(*table, block, (at, len, header.block_bytes)).await?));
         };
         let len = len.min(header.block_bytes - skip);
         let unit_bytes = header.bitmap_bytes() + header.block_bytes;
         let unit = start - header.bitmap_bytes();
-        if is_behind && start.checked_add(header.block_bytes).is_none_or(|end| end > file.len()) {
-            return Ok((RunSource::Zero, len));
-        }
         if unit < FOOTER_BYTES as u64 || [whole_table, place].iter().any(|part| part.overlaps(unit, unit_bytes)) {
-            if is_behind {
-                return Ok((RunSource::Zero, len));
-            }
             let message = format!("the block at byte {} of the disk lies on the metadata", at - skip);
             return Err(Error::invalid_image("block allocation table entry", entry, message));
         }

@@ -257,8 +257,9 @@ impl Engine {
         }
     }
 
-    /// Ends packing in the cluster of the last batch: the next batch starts in a fresh cluster.
-    pub fn stop_packing(&self) {
-        self.lock_state().pack_next = None;
+    /// Ends packing in the cluster of the last batch: the next batch starts in a fresh cluster. Returns where it would have
+    /// gone on.
+    pub fn stop_packing(&self) -> Option<HostOffset> {
+        self.lock_state().pack_next.take()
     }
 }

@@ -193,3 +193,59 @@ fn empty_tables_are_repaired_by_pages() {
         assert_eq!(said.code, Some(2), "{line}");
     }
 }
+
+/// A VHD of which the size is the geometry's, with a block behind that.
+fn vhd_with_a_block_behind_the_end(oracle: &Oracle) -> std::path::PathBuf {
+    oracle.make("create -q -f vpc -o force_size=on image 41947136");
+    let path = oracle.work().join("image");
+    let mut image = fs::read(&path).unwrap();
+    let end = image.len() - 512;
+    for footer in [0, end] {
+        image[footer + 28..footer + 32].copy_from_slice(b"vpc ");
+        image[footer + 56..footer + 60].copy_from_slice(&[1204_u16.to_be_bytes()[0], 1204_u16.to_be_bytes()[1], 4, 17]);
+        image[footer + 64..footer + 68].fill(0);
+        let sum = !image[footer..footer + 512].iter().map(|byte| u32::from(*byte)).sum::<u32>();
+        image[footer + 64..footer + 68].copy_from_slice(&sum.to_be_bytes());
+    }
+    fs::write(&path, image).unwrap();
+    let mut command = std::process::Command::new(oracle.qemu.io_path());
+    command.args(["--image-opts", "-c", "write -P 1 0 64k", "-c", "write -P 2 41943040 4k"]);
+    let file = format!("driver=vpc,force_size_calc=current_size,file.filename={}", path.display());
+    assert!(command.arg(file).output().expect("qemu-io runs").status.success());
+    path
+}
+
+#[test]
+fn vhd_whose_last_block_is_cut_off_stays() {
+    let oracle = Oracle::new();
+    let path = vhd_with_a_block_behind_the_end(&oracle);
+    let whole = fs::read(&path).unwrap();
+    let cut = &whole[..whole.len() - 512 - (2 << 20) - 512];
+    fs::write(&path, cut).unwrap();
+    let said = run_io(&oracle, "vpc", "image", &["write -P 9 4M 2M"]);
+    assert!(said.contains("block allocation table entry"), "{said}");
+    assert!(fs::read(&path).unwrap() == cut, "nothing is written");
+}
+
+#[test]
+fn tables_of_many_unused_entries_open_at_once() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vpc -o force_size=on image 8M");
+    let path = oracle.work().join("image");
+    let image = fs::read(&path).unwrap();
+    // One by one they take minutes.
+    let entries = 1_u32 << 27;
+    let mut header = image[512..1536].to_vec();
+    header[28..32].copy_from_slice(&entries.to_be_bytes());
+    header[36..40].fill(0);
+    let sum = !header.iter().map(|byte| u32::from(*byte)).sum::<u32>();
+    header[36..40].copy_from_slice(&sum.to_be_bytes());
+    let mut start = image[..image.len() - 512].to_vec();
+    start[512..1536].copy_from_slice(&header);
+    // The entries behind those of the disk are a hole.
+    let end = 1536 + u64::from(entries) * 4;
+    let file = fs::File::create(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &start, 0).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &image[..512], end).unwrap();
+    io(&oracle, "vpc", "image", &["write -P 1 4M 64k", "read -P 1 4M 64k"]);
+}

@@ -627,6 +627,8 @@ fn no_target_replaces_a_file_in_use() {
         ("convert -O ova --force b.raw b.raw", "lock"),
         ("convert -O ova --force top.qcow2 a.qcow2", "lock"),
         ("convert --for gcp --force odd.tar.gz odd.tar.gz", "lock"),
+        ("convert -U -O ova --force top.qcow2 a.qcow2", "both are one file"),
+        ("convert -U -f raw --for gcp --force odd.tar.gz odd.tar.gz", "both are one file"),
         ("convert -O raw --force m.ova m.ova", "file of the package itself"),
         ("convert -O raw --force m/m.ovf m/m.ovf", "file of the package itself"),
         ("convert -O raw --force m/m.ovf m/m-disk1.vmdk", "file of the package itself"),

@@ -386,9 +386,8 @@ fn commands_beside_a_machine_answer_as_the_page_says() {
     let said = run(&format!(
         "cowshed create -q -f qcow2 base.qcow2 1M; cowshed create -q -f qcow2 -b base.qcow2 -F qcow2 disk.qcow2
         qemu-system-x86_64 -S -nodefaults -display none -drive if=none,id=d,format=qcow2,file=disk.qcow2 \\
-            -device virtio-blk-pci,drive=d </dev/null >out 2>err & machine=$!
-        trap 'kill $machine' EXIT
-        until ! cowshed info disk.qcow2 >ready 2>&1; do kill -0 $machine; sleep 0.05; done
+            -device virtio-blk-pci,drive=d -daemonize -pidfile pid </dev/null >out 2>err || cat err
+        machine=$(cat pid); trap 'kill $machine' EXIT
         {}\n{}",
         works.join("\n"),
         refused.join("\n"),

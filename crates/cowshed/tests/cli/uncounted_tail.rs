@@ -97,3 +97,27 @@ fn changes_cut_off_what_nothing_refers_to() {
     assert_eq!(fs::metadata(&image).unwrap().len(), length + CLUSTER as u64);
     oracle.make("check -q a.qcow2");
 }
+
+#[test]
+fn last_cluster_of_the_file_is_whole() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let length = |name: &str| fs::metadata(work.join(name)).unwrap().len();
+    symlink(env!("CARGO_BIN_EXE_cowshed"), work.join("qemu-io")).unwrap();
+    for size in [1 << 20, (1 << 20) + 5120] {
+        oracle.make(&format!("create -q -f qcow2 a.qcow2 {size}"));
+        fs::copy(work.join("a.qcow2"), work.join("b.qcow2")).unwrap();
+        let write = format!("write -P 3 {} 512", size - 512);
+        oracle.io(&[&write], "b.qcow2");
+        let said = finish(Command::new("./qemu-io").args(["-c", &write, "a.qcow2"]).current_dir(&work));
+        assert_eq!(said.code, Some(0), "{}{}", said.out, said.err);
+        assert_eq!(length("a.qcow2"), length("b.qcow2"), "{size}");
+        oracle.ours(&work, &words("convert -O qcow2 a.qcow2 c.qcow2"));
+        oracle.make("convert -O qcow2 a.qcow2 d.qcow2");
+        assert_eq!(length("c.qcow2"), length("d.qcow2"), "{size}, converted");
+        // Compressed data end the file, as in QEMU.
+        oracle.ours(&work, &words("convert -c -O qcow2 a.qcow2 c.qcow2"));
+        oracle.make("convert -c -O qcow2 a.qcow2 d.qcow2");
+        assert!(length("c.qcow2") <= length("d.qcow2"), "{size}, compressed");
+    }
+}

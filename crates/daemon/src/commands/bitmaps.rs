@@ -291,6 +291,7 @@ impl BitmapAction {
                 self.node.check_bitmap(&self.name).await.map_err(worded)?;
                 let mut all: Option<Arc<DirtyBits>> = None;
                 for (node, name) in sources {
+                    node.check_bitmap(&name).await.map_err(worded)?;
                     let bits = node.bitmap_bits(&name).await.map_err(worded)?;
                     match &mut all {
                         Some(all) if all.granularity_bytes() <= bits.granularity_bytes() => {

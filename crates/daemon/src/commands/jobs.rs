@@ -151,23 +151,15 @@ async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpRes
 /// A mirror that copies in the background may be told to hold writes until they are on both ends; not the other way.
 async fn block_job_change(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("id"))?;
+    job.check_changeable()?;
+    if job.kind != "mirror" {
+        return Err(QmpError::generic("Job type does not support change"));
+    }
     let kind = arguments.text("type");
     if job.kind != kind {
         return Err(QmpError::generic(format!("Job '{}' is '{}' job, not '{kind}'", job.id, job.kind)));
     }
-    if kind != "mirror" {
-        return Err(QmpError::generic(format!("Job type '{kind}' does not support change")));
-    }
     match (arguments.text("copy-mode"), job.holds_writes()) {
-        ("write-blocking", false)
-            if !matches!(job.status(), Status::Running | Status::Paused | Status::Ready | Status::Standby) =>
-        {
-            let status = job.status().as_str();
-            return Err(QmpError::generic(format!(
-                "Job '{}' in state '{status}' cannot accept command verb 'change'",
-                job.id
-            )));
-        }
         ("write-blocking", false) => job.hold_writes(daemon.graph.generate_name().name()).await.map_err(failed)?,
         ("write-blocking", true) | ("background", false) => {}
         _ => return Err(QmpError::generic("Change to copy mode 'background' is not implemented")),

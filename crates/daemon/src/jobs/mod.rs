@@ -381,6 +381,14 @@ impl Job {
         Ok(())
     }
 
+    /// Refuses `block-job-change` of a job that doesn't work any more, or not yet.
+    pub fn check_changeable(&self) -> QmpResult<()> {
+        match self.status() {
+            Status::Running | Status::Paused | Status::Ready | Status::Standby => Ok(()),
+            _ => Err(self.cannot("change")),
+        }
+    }
+
     fn cannot(&self, verb: &str) -> QmpError {
         let status = self.status().as_str();
         QmpError::generic(format!("Job '{}' in state '{status}' cannot accept command verb '{verb}'", self.id))

@@ -7,7 +7,7 @@ use cowshed_offline::check::end_of_use;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, RefcountGrowth, Stall};
 use cowshed_storage::IoBuf;
 use cowshed_storage::fault::{Event, as_metadata};
-use cowshed_types::{Errno, Error, ErrorKind, Result, slip};
+use cowshed_types::{Errno, Error, ErrorKind, HostOffset, Result, slip};
 use futures_util::stream::{self, StreamExt};
 use std::sync::atomic::Ordering;
 
@@ -277,9 +277,23 @@ impl Qcow2Driver {
         self.lost_bitmaps()
     }
 
+    /// Lengthens the file to the end of its last cluster, which some readers want whole: as QEMU not where compressed data end
+    /// there. `packed`: where more of these would have gone. A file system that refuses the length harms nothing.
+    async fn complete_last_cluster(&self, end: u64, packed: Option<HostOffset>) {
+        let last = end - self.cluster_size();
+        let is_compressed = packed.is_some_and(|next| next.0 >= last);
+        if self.file.len() > last
+            && self.file.is_plain()
+            && !is_compressed
+            && let Err(error) = self.file.set_len(end).await
+        {
+            tracing::debug!("the last cluster of the image stays cut off: {error}");
+        }
+    }
+
     /// Makes the image on disk complete, as a close leaves it. No request may run.
     pub(super) async fn settle_all(&self) -> Result<()> {
-        self.engine.stop_packing();
+        let packed = self.engine.stop_packing();
         self.engine.release_places();
         // Bitmaps that can't be completed keep nothing else from the disk.
         let bitmaps = self.settle_bitmaps().await;
@@ -303,6 +317,8 @@ impl Qcow2Driver {
             if needed < self.file.len() {
                 self.file.set_len(needed).await?;
                 self.engine.truncated(needed);
+            } else if needed > self.file.len() {
+                self.complete_last_cluster(needed, packed).await;
             }
         }
         if self.engine.lazy_refcounts() && self.header().is_dirty() {

@@ -42,6 +42,11 @@ impl Qcow2Driver {
             let checked = check_can_preallocate(self.stored_in(self.data_place()), preallocation);
             checked.map_err(|error| error.context("Failed to resize underlying file"))?;
         }
+        // The data file is the disk as it is, in the new part as well.
+        let preallocation = match preallocation {
+            Preallocation::Off if self.is_data_file_raw() => Preallocation::Metadata,
+            chosen => chosen,
+        };
         self.grow_l1(size).await?;
         let old = self.size();
         // Clusters that an interrupted shrink has left there go.
@@ -127,16 +132,16 @@ impl Qcow2Driver {
     }
 
     /// Makes the new range behind the old end of a grown disk zero, whatever the last cluster or a longer backing file
-    /// holds.
+    /// holds. Such a backing file may grow later, so none of the range is left to it.
     async fn zero_new_range(&self, old: u64, new: u64) -> Result<()> {
         let cluster_end = old.next_multiple_of(self.cluster_size()).min(new);
-        if old < cluster_end && !self.reads_zero(old, cluster_end - old).await? {
+        let is_backed = self.engine.backing_size().is_some_and(|backing| backing > old);
+        if old < cluster_end && (is_backed || !self.reads_zero(old, cluster_end - old).await?) {
             self.write_zero_data(old, cluster_end - old).await?;
         }
-        let backing_end = self.engine.backing_size().unwrap_or(0).min(new);
-        if cluster_end < backing_end && !slip!("growth_shows_the_backing_file") {
+        if is_backed && cluster_end < new && !slip!("growth_shows_the_backing_file") {
             // Up to a whole cluster: behind `new` there is no disk.
-            let stop = backing_end.next_multiple_of(self.cluster_size());
+            let stop = new.next_multiple_of(self.cluster_size());
             let flags = ZeroFlags { may_unmap: true, no_fallback: false };
             let mut at = cluster_end;
             while at < stop {

@@ -11,9 +11,12 @@ mod target;
 use crate::{ImageSpec, JobHandle};
 use copy::{Copy, CopySettings};
 use cowshed_create::INCOMPLETE;
+use cowshed_image::graph::files_below;
+use cowshed_storage::FileIdentity;
 use cowshed_types::{Error, Result, without};
 use pieces::Cut;
 pub(crate) use source::Sources;
+use std::path::PathBuf;
 use target::Target;
 
 /// `-S` by default: zeroes of at least this many bytes become holes.
@@ -79,6 +82,8 @@ pub struct ConvertOptions {
     pub keeps_existing: bool,
     /// The name that the new target gets once it is whole, where that is another one.
     pub final_name: Option<String>,
+    /// The file in whose place the caller puts the new target: none of those that the sources read.
+    pub replaced: Option<PathBuf>,
     /// A new VMDK target gets the identifiers that VMware's programs write, which QEMU leaves out.
     pub has_vmware_ids: bool,
 }
@@ -110,6 +115,7 @@ impl ConvertOptions {
             refuses_empty: false,
             keeps_existing: false,
             final_name: None,
+            replaced: None,
             has_vmware_ids: false,
         }
     }
@@ -142,7 +148,11 @@ pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOut
         job.set_speed(options.rate);
     }
     let sources = Sources::open(&options.sources, options.backing_file.is_some()).await?.salvaging(options.salvage);
-    let result = match check_bitmaps(options, &sources).await {
+    let checked = match check_replaced(options, &sources) {
+        Ok(()) => check_bitmaps(options, &sources).await,
+        refused => refused,
+    };
+    let result = match checked {
         Ok(()) => convert_sources(options, &sources, job).await,
         Err(error) => Err(error),
     };
@@ -150,6 +160,20 @@ pub async fn run(options: &ConvertOptions, job: &JobHandle) -> Result<ConvertOut
     let outcome = result?;
     closed?;
     Ok(outcome)
+}
+
+/// Refuses to take the place of a file that a source reads, a backing file too, whether it is locked or not.
+fn check_replaced(options: &ConvertOptions, sources: &Sources) -> Result<()> {
+    let Some(path) = &options.replaced else { return Ok(()) };
+    let replaced = FileIdentity::of_path(path);
+    let is_read = |(identity, _): &(FileIdentity, String)| replaced.as_ref() == Some(identity);
+    match sources.nodes().into_iter().flat_map(|node| files_below(node)).find(is_read) {
+        Some((_, name)) => {
+            let message = format!("this file would be replaced while it is read as '{name}': both are one file");
+            Err(Error::invalid_argument(message).file(path.display().to_string()))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Refuses bitmaps that can't be copied, before the target is made.

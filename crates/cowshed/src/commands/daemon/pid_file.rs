@@ -48,7 +48,7 @@ impl PidFile {
         let failed = |error: io::Error| error.to_string();
         let id = std::process::id();
         let temporary = Temporary(temporary_name(path));
-        let make = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&temporary.0);
+        let make = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary.0);
         let mut file = make.map_err(|error| format!("{}: {error}", temporary.0))?;
         file.try_lock().map_err(|error| error.to_string())?;
         file.write_all(format!("{id}\n").as_bytes()).map_err(failed)?;

@@ -23,7 +23,8 @@ pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &Jo
     let raw = beside(target)?;
     let name = raw.path().display().to_string();
     let spec = ImageSpec { name, format: Some("raw".to_owned()), ..options.target.clone() };
-    let options = ConvertOptions { target: spec, refuses_empty: true, ..options.clone() };
+    let replaced = Some(target.to_owned());
+    let options = ConvertOptions { target: spec, refuses_empty: true, replaced, ..options.clone() };
     let outcome = convert::run(&options, job).await?;
     let failed = |error: &std::io::Error, doing: &str| Error::io(error, doing).file(target.display().to_string());
     // The conversion may have made the file anew.

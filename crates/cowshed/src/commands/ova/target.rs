@@ -149,6 +149,7 @@ pub async fn pack(
             create_options: vec![disk_options(machine.importer)],
             refuses_empty: true,
             final_name: Some(disk.name.clone()),
+            replaced: Some(target.to_owned()),
             has_vmware_ids: machine.importer.has_vmware(),
             ..options.clone()
         };
