@@ -58,7 +58,9 @@ pub use options::{
 };
 pub use remote::{Remote, RemoteFuture};
 pub use shared::{MappingBudget, SharedBufs, SharedMemory};
-pub use socket::{Dispatch, HangUp, KeepAlive, ListenOptions, Listener, Socket, SocketAddress, Want, connect_unix};
+pub use socket::{
+    Dispatch, HangUp, KeepAlive, ListenOptions, Listener, PassedFiles, Socket, SocketAddress, Want, connect_unix,
+};
 pub use ublk_device::{
     UBLK_CONTROL, UblkCall, UblkChar, UblkCharQueue, UblkControl, UblkDevice, UblkDriver, UblkQueue, UblkShape,
     UblkTarget,

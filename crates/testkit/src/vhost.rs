@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A front end of vhost-user-blk, and a driver, that follow a test: each message and each descriptor by itself.
 
-use cowshed_storage::{EventCounter, SharedMemory, Socket, SocketAddress, rt};
+use cowshed_storage::{EventCounter, PassedFiles, SharedMemory, Socket, SocketAddress, rt};
 pub use cowshed_vhost_user_proto::message::request;
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply};
 use cowshed_vhost_user_proto::{MessageHeader, Region, features, inflight};
@@ -123,11 +123,13 @@ impl FrontEnd {
     fn receive(&self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
         let (mut head, mut descriptors) = ([0; HEADER_BYTES], Vec::new());
         rt::block_on(async {
-            if self.socket.receive_with_descriptors(&mut head, &mut descriptors).await.unwrap() < HEADER_BYTES {
+            let passed = PassedFiles::default();
+            if self.socket.receive_with_descriptors(&mut head, &mut descriptors, &passed).await.unwrap() < HEADER_BYTES
+            {
                 return None;
             }
             let mut body = vec![0; u32::from_le_bytes(head[8..].try_into().unwrap()) as usize];
-            let count = self.socket.receive_with_descriptors(&mut body, &mut descriptors).await.unwrap();
+            let count = self.socket.receive_with_descriptors(&mut body, &mut descriptors, &passed).await.unwrap();
             assert_eq!(count, body.len());
             assert_eq!(head[4] & 7, 5, "version 1, and a reply");
             Some((body, descriptors))
@@ -368,7 +370,8 @@ impl FrontEnd {
     /// The number of the next message on such a channel, which has no body and needs no reply.
     pub fn back_end_message(channel: &Socket) -> u32 {
         let mut message = [0xff; HEADER_BYTES];
-        rt::block_on(channel.receive_with_descriptors(&mut message, &mut Vec::new())).unwrap();
+        let (mut none, passed) = (Vec::new(), PassedFiles::default());
+        rt::block_on(channel.receive_with_descriptors(&mut message, &mut none, &passed)).unwrap();
         assert_eq!(message[4..], [1, 0, 0, 0, 0, 0, 0, 0]);
         message[0].into()
     }

@@ -6,7 +6,7 @@ use crate::session;
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
-use cowshed_storage::{Listener, MappingBudget, Socket, SocketAddress};
+use cowshed_storage::{Listener, MappingBudget, PassedFiles, Socket, SocketAddress};
 use cowshed_types::{Error, Result};
 use futures_util::future::{Either, select};
 use std::hash::{BuildHasher, RandomState};
@@ -79,6 +79,8 @@ pub(crate) struct Shared {
     pub life: u64,
     /// The mappings of the front end's memory.
     pub mappings: MappingBudget,
+    /// The looks at the files that front ends pass.
+    pub passed: PassedFiles,
     /// The front end that is connected.
     pub client: Watched<Option<Socket>>,
     /// The owner has looked at the size so often.
@@ -108,6 +110,7 @@ impl Server {
             attachment,
             queues,
             mappings: MappingBudget::new(MAX_MAPPINGS),
+            passed: PassedFiles::default(),
             client: Watched::default(),
             looks: Watched::default(),
             stopping: Watched::default(),

@@ -146,14 +146,15 @@ impl Session<'_> {
     async fn read_all(&mut self, socket: &Socket) -> Result<()> {
         loop {
             let (mut head, mut descriptors) = ([0; HEADER_BYTES], Vec::new());
-            match socket.receive_with_descriptors(&mut head, &mut descriptors).await? {
+            let passed = &self.shared.passed;
+            match socket.receive_with_descriptors(&mut head, &mut descriptors, passed).await? {
                 0 => return Ok(()),
                 HEADER_BYTES => {}
                 count => return Err(Error::invalid_argument("a message ends in its header").value(count)),
             }
             let header = MessageHeader::parse(&head).map_err(refused)?;
             let mut body = vec![0; header.body_bytes as usize];
-            if socket.receive_with_descriptors(&mut body, &mut descriptors).await? < body.len() {
+            if socket.receive_with_descriptors(&mut body, &mut descriptors, passed).await? < body.len() {
                 return Err(Error::invalid_argument("a message ends in its body").value(header.request));
             }
             let message = Message::parse(&header, &body).map_err(refused)?;

@@ -2,7 +2,7 @@
 //! Descriptors that come and go with the bytes of a Unix socket.
 
 use super::Socket;
-use super::asked;
+use super::asked::PassedFiles;
 use super::readiness::{self, Interest};
 use crate::attempts::ring_gave_up;
 use crate::sys::{self, SysResult};
@@ -44,12 +44,18 @@ pub(crate) async fn readable_alone(fd: &Arc<OwnedFd>) -> SysResult<()> {
 
 impl Socket {
     /// Receives until `bytes` is full; the number of bytes is smaller only when the peer has closed. Descriptors that come along are
-    /// appended. A connection fails that brings more than [`MAX_DESCRIPTORS`], or a file of a file system that may never answer.
-    pub async fn receive_with_descriptors(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> Result<usize> {
+    /// appended. A connection fails that brings more than [`MAX_DESCRIPTORS`], or a file of a file system that may never answer. It also
+    /// fails with any descriptor while another look of `passed` has no answer.
+    pub async fn receive_with_descriptors(
+        &self,
+        bytes: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+        passed: &PassedFiles,
+    ) -> Result<usize> {
         let failed = |errno| Error::os(errno, "could not receive");
         let mut done = 0;
         while done < bytes.len() {
-            match self.receive_now(&mut bytes[done..], descriptors) {
+            match self.receive_now(&mut bytes[done..], descriptors, passed) {
                 Ok(0) => break,
                 Ok(count) => done += count,
                 Err(Errno(libc::EINTR)) => {}
@@ -61,16 +67,22 @@ impl Socket {
         Ok(done)
     }
 
-    fn receive_now(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> SysResult<usize> {
+    fn receive_now(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>, passed: &PassedFiles) -> SysResult<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        // Without room the kernel drops the descriptors, and waits for no file system in that. A close would.
+        let is_waiting = passed.is_waiting();
+        let room = if is_waiting { &mut [][..] } else { &mut space[..] };
+        let mut ancillary = RecvAncillaryBuffer::new(room);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let received = rustix::net::recvmsg(&self.fd, &mut [IoSliceMut::new(bytes)], &mut ancillary, flags);
         let received = received.map_err(sys::errno)?;
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(found) = message {
-                descriptors.extend(asked::answered_here(found.collect())?);
+                descriptors.extend(passed.answered_here(found.collect())?);
             }
+        }
+        if is_waiting && received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(Errno(libc::EBUSY));
         }
         // Some were lost on the way: the meaning of the message is unknown.
         if received.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > MAX_DESCRIPTORS {
@@ -116,11 +128,12 @@ mod tests {
     #[test]
     fn descriptors_arrive_with_their_bytes() {
         let (a, b) = Socket::pair().unwrap();
+        let passed = PassedFiles::default();
         let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         rt::block_on(async {
             a.send_with_descriptor(b"take this", Some(&theirs.into())).await.unwrap();
             let (mut bytes, mut found) = ([0; 4], Vec::new());
-            assert_eq!(b.receive_with_descriptors(&mut bytes, &mut found).await.unwrap(), 4);
+            assert_eq!(b.receive_with_descriptors(&mut bytes, &mut found, &passed).await.unwrap(), 4);
             assert_eq!((&bytes, found.len()), (b"take", 1));
             let mut theirs = std::os::unix::net::UnixStream::from(found.pop().unwrap());
             theirs.write_all(b"x").unwrap();
@@ -128,13 +141,31 @@ mod tests {
             ours.read_exact(&mut one).unwrap();
             assert_eq!(&one, b"x");
             let mut rest = [0; 9];
-            let receiving = b.receive_with_descriptors(&mut rest, &mut found);
+            let receiving = b.receive_with_descriptors(&mut rest, &mut found, &passed);
             let sending = async {
                 a.send_with_descriptor(b"more", None).await.unwrap();
                 a.shutdown();
             };
             let (received, ()) = futures_util::join!(receiving, sending);
             assert_eq!((received.unwrap(), &rest, found.len()), (9, b" thismore", 0));
+        });
+    }
+
+    /// Each would hold a thread and its descriptors for as long.
+    #[test]
+    fn no_descriptor_is_taken_while_a_file_system_hangs() {
+        let (a, b) = Socket::pair().unwrap();
+        let passed = PassedFiles::waiting();
+        let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        rt::block_on(async {
+            let (mut bytes, mut found) = ([0; 4], Vec::new());
+            a.send_with_descriptor(b"none", None).await.unwrap();
+            assert_eq!(b.receive_with_descriptors(&mut bytes, &mut found, &passed).await.unwrap(), 4);
+            a.send_with_descriptor(b"take", Some(&theirs.into())).await.unwrap();
+            let refused = b.receive_with_descriptors(&mut bytes, &mut found, &passed).await.unwrap_err();
+            assert_eq!((refused.errno(), found.len()), (Errno(libc::EBUSY), 0), "{refused}");
+            // Nothing holds it any more.
+            assert_eq!(ours.read(&mut [0]).unwrap(), 0);
         });
     }
 }

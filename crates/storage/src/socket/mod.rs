@@ -21,6 +21,7 @@ mod readiness;
 mod stale;
 
 pub use address::{SocketAddress, connect_unix};
+pub use asked::PassedFiles;
 pub use descriptors::MAX_DESCRIPTORS;
 pub(crate) use descriptors::{readable, readable_alone};
 pub use listener::{KeepAlive, ListenOptions, Listener};
