@@ -5,7 +5,7 @@
 //! itself. A kill in such a wait would leave a process that can't end.
 
 use crate::mount::{os_text, unmount, unmount_unused};
-use cowshed_storage::mounted_device;
+use cowshed_storage::{answer_within, mounted_device};
 use cowshed_types::{Errno, Error, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno as Number;
@@ -16,11 +16,16 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// The order to sync and unmount. Its answer is an error number, little-endian in four bytes, or zero.
 const UNMOUNT: u8 = b'u';
 /// The order to end: there is nothing to unmount any more.
 const END: u8 = b'e';
+
+/// The longest look at one process, and the longest search for one.
+const MAX_LOOK: Duration = Duration::from_secs(1);
+const MAX_SEARCH: Duration = Duration::from_secs(5);
 
 /// A program that runs [`run_guard`]: it gets the number of the file system and the path behind `arguments`.
 #[derive(Clone, Debug)]
@@ -155,14 +160,13 @@ impl MountServer {
                 && arguments[arguments.len() - 3..]
                     == [b"--guard".to_vec(), device.as_bytes().to_vec(), os_text(path).as_encoded_bytes().to_vec()]
         };
-        let processes = std::fs::read_dir("/proc").ok()?.flatten();
-        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-        let guard = numbers.find(|number| arguments_of(*number).is_some_and(|arguments| is_guard(&arguments)))?;
+        let list = Path::new("/proc");
+        let guard = find_process(list, is_guard)?;
         let number = parent_of(guard)?;
         let pid = rustix::process::Pid::from_raw(number)?;
         let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
         // The number is still its own, as its guard lives.
-        let is_mount = arguments_of(number)?.get(1).is_some_and(|verb| verb == b"mount");
+        let is_mount = arguments_of(list, number)?.get(1).is_some_and(|verb| verb == b"mount");
         (parent_of(guard) == Some(number) && is_mount).then_some(MountServer { process, number })
     }
 
@@ -172,10 +176,10 @@ impl MountServer {
     }
 
     /// Waits until it has ended, for at most `limit`. True when it has.
-    pub fn has_ended_within(&self, limit: std::time::Duration) -> bool {
-        let end = std::time::Instant::now() + limit;
+    pub fn has_ended_within(&self, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
         loop {
-            let left = end.saturating_duration_since(std::time::Instant::now());
+            let left = end.saturating_duration_since(Instant::now());
             let left = rustix::event::Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
             let mut polled = [rustix::event::PollFd::new(&self.process, rustix::event::PollFlags::IN)];
             match rustix::event::poll(&mut polled, Some(&left)) {
@@ -187,8 +191,20 @@ impl MountServer {
     }
 }
 
-fn arguments_of(number: i32) -> Option<Vec<Vec<u8>>> {
-    let line = std::fs::read(format!("/proc/{number}/cmdline")).ok()?;
+/// The first process of the list with such arguments.
+fn find_process(list: &Path, is_wanted: impl Fn(&[Vec<u8>]) -> bool) -> Option<i32> {
+    let until = Instant::now() + MAX_SEARCH;
+    let processes = std::fs::read_dir(list).ok()?.flatten();
+    let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    numbers.find(|number| {
+        Instant::now() < until && arguments_of(list, *number).is_some_and(|arguments| is_wanted(&arguments))
+    })
+}
+
+/// None also of a process that stands still in a page of a mapping: the kernel reads its arguments when that has come.
+fn arguments_of(list: &Path, number: i32) -> Option<Vec<Vec<u8>>> {
+    let path = list.join(number.to_string()).join("cmdline");
+    let line = answer_within(MAX_LOOK, "arguments", move || std::fs::read(path)).ok()?.ok()?;
     let line = line.strip_suffix(b"\0").unwrap_or(&line);
     Some(line.split(|byte| *byte == 0).map(<[u8]>::to_vec).collect())
 }
@@ -204,5 +220,29 @@ fn sync(path: &Path) {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
         let _ = rustix::fs::fsync(&file);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, FileType, mknodat};
+
+    #[test]
+    fn a_process_that_stands_still_holds_no_search() {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 1..=3 {
+            let process = folder.path().join(number.to_string());
+            std::fs::create_dir(&process).unwrap();
+            let arguments = process.join("cmdline");
+            match number {
+                // Its readers wait for a writer.
+                1 | 2 => mknodat(CWD, &arguments, FileType::Fifo, Mode::RWXU, 0).unwrap(),
+                _ => std::fs::write(arguments, "cowshed\0--guard\0").unwrap(),
+            }
+        }
+        let is_guard = |arguments: &[Vec<u8>]| arguments.last().is_some_and(|last| last == b"--guard");
+        assert_eq!(find_process(folder.path(), is_guard), Some(3));
+        assert_eq!(find_process(folder.path(), |_| false), None);
     }
 }

@@ -29,6 +29,7 @@ mod nbd_device;
 mod null;
 pub mod options;
 mod payload;
+mod question;
 mod remote;
 mod reopen;
 mod ring;
@@ -56,6 +57,7 @@ pub use nbd_device::{NbdCall, NbdControl, NbdDevice};
 pub use options::{
     Alignment, CacheMode, DataRange, DeviceQueue, IoEngine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
 };
+pub use question::answer_within;
 pub use remote::{Remote, RemoteFuture};
 pub use shared::{MappingBudget, SharedBufs, SharedMemory};
 pub use socket::{

@@ -165,7 +165,7 @@ impl<F: AsFd> LockBytes for F {
     }
 
     fn holder(&self, byte: u64) -> Holder {
-        holder::of(self.as_fd(), byte, Instant::now() + REMNANT_LIMIT)
+        holder::of(self.as_fd(), byte, REMNANT_LIMIT)
     }
 }
 

@@ -177,9 +177,10 @@ fn too_old(why: &str) -> Error {
 
 /// Whether a process runs. A process that has ended, and whose parent hasn't looked yet, doesn't run.
 fn is_alive(process: i32) -> bool {
-    // The name of the program before it may hold anything.
-    let status = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    status.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+    // `stat` would wait for an execve(2) of the process, and that may wait for this device.
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    state.is_some_and(|state| !state.trim_start().starts_with(['Z', 'X']))
 }
 
 impl<D: UblkDriver> Device<D> {

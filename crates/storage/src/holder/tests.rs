@@ -2,7 +2,7 @@
 //! Locks that belong to no process. Their open file is on its way through a socket, as that of a killed process is in
 //! the hands of the kernel.
 
-use super::{Holder, of};
+use super::{Holder, MAX_LOOKS, Processes, of};
 use crate::sys::{ByteLock, set_lock};
 use crate::{File, OpenOptions, Permissions};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -11,6 +11,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -74,14 +75,13 @@ fn a_lock_that_stays_is_refused_after_a_bounded_wait() {
 fn holders_that_live_are_known() {
     let (_folder, path) = image();
     let own = std::fs::File::open(&path).expect("the file");
-    let until = Instant::now() + LONG;
-    assert_eq!(of(own.as_fd(), 101, until), Holder::Unknown, "without a lock of its own nothing is known");
+    assert_eq!(of(own.as_fd(), 101, LONG), Holder::Unknown, "without a lock of its own nothing is known");
     set_lock(&own, ByteLock::Read, 100, 1).expect("a lock");
-    assert_eq!(of(own.as_fd(), 101, until), Holder::Unknown);
+    assert_eq!(of(own.as_fd(), 101, LONG), Holder::Unknown);
     let other = std::fs::File::open(&path).expect("the file");
     set_lock(&other, ByteLock::Read, 101, 3).expect("a lock");
-    assert_eq!(of(own.as_fd(), 103, until), Holder::Here);
-    assert_eq!(of(own.as_fd(), 104, until), Holder::Unknown);
+    assert_eq!(of(own.as_fd(), 103, LONG), Holder::Here);
+    assert_eq!(of(own.as_fd(), 104, LONG), Holder::Unknown);
     drop(other);
     let mut child = std::process::Command::new("qemu-io")
         .args(["-f", "raw"])
@@ -91,12 +91,43 @@ fn holders_that_live_are_known() {
         .spawn()
         .expect("qemu-io runs");
     let deadline = Instant::now() + LONG;
-    while of(own.as_fd(), 101, until) != Holder::Another {
+    while of(own.as_fd(), 101, LONG) != Holder::Another {
         assert!(Instant::now() < deadline, "qemu-io holds no lock");
         // Between two looks, with the bound above.
         std::thread::sleep(Duration::from_millis(2));
     }
     child.kill().expect("it is killed");
     child.wait().expect("it ends");
-    assert_eq!(of(own.as_fd(), 101, until), Holder::Unknown);
+    assert_eq!(of(own.as_fd(), 101, LONG), Holder::Unknown);
+}
+
+#[test]
+fn a_process_that_stands_still_holds_no_look() {
+    static LOOKS: AtomicUsize = AtomicUsize::new(0);
+    let (folder, path) = image();
+    let list = folder.path().join("proc");
+    let process = list.join("77");
+    std::fs::create_dir_all(process.join("fd")).expect("a folder");
+    std::fs::create_dir(process.join("fdinfo")).expect("a folder");
+    std::os::unix::fs::symlink("/proc/self", list.join("self")).expect("a link");
+    std::os::unix::fs::symlink("/image", process.join("fd/3")).expect("a link");
+    // Its readers wait for a writer.
+    let info = process.join("fdinfo/3");
+    rustix::fs::mknodat(rustix::fs::CWD, &info, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).expect("a FIFO");
+    let own = std::fs::File::open(&path).expect("the file");
+    set_lock(&own, ByteLock::Read, 100, 1).expect("a lock");
+    let look = |limit| Processes { list: list.clone(), looks: &LOOKS }.holder_within(own.as_fd(), 101, limit);
+    let started = Instant::now();
+    for _ in 0..2 * MAX_LOOKS {
+        assert_eq!(look(Duration::from_millis(50)), Holder::Unknown);
+    }
+    assert_eq!(LOOKS.load(Ordering::Relaxed), MAX_LOOKS);
+    assert!(started.elapsed() < LONG, "{:?}", started.elapsed());
+    let freed = Instant::now() + LONG;
+    while LOOKS.load(Ordering::Relaxed) > 0 {
+        assert!(Instant::now() < freed, "a look stays");
+        drop(std::fs::OpenOptions::new().read(true).write(true).open(&info));
+        // Between two looks, with the bound above.
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
