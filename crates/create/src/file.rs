@@ -62,13 +62,20 @@ pub(super) struct NewName<'a> {
     is_synced: bool,
     failed: Failed,
     stop: Option<&'a AtomicBool>,
+    /// No device or export with bytes behind the image will do.
+    has_own_end: bool,
 }
 
 impl<'a> NewName<'a> {
     pub(super) fn new(path: &'a Path, how: &'a Manner, failed: Failed) -> NewName<'a> {
         let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
         let is_synced = how.durability == Durability::Synced || !is_new;
-        NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref() }
+        NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref(), has_own_end: false }
+    }
+
+    /// With `has_own_end`: the image isn't found where its file has bytes behind it.
+    pub(super) fn with_own_end(self, has_own_end: bool) -> NewName<'a> {
+        NewName { has_own_end, ..self }
     }
 
     /// Opens the file, empty, see [`create_file`]; has `fill` make an image of it; and makes its name durable. An error
@@ -79,7 +86,7 @@ impl<'a> NewName<'a> {
         hints: LayoutHints,
         fill: impl AsyncFnOnce(&File) -> Result<()>,
     ) -> Result<Created> {
-        let file = create_file(self.path, len, hints).await?;
+        let file = create_file(self.path, (len, self.has_own_end), hints).await?;
         match self.fill_open(&file, fill).await {
             Ok(()) => {
                 let mut created = Created::default();
@@ -126,10 +133,10 @@ fn check_space(path: &Path, preallocation: Preallocation) -> Result<()> {
 
 /// Creates or empties a file and keeps it locked. The old contents of a file are durably gone before anything new is
 /// written. A power cut must not leave an old header over new tables.
-async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> {
+async fn create_file(path: &Path, (len, has_own_end): (u64, bool), hints: LayoutHints) -> Result<File> {
     let name = text_of_path(path);
     if is_nbd_name(&name) {
-        return take_export(&name, len).await;
+        return take_export(&name, len, has_own_end).await;
     }
     if is_read_only_device(path) {
         let sentence = "Protocol driver 'host_device' does not support creating new images, so an existing image must be \
@@ -141,6 +148,9 @@ async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> 
     let options =
         OpenOptions { write: true, create: true, permissions: Some(Permissions::CREATE), ..OpenOptions::default() };
     let file = File::open(path, &options)?;
+    if has_own_end && file.is_device() {
+        check_end(&file, len).map_err(|error| error.file(name))?;
+    }
     file.hint_layout(hints);
     if existed {
         file.sync().await?;
@@ -148,16 +158,30 @@ async fn create_file(path: &Path, len: u64, hints: LayoutHints) -> Result<File> 
     Ok(file)
 }
 
+/// Refuses a file with bytes behind an image of `len` bytes that isn't found then.
+pub(super) fn check_end(file: &File, len: u64) -> Result<()> {
+    match file.len() > len {
+        true => {
+            let message = format!("the image ends with its file: it has {len} bytes, and the file has {}", file.len());
+            Err(Error::unsupported(message).hint("; subformat=dynamic has no such rule"))
+        }
+        false => Ok(()),
+    }
+}
+
 /// The beginning of the error where the export that is to become an image can't be opened.
 pub const NO_EXPORT: &str = "could not open the export";
 
 /// An export exists already and has the length that it has: `len` bytes must fit. Its first sector is cleared, so that it
 /// isn't taken for the image that it held before.
-async fn take_export(name: &str, len: u64) -> Result<File> {
+async fn take_export(name: &str, len: u64, has_own_end: bool) -> Result<File> {
     let file = open_nbd_file(name).await.map_err(|error| error.context(NO_EXPORT))?;
     if file.len() < len {
         let message = format!("the export has {} bytes and the image needs {len}", file.len());
         return Err(Error::new(ErrorKind::NoSpace, message).file(name));
+    }
+    if has_own_end {
+        check_end(&file, len).map_err(|error| error.file(name))?;
     }
     let first = file.len().min(SECTOR_BYTES as u64);
     write_zeroes(&file, 0, first).await?;
@@ -248,7 +272,9 @@ pub(super) async fn fit_data_file(file: &File, options: &Qcow2CreateOptions) -> 
     file.sync().await
 }
 
-fn same_file(one: &Path, other: &Path) -> bool {
+/// True where two names are those of one file, or will be once it is there.
+pub(super) fn same_file(one: &Path, other: &Path) -> bool {
+    let (one, other) = (&end_of_links(one), &end_of_links(other));
     match (FileIdentity::of_path(one), FileIdentity::of_path(other)) {
         (Some(one), Some(other)) => one == other,
         // The folder is there, whether or not the file is.
@@ -259,6 +285,19 @@ fn same_file(one: &Path, other: &Path) -> bool {
             _ => one == other,
         },
     }
+}
+
+/// The name behind symbolic links, also where nothing is there.
+fn end_of_links(path: &Path) -> PathBuf {
+    const MOST_LINKS: usize = 40;
+    let mut path = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        match std::fs::read_link(&path) {
+            Ok(target) => path = folder_of(&path).join(target),
+            Err(_) => break,
+        }
+    }
+    path
 }
 
 fn folder_of(path: &Path) -> PathBuf {

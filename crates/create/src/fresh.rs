@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New images of formats without an engine: each is a few pieces, which `layout` knows.
 
-use crate::file::{Failed, Manner, NewName, lengthen, write_zeroes};
+use crate::file::{Failed, Manner, NewName, check_end, lengthen, same_file, write_zeroes};
 use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, ImageCompression, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
@@ -17,7 +17,7 @@ use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind, VmwareIds};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
-use cowshed_types::{Errno, Error, Result};
+use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -58,16 +58,28 @@ pub(super) struct Identity<'a> {
     pub has_vmware_ids: bool,
 }
 
+/// The bytes behind a new image in a file that can't begin anew: the disk of another image, a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Behind {
+    /// They stay, as in QEMU.
+    Kept,
+    /// They go, as in QEMU, where the file can be cut.
+    Cut,
+    /// The end of the file is a part of the image: there may be none.
+    Refused,
+}
+
 /// The files of a new image.
 pub(super) struct Fresh {
     pub image: FreshFile,
+    pub behind: Behind,
     /// Files beside it, by their names in its folder.
     pub parts: Vec<(String, FreshFile)>,
 }
 
 impl From<FreshFile> for Fresh {
     fn from(image: FreshFile) -> Fresh {
-        Fresh { image, parts: Vec::new() }
+        Fresh { image, behind: Behind::Kept, parts: Vec::new() }
     }
 }
 
@@ -192,6 +204,19 @@ impl FreshFormat {
             let path = path_of_part(name);
             check(&path).map_err(|error| error.file(text_of_path(&path)))?;
         }
+        let mut paths = vec![image.clone()];
+        for (name, _) in &fresh.parts {
+            let path = path_of_part(name);
+            if let Some(known) = paths.iter().find(|known| same_file(known, &path)) {
+                let (known, name) = (text_of_path(known), text_of_path(&path));
+                let error =
+                    Error::invalid_argument(format!("two files of the image would be one: '{known}' is '{name}'"));
+                return Err(error.qemu(format!(
+                    "Failed to get shared \"resize\" lock{LINE_END}Is another process using the image [{name}]?"
+                )));
+            }
+            paths.push(path);
+        }
         for (name, part) in &fresh.parts {
             let path = path_of_part(name);
             let made =
@@ -208,7 +233,7 @@ impl FreshFormat {
                 }
             }
         }
-        let name = NewName::new(&image, how, Failed::Remove);
+        let name = NewName::new(&image, how, Failed::Remove).with_own_end(fresh.behind == Behind::Refused);
         match name.fill(fresh.image.len, hints, async |file| write(file, &fresh.image).await).await {
             Ok(image) => Ok(created.and(image)),
             Err(error) => Err(created.take_back(error)),
@@ -228,6 +253,23 @@ async fn content_id(filename: &str, backing: &str) -> Result<u32> {
     let cid = node.description().and_then(|description| description.specific.pointer("/data/cid")?.as_u64());
     node.close().await?;
     cid.and_then(|cid| u32::try_from(cid).ok()).ok_or_else(|| Error::internal("a parent has no content id"))
+}
+
+/// Cuts off what is behind a new image of `len` bytes, where it may not stay or need not.
+///
+/// # Errors
+/// The length can't change, and must: nothing was changed.
+pub(super) async fn cut(file: &File, len: u64, behind: Behind) -> Result<()> {
+    if behind == Behind::Kept || file.len() <= len {
+        return Ok(());
+    }
+    match file.set_len(len).await {
+        Err(error) if behind == Behind::Cut && error.kind() == ErrorKind::Unsupported => Ok(()),
+        Err(error) => Err(error),
+        // A device takes every smaller length, and keeps its own.
+        Ok(()) if behind == Behind::Refused => check_end(file, len),
+        Ok(()) => Ok(()),
+    }
 }
 
 /// Makes `file`, whose contents count for nothing, a new image. Its mark is written last, behind a barrier: whatever
@@ -292,7 +334,8 @@ fn vpc(asked: &Request<'_>) -> Result<Fresh> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
     let made_at = u32::try_from(now.saturating_sub(YEAR_2000_S)).unwrap_or(u32::MAX);
     let force_size = values.switch("force_size");
-    NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out().map(Fresh::from)
+    let image = NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out()?;
+    Ok(Fresh { behind: if is_fixed { Behind::Refused } else { Behind::Kept }, ..Fresh::from(image) })
 }
 
 fn parallels(asked: &Request<'_>) -> Result<Fresh> {
@@ -337,7 +380,7 @@ fn vhdx(asked: &Request<'_>) -> Result<Fresh> {
         guids: [Guid::random(random()?), Guid::random(random()?), Guid::random(random()?)],
         sequence_number: u64::from(u32::from_le_bytes(number)),
     };
-    new.lay_out().map(Fresh::from)
+    new.lay_out().map(|image| Fresh { behind: Behind::Cut, ..Fresh::from(image) })
 }
 
 /// The value of `subformat` for formats with dynamic and fixed disks.
@@ -422,7 +465,7 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
         ids: ids.transpose()?,
     };
     let files = new.lay_out()?;
-    Ok(Fresh { image: files.image, parts: files.parts })
+    Ok(Fresh { image: files.image, behind: Behind::Cut, parts: files.parts })
 }
 
 /// Disks in grains take what is to be compressed; only a stream compresses it.

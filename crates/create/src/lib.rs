@@ -18,7 +18,7 @@ use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
-use fresh::{Fresh, Identity};
+use fresh::{Behind, Fresh, Identity};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::{Path, PathBuf};
@@ -211,7 +211,7 @@ async fn check_backing(
 
 /// Removes the contents of an open file durably.
 async fn clear(file: &File) -> Result<()> {
-    // The disk of another image keeps its size, as in QEMU. The new image's part of it is zeroed.
+    // The disk of another image is as long as the new one needs it. Its part of it is zeroed.
     if file.is_device() || file.is_remote() {
         return Ok(());
     }
@@ -370,6 +370,7 @@ impl CreatePlan {
             let encryption = self.luks_encryption()?;
             let (size, space) = (round_size(self.size)?, self.luks_space()?);
             clear(file).await?;
+            fresh::cut(file, encryption.file_bytes(size, self.is_detached()), Behind::Cut).await?;
             let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
             return Self::clear_on_error(file, image).await;
         }
@@ -405,6 +406,10 @@ impl CreatePlan {
         for (part, _) in files() {
             self.check_apart(part.identity())?;
             part.check_single_use()?;
+        }
+        // The length may be wrong, and then nothing has changed.
+        if file.is_device() || file.is_remote() {
+            fresh::cut(file, fresh.image.len, fresh.behind).await?;
         }
         for one in others.iter().copied().chain([file]) {
             clear(one).await?;

@@ -477,3 +477,36 @@ fn a_stream_reads_as_flushed_after_its_writer_died() {
         ours(&oracle, "check -f vmdk a.vmdk");
     }
 }
+
+/// Links that lead nowhere yet, too. The image could not be opened.
+#[test]
+fn extents_that_are_one_file_are_refused() {
+    let oracle = Oracle::new();
+    let at = |name: &str| oracle.work().join(name);
+    for (subformat, size, link, target) in [
+        ("monolithicFlat", "3M", "w-flat.vmdk", "w.vmdk"),
+        ("twoGbMaxExtentSparse", "3G", "w-s002.vmdk", "w-s001.vmdk"),
+        ("twoGbMaxExtentFlat", "3G", "w-f002.vmdk", "./w-f001.vmdk"),
+    ] {
+        for is_there in [false, true] {
+            std::os::unix::fs::symlink(target, at(link)).unwrap();
+            if is_there {
+                fs::write(at(target), "old").unwrap();
+            }
+            let message = oracle.refused(&format!("create -f vmdk -o subformat={subformat} w.vmdk {size}"));
+            assert!(message.contains(link), "{message}");
+            let left: Vec<_> = fs::read_dir(oracle.work()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(left.len(), 1 + usize::from(is_there), "{left:?}");
+            if is_there {
+                assert_eq!(fs::read(at(target)).unwrap(), b"old");
+                fs::remove_file(at(target)).unwrap();
+            }
+            fs::remove_file(at(link)).unwrap();
+        }
+    }
+    // The data file of a qcow2 image is a file beside it, too.
+    std::os::unix::fs::symlink("a.qcow2", at("data")).unwrap();
+    let message = oracle.refused("create -f qcow2 -o data_file=data a.qcow2 1M");
+    assert!(message.contains("can't be the image itself"), "{message}");
+    assert!(!at("a.qcow2").exists());
+}

@@ -247,3 +247,76 @@ fn new_image_in_a_window_spares_its_base() {
     assert!(std::fs::read(&base).expect("a file").iter().all(|byte| *byte == 7), "the base is as it was");
     daemon.stop().expect("stopped in order");
 }
+
+/// An image in the disk of another one: the length of that disk, and the new image's size.
+fn create_in_an_image(client: &mut Client, folder: &Path, options: &Value) -> (Option<u64>, Option<u64>) {
+    Qemu::system().create(&folder.join("under.qcow2"), "qcow2", "", 16 << 20);
+    let file = json!({"driver": "file", "filename": "under.qcow2"});
+    client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "under", "file": file}));
+    let mut options = options.clone();
+    options["file"] = "under".into();
+    client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+    assert_eq!(concluded(client, "c"), None, "{options}");
+    let mut image = json!({"driver": options["driver"], "node-name": "image", "file": "under", "read-only": true});
+    if options["driver"] == "luks" {
+        image["key-secret"] = "s".into();
+    }
+    client.command("blockdev-add", image);
+    let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+    let size_of = |name| {
+        let node = nodes.as_array()?.iter().find(|node| node["node-name"] == name)?;
+        node["image"]["virtual-size"].as_u64()
+    };
+    let sizes = (size_of("under"), size_of("image"));
+    for node in ["image", "under"] {
+        client.command("blockdev-del", json!({"node-name": node}));
+    }
+    sizes
+}
+
+#[test]
+fn images_in_the_disks_of_others_end_as_qemus() {
+    let daemon = Running::start(Vec::new());
+    let (theirs, mut of_theirs) = Theirs::start_newest();
+    let mut of_ours = daemon.client();
+    of_ours.files_in(daemon.folder.path());
+    for client in [&mut of_ours, &mut of_theirs] {
+        client.command("object-add", json!({"qom-type": "secret", "id": "s", "data": "x"}));
+    }
+    for options in [
+        json!({"driver": "vpc", "subformat": "fixed", "force-size": true}),
+        json!({"driver": "vpc", "force-size": true}),
+        json!({"driver": "luks", "key-secret": "s", "iter-time": 10}),
+        json!({"driver": "vhdx"}),
+        json!({"driver": "vmdk"}),
+        json!({"driver": "vdi"}),
+        json!({"driver": "qcow"}),
+        json!({"driver": "parallels"}),
+        json!({"driver": "qcow2"}),
+    ] {
+        let mut options = options;
+        options["size"] = (4 << 20).into();
+        let ours = create_in_an_image(&mut of_ours, daemon.folder.path(), &options);
+        let real = create_in_an_image(&mut of_theirs, theirs.folder.path(), &options);
+        assert_eq!(ours, real, "{options}");
+    }
+    daemon.stop().expect("stopped in order");
+}
+
+/// QEMU makes it, and opens it never again.
+#[test]
+fn a_fixed_vhd_needs_a_file_of_its_length() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    client.files_in(daemon.folder.path());
+    let disk = daemon.folder.path().join("disk");
+    std::fs::write(&disk, vec![7; 16 << 20]).expect("a file");
+    let file = json!({"driver": "file", "filename": "disk"});
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "part", "size": 16 << 20, "file": file}));
+    let options = json!({"driver": "vpc", "subformat": "fixed", "force-size": true, "file": "part", "size": 4 << 20});
+    client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+    let error = concluded(&mut client, "c").expect("an error");
+    assert!(error.contains("4194816 bytes"), "{error}");
+    assert!(std::fs::read(&disk).expect("a file").iter().all(|byte| *byte == 7), "the disk is as it was");
+    daemon.stop().expect("stopped in order");
+}
