@@ -2,6 +2,7 @@
 //! VDI disks that grow, read by QEMU afterwards.
 
 use crate::oracle::{Oracle, ours, words};
+use crate::written_edges::run_io;
 use std::fs;
 
 /// A map with room for more blocks, and one that has to move: QEMU's has 128 entries in a sector.
@@ -33,6 +34,22 @@ fn grown_vdi_holds_what_it_held_and_zeroes() {
         oracle.make("check -q -f vdi disk.vdi");
         ours(&oracle, "check -f vdi disk.vdi");
     }
+}
+
+/// At once, not only when it is opened again.
+#[test]
+fn grown_vdi_has_whole_sectors() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f vdi disk.vdi 3M");
+    let said = run_io(
+        &oracle,
+        "vdi",
+        "disk.vdi",
+        &["truncate 4194305", "length", "write -P 5 4194304 512", "read -P 5 4194304 512"],
+    );
+    assert!(said.contains("wrote 512/512") && !said.contains("failed"), "{said}");
+    let header = fs::read(oracle.work().join("disk.vdi")).unwrap();
+    assert_eq!(header[368..376], (4_194_304_u64 + 512).to_le_bytes());
 }
 
 #[test]

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 
 /// Entries and data are copied in parts of this many bytes.
 const PART_BYTES: u64 = 1 << 20;
+const SECTOR_BYTES: u64 = 512;
 const UNALLOCATED: [u8; 4] = [0xff; 4];
 
 /// The blocks of a disk that grows.
@@ -30,6 +31,8 @@ impl Vdi {
     /// Makes room for a disk of `size` bytes, and has the header say it. Everything before is durable, and no request runs.
     pub(super) async fn grow_to(&self, image: &ImageFile, file: &File, size: u64, usage: Usage) -> Result<Grown> {
         let (shape, block_bytes) = (self.shape(), self.header.block_bytes);
+        // A disk is read in whole sectors.
+        let size = size.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(size);
         if size > largest_disk(block_bytes) {
             return Err(Error::unsupported("Unsupported VDI image size").field("size").value(size));
         }
