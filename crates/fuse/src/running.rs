@@ -92,9 +92,11 @@ impl RunningRequest {
         self.is_answered
     }
 
-    /// Lets a caller go that will see no reply. The request itself runs on.
-    pub fn leave_dying(&mut self) {
-        if self.is_watched() && is_dying(self.thread) {
+    /// Lets a caller go that will see no reply. The request itself runs on. `hears_nothing`: the kernel had no chance to report a
+    /// signal.
+    pub fn leave_dying(&mut self, hears_nothing: bool) {
+        let is_looked_at = self.is_watched || (hears_nothing && self.may_be_left);
+        if is_looked_at && !self.is_answered && is_dying(self.thread) {
             tracing::debug!(export = self.shared.config.id, unique = self.unique, "a caller is let go");
             self.answer(&Err(Errno(Number::INTR.raw_os_error())));
         }

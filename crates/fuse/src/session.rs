@@ -204,7 +204,7 @@ impl Session {
     fn interrupt(&mut self, unique: u64) -> bool {
         let Some(found) = self.requests().find(|running| running.unique() == unique) else { return false };
         found.note_signal();
-        found.leave_dying();
+        found.leave_dying(false);
         self.postponed.retain(|running| !running.is_answered());
         self.watch();
         true
@@ -216,9 +216,9 @@ impl Session {
         running.chain(&mut self.postponed)
     }
 
-    /// Sets the time of a look, where a caller has to be watched.
+    /// Sets the time of a look, where a caller has to be watched. Without room for a request there is none for the report of a signal.
     fn watch(&mut self) {
-        if self.look.is_none() && self.requests().any(|running| running.is_watched()) {
+        if self.look.is_none() && (!self.has_room() || self.requests().any(|running| running.is_watched())) {
             self.look = Some(rt::sleep(LOOK_EVERY).boxed_local());
         }
     }
@@ -226,8 +226,9 @@ impl Session {
     /// Lets callers go that have been killed.
     fn look_at_callers(&mut self) {
         self.look = None;
+        let is_full = !self.has_room();
         for running in self.requests() {
-            running.leave_dying();
+            running.leave_dying(is_full);
         }
         self.postponed.retain(|running| !running.is_answered());
         self.watch();
@@ -330,6 +331,9 @@ impl Session {
         match is_read && (self.bytes >= MAX_READ_BYTES || !self.postponed.is_empty()) {
             true => self.postponed.push_back(running),
             false => self.start(running).await,
+        }
+        if !self.has_room() {
+            self.watch();
         }
     }
 

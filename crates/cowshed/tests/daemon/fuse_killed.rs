@@ -96,16 +96,12 @@ fn killed_reader_of_a_hung_disk_ends() {
     daemon.stop();
 }
 
-/// Each of them has bytes in flight, together more than a thread takes. A file that answers nothing could not be looked at.
-#[test]
-fn many_hung_reads_leave_the_file_usable() {
-    const READERS: usize = 40;
-    let folder = temp_dir();
-    let folder = folder.path();
+/// A mount with one thread, whose reads hang.
+fn hung_mount(folder: &Path) -> (Serving, Monitor) {
     let at = |name: &str| text(&folder.join(name)).to_owned();
     std::fs::write(at("d.raw"), vec![3; 1 << 20]).expect("an image");
     File::create(at("m")).expect("a mount point");
-    let mut mount = Serving::start(
+    let mount = Serving::start(
         folder,
         &[
             "mount",
@@ -124,7 +120,18 @@ fn many_hung_reads_leave_the_file_usable() {
         ],
     );
     await_that("the monitor", || std::os::unix::net::UnixStream::connect(at("m.sock")).is_ok());
-    let mut monitor = Monitor::connect(&folder.join("m.sock"));
+    let monitor = Monitor::connect(&folder.join("m.sock"));
+    (mount, monitor)
+}
+
+/// Each of them has bytes in flight, together more than a thread takes. A file that answers nothing could not be looked at.
+#[test]
+fn many_hung_reads_leave_the_file_usable() {
+    const READERS: usize = 40;
+    let folder = temp_dir();
+    let folder = folder.path();
+    let at = |name: &str| text(&folder.join(name)).to_owned();
+    let (mut mount, mut monitor) = hung_mount(folder);
     let readers: Vec<Killed> = (0..READERS).map(|_| reader(folder, "1M")).collect();
     let hits = |monitor: &mut Monitor| {
         monitor.command("x-query-faults", json!({"node-name": "disk"}))["hits"].as_u64().expect("a number")
@@ -148,6 +155,29 @@ fn many_hung_reads_leave_the_file_usable() {
     tool("umount", &[&at("m")]);
     await_that("the end of the mount", || mount.child().try_wait().expect("a child").is_some());
     assert!(mount.wait().success());
+}
+
+/// More than a thread takes, so that the kernel can't report their signals.
+#[test]
+fn killed_readers_beyond_the_bound_end() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (mut mount, mut monitor) = hung_mount(folder);
+    let line = "import threading\nthreading.stack_size(65536)\nfor _ in range(1100):\n    \
+                threading.Thread(target=lambda: os.pread(m, 1 << 20, 0)).start()\nprint('all')\ntime.sleep(600)";
+    let (mut child, mut next) = python(folder, line);
+    assert_eq!(next(), "all\n");
+    let hits = |monitor: &mut Monitor| {
+        monitor.command("x-query-faults", json!({"node-name": "disk"}))["hits"].as_u64().expect("a number")
+    };
+    // One read of a thread may be two requests.
+    await_that("as many requests as have room", || hits(&mut monitor) >= 24);
+    signal(&child, "KILL");
+    await_that("the end of the readers", || has_ended(&mut child));
+    assert_eq!(std::fs::metadata(folder.join("m")).expect("attributes").len(), 1 << 20);
+    monitor.command("x-fault-disarm", json!({"node-name": "disk"}));
+    tool("umount", &[text(&folder.join("m"))]);
+    await_that("the end of the mount", || mount.child().try_wait().expect("a child").is_some());
 }
 
 /// A signal that a program catches is none of its reads' affair, as on a local disk. A later one may end it.
