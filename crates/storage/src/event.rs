@@ -81,9 +81,38 @@ impl EventCounter {
         matches!(poll(&mut look, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
     }
 
-    /// Counts: wakes the other side. A counter that is full wakes it anyway.
+    /// Counts: wakes the other side. A counter that is full wakes it anyway. [`Interruption::send`] ends a wait for room.
     pub fn signal(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// A thread that may wait for room in a counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interruption {
+    thread: i32,
+}
+
+impl Interruption {
+    /// Of the thread that calls.
+    pub fn here() -> Interruption {
+        thread_local!(static THREAD: i32 = rustix::thread::gettid().as_raw_nonzero().get());
+        Interruption { thread: THREAD.with(|thread| *thread) }
+    }
+
+    /// Its number.
+    pub fn number(self) -> i32 {
+        self.thread
+    }
+
+    /// That of the thread with a number.
+    pub fn of(number: i32) -> Interruption {
+        Interruption { thread: number }
+    }
+
+    /// Ends the call that the thread waits in, with `EINTR`. It has no effect on a thread that is between two calls.
+    pub fn send(self) {
+        sys::interrupt(self.thread);
     }
 }
 
@@ -132,6 +161,29 @@ mod tests {
             std::thread::yield_now();
         }
         full.join().unwrap();
+    }
+
+    #[test]
+    fn a_wait_for_room_ends_by_an_interruption() {
+        let theirs = EventCounter::new().unwrap();
+        let ours = EventCounter::from_descriptor(theirs.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        rustix::fs::fcntl_setfl(&theirs, OFlags::empty()).unwrap();
+        rustix::io::write(&theirs, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let (number, numbers) = std::sync::mpsc::channel();
+        let signalling = ours.clone();
+        let full = std::thread::spawn(move || {
+            number.send(Interruption::here()).unwrap();
+            signalling.signal();
+        });
+        let waiting = numbers.recv().unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !full.is_finished() {
+            assert!(std::time::Instant::now() < until, "it waits on");
+            waiting.send();
+            std::thread::yield_now();
+        }
+        full.join().unwrap();
+        assert!(ours.is_full());
     }
 
     #[test]

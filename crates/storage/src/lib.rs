@@ -46,7 +46,7 @@ mod write_behind;
 
 pub use buf::{IoBuf, SCRATCH_POISON, fill_no_scratch_buffers};
 pub use counters::{EndedOp, FileObserver, FileOp, FileOpStats, FileStats, ShardedCounters};
-pub use event::EventCounter;
+pub use event::{EventCounter, Interruption};
 pub use file::File;
 pub use folder::{EntryKind, EntryStatus, Folder};
 pub use fuse_device::{FUSE_DEVICE, FuseDevice, ServedMount, block_signals, is_served_here, mounted_device};

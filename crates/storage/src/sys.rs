@@ -56,6 +56,31 @@ pub(crate) fn block_signals() -> SysResult<()> {
     if code == 0 { Ok(()) } else { Err(Errno(code)) }
 }
 
+extern "C" fn ignore(_: libc::c_int) {}
+
+/// Interrupts the call that a thread of this process waits in. That takes a handler, since signals without one interrupt
+/// nothing. One that the program has already does as well. `SIGURG` is ignored by default: one too many does no harm.
+pub(crate) fn interrupt(thread: i32) {
+    static HANDLER: std::sync::Once = std::sync::Once::new();
+    HANDLER.call_once(|| {
+        let mut old = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+        let mut new = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: zeroes are a valid `sigaction`: the default handler, no flags, an empty mask. Both live for the calls, and
+        // the handler touches nothing.
+        unsafe {
+            let asked = libc::sigaction(libc::SIGURG, std::ptr::null(), old.as_mut_ptr());
+            if asked == 0 && matches!(old.assume_init_ref().sa_sigaction, libc::SIG_DFL | libc::SIG_IGN) {
+                (*new.as_mut_ptr()).sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;
+                libc::sigaction(libc::SIGURG, new.as_ptr(), std::ptr::null_mut());
+            }
+        }
+    });
+    // SAFETY: numbers alone. A thread that has ended gives an error, and another one with its number ignores the signal.
+    unsafe {
+        libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, libc::SIGURG);
+    }
+}
+
 /// The number of a `rustix` error.
 pub(crate) fn errno(error: rustix::io::Errno) -> Errno {
     Errno(error.raw_os_error())

@@ -3,18 +3,17 @@
 //!
 //! A front end can make such a counter one that blocks, and fill it, at any time. The thread that signals then waits in the kernel,
 //! with its requests in flight, and other clients of the disk wait for those. So the control thread looks after signals that take
-//! long. It empties their counters, also those that the front end has replaced, and the line is silent from then on. The
-//! control thread itself never signals.
+//! long. It empties their counters, also those that the front end has replaced, and the line is silent from then on. Threads
+//! of the front end may take that room first, so it also interrupts the wait. The control thread itself never signals.
 
-use cowshed_storage::EventCounter;
-use cowshed_storage::rt;
 use cowshed_storage::signal::{Watched, lock};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use cowshed_storage::{EventCounter, Interruption, rt};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A front end may fill its counter again as soon as it is empty. It is emptied so often in one look.
-const MOST_TAKES: usize = 1000;
+/// An interruption comes too early where the thread is on its way into the wait. It is sent so often in one look.
+const MOST_INTERRUPTIONS: usize = 1000;
 /// A signal takes long if two looks find it.
 const LOOK_PAUSE: Duration = Duration::from_millis(50);
 
@@ -29,6 +28,8 @@ pub(crate) struct Line {
     owes: AtomicBool,
     /// Signals that the thread has begun.
     begun: AtomicU64,
+    /// The number of that thread.
+    thread: AtomicI32,
     /// Signals that it has ended.
     ended: AtomicU64,
     /// A signal was held up. There are no more.
@@ -79,6 +80,7 @@ impl Line {
             && !self.is_silent.load(Ordering::Acquire)
         {
             *lock(&self.signalled) = Some(counter.clone());
+            self.thread.store(Interruption::here().number(), Ordering::Relaxed);
             let number = self.begun.load(Ordering::Relaxed) + 1;
             self.begun.store(number, Ordering::SeqCst);
             self.watch.wake();
@@ -99,8 +101,9 @@ impl Line {
             && (counter.is_full() || self.is_silent.load(Ordering::Acquire))
         {
             self.is_silent.store(true, Ordering::Release);
-            for _ in 0..MOST_TAKES {
+            for _ in 0..MOST_INTERRUPTIONS {
                 counter.take();
+                Interruption::of(self.thread.load(Ordering::Acquire)).send();
                 if self.ended.load(Ordering::Acquire) == begun {
                     break;
                 }
