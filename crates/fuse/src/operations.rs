@@ -4,8 +4,8 @@
 use crate::server::Shared;
 use cowshed_fuse_proto::request::Changes;
 use cowshed_fuse_proto::{Operation, reply};
-use cowshed_image::graph::{AttachRequest, Queue};
-use cowshed_image::node::{ChildRole, ZeroFlags};
+use cowshed_image::graph::{AttachRequest, Queue, images_below};
+use cowshed_image::node::ZeroFlags;
 use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{IoBuf, PermissionSet, Permissions, rt};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
@@ -229,17 +229,15 @@ impl Work {
         Ok(())
     }
 
-    /// True where another export shows the same disk, through filters or without.
+    /// True where another export shows the same disk, whatever nodes are in between.
     fn is_shared(&self) -> bool {
         let own = &self.shared.attachment;
-        let image = |node: Arc<Node>| {
-            let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
-            std::iter::successors(Some(node), below).last()
-        };
-        let Some(disk) = image(self.node()) else { return false };
+        let node = self.node();
+        let images = images_below(&node);
         let exports =
-            disk.graph().attachments().into_iter().filter(|other| other.is_export() && !Arc::ptr_eq(other, own));
-        exports.filter_map(|other| image(other.node())).any(|other| Arc::ptr_eq(&other, &disk))
+            node.graph().attachments().into_iter().filter(|other| other.is_export() && !Arc::ptr_eq(other, own));
+        let mut others = exports.flat_map(|other| images_below(&other.node()));
+        others.any(|other| images.iter().any(|image| Arc::ptr_eq(image, &other)))
     }
 
     /// As [`Work::resize`]; false where the export has another node than `node` by the time that it may do so.
@@ -257,7 +255,9 @@ impl Work {
                 Some(graph.attach(node, request).await?)
             }
         };
-        let drained = graph.drain(&[node]).await;
+        // Users of the image itself wait, too, not only those of a node above it.
+        let images = images_below(node);
+        let drained = graph.drain(&images.iter().chain([node]).collect::<Vec<_>>()).await;
         let result = match Arc::ptr_eq(node, &self.node()) {
             true => node.resize(size, Preallocation::Off).await.map(|()| true),
             false => Ok(false),

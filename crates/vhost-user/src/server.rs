@@ -3,7 +3,7 @@
 
 use crate::queue::Queue;
 use crate::session;
-use cowshed_image::graph::Attachment;
+use cowshed_image::graph::{Attachment, images_below};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{Listener, MappingBudget, PassedFiles, Socket, SocketAddress};
@@ -102,10 +102,12 @@ impl Server {
         config.check()?;
         let threads = spawn_threads(&config, &attachment)?;
         let queues = spread(threads, config.queues.into());
+        let mut images: Vec<_> = images_below(&attachment.node()).iter().map(|image| image.number()).collect();
+        images.sort_unstable();
         let shared = Arc::new(Shared {
             writeback: Arc::new(AtomicBool::new(!config.writethrough)),
-            // Changes in memory are the node's: an export that comes back finds them.
-            life: LIVES.hash_one((std::process::id(), attachment.node().number())),
+            // Changes in memory are the images': an export that comes back finds them, also one of another node above.
+            life: LIVES.hash_one((std::process::id(), images)),
             config,
             attachment,
             queues,

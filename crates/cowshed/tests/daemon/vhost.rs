@@ -546,13 +546,46 @@ fn sizes_that_a_file_gets_reach_a_front_end() {
     daemon.stop();
 }
 
-/// The device disappears, with changes in memory, and comes back in the same daemon. Nothing is lost.
 #[test]
-fn export_that_comes_back_reports_no_loss() {
+fn shorter_raw_node_above_spares_a_guest() {
     let folder = temp_dir();
     let folder = folder.path();
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.img")), "16M"]);
-    let image = "fault,node-name=d,file.driver=qcow2,file.file.driver=file,file.file.filename=d.img";
+    std::fs::write(folder.join("m"), "").expect("a mount point");
+    let image = "qcow2,node-name=d,file.driver=file,file.filename=d.img";
+    let (daemon, mut monitor) = start(folder, image, ",writable=on");
+    monitor.command("blockdev-add", json!({"driver": "raw", "node-name": "above", "file": "d"}));
+    let refused = monitor.refusal("block_resize", &json!({"node-name": "above", "size": 8 << 20}));
+    assert!(refused.contains("Permission conflict on node 'd'"), "{refused}");
+    monitor.command(
+        "block-export-add",
+        json!({"type": "fuse", "id": "m", "node-name": "above", "mountpoint": folder.join("m"), "writable": true}),
+    );
+    let file = std::fs::File::options().write(true).open(folder.join("m")).expect("it opens");
+    let shorter = file.set_len(8 << 20).expect_err("the guest has a longer disk");
+    assert_eq!(shorter.kind(), std::io::ErrorKind::ResourceBusy, "{shorter}");
+    assert_eq!(std::fs::metadata(folder.join("m")).expect("attributes").len(), 16 << 20);
+    drop(file);
+    daemon.stop();
+}
+
+/// The device disappears, with changes in memory, and comes back in the same daemon. Nothing is lost.
+#[test]
+fn export_that_comes_back_reports_no_loss() {
+    comes_back("d");
+}
+
+/// The image has the changes, not the filter above it.
+#[test]
+fn export_of_the_image_below_reports_no_loss() {
+    comes_back("i");
+}
+
+fn comes_back(node: &str) {
+    let folder = temp_dir();
+    let folder = folder.path();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&folder.join("d.img")), "16M"]);
+    let image = "fault,node-name=d,file.driver=qcow2,file.node-name=i,file.file.driver=file,file.file.filename=d.img";
     let (daemon, mut monitor) = start(folder, image, ",writable=on");
     let mut driver = FrontEnd::connect(&folder.join("v.sock"));
     driver.negotiate(u64::MAX);
@@ -570,7 +603,7 @@ fn export_that_comes_back_reports_no_loss() {
     let address = json!({"type": "unix", "path": folder.join("v.sock")});
     monitor.command(
         "block-export-add",
-        json!({"type": "vhost-user-blk", "id": "e", "node-name": "d", "addr": address, "writable": true}),
+        json!({"type": "vhost-user-blk", "id": "e", "node-name": node, "addr": address, "writable": true}),
     );
     let mut driver = FrontEnd::connect(&folder.join("v.sock"));
     driver.guest = guest;

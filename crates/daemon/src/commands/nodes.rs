@@ -5,7 +5,7 @@ use super::{Arguments, Group, activity, change, command, failed, names, nothing}
 use crate::state::Daemon;
 use crate::warnings;
 use cowshed_image::filters::throttle::Limits;
-use cowshed_image::graph::{Attachment, below_filters, nodes_below};
+use cowshed_image::graph::{Attachment, below_filters, images_below, nodes_below};
 use cowshed_image::node::ChildRole;
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{Node, Preallocation};
@@ -255,6 +255,9 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     if size < node.size() {
         check_clients(&daemon, &node)?;
         check_clients(&daemon, &image)?;
+        for image in images_below(&node) {
+            check_clients(&daemon, &image)?;
+        }
     }
     if node.is_sized_in_sectors() && !size.is_multiple_of(512) {
         return Err(QmpError::generic("The new size must be a multiple of 512"));

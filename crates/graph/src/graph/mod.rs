@@ -31,7 +31,8 @@ mod votes;
 mod writing;
 
 pub use crate::node::{
-    Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, nodes_below, storage_of,
+    Chain, Corruption, Holder, QuorumReport, QuorumWork, ThresholdCrossed, below_filters, images_below, nodes_below,
+    only_child, storage_of,
 };
 pub use attachment::{AttachRequest, Attachment};
 pub use corruption::{CORRUPTION, CorruptionObserver, print_corruptions};

@@ -55,7 +55,7 @@ pub use stored_bitmaps::{BITMAP_NAME_BYTES, default_granularity_bytes};
 pub use stored_bitmaps::{BitmapChange, BitmapStatus, Bitmaps, check_new_bitmap};
 use tracking::Tracking;
 pub(crate) use users::MONITOR;
-pub use walk::{below_filters, images_below, nodes_below, storage_of};
+pub use walk::{below_filters, images_below, nodes_below, only_child, storage_of};
 
 use crate::events::Events;
 use crate::options::BlockdevOptions;

@@ -34,6 +34,15 @@ pub fn storage_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
     found
 }
 
+/// The only node below one, but for a backing file. As in QEMU a driver without snapshots shows those of that node.
+pub fn only_child(node: &Node) -> Option<Arc<Node>> {
+    let mut stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+    match (stored.next(), stored.next()) {
+        (Some(child), None) if matches!(child.role, ChildRole::File | ChildRole::Image) => Some(child.node),
+        _ => None,
+    }
+}
+
 /// The images that hold the disk of a node: behind filters, and behind nodes that pass bytes on. A quorum has several.
 pub fn images_below(node: &Arc<Node>) -> Vec<Arc<Node>> {
     let passes = |role: ChildRole| match role {
