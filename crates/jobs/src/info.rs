@@ -4,6 +4,7 @@
 use crate::layer::{Qcow2Layer, qcow2_layer};
 use crate::limits::BlockLimits;
 use crate::{ImageSpec, JobHandle};
+use cowshed_image::graph::only_child;
 use cowshed_image::node::{ChildRole, Description, LocalFuture};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{DRIVERS, Node};
@@ -304,13 +305,7 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
         Some(below) => below.info.dirty_flag.is_some() && !node.driver().shows_past(),
         None => node.is_on_host() || node.child(ChildRole::Test).is_some(),
     };
-    // As in QEMU a driver without snapshots shows those of its only child.
-    let mut stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
-    let is_passed = matches!(
-        (stored.next().map(|child| child.role), stored.next()),
-        (Some(ChildRole::File | ChildRole::Image), None)
-    );
-    let snapshots = children.first().filter(|_| is_passed).map(|child| child.info.snapshots.clone());
+    let snapshots = children.first().filter(|_| only_child(node).is_some()).map(|child| child.info.snapshots.clone());
     Ok(ImageInfo {
         limits: None,
         children,

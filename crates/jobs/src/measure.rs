@@ -171,7 +171,7 @@ async fn bitmap_bytes(node: &Node, cluster: u64) -> Result<Option<u64>> {
         }
         (None, Some(stored)) => {
             let entry =
-                |map: BitmapStatus| (map.granularity_bytes.max(1), (24 + map.name.len() as u64).next_multiple_of(8));
+                |map: BitmapStatus| (map.granularity_bytes.max(1), BitmapEntry::encoded_len_of(map.name.len()) as u64);
             stored.list().await?.into_iter().map(entry).collect()
         }
         (None, None) => return Ok(None),

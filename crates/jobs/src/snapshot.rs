@@ -4,6 +4,7 @@
 use crate::info::SnapshotInfo;
 use crate::layer::qcow2_layer;
 use crate::{ImageSpec, JobHandle, in_work};
+use cowshed_image::graph::only_child;
 use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, OpenRequest};
 use cowshed_offline::snapshots::{self, SnapshotOptions};
@@ -27,7 +28,7 @@ pub enum SnapshotAction {
 pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
     let node = image.open(image.request()?.no_backing().without_content()).await?;
     // As in QEMU a driver without snapshots shows those of its only child.
-    let listed = match qcow2_layer(&node).or_else(|| only_child(&node).and_then(|below| qcow2_layer(&below))) {
+    let listed = match qcow2_layer(&node).or_else(|| shown_image(&node).and_then(|below| qcow2_layer(&below))) {
         Some(layer) => layer.snapshots().await,
         None => Ok(Vec::new()),
     };
@@ -36,16 +37,11 @@ pub async fn list(image: &ImageSpec) -> Result<Vec<SnapshotInfo>> {
     closed.map(|()| snapshots)
 }
 
-/// The node below one that has no other children but a backing file.
-fn only_child(node: &Node) -> Option<Arc<Node>> {
-    let mut stored = node.children().into_iter().filter(|child| child.role != ChildRole::Backing);
-    match (stored.next(), stored.next()) {
-        (Some(child), None) if matches!(child.role, ChildRole::File | ChildRole::Image) => {
-            let below = qcow2_layer(&child.node).is_none().then(|| only_child(&child.node)).flatten();
-            below.or(Some(child.node))
-        }
-        _ => None,
-    }
+/// The image whose snapshots a node without them shows.
+fn shown_image(node: &Node) -> Option<Arc<Node>> {
+    let child = only_child(node)?;
+    let below = qcow2_layer(&child).is_none().then(|| shown_image(&child)).flatten();
+    below.or(Some(child))
 }
 
 /// Carries an action out. Progress counts tables of metadata. The image is locked for writing meanwhile.

@@ -240,7 +240,8 @@ fn answer(scraper: &Arc<Scraper>, (control, names): (&Sender<Message>, &Names), 
 fn has_local_name(request: &[u8], more: &[String]) -> bool {
     let text = String::from_utf8_lossy(request);
     let fields = text.split("\r\n").filter_map(|line| line.split_once(':'));
-    let mut hosts = fields.filter(|(name, _)| name.eq_ignore_ascii_case("host"));
+    // A line that begins or a name that ends with blanks is wrong, and a proxy may take it for the field.
+    let mut hosts = fields.filter(|(name, _)| name.trim().eq_ignore_ascii_case("host"));
     hosts.all(|(_, host)| is_local_name(host.trim(), more))
 }
 
@@ -319,6 +320,8 @@ mod tests {
             ("", 503),
             ("HOST: rebound.example.org\r\n", 421),
             ("Host: localhost\r\nHost: x\r\n", 421),
+            (" Host: rebound.example.org\r\n", 421),
+            ("Host\t: rebound.example.org\r\n", 421),
         ] {
             let (mut client, server) = connection();
             let (control, _messages) = inbox();

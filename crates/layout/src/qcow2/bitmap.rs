@@ -42,7 +42,12 @@ pub struct BitmapEntry {
 impl BitmapEntry {
     /// Bytes that the entry takes in the directory, padding included.
     pub fn encoded_len(&self) -> usize {
-        (FIXED_BYTES + self.extra_data.len() + self.name.len()).next_multiple_of(8)
+        Self::encoded_len_of(self.name.len() + self.extra_data.len())
+    }
+
+    /// As [`BitmapEntry::encoded_len`], by the bytes of its name and its extra data.
+    pub fn encoded_len_of(variable_bytes: usize) -> usize {
+        (FIXED_BYTES + variable_bytes).next_multiple_of(8)
     }
 
     /// The bytes of the entry in the directory. Fails where name or extra data are too long.
