@@ -369,6 +369,22 @@ fn hung_reads_end_with_the_share() {
     assert!(text.contains("a read of the disk does not end"), "{text}");
 }
 
+/// The download is complete, and one read of another client isn't.
+#[test]
+fn hung_read_ends_with_a_share_of_one_download() {
+    let oracle = disk();
+    let rule = "op=read,action=hang,times=1,offset=600M,len=64k";
+    let share = Share::start(&oracle, &["--once", "--no-digest", "--quiet", "--fault", rule, "base.qcow2"]);
+    let hung = curl(&oracle, &["--max-time", "1", "-r", "629145600-629149695", "-o", "/dev/null", &share.url]);
+    assert_eq!(hung.status.code(), Some(28));
+    download(&oracle, &["-o", "/dev/null", &share.url]);
+    let errors = share.errors.try_clone().expect("a descriptor");
+    assert_eq!(share.exit_code(), Some(0));
+    let (mut errors, mut text) = (errors, String::new());
+    errors.rewind().and_then(|()| errors.read_to_string(&mut text)).expect("text");
+    assert!(text.contains("a read of the disk does not end"), "{text}");
+}
+
 /// The places of the data are those of the version that is sent, and the page has no digest of an older one.
 #[test]
 fn qcow2_download_follows_a_disk_that_changes() {

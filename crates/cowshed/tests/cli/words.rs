@@ -2,6 +2,7 @@
 //! Refusals by the name qemu-img, to the word: QEMU 11's sentence first, and behind it any further words of ours.
 
 use crate::oracle::{Oracle, words};
+use std::process::Command;
 
 const OBJECTS: &str = "--object secret,id=s,data=one --object secret,id=n,data=two --object secret,id=w,data=wrong";
 const LUKS: &str = "--image-opts driver=qcow2,encrypt.key-secret=s,file.filename=e.qcow2";
@@ -238,4 +239,33 @@ fn rebase_compresses_and_commit_tells_its_progress() {
         said.out
     );
     oracle.make("compare -f raw -F raw base.raw after.raw");
+}
+
+/// The cut comes before the header, as in QEMU.
+#[test]
+fn shrink_that_can_not_switch_tells_the_loss() {
+    for (options, back) in [("", ""), ("-o compat=0.10", ""), ("", "-b base.qcow2 -F qcow2")] {
+        let oracle = Oracle::new();
+        oracle.make("create -q -f qcow2 base.qcow2 8M");
+        oracle.make(&format!("create -q -f qcow2 {options} {back} disk.qcow2 8M"));
+        oracle.io(&["write -P 7 0 8M"], "disk.qcow2");
+        let rule = "file.inject-error.0.event=none,file.inject-error.0.iotype=write,file.inject-error.0.sector=0";
+        let image =
+            format!("driver=qcow2,file.driver=blkdebug,{rule},file.image.driver=file,file.image.filename=disk.qcow2");
+        let output = Command::new(env!("CARGO_BIN_EXE_cowshed"))
+            .args(["resize", "--shrink", "--image-opts", &image, "4M"])
+            .current_dir(oracle.work())
+            .output()
+            .expect("our own binary runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let has_lost = said.contains("the data behind the new end is gone, and the disk keeps its old size");
+        oracle.make("convert -O raw disk.qcow2 disk.raw");
+        let bytes = std::fs::read(oracle.work().join("disk.raw")).expect("the disk");
+        assert_eq!(bytes.len(), 8 << 20, "its size is the old one");
+        assert!(bytes[..4 << 20].iter().all(|byte| *byte == 7));
+        let expected = if has_lost { 0 } else { 7 };
+        assert!(bytes[4 << 20..].iter().all(|byte| *byte == expected), "{said}");
+        oracle.make("check -q disk.qcow2");
+    }
 }

@@ -8,6 +8,7 @@ mod backups;
 mod beside_qemu;
 mod bitmaps;
 mod bitmaps_below;
+mod cache_modes;
 mod commits;
 mod created_formats;
 mod damage;
