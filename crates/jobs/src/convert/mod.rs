@@ -167,7 +167,7 @@ fn check_replaced(options: &ConvertOptions, sources: &Sources) -> Result<()> {
     let Some(path) = &options.replaced else { return Ok(()) };
     let replaced = FileIdentity::of_path(path);
     let is_read = |(identity, _): &(FileIdentity, String)| replaced.as_ref() == Some(identity);
-    match sources.nodes().into_iter().flat_map(|node| files_below(node)).find(is_read) {
+    match sources.nodes().flat_map(|node| files_below(node)).find(is_read) {
         Some((_, name)) => {
             let message = format!("this file would be replaced while it is read as '{name}': both are one file");
             Err(Error::invalid_argument(message).file(path.display().to_string()))
