@@ -36,8 +36,16 @@ pub fn io_sessions(seed: u64) -> Case {
         let commands: String =
             (0..1 + random.below(5)).map(|_| format!(" -c '{}'", io_command(&mut random, name))).collect();
         // Background commands end at the command that waits for them: the order is the same each time.
-        let commands = with_waits(&commands);
+        let mut commands = with_waits(&commands);
+        // QEMU writes without a lock then.
+        if flags.contains("-U -r") {
+            commands = commands.replace("'reopen -w'", "'reopen -r'");
+        }
         case.lines.push(format!("qemu-io {flags}{commands} {name}"));
+    }
+    // In QEMU a disk that grows over the state of a machine shows it.
+    if case.contains(" -b ") {
+        case.lines.iter_mut().for_each(|line| *line = line.replace("'truncate ", "'length "));
     }
     // QEMU doesn't compress into allocated clusters: other clusters are allocated then.
     if !case.contains("write -c ") {
@@ -133,7 +141,11 @@ fn io_command(random: &mut Random, image: &str) -> String {
             format!("read -P 7 {}{at} {len}", random.pick(&["-s 512 ", "-l 1k ", "-s 512 -l 512 ", "-s 1G ", "-l 1G "]))
         }
         8..=14 => format!("write {}{at} {len}", flags(random, &["-q", "-C", "-f", "-n", "-u", "-r", "-b"])),
-        15..=17 => format!("write -z {}{at} {len}", random.pick(&["", "-u ", "-f ", "-n ", "-c ", "-P 3 ", "-z "])),
+        15..=17 => match random.pick(&["", "-u ", "-f ", "-n ", "-c ", "-P 3 ", "-z "]) {
+            // Of parts of clusters QEMU zeroes what comes before the part that it refuses.
+            "-n " => format!("write -z -n {}k {}k", random.below(32) * 64, 64 * (1 + random.below(8))),
+            flag => format!("write -z {flag}{at} {len}"),
+        },
         18 => format!("write -c {}{at} {len}", flags(random, &["-q", "-f"])),
         19 | 20 => format!("readv {}{at} {len} {}", flags(random, &["-q", "-C", "-r"]), length(random)),
         21 | 22 => format!("writev {}{at} {len} {}", flags(random, &["-q", "-C", "-f"]), length(random)),
@@ -239,6 +251,12 @@ fn create_options(random: &mut Random) -> String {
     if chosen.is_empty() { String::new() } else { format!("-o {} ", chosen.join(",")) }
 }
 
+/// The flag, but not `-f raw` for an image of another format: how long its file is, and what stands where, is the writer's
+/// affair.
+fn raw_of_flat<'a>(flag: &'a str, images: &[&str]) -> &'a str {
+    if flag.contains("raw") && images.iter().any(|image| *image != "flat") { "" } else { flag }
+}
+
 fn img_line(random: &mut Random, number: usize) -> String {
     let image = random.pick(&["base", "top", "flat", "new", "copy", "nosuch"]);
     let other = random.pick(&["base", "top", "flat", "new", "copy"]);
@@ -252,14 +270,15 @@ fn img_line(random: &mut Random, number: usize) -> String {
             "qemu-img create {quiet}-f {format} {}new {size} || {{ code=$?; rm -f new; exit $code; }}",
             create_options(random)
         ),
-        5 => format!(
-            "qemu-img create {quiet}{}-f qcow2 -b {} -F {format} new",
-            random.pick(&["", "-u "]),
-            random.pick(&["base", "top", "flat"])
-        ),
+        5 => {
+            let (flag, backing) = (random.pick(&["", "-u "]), random.pick(&["base", "top", "flat"]));
+            // The holes in the file of an image are the writer's affair.
+            let format = if format == "raw" && backing != "flat" { "qcow2" } else { format };
+            format!("qemu-img create {quiet}{flag}-f qcow2 -b {backing} -F {format} new")
+        }
         6 | 7 => format!(
             "qemu-img info {output}{}{image}",
-            random.pick(&["", "--backing-chain ", "-U ", "-f qcow2 ", "-f raw "])
+            raw_of_flat(random.pick(&["", "--backing-chain ", "-U ", "-f qcow2 ", "-f raw "]), &[image])
         ),
         8 | 9 => format!(
             "qemu-img check {output}{}{image}",
@@ -295,24 +314,17 @@ fn img_line(random: &mut Random, number: usize) -> String {
         }
         15 | 16 => format!(
             "qemu-img compare {}{image} {other}",
-            random.pick(&["", "-s ", "-q ", "-f raw -F raw ", "-f qcow2 "])
+            raw_of_flat(random.pick(&["", "-s ", "-q ", "-f raw -F raw ", "-f qcow2 "]), &[image, other])
         ),
         17 | 18 => {
             format!("qemu-img map {output}{}{image}", random.pick(&["", "-s 64k ", "-l 128k ", "-s x ", "-f qcow2 "]))
         }
         19 => format!("qemu-img measure {output}-O {format} {}{image}", create_options(random)),
         20 => format!("qemu-img measure {output}-O {format} --size {size}"),
-        21 | 22 => format!(
-            "qemu-img resize {quiet}{}{image} {size}",
-            random.pick(&[
-                "",
-                "--shrink ",
-                "--preallocation=metadata ",
-                "--preallocation=full ",
-                "-f raw ",
-                "-f qcow2 "
-            ])
-        ),
+        21 | 22 => {
+            let known = ["", "--shrink ", "--preallocation=metadata ", "--preallocation=full ", "-f raw ", "-f qcow2 "];
+            format!("qemu-img resize {quiet}{}{image} {size}", raw_of_flat(random.pick(&known), &[image]))
+        }
         23 => format!(
             "qemu-img snapshot {}{image}",
             random.pick(&["-l ", "-c s1 ", "-c s2 ", "-a s1 ", "-d s1 ", "-d nosuch ", "-a 1 ", ""])
@@ -348,7 +360,12 @@ fn img_line(random: &mut Random, number: usize) -> String {
             "qemu-img commit {}{image}",
             random.pick(&["", "-d ", "-b base ", "-b nosuch ", "-q ", "-r 1M ", "-f qcow2 "])
         ),
-        27 => format!("qemu-img amend {}-f qcow2 {}{image}", random.pick(&["", "-q ", "-p "]), create_options(random)),
+        // A refused option leaves in QEMU what those before it have changed.
+        27 => format!(
+            "cp {image} kept; qemu-img amend {}-f qcow2 {}{image} || {{ code=$?; cp kept {image}; rm -f kept; exit $code; }}; rm kept",
+            random.pick(&["", "-q ", "-p "]),
+            create_options(random)
+        ),
         28 => format!(
             "qemu-img dd {}if={image} of=copy{number} {}",
             random.pick(&["", "-f raw -O raw ", "-O qcow2 ", "-f qcow2 "]),

@@ -4,7 +4,8 @@
 //! A row is `SUITE || PART || COMMAND || TEXT || REASON`. It covers a difference of that part (`out`, `err`, `code` or `file`)
 //! whose command line is COMMAND and of whose two texts one contains TEXT. `*` stands for anything, `*WORDS*` for a command
 //! line that contains the words. The command of a difference of files is the case's name; that of a session, and of a format, is
-//! its name or its lines. A reason that begins with `varies:` is of a difference that QEMU doesn't show in each run.
+//! its name or its lines. A row of the suite `seeds` is for the command lines of `generated` alone. A reason that begins with
+//! `varies:` is of a difference that QEMU doesn't show in each run.
 //! Each reason names its place in COMPAT.md: `COMPAT:` with the words of a row, or `COMPAT N:` with a number of a section there.
 
 use crate::runner::Difference;
@@ -47,8 +48,9 @@ impl Known {
     }
 
     /// True when a row covers the difference.
-    pub fn covers(&self, difference: &Difference) -> bool {
-        let row = self.rows.iter().find(|row| row.covers(difference));
+    pub fn covers(&self, suite: &str, difference: &Difference) -> bool {
+        let of_suite = |row: &&Row| row.suite != "seeds" || suite == "generated";
+        let row = self.rows.iter().filter(of_suite).find(|row| row.covers(difference));
         row.inspect(|row| row.used.store(true, Ordering::Relaxed)).is_some()
     }
 

@@ -171,7 +171,7 @@ fn find_differences(title: &str, cases: &[Case]) -> Result<(), String> {
     });
     let mut found = found.into_inner().expect("no panic");
     found.sort_by(|one, other| (&one.case, one.line).cmp(&(&other.case, other.line)));
-    found.retain(|difference| !known.covers(difference));
+    found.retain(|difference| !known.covers(title, difference));
     let lines: usize = cases.iter().map(|case| case.compared()).sum();
     let told = |difference: &Difference| match cases.iter().find(|case| case.name == difference.case) {
         // Where there are few, the lines before each of them are shown too.
