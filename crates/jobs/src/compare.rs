@@ -47,6 +47,9 @@ pub enum Verdict {
     },
 }
 
+/// qemu-img's line where the common part of disks of two sizes is the same.
+pub const SIZE_WARNING: &str = "Warning: Image size mismatch!";
+
 /// Verdict and remarks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompareOutcome {
@@ -54,24 +57,27 @@ pub struct CompareOutcome {
     pub verdict: Verdict,
     /// The sizes differ, but the common part is the same: worth a warning (not in strict mode).
     pub size_warning: bool,
+    /// There was nothing to read: both disks have 0 bytes.
+    pub is_empty: bool,
 }
 
 impl CompareOutcome {
     /// qemu-img's text, line by line (without its "qemu-img: " before warnings).
     pub fn messages(&self) -> Vec<String> {
-        let mut lines = Vec::new();
-        if self.size_warning {
-            lines.push("Warning: Image size mismatch!".to_owned());
-        }
-        lines.push(match self.verdict {
+        let warning = self.size_warning.then(|| SIZE_WARNING.to_owned());
+        warning.into_iter().chain([self.message()]).collect()
+    }
+
+    /// The verdict in qemu-img's words.
+    pub fn message(&self) -> String {
+        match self.verdict {
             Verdict::Identical => "Images are identical.".to_owned(),
             Verdict::Mismatch { offset } => format!("Content mismatch at offset {offset}!"),
             Verdict::SizeMismatch => "Strict mode: Image size mismatch!".to_owned(),
             Verdict::AllocationMismatch { offset } => {
                 format!("Strict mode: Offset {offset} block status mismatch!")
             }
-        });
-        lines
+        }
     }
 
     /// qemu-img's exit code: 0 identical, 1 different. (2 and more are errors.)
@@ -116,11 +122,17 @@ impl FailedAt {
 
 /// Compares: the first difference counts.
 pub async fn run(options: &CompareOptions, job: &JobHandle) -> Result<CompareOutcome> {
-    run_noting(options, job, &FailedAt::default()).await
+    run_noting(options, job, &FailedAt::default(), &|| {}).await
 }
 
-/// As [`run`], noting where it failed.
-pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
+/// As [`run`], noting where it failed. `at_rest` is called once the shorter disk has ended without a difference. The rest of
+/// the longer one is read then.
+pub async fn run_noting(
+    options: &CompareOptions,
+    job: &JobHandle,
+    failed: &FailedAt,
+    at_rest: &dyn Fn(),
+) -> Result<CompareOutcome> {
     let first = options.first.open_for_reading().await?;
     let second = match options.second.open_for_reading().await {
         Ok(second) => second,
@@ -129,7 +141,7 @@ pub async fn run_noting(options: &CompareOptions, job: &JobHandle, failed: &Fail
             return Err(error);
         }
     };
-    let result = compare([&first, &second], options.strict, job, failed).await;
+    let result = compare([&first, &second], options.strict, job, failed, at_rest).await;
     let closed = first.close().await.and(second.close().await);
     result.and_then(|outcome| closed.map(|()| outcome))
 }
@@ -143,13 +155,21 @@ const MIN_HANDED_BYTES: u64 = 512 << 10;
 /// Read at once of either image: pieces in flight stay in the cache of a core.
 const PIECE_BYTES: u64 = 256 << 10;
 
-async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: &FailedAt) -> Result<CompareOutcome> {
+async fn compare(
+    nodes: [&Arc<Node>; 2],
+    strict: bool,
+    job: &JobHandle,
+    failed: &FailedAt,
+    at_rest: &dyn Fn(),
+) -> Result<CompareOutcome> {
     let [first, second] = nodes;
     let (one, other) = (first.size(), second.size());
+    let is_empty = one.max(other) == 0;
+    // A disk without bytes stays at 0 %, too.
+    job.set_len(one.max(other).max(1));
     if strict && one != other {
-        return Ok(CompareOutcome { verdict: Verdict::SizeMismatch, size_warning: false });
+        return Ok(CompareOutcome { verdict: Verdict::SizeMismatch, size_warning: false, is_empty });
     }
-    job.set_len(one.max(other));
     let walk = Walk { at: 0, size: one.max(other), strict, sides: [Side::new(first), Side::new(second)] };
     let is_over = Cell::new(false);
     let steps = stream::try_unfold(walk, |mut walk| {
@@ -163,15 +183,19 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
         }
     });
     let mut verdicts = pin!(steps.map(|step| step_verdict(step, nodes, job)).buffered(REQUESTS));
-    let mut first_found = Ok(None);
+    let (mut first_found, mut same_end) = (Ok(None), 0);
     while let Some(found) = verdicts.next().await {
         // Reads of other threads come to their end before the images are closed.
         if !matches!(first_found, Ok(None)) {
             continue;
         }
+        if same_end == one.min(other) && one != other {
+            at_rest();
+        }
         let same_bytes = found.as_ref().map_or(0, |(verdict, bytes)| if verdict.is_none() { *bytes } else { 0 });
         first_found = found.map(|(verdict, _)| verdict);
         is_over.set(!matches!(first_found, Ok(None)));
+        same_end += same_bytes;
         job.advance(same_bytes);
     }
     let first_found = first_found.map_err(|stop| {
@@ -179,11 +203,11 @@ async fn compare(nodes: [&Arc<Node>; 2], strict: bool, job: &JobHandle, failed: 
         stop.error
     });
     let Some(verdict) = first_found? else {
-        return Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other });
+        return Ok(CompareOutcome { verdict: Verdict::Identical, size_warning: one != other, is_empty });
     };
     // As qemu-img: the sizes are only looked at behind the end of the shorter image.
     let size_warning = one != other && matches!(verdict, Verdict::Mismatch { offset } if offset >= one.min(other));
-    Ok(CompareOutcome { verdict, size_warning })
+    Ok(CompareOutcome { verdict, size_warning, is_empty })
 }
 
 /// The reason for which a comparison can't go on. Several may be met at once: the first one on the disk is reported.

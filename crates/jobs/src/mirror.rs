@@ -7,7 +7,7 @@
 
 mod ends;
 
-use self::ends::{Ends, Missing};
+use self::ends::{Blank, Ends, Missing};
 use crate::JobHandle;
 use crate::commit::opened::{OpenedBase, reader_of, reading_one_size};
 use crate::faults::{Failure, Judge, settle};
@@ -90,6 +90,8 @@ pub struct Mirror {
     chunk_bytes: u64,
     /// The target is the base of the source's own chain.
     opened: Option<OpenedBase>,
+    /// The base read as zeroes at first.
+    blank: Option<Blank>,
     replaces: Option<Arc<Node>>,
     /// The target's backing file isn't attached: a write to a piece of a cluster fills the rest up with zeroes.
     lacks_backing: bool,
@@ -199,8 +201,9 @@ impl Mirror {
         match Self::observe(graph, id, top, options.granularity_bytes).await {
             Ok((reader, dirty)) => {
                 let writer = Writer::Job(Arc::clone(opened.writer()));
+                let blank = if reads_as_zeroes(base).await { Blank::new(&dirty) } else { None };
                 let mirror = Mirror::of(graph, top, Arc::clone(base), reader, writer, dirty);
-                Self::begin(Mirror { opened: Some(opened), ..mirror }, options).await
+                Self::begin(Mirror { opened: Some(opened), blank, ..mirror }, options).await
             }
             Err(error) => opened.close().await.and(opened.let_go().await).and(Err(error)),
         }
@@ -235,7 +238,7 @@ impl Mirror {
         let (graph, source) = (Arc::clone(graph), Arc::clone(source));
         let (chunk_bytes, writer) = (CHUNK_BYTES, Mutex::new(writer));
         let piece = futures_util::lock::Mutex::default();
-        let (opened, replaces, lacks_backing, skipped_bytes) = (None, None, false, 0);
+        let (opened, blank, replaces, lacks_backing, skipped_bytes) = (None, None, None, false, 0);
         Mirror {
             graph,
             source,
@@ -245,6 +248,7 @@ impl Mirror {
             dirty,
             chunk_bytes,
             opened,
+            blank,
             replaces,
             lacks_backing,
             skipped_bytes,
@@ -507,8 +511,14 @@ impl Mirror {
                 match holder.layer {
                     // The base has it already.
                     None => {}
-                    Some(_) if holder.zero => ends.zero(at, holder.len).await?,
-                    Some(_) => ends.copy(at, holder.len).await?,
+                    Some(_) if holder.zero => match &self.blank {
+                        Some(blank) if !blank.is_written(at, holder.len) => {}
+                        _ => ends.zero(at, holder.len).await?,
+                    },
+                    Some(_) => {
+                        self.blank.iter().for_each(|blank| blank.note(at, holder.len));
+                        ends.copy(at, holder.len).await?;
+                    }
                 }
                 at += holder.len;
             }

@@ -8,8 +8,9 @@ use crate::invocation::Persona;
 use crate::output::{Console, Failure};
 use clap::{ArgMatches, Args, FromArgMatches};
 use cowshed_jobs::ImageSpec;
-use cowshed_jobs::compare::{self, CompareOptions, CompareOutcome, Failed, FailedAt};
+use cowshed_jobs::compare::{self, CompareOptions, CompareOutcome, Failed, FailedAt, SIZE_WARNING};
 use cowshed_types::Error;
+use std::cell::RefCell;
 
 /// Exit code of an error while opening, and of all but the two below: 1 means "different".
 const ERROR_EXIT_CODE: u8 = 2;
@@ -90,14 +91,27 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
     let failed_at = FailedAt::default();
     let persona = console.persona;
     let failed = |error: &Error| failure(persona, [first, second], failed_at.get(), error);
-    let say = |outcome: &CompareOutcome| {
+    // As qemu-img: the warning comes where the longer disk's rest begins. A bar goes before it.
+    let (console, warns_early) = (RefCell::new(console), persona == Persona::QemuImg);
+    let print = |line: &str| {
         if !args.quiet {
-            outcome.messages().into_iter().for_each(|message| console.line(message));
-            console.flush();
+            console.borrow_mut().line(line);
+            console.borrow_mut().flush();
         }
     };
-    let work = async |handle| compare::run_noting(&options, &handle, &failed_at).await;
-    let whole = |outcome: &CompareOutcome| outcome.exit_code() == 0;
+    let at_rest = || {
+        if warns_early {
+            print(SIZE_WARNING);
+        }
+    };
+    let say = |outcome: &CompareOutcome| {
+        if outcome.size_warning && !warns_early {
+            print(SIZE_WARNING);
+        }
+        print(&outcome.message());
+    };
+    let work = async |handle| compare::run_noting(&options, &handle, &failed_at, &at_rest).await;
+    let whole = |outcome: &CompareOutcome| outcome.exit_code() == 0 && !outcome.is_empty;
     let outcome = job.run_saying(work, failed, whole, say)?;
     Ok(u8::try_from(outcome.exit_code()).unwrap_or(ERROR_EXIT_CODE))
 }

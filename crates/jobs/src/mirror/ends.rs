@@ -30,6 +30,25 @@ impl Drop for Missing<'_> {
     }
 }
 
+/// A base that read as zeroes when its commit began. As in QEMU 11, zeroes are passed over where nothing was written since.
+pub(super) struct Blank(DirtyMap);
+
+impl Blank {
+    /// In the parts of `map`.
+    pub(super) fn new(map: &DirtyMap) -> Option<Blank> {
+        DirtyMap::new(map.granularity_bytes()).ok().map(Blank)
+    }
+
+    /// The copy writes to this range from now on.
+    pub(super) fn note(&self, at: u64, len: u64) {
+        self.0.mark(at, len);
+    }
+
+    pub(super) fn is_written(&self, at: u64, len: u64) -> bool {
+        self.0.is_dirty(at, len)
+    }
+}
+
 /// Both ends of a copy: through the gates of the graph, or under a drain past them.
 pub(super) enum Ends<'a> {
     Queues(&'a Queue, &'a Queue),

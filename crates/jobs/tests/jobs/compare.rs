@@ -125,7 +125,7 @@ fn the_first_finding_counts_in_any_order_of_threads() {
             let failing = ImageSpec { name, image_opts: true, ..ImageSpec::default() };
             let options = CompareOptions { first: spec(&bench, "one.raw"), second: failing, strict: false };
             let noted = FailedAt::default();
-            let outcome = run(compare::run_noting(&options, &JobHandle::new(), &noted));
+            let outcome = run(compare::run_noting(&options, &JobHandle::new(), &noted, &|| {}));
             match is_first {
                 true => {
                     outcome.expect_err("a sector can't be read");
@@ -160,7 +160,7 @@ fn compare_reports_the_first_unreadable_place() {
     let options = CompareOptions { first: failing, second: spec(&bench, "one.raw"), strict: false };
     for _ in 0..30 {
         let noted = FailedAt::default();
-        let error = run(compare::run_noting(&options, &JobHandle::new(), &noted)).expect_err("unreadable");
+        let error = run(compare::run_noting(&options, &JobHandle::new(), &noted, &|| {})).expect_err("unreadable");
         assert_eq!(noted.get(), Some(Failed::Read { image: 0, offset: 3 << 20 }));
         assert!(error.to_string().contains("at byte 3145728"), "{error}");
     }
