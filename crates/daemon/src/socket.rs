@@ -3,10 +3,13 @@
 
 pub use cowshed_storage::socket::SocketFile;
 use cowshed_storage::socket::clear_stale;
-use cowshed_types::{Errno, Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+
+/// The bytes of a socket's path that are too many.
+pub const MAX_PATH_BYTES: usize = 108;
 
 /// The port that a text means. An error is in QEMU's words, where it isn't a number too high.
 pub fn port(host: &str, text: &str, key: &str) -> std::result::Result<u16, String> {
@@ -29,8 +32,12 @@ pub fn bind_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
 fn failed(path: &Path, error: &io::Error) -> Error {
     let name = path.display().to_string();
     match error.raw_os_error() {
-        // The system's "invalid argument" is a name that doesn't fit.
-        None => Error::new(ErrorKind::InvalidArgument, format!("could not bind the socket: {error}")).file(name),
+        // A name that doesn't fit.
+        None => {
+            let words =
+                format!("UNIX socket path '{name}' is too long{LINE_END}Path must be less than {MAX_PATH_BYTES} bytes");
+            Error::new(ErrorKind::InvalidArgument, format!("could not bind the socket: {error}")).qemu(words).file(name)
+        }
         Some(errno) => {
             let sentence = format!("Failed to bind socket to {name}");
             Error::os(Errno(errno), "could not bind the socket").qemu(sentence).file(name)

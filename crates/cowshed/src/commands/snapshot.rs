@@ -120,6 +120,11 @@ fn failed(persona: Persona, file: &str, action: &SnapshotAction, error: &Error) 
             SnapshotAction::Apply(_) => "Block driver does not support snapshots",
             SnapshotAction::Delete(_) => missing,
         },
+        ErrorKind::Unsupported if error.message().contains("data file") => match action {
+            SnapshotAction::Create(_) => "Operation not supported",
+            SnapshotAction::Apply(_) => "Failed to load snapshot: Operation not supported",
+            SnapshotAction::Delete(_) => missing,
+        },
         ErrorKind::Unsupported => "Operation not supported",
         ErrorKind::NoSpace => {
             let words = if error.errno() == Errno::ENOSPC { "No space left on device" } else { "Disk quota exceeded" };

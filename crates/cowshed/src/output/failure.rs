@@ -232,7 +232,10 @@ pub fn qemu_reason(name: &str, error: &Error) -> String {
         );
     }
     // These name their subject themselves.
-    if ["address resolution failed for ", "Failed to connect to '"].iter().any(|start| sentence.starts_with(start)) {
+    if ["address resolution failed for ", "Failed to connect to '", "UNIX socket path '"]
+        .iter()
+        .any(|start| sentence.starts_with(start))
+    {
         return sentence;
     }
     // Names in image options aren't repeated.

@@ -4,6 +4,7 @@
 use super::{Arguments, failed, nothing};
 use crate::nbd::Exported;
 use crate::servers::{ExportServer, VHOST_USER_BLK};
+use crate::socket::MAX_PATH_BYTES;
 use crate::state::Daemon;
 use cowshed_image::graph::{AttachRequest, Attachment};
 use cowshed_image::node::LocalFuture;
@@ -16,9 +17,6 @@ use std::num::NonZero;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::available_parallelism;
-
-/// The longest path of a socket has one byte less.
-const MAX_PATH_BYTES: usize = 108;
 
 pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) -> QmpResult<Value> {
     let node = daemon.graph.find(node).ok_or_else(|| QmpError::generic(format!("there is no node '{node}'")))?;
