@@ -3,6 +3,7 @@
 
 use cowshed_image::Node;
 use cowshed_image::graph::Attachment;
+use cowshed_image::node::ChildRole;
 use cowshed_image::stats::{AttachmentStats, HistogramSnapshot, IntervalStats, IoKind, KindStats, NodeStats};
 use cowshed_storage::rt;
 use serde_json::{Map, Value, json};
@@ -144,8 +145,10 @@ pub(crate) fn of_node(node: &Node) -> Value {
         stats["x-throttle"] = json!({"group": throttle.group().name(), "waits": waits.count,
                                      "wait-ns": waits.total_ns, "waiting": waits.waiting});
     }
-    if let Some(file) = node.child(cowshed_image::node::ChildRole::File) {
-        stats["parent"] = of_node(&file);
+    // `blkdebug` and `blkverify` stand above an image.
+    let stored = [ChildRole::File, ChildRole::Image, ChildRole::Raw];
+    if let Some(below) = stored.into_iter().find_map(|role| node.child(role)) {
+        stats["parent"] = of_node(&below);
     }
     if let Some(backing) = node.backing() {
         stats["backing"] = of_node(&backing);

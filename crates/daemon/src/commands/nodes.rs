@@ -422,7 +422,7 @@ fn hide_limits(described: &mut Map<String, Value>) {
 }
 
 /// All nodes, the newest first, as in QEMU: there the files that an image names are opened behind the image.
-fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
+pub(super) fn newest_first(daemon: &Daemon) -> Vec<Arc<Node>> {
     fn is_in(list: &[Arc<Node>], node: &Arc<Node>) -> bool {
         list.iter().any(|one| Arc::ptr_eq(one, node))
     }

@@ -2,6 +2,7 @@
 //! Statistics and latency histograms.
 
 use super::names::{self, Named};
+use super::nodes::newest_first;
 use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::Exported;
 use crate::state::Daemon;
@@ -66,7 +67,8 @@ fn exports(daemon: &Daemon) -> Vec<Exported> {
 
 async fn query_blockstats(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     if arguments.flag("query-nodes", false) {
-        return Ok(daemon.graph.snapshot().nodes().map(|node| statistics::of_node(&node)).collect());
+        let nodes = newest_first(&daemon).into_iter().rev();
+        return Ok(nodes.map(|node| statistics::of_node(&node)).collect());
     }
     Ok(exports(&daemon).iter().map(|export| statistics::of_attachment(&export.id, &export.attachment)).collect())
 }
