@@ -143,13 +143,14 @@ async fn resize(image: &ImageSpec, size: u64) -> Result<()> {
 
 /// Explains that an option is one of `create` only.
 fn only_for_creation(created: &'static [CreateOption], error: Error, lists: &[String]) -> Error {
-    let Err(unknown) = OptionValues::parse(created, lists) else {
-        // Options of the file below are no options of the format.
-        if ["nocow", "extent_size_hint"].iter().any(|option| error.message().contains(option)) {
-            return error;
+    let unknown = match OptionValues::parse(created, lists) {
+        // Options of the file below are no options of the format. They may stand behind one that is.
+        Ok(values) if ["nocow", "extent_size_hint"].iter().any(|option| values.is_given(option)) => return error,
+        Ok(_) => {
+            let message = format!("{}{LINE_END}This option is only supported for image creation", error.sentence());
+            return Error::new(error.kind(), message);
         }
-        let message = format!("{}{LINE_END}This option is only supported for image creation", error.sentence());
-        return Error::new(error.kind(), message);
+        Err(unknown) => unknown,
     };
     // The first look has named the wrong one of several.
     if unknown.message() == error.message() { unknown } else { error }
