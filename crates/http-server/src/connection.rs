@@ -493,9 +493,10 @@ impl Sending<'_> {
         let mut bufs = if text.is_empty() { Vec::new() } else { vec![IoBuf::copy_from(&text)] };
         let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
         let mut sending = piece_at(part.start);
-        // Nothing is promised before the first bytes are there.
-        if !sending.is_empty() || self.source.packing.is_some() {
-            bufs.push(self.read(sending.clone()).await?);
+        // Nothing is promised before the first bytes are there, nor that there are none.
+        let first = self.read(sending.clone()).await?;
+        if !first.is_empty() {
+            bufs.push(first);
         }
         loop {
             let next = piece_at(sending.end);
@@ -518,7 +519,7 @@ impl Sending<'_> {
     async fn read(&self, range: Range<u64>) -> Result<IoBuf> {
         let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let (result, buf) = match len {
-            0 => (Ok(()), IoBuf::default()),
+            0 => (self.source.reading.check(), IoBuf::default()),
             len => self.source.reading.read(range.start, IoBuf::try_scratch(len)?).await,
         };
         // The bytes sent so far must not be taken for a disk that never was.

@@ -50,6 +50,11 @@ pub trait Reading {
     /// Its version, now.
     fn version(&self) -> Version;
 
+    /// Fails where its length, or bytes that are made without a read of the source, may be those of another source by now.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Fills `buf` from `offset` (bytes) and returns it.
     fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)>;
 }
@@ -80,11 +85,15 @@ impl Reading for Queue {
         version_of(&self.attachment().node())
     }
 
+    fn check(&self) -> Result<()> {
+        let node = self.attachment().node();
+        check_lengths(&node).and_then(|()| check_tables(&node))
+    }
+
     fn read(&self, offset: u64, buf: IoBuf) -> LocalBoxFuture<'_, (Result<()>, IoBuf)> {
         Box::pin(async move {
             let (result, buf) = Queue::read(self, offset, buf).await;
-            let node = self.attachment().node();
-            (result.and_then(|()| check_lengths(&node)).and_then(|()| check_tables(&node)), buf)
+            (result.and_then(|()| Reading::check(self)), buf)
         })
     }
 }

@@ -22,6 +22,8 @@ struct Pattern {
     /// Each read of the second half makes another version.
     changes: bool,
     is_unsure: bool,
+    /// Another source has taken its place.
+    was_replaced: AtomicBool,
     fails: AtomicBool,
 }
 
@@ -51,6 +53,13 @@ impl Reading for Open {
             number: self.0.version.load(Ordering::SeqCst),
             may_change: self.0.changes,
             is_unsure: self.0.is_unsure,
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.0.was_replaced.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::Io, "it is another disk")),
+            false => Ok(()),
         }
     }
 
@@ -324,6 +333,15 @@ fn rest_behind_the_bytes_of_the_old_version_comes() {
     assert_eq!(client.get("/disk", "Range: bytes=3000-\r\n").status(), 200);
     let rest = client.get("/disk", "Range: bytes=3001-\r\n");
     assert_eq!((rest.status(), &rest.body), (206, &bytes(3001..9000)));
+    served.stop();
+}
+
+#[test]
+fn replaced_disk_without_bytes_is_not_sent() {
+    let served = serve(Pattern::default(), small());
+    assert_eq!(served.client().get("/disk", "").status(), 200);
+    served.content.was_replaced.store(true, Ordering::SeqCst);
+    assert_eq!(served.client().get("/disk", "").status(), 500);
     served.stop();
 }
 

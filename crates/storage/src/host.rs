@@ -599,10 +599,10 @@ impl HostFile {
         self.short_call(move |fd| sys::share_range(&source, source_offset, fd, 1, 1)).await
     }
 
-    /// True where the length or the time of the last change is another one than at the opening.
+    /// True where the length or one of the times of the last change is another one than at the opening. Copies keep the time of
+    /// modification, but no program sets the time of the last change of the status.
     pub(crate) fn was_changed(&self) -> bool {
-        let content = |stamp: &[u64; 7]| stamp[2..5].to_vec();
-        !self.is_device && self.change_stamp().is_some_and(|now| content(&now) != content(&self.opened))
+        !self.is_device && self.change_stamp().is_some_and(|now| now != self.opened)
     }
 
     /// See [`crate::File::change_stamp`].

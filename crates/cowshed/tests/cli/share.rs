@@ -355,6 +355,54 @@ fn image_that_was_replaced_is_not_sent() {
     }
 }
 
+/// As `cp -p` and `rsync -t --inplace` do it, with images of one length, and of one time of modification.
+#[test]
+fn image_replaced_with_its_times_is_not_sent() {
+    for (format, shape) in [("qcow2", "raw"), ("vdi", "qcow2"), ("vmdk", "zstd")] {
+        let oracle = Oracle::new();
+        let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_700_000_000);
+        let set_time = |name: &str| {
+            let file = std::fs::File::options().write(true).open(oracle.work().join(name)).expect("the image");
+            file.set_modified(time).expect("a time");
+        };
+        for (name, places) in [("one", [1, 3, 5]), ("two", [2, 3, 9])] {
+            oracle.make(&format!("create -q -f {format} {name} 16M"));
+            for place in places {
+                oracle.io(&[&format!("write -P {place} {place}M 1M")], name);
+            }
+        }
+        set_time("one");
+        let share = Share::start(&oracle, &["--as", shape, "--no-digest", "-f", format, "one"]);
+        download(&oracle, &["-o", "/dev/null", &share.url]);
+        let [one, two] = ["one", "two"].map(|name| std::fs::read(oracle.work().join(name)).expect("the image"));
+        assert_eq!(one.len(), two.len());
+        std::fs::write(oracle.work().join("one"), two).expect("another image");
+        set_time("one");
+        let output = curl(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+        assert!(!output.status.success() || output.stdout == b"500", "{format} as {shape}: {output:?}");
+        await_that("the reason", || share.said().contains("another program has changed the image"));
+    }
+}
+
+/// Nothing of its disk is read for a qcow2 file without data.
+#[test]
+fn replaced_image_without_data_is_not_sent() {
+    for format in ["qcow2", "vdi"] {
+        let oracle = Oracle::new();
+        for name in ["one", "two"] {
+            oracle.make(&format!("create -q -f {format} {name} 16M"));
+        }
+        oracle.io(&["write -P 1 3M 1M"], "two");
+        let share = Share::start(&oracle, &["--as", "qcow2", "--no-digest", "-f", format, "one"]);
+        assert!(download(&oracle, &["-f", &share.url]).starts_with(b"QFI\xfb"));
+        let two = std::fs::read(oracle.work().join("two")).expect("the image");
+        std::fs::write(oracle.work().join("one"), two).expect("another image");
+        let output = curl(&oracle, &["-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+        assert!(!output.status.success() || output.stdout == b"500", "{format}: {output:?}");
+        await_that("the reason", || share.said().contains("another program has changed the image"));
+    }
+}
+
 /// A read that never returns keeps no share, nor its exit code.
 #[test]
 fn hung_reads_end_with_the_share() {

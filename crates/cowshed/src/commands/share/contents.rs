@@ -61,7 +61,9 @@ struct Packed {
 /// The disk may change meanwhile. Then the places are of no version, and nothing of them is sent.
 async fn layout_of(disk: &Arc<Attachment>) -> Result<Sequential> {
     let node = disk.node();
-    Sequential::new(node.size(), &data_of(&node).await?)
+    let layout = Sequential::new(node.size(), &data_of(&node).await?)?;
+    // The places came from tables, which an image that has taken the place of this one doesn't have.
+    Reading::check(&disk.queue()).map(|()| layout)
 }
 
 impl PackedContent {
@@ -120,6 +122,10 @@ impl Reading for PackedReading {
         self.queue.version()
     }
 
+    fn check(&self) -> Result<()> {
+        Reading::check(&self.queue)
+    }
+
     fn read(&self, offset: u64, buf: IoBuf) -> Read<'_> {
         Box::pin(self.fill(offset, buf))
     }
@@ -130,6 +136,10 @@ impl PackedReading {
         // The server compares the version before and behind a read. This one compares it with that of the places.
         if let Some(error) = &self.packed.trouble {
             return (Err(error.clone()), buf);
+        }
+        // Metadata is made without a read of the disk.
+        if let Err(error) = self.check() {
+            return (Err(error), buf);
         }
         if Reading::version(&self.queue).number != self.packed.version.number {
             let message = "the disk was written to while its file was made";
