@@ -3,6 +3,7 @@
 
 use crate::content::{Content, Packing, Reading, Version};
 use crate::proto::answer::{About, Answer, AnswerPart, Tag, answer, message, phrase};
+use crate::proto::range::LaterRange;
 use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
 use crate::server::{Contents, Event, ServerConfig};
 use crate::versions::SentVersions;
@@ -37,7 +38,11 @@ const RECEIVE_BYTES: usize = 4096;
 const LEAVE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Between two looks whether bytes have arrived.
-const LOOK: Duration = Duration::from_millis(10);
+const LOOK: Duration = Duration::from_millis(50);
+
+/// To a client that would join two versions.
+const OTHER_VERSION: &str =
+    "the bytes before may be of another version: begin anew, or name the version of the part by If-Range";
 
 fn host_of(peer: &str) -> &str {
     peer.rsplit_once(':').map_or(peer, |(host, _)| host)
@@ -63,6 +68,8 @@ struct Seat {
     socket: Socket,
     /// It waits for a request, and has none of its bytes.
     is_idle: Cell<bool>,
+    /// It has all of its last response, and hasn't ended its connection yet.
+    is_leaving: Cell<bool>,
     /// Since then it has a part of a request's head.
     head_since: Cell<Option<Duration>>,
     was_cut: Cell<bool>,
@@ -92,13 +99,15 @@ impl Clients {
         }
     }
 
-    /// Waits for room; the client that has been idle for longest makes it, or else one that sends a request too slowly.
+    /// Waits for room. The client that has been idle for longest makes it, or else one that doesn't leave after its last response. A
+    /// client that sends a request too slowly comes last.
     pub(crate) async fn permit(self: &Rc<Self>, socket: Socket) -> ConnectionPermit {
         while within(HEAD_PATIENCE, self.room()).await.is_none() {
             self.cut_slowest_head();
         }
-        let (is_idle, head_since, was_cut) = (Cell::new(true), Cell::default(), Cell::new(false));
-        let seat = Rc::new(Seat { socket, is_idle, head_since, was_cut });
+        let (is_idle, is_leaving) = (Cell::new(true), Cell::new(false));
+        let (head_since, was_cut) = (Cell::default(), Cell::new(false));
+        let seat = Rc::new(Seat { socket, is_idle, is_leaving, head_since, was_cut });
         self.seated.borrow_mut().push(Rc::clone(&seat));
         ConnectionPermit { clients: Rc::clone(self), seat }
     }
@@ -118,11 +127,12 @@ impl Clients {
     async fn room(&self) {
         self.until(|seated| {
             let is_full = seated.len() >= self.site.config.limits.max_connections;
+            let first = |is_it: &dyn Fn(&Seat) -> bool| seated.iter().find(|seat| is_it(seat));
             if is_full
                 && !seated.iter().any(|seat| seat.was_cut.get())
-                && let Some(idle) = seated.iter().find(|seat| seat.is_idle.get())
+                && let Some(seat) = first(&|seat| seat.is_idle.get()).or_else(|| first(&|seat| seat.is_leaving.get()))
             {
-                idle.cut();
+                seat.cut();
             }
             !is_full
         })
@@ -168,9 +178,19 @@ impl Clients {
 impl ConnectionPermit {
     /// Notes whether the client is between two requests.
     fn set_idle(&self, is_idle: bool) {
-        if self.seat.is_idle.replace(is_idle) == is_idle {
-            return;
+        if self.seat.is_idle.replace(is_idle) != is_idle {
+            self.set_last();
         }
+    }
+
+    /// From now on another client may have its place.
+    fn set_leaving(&self) {
+        self.seat.is_leaving.set(true);
+        self.set_last();
+    }
+
+    /// Its state is the one that has changed last.
+    fn set_last(&self) {
         let mut seated = self.clients.seated.borrow_mut();
         seated.retain(|seat| !Rc::ptr_eq(seat, &self.seat));
         seated.push(Rc::clone(&self.seat));
@@ -192,8 +212,10 @@ pub(crate) async fn serve(permit: ConnectionPermit, socket: Socket) {
     socket.keep_alive();
     tracing::debug!(peer, "HTTP client connected");
     let stream = Stream::new(socket);
-    let (received, has_sent, unconfirmed) = (Vec::new(), Cell::new(false), RefCell::default());
-    let mut connection = Connection { permit: &permit, stream: &stream, peer: &peer, received, has_sent, unconfirmed };
+    let (received, unconfirmed) = (Vec::new(), RefCell::default());
+    let (has_sent, ends_early) = (Cell::new(false), Cell::new(false));
+    let mut connection =
+        Connection { permit: &permit, stream: &stream, peer: &peer, received, has_sent, ends_early, unconfirmed };
     let outcome = connection.run().await;
     connection.confirm(outcome.is_ok()).await;
     match outcome {
@@ -214,6 +236,8 @@ struct Connection<'a> {
     received: Vec<u8>,
     /// Something of the response was sent.
     has_sent: Cell<bool>,
+    /// The client has ended its direction before it can have had all bytes.
+    ends_early: Cell<bool>,
     /// The lengths, by the paths, of contents with bytes that may not have arrived.
     unconfirmed: RefCell<BTreeMap<String, u64>>,
 }
@@ -317,7 +341,8 @@ impl Connection<'_> {
             return Ok(keeps_alive);
         };
         let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
-        let content = place.page.as_ref().filter(|_| wants_page).unwrap_or(&place.content);
+        let page = place.page.as_ref().filter(|_| wants_page);
+        let content = page.unwrap_or(&place.content);
         let packing = content.packing();
         if packing.is_some() && request.is_old {
             // The end of the connection would be the end of the content, wherever it breaks off.
@@ -328,15 +353,10 @@ impl Connection<'_> {
         }
         content.follow().await;
         let reading = content.open();
-        let version = reading.version().number;
-        // A client that goes on without naming the version (curl -C -) would join two disks.
-        let rest = request.range.as_deref().filter(|_| request.if_range.is_none()).and_then(start_of_rest);
-        let is_refused = rest.is_some_and(|start| {
-            reading.version().is_unsure
-                || clients.sent.borrow().may_be_of_another(host_of(self.peer), &request.path, version, start)
-        });
+        let is_refused = page.is_none() && self.may_join_versions(request, &*reading, packing.is_some());
         let mut answer = match is_refused {
-            true => response(&Request { range: None, ..request.clone() }, &**content, &*reading),
+            // A whole content in place of its rest would do as well, but wget takes its own rest out of that.
+            true => message(412, OTHER_VERSION),
             false => response(request, &**content, &*reading),
         };
         if place.page.is_some() {
@@ -355,10 +375,17 @@ impl Connection<'_> {
         if confirms && end.is_some() {
             self.unconfirmed.borrow_mut().insert(request.path.clone(), reading.size());
         }
-        // After a refusal the client's file has the other version still: its next attempt is refused as well.
-        let is_one_part = !is_refused && matches!(&answer.body[..], [AnswerPart::Part(_)]);
+        let is_one_part = page.is_none() && matches!(&answer.body[..], [AnswerPart::Part(_)]);
         let noted_path = is_one_part.then_some(&*request.path);
         let (path, version) = (&*request.path, reading.version());
+        if confirms
+            && is_one_part
+            && answer.status == 206
+            && let [AnswerPart::Part(Range { start, end })] = answer.body[..]
+            && later_range(request).is_some_and(|_| end == reading.size())
+        {
+            self.config().notify(&Event::Resumed { peer: self.peer, path, version: version.number, start });
+        }
         let source = AnsweredContent { path, noted_path, reading: &*reading, version, packing };
         let sent = self.send_answer(&answer, Some(&source), keeps_alive).await;
         if !confirms && end.is_some() {
@@ -369,6 +396,23 @@ impl Connection<'_> {
             self.send_answer(&message(500, "the content could not be read"), None, false).await?;
         }
         sent.map(|()| keeps_alive)
+    }
+
+    /// True where a client that goes on without naming the version (curl -C -) may join two of them. Pieces of a content that may
+    /// change at any time are another matter: its tag is weak, which forbids to join them.
+    fn may_join_versions(&self, request: &Request, reading: &dyn Reading, is_packed: bool) -> bool {
+        let Some(LaterRange { start, last }) = later_range(request).filter(|_| request.if_range.is_none()) else {
+            return false;
+        };
+        let version = reading.version();
+        // Places in a packed form are others than those of the content.
+        let len = if is_packed { 1 } else { start };
+        let sent = self.permit.clients.sent.borrow();
+        let may_be = || sent.may_be_of_another(host_of(self.peer), &request.path, version.number, len);
+        match last {
+            None => version.is_unsure || may_be(),
+            Some(last) => (!version.may_change || last.saturating_add(1) >= reading.size()) && may_be(),
+        }
     }
 
     /// Tells of the contents that were sent, once it is known whether they have arrived.
@@ -384,28 +428,55 @@ impl Connection<'_> {
     }
 
     /// True once the client has ended the connection in order. It does so with all bytes alone: the system resets the connection of a
-    /// client that leaves some. Of a client that stays the system's word counts in the end.
+    /// client that leaves some. Of a client that stays, or whose end came before it can have had all, the system's word counts in the
+    /// end. The wait goes on as long as the client takes bytes.
     async fn has_arrived(&self) -> bool {
-        let socket = self.stream.socket();
-        let limit = self.config().limits.stall_limit;
-        // An end that the client doesn't read could make a reset of its leaving, so it goes first.
-        let mut end = within(LEAVE_PATIENCE, socket.hung_up()).await;
-        if end.is_some() && socket.is_broken() {
-            return false;
-        }
-        if end.is_none() {
-            within(limit, self.stream.end()).await;
-            end = within(limit, socket.hung_up()).await;
-        }
-        // A client may end its direction before it has all.
-        let until = rt::now() + limit;
-        while socket.unacknowledged_bytes().is_some_and(|bytes| bytes > 0) {
-            if rt::now() >= until || within(LOOK, socket.hung_up()).await == Some(HangUp::Broken) {
+        let (socket, limit) = (self.stream.socket(), self.config().limits.stall_limit);
+        self.permit.set_leaving();
+        let (mut left, mut since) = (u64::MAX, rt::now());
+        let mut has_ended = false;
+        loop {
+            let wait = match left {
+                0 if has_ended => (since + limit).saturating_sub(rt::now()),
+                0 => LEAVE_PATIENCE.min((since + limit).saturating_sub(rt::now())),
+                _ => LOOK,
+            };
+            let end = within(wait, socket.hung_up()).await;
+            // A cut is an end, too, and this side's own end looks like one of the whole connection.
+            let is_broken = end == Some(HangUp::Broken) || (!has_ended && socket.is_broken());
+            if is_broken || self.permit.seat.was_cut.get() {
                 return false;
             }
-            rt::sleep(LOOK).await;
+            let now_left = socket.unacknowledged_bytes().unwrap_or(0);
+            if now_left < left {
+                (left, since) = (now_left, rt::now());
+            }
+            if end.is_some() && left > 0 && !has_ended {
+                self.ends_early.set(true);
+            }
+            let ends_early = self.ends_early.get();
+            if end.is_some() && left == 0 && !ends_early {
+                return true;
+            }
+            if rt::now() >= since + limit {
+                return left == 0;
+            }
+            // Its own end may have to come first. An end that the client doesn't read could make a reset of its leaving, so it waits. A
+            // client that has ended its direction shows a reset only while this one is open.
+            if left == 0 && !has_ended && !ends_early && rt::now() >= since + LEAVE_PATIENCE {
+                self.stream.end().await;
+                (has_ended, left, since) = (true, u64::MAX, rt::now());
+            } else if end.is_some() {
+                rt::sleep(LOOK).await;
+            }
         }
-        end != Some(HangUp::Broken) && !self.permit.seat.was_cut.get()
+    }
+
+    /// Notes an end of the client's direction that comes before the end of a response. Bytes that its system takes tell nothing then.
+    fn note_early_end(&self) {
+        if self.config().confirms && self.stream.socket().has_hung_up() {
+            self.ends_early.set(true);
+        }
     }
 
     async fn send_answer(
@@ -501,6 +572,7 @@ impl Sending<'_> {
         loop {
             let next = piece_at(sending.end);
             self.note_version(sending.end);
+            self.connection.note_early_end();
             let send = async {
                 self.connection.send(std::mem::take(&mut bufs)).await?;
                 self.notify_sent(sending.clone());
@@ -555,10 +627,8 @@ impl Sending<'_> {
     }
 }
 
-/// The first of all bytes from some place on: the rest of a download that broke off.
-fn start_of_rest(range: &str) -> Option<u64> {
-    let (_, first) = range.trim().strip_suffix('-')?.split_once('=')?;
-    first.trim().parse().ok().filter(|first| *first > 0)
+fn later_range(request: &Request) -> Option<LaterRange> {
+    request.range.as_deref().filter(|_| request.method == "GET").and_then(LaterRange::of)
 }
 
 fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {

@@ -61,6 +61,17 @@ pub enum Event<'a> {
         /// The version that was sent.
         version: u64,
     },
+    /// A client asks for all bytes from `start` on, which says that it has those before. With [`ServerConfig::confirms`] alone.
+    Resumed {
+        /// The client's name in messages.
+        peer: &'a str,
+        /// The path of the content.
+        path: &'a str,
+        /// The version that is sent.
+        version: u64,
+        /// The first byte; not 0.
+        start: u64,
+    },
     /// A response with bytes of a content has ended; with [`ServerConfig::confirms`] a connection with such responses.
     Ended {
         /// The client's name in messages.
@@ -96,8 +107,8 @@ impl std::fmt::Debug for EventHandler {
 /// The resources that clients may take from this process.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at a time. For the next one, the connection that has waited longest for a request is closed; if all have
-    /// responses to take, the next one waits. At least 1.
+    /// Connections at a time. For the next one, the connection that has waited longest for a request is closed. Else it is one that
+    /// stays after its last response; if all have responses to take, the next one waits. At least 1.
     pub max_connections: usize,
     /// From the first byte of a request to the end of its head, and from the acceptance of a client to its encryption.
     pub head_timeout: Duration,

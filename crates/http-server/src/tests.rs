@@ -22,6 +22,8 @@ struct Pattern {
     /// Each read of the second half makes another version.
     changes: bool,
     is_unsure: bool,
+    /// Something may write to it, but doesn't.
+    is_in_use: bool,
     /// Another source has taken its place.
     was_replaced: AtomicBool,
     fails: AtomicBool,
@@ -51,7 +53,7 @@ impl Reading for Open {
     fn version(&self) -> Version {
         Version {
             number: self.0.version.load(Ordering::SeqCst),
-            may_change: self.0.changes,
+            may_change: self.0.changes || self.0.is_unsure || self.0.is_in_use,
             is_unsure: self.0.is_unsure,
         }
     }
@@ -241,6 +243,7 @@ fn the_owner_learns_what_was_sent() {
     let handler = EventHandler(Arc::new(move |event: &Event<'_>| {
         events.lock().expect("no panic").push(match event {
             Event::Sent { path, range, len, .. } => format!("{path} {}-{} of {len}", range.start, range.end),
+            Event::Resumed { path, start, .. } => format!("{path} resumed at {start}"),
             Event::Ended { path, is_complete, .. } => format!("{path} ended {is_complete}"),
             Event::Failed { path, error, .. } => format!("{path} failed {error}"),
         });
@@ -295,29 +298,48 @@ fn the_rest_of_another_version_is_no_rest() {
     let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
     let mut client = served.client();
     assert_eq!(client.get("/disk", "Range: bytes=0-999\r\n").status(), 206);
-    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 206);
+    for range in ["1000-", "1000-1999", "1000-4999"] {
+        assert_eq!(client.get("/disk", &format!("Range: bytes={range}\r\n")).status(), 206, "{range}");
+    }
     served.content.version.store(7, Ordering::SeqCst);
-    let all = client.get("/disk", "Range: bytes=1000-\r\n");
-    assert_eq!((all.status(), all.body.len()), (200, 5000), "the client has bytes of the version before");
+    // Some programs would take their rest out of the whole content, so that isn't the answer.
+    for range in ["1000-", "1000-1999", "1000-4999", "5000-", "0-9,1000-1999"] {
+        let refused = client.get("/disk", &format!("Range: bytes={range}\r\n"));
+        assert_eq!(refused.status(), 412, "{range}: the client has bytes of the version before");
+    }
+    client.send("HEAD /disk HTTP/1.1\r\nHost: h\r\nRange: bytes=1000-\r\n\r\n");
+    let head = client.response(false);
     // A loop of `curl -C -` keeps its file after such an answer, and asks again.
-    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 200, "its file is of the version before still");
-    let tag = all.field("ETag").expect("a tag").to_owned();
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 412, "its file is of the version before still");
+    let tag = head.field("ETag").expect("a tag").to_owned();
     let named = format!("Range: bytes=2000-\r\nIf-Range: {tag}\r\n");
     assert_eq!(client.get("/disk", &named).status(), 206, "it names this version");
     assert_eq!(client.get("/disk", "").status(), 200);
-    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 200, "another file of this host may be older");
-    served.content.version.store(8, Ordering::SeqCst);
-    assert_eq!(client.get("/disk", "Range: bytes=5-9\r\n").status(), 206, "pieces of a disk in use are no rest");
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 412, "another file of this host may be older");
+    assert_eq!(client.get("/disk", "Range: bytes=0-9\r\n").status(), 206, "the beginning is no rest");
     served.stop();
 }
 
 #[test]
-fn rest_of_what_changes_unseen_is_the_whole() {
+fn pieces_of_a_disk_in_use_are_no_rest() {
+    let served = serve(Pattern { len: 5000, is_in_use: true, ..Pattern::default() }, small());
+    let mut client = served.client();
+    assert!(client.get("/disk", "").field("ETag").is_some_and(|tag| tag.starts_with("W/")));
+    served.content.version.store(8, Ordering::SeqCst);
+    for (range, status) in [("5-9", 206), ("1000-1999", 206), ("1000-", 412), ("1000-4999", 412), ("-9", 206)] {
+        assert_eq!(client.get("/disk", &format!("Range: bytes={range}\r\n")).status(), status, "{range}");
+    }
+    served.stop();
+}
+
+#[test]
+fn rest_of_what_changes_unseen_is_refused() {
     let served = serve(Pattern { len: 9000, is_unsure: true, ..Pattern::default() }, small());
     let mut client = served.client();
     assert_eq!(client.get("/disk", "Range: bytes=0-99\r\n").status(), 206, "a piece is no rest");
-    let rest = client.get("/disk", "Range: bytes=100-\r\n");
-    assert_eq!((rest.status(), rest.body.len()), (200, 9000));
+    assert_eq!(client.get("/disk", "Range: bytes=100-8999\r\n").status(), 206, "programs read so at any place");
+    assert_eq!(client.get("/disk", "Range: bytes=100-\r\n").status(), 412);
+    assert_eq!(client.get("/disk", "").body.len(), 9000);
     served.stop();
 }
 
@@ -330,9 +352,21 @@ fn rest_behind_the_bytes_of_the_old_version_comes() {
     served.content.version.store(7, Ordering::SeqCst);
     // A file of this host is begun anew. It is of this version once it is longer than the other one.
     assert_eq!(client.get("/disk", "").status(), 200);
-    assert_eq!(client.get("/disk", "Range: bytes=3000-\r\n").status(), 200);
+    assert_eq!(client.get("/disk", "Range: bytes=3000-\r\n").status(), 412);
     let rest = client.get("/disk", "Range: bytes=3001-\r\n");
     assert_eq!((rest.status(), &rest.body), (206, &bytes(3001..9000)));
+    served.stop();
+}
+
+/// A page has its own versions, and no rest.
+#[test]
+fn a_page_of_a_content_is_no_version_of_it() {
+    let served = serve(Pattern { len: 500, ..Pattern::default() }, small());
+    let page = Arc::new(Arc::new(Pattern { len: 400, version: 5.into(), ..Pattern::default() }));
+    served.server.add_with_page("/both", Arc::new(Arc::clone(&served.content)), Some(page)).expect("a free path");
+    let mut client = served.client();
+    assert_eq!(client.get("/both", "Accept: text/html\r\n").body.len(), 400);
+    assert_eq!(client.get("/both", "Range: bytes=100-\r\n").status(), 206);
     served.stop();
 }
 
@@ -406,12 +440,6 @@ fn what_has_arrived_its_clients_end_tells() {
     client.await_bytes(10);
     drop(client);
     assert!(!told());
-    // Its direction ends before it has all.
-    let mut client = served.client();
-    client.send(request);
-    client.0.shutdown(std::net::Shutdown::Write).expect("a connection");
-    assert_eq!(client.response(true).body.len() as u64, LEN);
-    assert!(told());
     // A client that waits for the server's end gets it.
     let mut client = served.client();
     client.get("/disk", "");
@@ -428,6 +456,72 @@ fn of_a_client_that_stays_the_system_knows() {
     let mut client = served.client();
     client.get("/disk", "");
     assert!(told.recv_timeout(PATIENCE).expect("an event"), "it has all, and stays");
+    served.stop();
+}
+
+#[test]
+fn end_before_the_bytes_says_nothing_of_them() {
+    const LEN: u64 = 50_000;
+    let limits = Limits { stall_limit: Duration::from_secs(2), ..Limits::default() };
+    let (served, told) = confirming(limits, LEN);
+    let ended = || {
+        let mut client = served.client();
+        client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+        client.0.shutdown(std::net::Shutdown::Write).expect("a connection");
+        client
+    };
+    let mut client = ended();
+    assert_eq!(client.response(true).body.len() as u64, LEN);
+    assert!(told.recv_timeout(PATIENCE).expect("an event"), "it stays");
+    let mut client = ended();
+    client.await_bytes(LEN as usize);
+    drop(client);
+    assert!(!told.recv_timeout(PATIENCE).expect("an event"), "it has read nothing");
+    served.stop();
+}
+
+/// The last bytes lie in the system's buffers for longer than a client may take for one piece.
+#[test]
+fn slow_client_is_waited_for_to_its_end() {
+    let limits = Limits { stall_limit: Duration::from_millis(500), ..Limits::default() };
+    let (served, told) = confirming(limits, 3 << 20);
+    let mut client = served.client();
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    let (mut piece, mut count) = (vec![0; 64 << 10], 0);
+    while count < 3 << 20 {
+        count += client.0.read(&mut piece).expect("bytes");
+        // A load: a slow network.
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    while !client.is_at_end() {}
+    drop(client);
+    assert!(told.recv_timeout(PATIENCE).expect("an event"));
+    served.stop();
+}
+
+#[test]
+fn client_that_takes_nothing_ends_with_its_server() {
+    let (served, told) = confirming(Limits::default(), 3 << 19);
+    let mut client = served.client();
+    client.send("GET /disk HTTP/1.1\r\nHost: h\r\n\r\n");
+    client.await_bytes(50_000);
+    let before = rt::now();
+    rt::block_on(served.server.stop(Duration::from_millis(200)));
+    assert!(rt::now() - before < Duration::from_secs(10));
+    assert!(!told.recv_timeout(PATIENCE).expect("an event"));
+}
+
+#[test]
+fn clients_that_stay_after_their_bytes_make_room() {
+    let (served, _told) = confirming(Limits { max_connections: 2, ..Limits::default() }, 50_000);
+    let mut others = [served.client(), served.client()];
+    for other in &mut others {
+        assert_eq!(other.get("/disk", "Range: bytes=-1\r\n").body.len(), 1);
+    }
+    let before = rt::now();
+    assert_eq!(served.client().get("/disk", "").body.len(), 50_000);
+    assert!(rt::now() - before < Duration::from_secs(10));
+    drop(others);
     served.stop();
 }
 

@@ -403,6 +403,46 @@ fn replaced_image_without_data_is_not_sent() {
     }
 }
 
+/// A client that has read nothing has gone, and the last bytes that another one reads complete nothing.
+#[test]
+fn end_of_the_disk_completes_no_lost_download() {
+    let oracle = Oracle::new();
+    std::fs::write(oracle.work().join("d.raw"), vec![7; 1 << 20]).expect("a file");
+    let mut share = Share::start(&oracle, &["--once", "--no-digest", "--quiet", "-f", "raw", "d.raw"]);
+    let (_, rest) = share.url.split_once("://").expect("a URL");
+    let (host, path) = rest.split_once('/').expect("a path");
+    let mut client = std::net::TcpStream::connect(host).expect("a connection");
+    let request = format!("GET /{path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+    std::io::Write::write_all(&mut client, request.as_bytes()).expect("a request");
+    let mut some = vec![0; 60_000];
+    await_that("bytes", || client.peek(&mut some).expect("bytes") > 50_000);
+    drop(client);
+    assert_eq!(download(&oracle, &["-f", "-r", "-512", &share.url]).len(), 512);
+    // Proof that nothing happens.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(share.child.try_wait().expect("a child").is_none());
+    assert_eq!(download(&oracle, &["-f", &share.url]).len(), 1 << 20);
+    assert_eq!(share.exit_code(), Some(0));
+}
+
+/// Resuming programs differ in the spelling: `N-`, or `N-M` to the end (aria2).
+#[test]
+fn rest_of_another_version_is_refused() {
+    let oracle = Oracle::new();
+    let path = oracle.work().join("d.raw");
+    std::fs::write(&path, vec![7; 1 << 20]).expect("a file");
+    let share = Share::start(&oracle, &["--no-digest", "-f", "raw", "d.raw"]);
+    download(&oracle, &["-r", "0-99999", "-o", "part", &share.url]);
+    std::fs::write(&path, vec![8; 1 << 20]).expect("another disk");
+    for range in ["50000-", "50000-1048575", "50000-59999"] {
+        let status = download(&oracle, &["-r", range, "-o", "/dev/null", "-w", "%{http_code}", &share.url]);
+        assert_eq!(String::from_utf8_lossy(&status), "412", "{range}");
+    }
+    let resumed = curl(&oracle, &["-C", "-", "-o", "part", &share.url]);
+    assert!(!resumed.status.success());
+    assert!(std::fs::read(oracle.work().join("part")).expect("the part") == vec![7; 100_000]);
+}
+
 /// A read that never returns keeps no share, nor its exit code.
 #[test]
 fn hung_reads_end_with_the_share() {

@@ -17,6 +17,31 @@ pub enum Wanted {
     Nothing,
 }
 
+/// A request for bytes behind others that the client has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaterRange {
+    /// Its first byte; not 0.
+    pub start: u64,
+    /// Its last byte; `None`: all that follow.
+    pub last: Option<u64>,
+}
+
+impl LaterRange {
+    /// The ranges of a field `Range` that don't begin with the first byte, as one; those that count from the end are none.
+    pub fn of(field: &str) -> Option<LaterRange> {
+        let (_, set) = field.split_once('=')?;
+        let mut found: Option<LaterRange> = None;
+        for (first, last) in set.split(',').filter_map(|spec| spec.split_once('-')) {
+            let Some(start) = number(first.trim()).filter(|start| *start > 0) else { continue };
+            let last = number(last.trim());
+            let of_both = found.map(|found| (found.start.min(start), found.last.zip(last).map(|(a, b)| a.max(b))));
+            let (start, last) = of_both.unwrap_or((start, last));
+            found = Some(LaterRange { start, last });
+        }
+        found
+    }
+}
+
 /// The ranges that the value of a field `Range` names in `len` bytes.
 pub fn wanted(field: &str, len: u64) -> Wanted {
     let Some((unit, set)) = field.split_once('=') else { return Wanted::All };
@@ -112,6 +137,14 @@ mod tests {
             assert_eq!(wanted(field, 10_000), Wanted::All, "{field}");
         }
         assert_eq!(wanted("bytes=0-", 0), Wanted::Nothing);
+    }
+
+    #[test]
+    fn later_ranges_begin_behind_the_first_byte() {
+        let later = |field| LaterRange::of(field).map(|LaterRange { start, last }| (start, last));
+        assert_eq!([later("bytes=5-"), later("bytes= 5 - 9 ")], [Some((5, None)), Some((5, Some(9)))]);
+        assert_eq!([later("bytes=0-9"), later("bytes=-9"), later("bytes"), later("bytes=a-9")], [None; 4]);
+        assert_eq!([later("bytes=0-9,5-9,20-29"), later("bytes=5-9,7-")], [Some((5, Some(29))), Some((5, None))]);
     }
 
     #[test]

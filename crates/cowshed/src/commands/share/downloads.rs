@@ -33,7 +33,7 @@ struct ClientBytes {
     sent: SentBytes,
     /// Those that have arrived.
     arrived: SentBytes,
-    /// Those of connections that broke. The next request of the client says which of them have arrived.
+    /// Those of connections that broke. A request for the rest, once it is answered, says which of them have arrived.
     broken: SentBytes,
 }
 
@@ -41,8 +41,8 @@ struct ClientBytes {
 #[derive(Default)]
 struct ConnectionBytes {
     by_version: BTreeMap<u64, SentBytes>,
-    /// The end of the piece that was sent last.
-    end: u64,
+    /// The version and the place of its request for the rest of a download.
+    resumed: Option<(u64, u64)>,
 }
 
 fn host_of(peer: &str) -> &str {
@@ -81,14 +81,13 @@ impl Downloads {
     pub(super) fn add(&self, peer: &str, version: u64, piece: Range<u64>) -> u64 {
         let mut progress = self.lock();
         let connection = progress.connections.entry(peer.to_owned()).or_default();
-        let begins = std::mem::replace(&mut connection.end, piece.end) != piece.start;
         connection.by_version.entry(version).or_default().add(piece.clone());
-        let client = progress.client(peer, version);
-        if begins && let Some(before) = client.broken.up_to(piece.start) {
-            // The client goes on where a response broke off: it has the bytes before.
-            client.arrived.add(before);
-        }
-        client.sent.add(piece)
+        progress.client(peer, version).sent.add(piece)
+    }
+
+    /// A client asks for all bytes from `start` on: it says that it has those before.
+    pub(super) fn resume(&self, peer: &str, version: u64, start: u64) {
+        self.lock().connections.entry(peer.to_owned()).or_default().resumed = Some((version, start));
     }
 
     /// A connection has ended, with all bytes arrived or not. A client that has all bytes by now has the whole content of `len` bytes.
@@ -98,6 +97,11 @@ impl Downloads {
         let mut is_complete = has_arrived && len == 0;
         for (version, bytes) in connection.by_version {
             let client = progress.client(peer, version);
+            if let Some((_, start)) = connection.resumed.filter(|(of, _)| has_arrived && *of == version)
+                && let Some(before) = client.broken.up_to(start)
+            {
+                client.arrived.add(before);
+            }
             let to = if has_arrived { &mut client.arrived } else { &mut client.broken };
             bytes.ranges().for_each(|range| _ = to.add(range));
             is_complete |= client.arrived.is_all(len);
@@ -129,23 +133,27 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_a_broken_connection_count_where_a_client_goes_on() {
+    fn bytes_of_a_broken_connection_count_with_the_rest() {
         let downloads = Downloads::default();
         downloads.add("10.0.0.1:5", 1, 0..50);
         downloads.add("10.0.0.1:5", 1, 50..100);
         downloads.end("10.0.0.1:5", false, 100);
-        // The end alone says nothing of the rest.
+        // A piece says nothing of the bytes before it, whichever it is.
         downloads.add("10.0.0.1:6", 1, 99..100);
-        downloads.end("10.0.0.1:6", false, 100);
-        assert!(!downloads.is_complete());
-        let downloads = Downloads::default();
-        downloads.add("10.0.0.1:5", 1, 0..90);
-        downloads.end("10.0.0.1:5", false, 100);
-        assert_eq!(downloads.add("10.0.0.1:6", 1, 60..80), 90);
-        // This piece is the same response's, so the client has not asked for it.
-        downloads.add("10.0.0.1:6", 1, 80..100);
-        assert!(downloads.lock().client("10.0.0.1", 1).arrived.is_all(60));
         downloads.end("10.0.0.1:6", true, 100);
+        assert!(!downloads.is_complete());
+        // The rest has to arrive.
+        downloads.resume("10.0.0.1:7", 1, 60);
+        downloads.add("10.0.0.1:7", 1, 60..80);
+        downloads.end("10.0.0.1:7", false, 100);
+        assert!(!downloads.is_complete());
+        downloads.resume("10.0.0.1:8", 2, 70);
+        downloads.add("10.0.0.1:8", 2, 70..100);
+        downloads.end("10.0.0.1:8", true, 100);
+        assert!(!downloads.is_complete(), "another version");
+        downloads.resume("10.0.0.1:9", 1, 70);
+        assert_eq!(downloads.add("10.0.0.1:9", 1, 70..100), 100);
+        downloads.end("10.0.0.1:9", true, 100);
         assert!(downloads.is_complete());
     }
 

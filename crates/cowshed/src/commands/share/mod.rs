@@ -226,6 +226,7 @@ async fn serve(disk: &Arc<Attachment>, plan: &Plan, job: &JobHandle, say: impl F
             Event::Sent { peer, range, version, len: of, .. } if *of == len => {
                 shown.set_progress(sent.add(peer, *version, range.clone()), len);
             }
+            Event::Resumed { peer, version, start, .. } => sent.resume(peer, *version, *start),
             Event::Ended { peer, is_complete, .. } => sent.end(peer, *is_complete, len),
             Event::Failed { error, .. } => sent.report(error),
             _ => {}
