@@ -163,6 +163,7 @@ fn killed_readers_beyond_the_bound_end() {
     let folder = temp_dir();
     let folder = folder.path();
     let (mut mount, mut monitor) = hung_mount(folder);
+    // The program sleeps until the signal.
     let line = "import threading\nthreading.stack_size(65536)\nfor _ in range(1100):\n    \
                 threading.Thread(target=lambda: os.pread(m, 1 << 20, 0)).start()\nprint('all')\ntime.sleep(600)";
     let (mut child, mut next) = python(folder, line);

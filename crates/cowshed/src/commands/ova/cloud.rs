@@ -6,8 +6,8 @@ use super::gzip::Gzip;
 use cowshed_jobs::convert::{self, ConvertOptions, ConvertOutcome};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_ova::tar;
+use cowshed_storage::{DataRange, OpenOptions};
 use cowshed_types::{Error, Result};
-use rustix::fs::SeekFrom;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::Path;
@@ -30,7 +30,9 @@ pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &Jo
     // The conversion may have made the file anew.
     let mut disk = File::open(raw.path()).map_err(|error| failed(&error, "could not read the disk"))?;
     let len = disk.metadata().map_err(|error| failed(&error, "could not look at the disk"))?.len();
-    let runs = data_runs(&disk, len).map_err(|error| failed(&error, "could not find the holes of the disk"))?;
+    let holes = cowshed_storage::File::open(raw.path(), &OpenOptions::default())?;
+    let found = holes.data_ranges(0, len, usize::MAX).await?;
+    let runs: Vec<_> = found.into_iter().map(|DataRange { start, end }| (start, end.min(len) - start)).collect();
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let header = tar::sparse_header(NAME, len, &runs, seconds)?;
     let mut archive = Gzip::new(beside(target)?);
@@ -54,21 +56,4 @@ pub async fn pack(options: &ConvertOptions, target: &Path, force: bool, job: &Jo
     let file = archive.finish().map_err(|error| failed(&error, "could not write the archive"))?;
     publish(file, target, force)?;
     Ok(outcome)
-}
-
-/// The start and the length of each run of data in a file.
-fn data_runs(file: &File, len: u64) -> std::io::Result<Vec<(u64, u64)>> {
-    let mut runs = Vec::new();
-    let mut at = 0;
-    while at < len {
-        let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(start) => start,
-            Err(rustix::io::Errno::NXIO) => break,
-            Err(error) => return Err(error.into()),
-        };
-        let end = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(len);
-        runs.push((start, end - start));
-        at = end;
-    }
-    Ok(runs)
 }
