@@ -56,10 +56,11 @@ impl Qcow2Driver {
             Preallocation::Off => size,
             _ => old.next_multiple_of(self.cluster_size()).min(size),
         };
-        self.zero_new_range(old, zeroed).await?;
-        if preallocation != Preallocation::Off
-            && let Err(error) = self.preallocate_new_range(old, size, preallocation).await
-        {
+        let mut made = self.zero_new_range(old, zeroed).await;
+        if preallocation != Preallocation::Off && made.is_ok() {
+            made = self.preallocate_new_range(old, size, preallocation).await;
+        }
+        if let Err(error) = made {
             // The mappings made so far would take space that no file shows.
             if let Err(more) = self.unmap_behind(old).await {
                 tracing::warn!("space behind the end of the disk stays allocated: {more}");
@@ -140,11 +141,14 @@ impl Qcow2Driver {
             self.write_zero_data(old, cluster_end - old).await?;
         }
         if is_backed && cluster_end < new && !slip!("growth_shows_the_backing_file") {
-            // Up to a whole cluster: behind `new` there is no disk.
-            let stop = new.next_multiple_of(self.cluster_size());
+            // Up to a whole cluster: behind `new` there is no disk. Zeroes of version 2 take space, and stop with the backing file.
+            let has_zero_clusters = self.header().version >= 3;
+            let end = if has_zero_clusters { new } else { self.engine.backing_size().unwrap_or(0).min(new) };
+            let stop = end.next_multiple_of(self.cluster_size());
             let flags = ZeroFlags { may_unmap: true, no_fallback: false };
             let mut at = cluster_end;
             while at < stop {
+                self.throttle_dirty().await?;
                 let planned = self.plan(|engine| engine.zero(GuestOffset(at), stop - at, ZeroMode::Unmap)).await;
                 match planned {
                     Ok(done) => at += done,
