@@ -273,7 +273,11 @@ impl<D: UblkDriver> Device<D> {
         let mut device = Device { driver, number, features: info.map_or(0, |info| info.features), params, common };
         let started = info.map_err(|error| Error::internal(format!("the ublk driver gives a wrong answer: {error}")));
         match started.and_then(|info| device.run_new(config, &info)) {
-            Ok(()) => Ok(device),
+            Ok(()) => {
+                // The disk may have another size than when the kernel was told of it.
+                device.look_at_size();
+                Ok(device)
+            }
             Err(error) => {
                 device.stop();
                 Err(error)

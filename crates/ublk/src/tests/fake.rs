@@ -135,11 +135,15 @@ impl Dev {
     }
 }
 
+type Action = Box<dyn FnOnce() + Send>;
+
 #[derive(Default)]
 struct FakeState {
     devices: Mutex<BTreeMap<u32, Arc<Watched<Dev>>>>,
     calls: Mutex<Vec<(UblkCall, u64)>>,
     refusals: Mutex<Vec<(UblkCall, Number)>>,
+    /// Done once, before a call of that kind.
+    before: Mutex<Option<(UblkCall, Action)>>,
 }
 
 /// The driver. Clones are the same one.
@@ -161,6 +165,11 @@ impl Fake {
     /// The command is refused from now on.
     pub fn refuse(&self, call: UblkCall, number: Number) {
         self.known.refusals.lock().unwrap().push((call, number));
+    }
+
+    /// Has something done before the first such call.
+    pub fn before(&self, call: UblkCall, action: impl FnOnce() + Send + 'static) {
+        *self.known.before.lock().unwrap() = Some((call, Box::new(action)));
     }
 
     pub fn refuse_nothing(&self) {
@@ -348,6 +357,10 @@ impl UblkDriver for Fake {
     fn call(&self, call: UblkCall, target: UblkTarget, buffer: &mut [u8]) -> Result<(), Errno> {
         let refused = self.known.refusals.lock().unwrap().iter().find(|(refused, _)| *refused == call).copied();
         self.known.calls.lock().unwrap().push((call, target.value));
+        let action = self.known.before.lock().unwrap().take_if(|(awaited, _)| *awaited == call);
+        if let Some((_, action)) = action {
+            action();
+        }
         match refused {
             Some((_, number)) => Err(errno(number)),
             None => self.carry_out(call, target, buffer),

@@ -6,10 +6,12 @@ use super::served::{DISK_BYTES, RAW, Served};
 use crate::proto::Operation;
 use crate::proto::control::features;
 use crate::{Config, Recover};
-use cowshed_image::Preallocation;
+use cowshed_image::graph::{AttachRequest, Graph};
+use cowshed_image::{Node, Preallocation};
 use cowshed_storage::{UblkCall, UblkDriver, UblkTarget, rt};
 use cowshed_types::ErrorKind;
 use rustix::io::Errno as Number;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Starting fails by an error with these words, and nothing is left behind.
@@ -101,18 +103,59 @@ fn a_device_that_others_take_away_ends_its_export() {
     assert_eq!((served.fake.devices(), served.ends.load(Ordering::SeqCst)), (vec![], 1));
 }
 
+/// Changes the size of a disk, as `block_resize` and other exports do.
+fn resize(graph: &Arc<Graph>, node: &Arc<Node>, size: u64) {
+    rt::block_on(async {
+        let grower = graph.attach(node, AttachRequest::export("grower", true).resizing()).await.unwrap();
+        node.resize(size, Preallocation::Off).await.unwrap();
+        grower.detach().await.unwrap();
+    });
+}
+
+/// The kernel was told of the size before.
+#[test]
+fn size_that_changes_while_a_device_starts_is_told() {
+    for size in [DISK_BYTES / 2, DISK_BYTES * 2] {
+        let mut served = Served::unserved(RAW, Fake::new(ALL), |_| ());
+        let (graph, node) = (Arc::clone(&served.graph), Arc::clone(&served.node));
+        served.fake.before(UblkCall::StartDevice, move || resize(&graph, &node, size));
+        served.start().unwrap();
+        assert_eq!(served.fake.params(0).sectors, size / 512);
+        assert_eq!((served.read(size - 512, 512).0, served.read(size, 512).0), (512, -5));
+    }
+}
+
+/// They wait for the change of the size, and the kernel knows the old one.
+#[test]
+fn requests_behind_the_end_of_a_shorter_disk_fail() {
+    let served = Served::new(|_| ());
+    let drained = rt::block_on(served.attachment.drain());
+    let write = Operation::Write { is_durable: false };
+    let zeroes = Operation::WriteZeroes { is_durable: false, may_unmap: true };
+    let send = |operation, offset, data| served.send(operation, offset, 4096, data);
+    let within = [send(Operation::Read, 0, Vec::new()), send(write, 0, vec![3; 4096])];
+    let behind = [
+        send(Operation::Read, 4096, Vec::new()),
+        send(write, DISK_BYTES - 4096, vec![3; 4096]),
+        send(zeroes, 8192, Vec::new()),
+        send(Operation::Discard, 4096, Vec::new()),
+    ];
+    served.fake.wait_running(0, 0, 6);
+    resize(&served.graph, &served.node, 4096);
+    assert!(!within.iter().chain(&behind).any(is_answered));
+    drop(drained);
+    assert!(within.iter().all(|ticket| answer(ticket).0 == 4096));
+    assert!(behind.iter().all(|ticket| answer(ticket).0 == -5));
+    assert_eq!((served.flush(), served.disk(0, 4096)), (0, vec![3; 4096]));
+}
+
 #[test]
 fn a_new_size_reaches_the_kernel() {
     for features in [ALL, ALL & !features::UPDATE_SIZE] {
         let served = Served::on(RAW, Fake::new(features), |_| ());
         let server = served.server.as_ref().unwrap();
         let resize = |size| {
-            rt::block_on(async {
-                let request = cowshed_image::graph::AttachRequest::export("grower", true).resizing();
-                let grower = served.graph.attach(&served.node, request).await.unwrap();
-                served.node.resize(size, Preallocation::Off).await.unwrap();
-                grower.detach().await.unwrap();
-            });
+            resize(&served.graph, &served.node, size);
             server.look_at_size();
         };
         let end = DISK_BYTES + 4096;
