@@ -114,14 +114,33 @@ impl Work {
         Ok(reply::opened().to_vec())
     }
 
+    /// Changes of the size so far. It is looked at before the size.
+    fn resizes(&self) -> u64 {
+        self.shared.resizes.load(Ordering::SeqCst)
+    }
+
+    /// True where a request up to `end` has failed because the disk became shorter after the look at its size. `seen` has the changes of
+    /// the size until that look, and gets those until now.
+    fn has_shrunk(&self, seen: &mut u64, end: u64, error: &Error) -> bool {
+        let before = std::mem::replace(seen, self.resizes());
+        error.errno() == Errno::EINVAL && (*seen != before || self.disk.size() < end)
+    }
+
     async fn read(&self, offset: u64, len: u32) -> Result<Given> {
-        let there = self.disk.size().saturating_sub(offset).min(len.into());
-        if there == 0 {
-            return Ok(Given::Fields(Vec::new()));
+        let mut seen = self.resizes();
+        loop {
+            let there = self.disk.size().saturating_sub(offset).min(len.into());
+            if there == 0 {
+                return Ok(Given::Fields(Vec::new()));
+            }
+            let buf = IoBuf::try_scratch(usize::try_from(there).unwrap_or(usize::MAX))?;
+            let (result, buf) = self.disk.read(offset, buf).await;
+            match result {
+                // As at the end of a file that is truncated meanwhile.
+                Err(error) if self.has_shrunk(&mut seen, offset + there, &error) => {}
+                result => return result.map(|()| Given::Data(buf)),
+            }
         }
-        let buf = IoBuf::try_scratch(usize::try_from(there).unwrap_or(usize::MAX))?;
-        let (result, buf) = self.disk.read(offset, buf).await;
-        result.map(|()| Given::Data(buf))
     }
 
     async fn write(&self, offset: u64, mut data: IoBuf, flags: u32) -> Outcome {
@@ -134,6 +153,7 @@ impl Work {
         let is_durable = flags & DURABLE != 0 || self.shared.config.writethrough;
         // Held from where the disk grows to the end of the write, so that no truncation comes between them.
         let mut one = None;
+        let mut seen = self.resizes();
         let (result, len) = loop {
             if growable && end > self.disk.size() {
                 if one.is_none() {
@@ -154,11 +174,16 @@ impl Work {
                 false => self.disk.write(offset, data).await,
             };
             // A file that was truncated meanwhile is too short: the write comes after that.
-            let is_too_short = result.as_ref().is_err_and(|error| error.errno() == Errno::EINVAL);
-            if !is_too_short || one.is_some() || !growable {
+            let end = offset + u64::from(len);
+            let is_too_short = result.as_ref().is_err_and(|error| {
+                self.has_shrunk(&mut seen, end, error) || growable && error.errno() == Errno::EINVAL
+            });
+            if !is_too_short || one.is_some() {
                 break (result, len);
             }
-            one = Some(self.shared.resizing.lock().await);
+            if growable {
+                one = Some(self.shared.resizing.lock().await);
+            }
             data = written;
         };
         result.map_err(|error| number_of(&error))?;
@@ -262,6 +287,8 @@ impl Work {
             true => node.resize(size, Preallocation::Off).await.map(|()| true),
             false => Ok(false),
         };
+        // Before waiting requests go on.
+        self.shared.resizes.fetch_add(1, Ordering::SeqCst);
         drop(drained);
         let given_back = match right {
             Some(right) => right.detach().await,
@@ -299,10 +326,17 @@ impl Work {
     }
 
     async fn write_zeroes(&self, offset: u64, end: u64, may_unmap: bool) -> Result<()> {
-        let mut at = offset;
-        while at < end {
-            let piece = ZERO_PIECE_BYTES.min(end - at);
-            self.disk.write_zeroes(at, piece, ZeroFlags { may_unmap, no_fallback: false }).await?;
+        let (mut at, mut seen) = (offset, self.resizes());
+        loop {
+            let piece = ZERO_PIECE_BYTES.min(end.min(self.disk.size()).saturating_sub(at));
+            if piece == 0 {
+                break;
+            }
+            match self.disk.write_zeroes(at, piece, ZeroFlags { may_unmap, no_fallback: false }).await {
+                // No byte is left there.
+                Err(error) if self.has_shrunk(&mut seen, at + piece, &error) => continue,
+                result => result?,
+            }
             at += piece;
             rt::yield_now().await;
         }
@@ -319,11 +353,17 @@ impl Work {
             seek::HOLE => false,
             _ => return Err(errno(Number::INVAL)),
         };
-        let size = self.disk.size();
-        let mut at = offset;
+        let (mut at, mut seen) = (offset, self.resizes());
+        let mut size = self.disk.size();
         while at < size {
-            let found = self.disk.block_status_chain(at, size - at, RUNS_AT_ONCE).await;
-            for run in found.map_err(|error| number_of(&error))? {
+            let found = match self.disk.block_status_chain(at, size - at, RUNS_AT_ONCE).await {
+                Err(error) if self.has_shrunk(&mut seen, size, &error) => {
+                    size = self.disk.size();
+                    continue;
+                }
+                found => found.map_err(|error| number_of(&error))?,
+            };
+            for run in found {
                 if wants_data != run.zero {
                     return Ok(place(at));
                 }

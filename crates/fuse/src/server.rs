@@ -14,7 +14,7 @@ use cowshed_types::{Error, Result};
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The most bytes of one read or write.
@@ -59,6 +59,8 @@ pub(crate) struct Shared {
     pub is_unflushed: AtomicBool,
     /// One change of the size at a time.
     pub resizing: futures_util::lock::Mutex<()>,
+    /// Changes of the size so far, each from before requests that have waited for it go on.
+    pub resizes: AtomicU64,
     pub orders: Watched<Orders>,
     /// Threads that run.
     threads: Watched<usize>,
@@ -168,6 +170,7 @@ impl Server {
             attachment,
             is_unflushed: AtomicBool::new(false),
             resizing: futures_util::lock::Mutex::new(()),
+            resizes: AtomicU64::new(0),
             orders: Watched::default(),
             threads: Watched::default(),
             reading: AtomicUsize::new(0),

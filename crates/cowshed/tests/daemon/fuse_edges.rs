@@ -8,7 +8,8 @@ use cowshed_testkit::qemu::temp_dir;
 use cowshed_testkit::waiting::await_that;
 use serde_json::json;
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -93,6 +94,69 @@ fn a_file_covers_the_image_that_it_shows() {
     tool("qemu-io", &["-c", "read -P 7 1M 64k", text(&image)]);
 }
 
+/// A read that waits for a truncation gets the bytes up to the new end, as of any file.
+#[test]
+fn reads_beside_truncations_end_with_the_file() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    std::fs::write(folder.join("d.raw"), vec![7; 8 << 20]).expect("an image");
+    let (daemon, mut monitor) = start(folder, "raw,node-name=d,file.driver=file,file.filename=d.raw");
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true, "growable": true})));
+    let file = File::options().read(true).write(true).open(folder.join("m")).expect("it opens");
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for reader in 0..4_u64 {
+            let (is_over, folder) = (&is_over, &folder);
+            scope.spawn(move || {
+                // Past the page cache: each read reaches the server.
+                let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+                let open = File::options().read(true).custom_flags(direct).open(folder.join("m"));
+                let (file, mut bytes) = (open.expect("it opens"), vec![0; 64 << 10]);
+                while !is_over.load(Ordering::Relaxed) {
+                    let count = file.read_at(&mut bytes, (8 << 20) - (reader + 1) * 65536 - 512).expect("no error");
+                    assert!(count.is_multiple_of(512), "{count}");
+                }
+            });
+        }
+        for _ in 0..200 {
+            file.set_len(4 << 20).and_then(|()| file.set_len(8 << 20)).expect("truncations");
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    drop(file);
+    daemon.stop();
+}
+
+#[test]
+fn partitions_of_a_gpt_and_logical_ones_are_mounted() {
+    let folder = temp_dir();
+    let at = |name: &str| text(&folder.path().join(name)).to_owned();
+    File::create(at("m")).expect("a mount point");
+    // Sectors: where each begins, and how many it has.
+    let tables = [
+        ("gpt", "label: gpt\n2048,2048\n8192,4096\n", ("2", 8192_u64, 4096_u64)),
+        ("dos", "label: dos\n2048,2048\n4096,28672,5\n6144,2048\n10240,4096\n", ("6", 10240, 4096)),
+    ];
+    for (label, layout, (number, first, count)) in tables {
+        let image = at(label);
+        std::fs::write(&image, vec![0; 16 << 20]).expect("an image");
+        std::fs::write(at("layout"), layout).expect("a layout");
+        tool("sh", &["-c", "sfdisk -q --no-reread \"$0\" < \"$1\"", &image, &at("layout")]);
+        tool("qemu-io", &["-f", "raw", "-c", &format!("write -P 5 {} {}", first * 512, count * 512), &image]);
+        tool(COWSHED, &["mount", "-w", "-f", "raw", "--partition", number, &image, &at("m")]);
+        assert!(std::fs::read(at("m")).expect("a file") == vec![5; count as usize * 512], "{label}");
+        let file = File::options().write(true).open(at("m")).expect("it opens");
+        file.write_all_at(&[6; 512], (count - 1) * 512).expect("a write");
+        assert!(file.write_at(&[6; 512], count * 512).is_err(), "{label}: behind its end");
+        drop(file);
+        tool(COWSHED, &["umount", &at("m")]);
+        let disk = std::fs::read(&image).expect("the disk");
+        let end = (first + count) as usize * 512;
+        assert!(disk[end - 512..end] == [6; 512] && disk[end] == 0, "{label}");
+        run_to_code(COWSHED, &["mount", "-f", "raw", "--partition", "9", &image, &at("m")], &[1]);
+    }
+}
+
 /// The time and the memory of opening don't depend on the length of the disk.
 #[test]
 fn the_longest_disk_is_mounted_at_once() {
@@ -106,6 +170,27 @@ fn the_longest_disk_is_mounted_at_once() {
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert_eq!(std::fs::metadata(at("m")).expect("attributes").len(), 16 << 40);
     tool(COWSHED, &["umount", &at("m")]);
+}
+
+#[test]
+fn a_mounted_file_has_as_many_threads_as_wanted() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    File::create(folder.join("m")).expect("a mount point");
+    for count in [1, 3] {
+        let count_text = count.to_string();
+        let arguments = ["mount", "--foreground", "--queues", &count_text, "d.qcow2", "m"];
+        let mut mount = Serving::start(folder, &arguments);
+        await_that("the mount", || is_mounted(&folder.join("m")));
+        let tasks = format!("/proc/{}/task", mount.child().id());
+        await_that("the threads", || {
+            let tasks = std::fs::read_dir(&tasks).expect("threads");
+            let names = tasks.map(|task| std::fs::read_to_string(task.expect("a thread").path().join("comm")));
+            names.filter(|name| name.as_ref().is_ok_and(|name| name.starts_with("fuse-"))).count() == count
+        });
+        mount.stop();
+    }
 }
 
 #[test]

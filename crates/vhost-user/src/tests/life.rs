@@ -165,6 +165,20 @@ fn a_new_size_reaches_the_front_end() {
     assert_eq!(driver.request(1, DISK_BYTES / 512, &[5; 4096], 0).0, 0);
 }
 
+/// The guest knows the old size until it hears of the new one.
+#[test]
+fn requests_behind_the_end_of_a_shorter_disk_fail() {
+    let served = Served::new(|_| ());
+    let mut driver = served.driver();
+    assert_eq!(driver.request(1, DISK_BYTES / 512 - 1, &[5; 512], 0).0, 0);
+    rt::block_on(served.node.resize(4096, cowshed_image::Preallocation::Off)).unwrap();
+    // VIRTIO_BLK_S_IOERR, for reads and for writes, also across the end.
+    assert_eq!(driver.request(0, DISK_BYTES / 512 - 1, &[], 512).0, 1);
+    assert_eq!(driver.request(0, 7, &[], 1024).0, 1);
+    assert_eq!(driver.request(1, 8, &[5; 512], 0).0, 1);
+    assert_eq!(driver.request(0, 7, &[], 512), (0, vec![0; 512]));
+}
+
 #[test]
 fn a_drained_disk_keeps_requests_and_loses_none() {
     let served = Served::new(|_| ());
