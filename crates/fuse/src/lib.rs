@@ -20,5 +20,5 @@ mod session;
 
 pub use cowshed_fuse_proto as proto;
 pub use guard::{GuardProgram, MountServer, run_guard, unmount_in_order};
-pub use mount::{AllowOther, FILE_SYSTEM, MountPoint, find_mount, unmount};
+pub use mount::{AllowOther, FILE_SYSTEM, MountPoint, check_free, find_mount, unmount};
 pub use server::{Server, ServerConfig};

@@ -14,13 +14,19 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// The type of our file systems in lists of mounts.
 pub const FILE_SYSTEM: &str = "fuse.cowshed";
 
 /// Programs that mount for users, by their preference.
 const HELPERS: &[&str] = &["fusermount3", "fusermount"];
+
+/// So long a helper may take. The daemon does nothing else meanwhile.
+const HELPER_LIMIT: Duration = Duration::from_secs(10);
+/// Between two looks at it.
+const HELPER_PAUSE: Duration = Duration::from_millis(2);
 
 /// The users that may reach the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -87,9 +93,7 @@ impl MountPoint {
         }
         let path = std::fs::canonicalize(&*named)
             .map_err(|error| failed(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::IO)))?;
-        if find_mount(&path)?.is_some_and(|kind| kind == FILE_SYSTEM) {
-            return Err(shows_another(&path));
-        }
+        check_free(&path)?;
         let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed)?;
         let device = mounted_device(&path).map_err(|errno| Error::os(errno, "could not look at the mount point"))?;
@@ -203,8 +207,14 @@ impl Mount<'_> {
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
                 started => started.map_err(|error| Error::io(&error, format!("could not start {helper}")))?,
             };
-            let ended = child.wait_with_output();
-            let ended = ended.map_err(|error| Error::io(&error, format!("could not wait for {helper}")))?;
+            let Some(ended) = ended_within(child, HELPER_LIMIT)
+                .map_err(|error| Error::io(&error, format!("could not wait for {helper}")))?
+            else {
+                let seconds = HELPER_LIMIT.as_secs();
+                return Ok(Asked::Refused(format!(
+                    "{helper} does not end within {seconds} s: a file system may not answer"
+                )));
+            };
             if !ended.status.success() {
                 let said = String::from_utf8_lossy(&ended.stderr);
                 return Ok(Asked::Refused(said.lines().next().unwrap_or("the helper refused").to_owned()));
@@ -219,6 +229,21 @@ impl Mount<'_> {
 fn shows_another(path: &Path) -> Error {
     let error = Error::new(ErrorKind::Busy, "shows another disk already (cowshed umount ends that)");
     error.file(shown(path)).qemu(format!("'{}' shows another disk already", path.display()))
+}
+
+/// The output of a program that ends within a time; one that doesn't is killed, and not waited for.
+fn ended_within(mut child: Child, limit: Duration) -> std::io::Result<Option<Output>> {
+    let end = Instant::now() + limit;
+    while child.try_wait()?.is_none() {
+        if Instant::now() > end {
+            // It may wait for a file system that never answers, and not heed that.
+            let _ = child.kill();
+            let _ = child.try_wait();
+            return Ok(None);
+        }
+        std::thread::sleep(HELPER_PAUSE);
+    }
+    child.wait_with_output().map(Some)
 }
 
 enum Asked {
@@ -287,7 +312,7 @@ fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::re
     let asked = HELPERS.iter().find_map(|helper| {
         let mut command = Command::new(helper);
         command.args(arguments).arg(path).env("LC_ALL", "C").stdin(Stdio::null()).stdout(Stdio::null());
-        command.stderr(Stdio::piped()).output().ok()
+        ended_within(command.stderr(Stdio::piped()).spawn().ok()?, HELPER_LIMIT).ok()?
     });
     match asked {
         Some(output) if output.status.success() => Ok(()),
@@ -296,6 +321,17 @@ fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::re
             Err(Errno(rustix::io::Errno::BUSY.raw_os_error()))
         }
         _ => Err(errno),
+    }
+}
+
+/// Refuses a mount point on which one of our file systems stands, also one whose server was killed. It asks no server.
+///
+/// # Errors
+/// `Busy`, with the remedy.
+pub fn check_free(path: &Path) -> Result<()> {
+    match find_mount(path)? {
+        Some(kind) if kind == FILE_SYSTEM => Err(shows_another(path)),
+        _ => Ok(()),
     }
 }
 
@@ -392,6 +428,19 @@ mod tests {
         let twice = b"37 35 0:40 / /m ro - fuse.cowshed cowshed ro\n38 37 0:41 / /m ro - fuse.cowshed cowshed ro\n";
         let below = |minor| kind_below(twice, Path::new("/m"), rustix::fs::makedev(0, minor));
         assert_eq!((below(40), below(41).as_deref()), (None, Some("fuse.cowshed")));
+    }
+
+    #[test]
+    fn helpers_that_do_not_end_are_given_up() {
+        let shell = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let ended = ended_within(shell("echo no >&2; exit 3"), HELPER_LIMIT).unwrap().unwrap();
+        assert_eq!((ended.status.code(), &ended.stderr[..]), (Some(3), &b"no\n"[..]));
+        let begin = Instant::now();
+        assert!(ended_within(shell("exec sleep 1000"), Duration::from_millis(50)).unwrap().is_none());
+        assert!(begin.elapsed() < Duration::from_secs(100));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! Exports of the type `fuse` whose disk never answers, and programs there that are killed.
 
 use super::faults::{arm, disarm, start};
+use super::fuse::{QCOW2, export, is_mounted, qcow2};
 use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::temp_dir;
@@ -328,4 +329,54 @@ fn mount_with_a_hung_read_ends_after_its_file() {
     tool("umount", &[&at("m")]);
     mount.await_log("could not stop in order");
     assert_eq!(mount.wait().code(), Some(1));
+}
+
+/// The processes that serve and guard it were killed, so nothing has unmounted it.
+#[test]
+fn mount_of_killed_processes_is_refused_and_unmounted() {
+    let folders = [temp_dir(), temp_dir()];
+    let [folder, elsewhere] = [0, 1].map(|number: usize| folders[number].path());
+    folders.iter().for_each(|folder| qcow2(folder.path()));
+    let (mut daemon, mut monitor) = super::fuse::start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({"writable": true})));
+    let file = folder.join("m").canonicalize().expect("a path");
+    let guards = tool("pgrep", &["-P", &daemon.child().id().to_string()]);
+    let guard = guards.lines().next().expect("a guard");
+    assert_eq!(guards.lines().count(), 1, "{guards}");
+    tool("kill", &["-KILL", guard]);
+    daemon.signal("KILL");
+    let _ = daemon.wait();
+    await_that("the file is dead", || std::fs::metadata(&file).is_err_and(|error| error.raw_os_error() == Some(107)));
+    let image = folder.join("d.qcow2");
+    for more in [&[][..], &["--writable"]] {
+        let arguments = [&["10", COWSHED, "mount"], more, &[text(&image), text(&file)]].concat();
+        let said = run_to_code("timeout", &arguments, &[1]);
+        let words = format!("{}: shows another disk already (cowshed umount ends that)", text(&file));
+        assert!(said.contains(&words) && said.lines().count() == 1, "{said}");
+    }
+    let (other, mut monitor) = super::fuse::start(elsewhere, QCOW2);
+    let add = json!({"type": "fuse", "id": "m", "node-name": "d", "mountpoint": file});
+    assert_eq!(monitor.refusal("block-export-add", &add), format!("'{}' shows another disk already", file.display()));
+    other.stop();
+    tool("timeout", &["10", COWSHED, "umount", text(&file)]);
+    assert!(!is_mounted(&file));
+    tool(COWSHED, &["mount", text(&image), text(&file)]);
+    assert_eq!(std::fs::metadata(&file).expect("it is served").len(), 8 << 20);
+    tool(COWSHED, &["umount", text(&file)]);
+}
+
+/// Its server lives and answers nothing, so a look at the file would wait for ever.
+#[test]
+fn mount_point_of_a_stopped_server_is_refused_at_once() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    qcow2(folder);
+    let (daemon, mut monitor) = super::fuse::start(folder, QCOW2);
+    monitor.command("block-export-add", export(folder, "m", json!({})));
+    let (file, image) = (folder.join("m"), folder.join("d.qcow2"));
+    daemon.signal("STOP");
+    let said = run_to_code("timeout", &["10", COWSHED, "mount", text(&image), text(&file)], &[1]);
+    daemon.signal("CONT");
+    assert!(said.contains("m: shows another disk already"), "{said}");
+    daemon.stop();
 }

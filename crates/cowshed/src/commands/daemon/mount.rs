@@ -159,15 +159,13 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
     let [image, file] = &args.files[..] else {
         return Err(Failure::usage("Expecting an image file name and the name of the file that shows it"));
     };
+    // Before any look at the file: its server may be gone, or may not answer.
+    if let Ok(path) = std::fs::canonicalize(&*path_of_text(file)) {
+        cowshed_fuse::check_free(&path).map_err(|error| Failure::new(format!("{file}: {}", error.message())))?;
+    }
     let same = |name: &String| FileIdentity::of_path(&path_of_text(name));
     if !args.image_opts && same(image).is_some_and(|identity| Some(identity) == same(file)) {
         return Err(Failure::new(format!("{file}: is the image itself, which a mount would hide")));
-    }
-    let shown = std::fs::canonicalize(&*path_of_text(file)).ok();
-    if let Some(kind) = shown.map_or(Ok(None), |path| cowshed_fuse::find_mount(&path))?
-        && kind == cowshed_fuse::FILE_SYSTEM
-    {
-        return Err(Failure::new(format!("{file}: shows another disk already (cowshed umount ends that)")));
     }
     let drive = args.drive(image)?;
     let options = json!({"type": "fuse", "id": ID, "node-name": ID, "mountpoint": file, "writable": args.writable,
