@@ -50,19 +50,18 @@ impl SocketAddress {
             None => UnixAddr::from_pathname(path),
         };
         made.map_err(|error| {
-            let error = Error::io(&error, "can't be the address of a socket").file(path.replace('\0', "@"));
-            match path.len() >= PATH_BYTES {
-                true => {
-                    let (shown, most) = match path.strip_prefix('\0') {
-                        Some(name) => (name, PATH_BYTES - 1),
-                        None => (path, PATH_BYTES),
-                    };
-                    let sentence =
-                        format!("UNIX socket path '{shown}' is too long{LINE_END}Path must be less than {most} bytes");
-                    error.qemu(sentence)
-                }
-                false => error,
+            let named = |error: Error| error.file(path.replace('\0', "@"));
+            if path.len() < PATH_BYTES {
+                return named(Error::io(&error, "can't be the address of a socket"));
             }
+            let (shown, most) = match path.strip_prefix('\0') {
+                Some(name) => (name, PATH_BYTES - 1),
+                None => (path, PATH_BYTES),
+            };
+            let sentence =
+                format!("UNIX socket path '{shown}' is too long{LINE_END}Path must be less than {most} bytes");
+            let message = format!("the path of a socket is too long: it has {} bytes, of at most 107", path.len());
+            named(Error::invalid_argument(message)).qemu(sentence)
         })
     }
 
