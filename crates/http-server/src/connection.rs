@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One client, from its first request to its last; and the places of all.
 
-use crate::content::{Content, Packing, Reading, Version};
+mod sending;
+
+use crate::content::{Content, Reading, Version};
 use crate::proto::answer::{About, Answer, AnswerPart, Tag, answer, message, phrase};
 use crate::proto::range::LaterRange;
 use crate::proto::request::{MAX_HEAD_BYTES, Request, parse};
@@ -12,7 +14,7 @@ use cowshed_storage::rt::{self, within};
 use cowshed_storage::signal::lock;
 use cowshed_storage::{Dispatch, HangUp, IoBuf, Socket, Want};
 use cowshed_types::{Error, ErrorKind, Result};
-use futures_util::future::join;
+use sending::{AnsweredContent, LAST_CHUNK, Sending};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -24,6 +26,9 @@ use std::time::Duration;
 
 /// The query that asks for the content where there is a page besides.
 const DOWNLOAD: &str = "download";
+
+/// The parameter that names the version whose bytes are wanted, by the text of its entity tag.
+const VERSION: &str = "version";
 
 /// The time that a client may take to send the head of a request while others wait for its place.
 const HEAD_PATIENCE: Duration = Duration::from_secs(1);
@@ -40,9 +45,11 @@ const LEAVE_PATIENCE: Duration = Duration::from_secs(1);
 /// Between two looks whether bytes have arrived.
 const LOOK: Duration = Duration::from_millis(50);
 
+/// The longest wait for a content that was changed just now.
+const SETTLE_LIMIT: Duration = Duration::from_secs(3);
+
 /// To a client that would join two versions.
-const OTHER_VERSION: &str =
-    "the bytes before may be of another version: begin anew, or name the version of the part by If-Range";
+const OTHER_VERSION: &str = "the bytes before may be of another version: remove them and begin anew, or name the version of the part by If-Range";
 
 fn host_of(peer: &str) -> &str {
     peer.rsplit_once(':').map_or(peer, |(host, _)| host)
@@ -340,7 +347,7 @@ impl Connection<'_> {
             self.send_answer(&without_content(404, "there is nothing at this path"), None, keeps_alive).await?;
             return Ok(keeps_alive);
         };
-        let wants_page = request.shows_pages && request.query.as_deref() != Some(DOWNLOAD);
+        let wants_page = request.shows_pages && request.parameter(DOWNLOAD).is_none();
         let page = place.page.as_ref().filter(|_| wants_page);
         let content = page.unwrap_or(&place.content);
         let packing = content.packing();
@@ -351,13 +358,19 @@ impl Connection<'_> {
             self.send_answer(&refused, None, keeps_alive).await?;
             return Ok(keeps_alive);
         }
-        content.follow().await;
-        let reading = content.open();
-        let is_refused = page.is_none() && self.may_join_versions(request, &*reading, packing.is_some());
-        let mut answer = match is_refused {
+        let reading = settled(&**content).await;
+        // All that follows is of this version, or breaks off.
+        let of_source = reading.version();
+        // A change since then leaves it unsettled.
+        let version = told(of_source, reading.is_settled());
+        let named = request.parameter(VERSION).filter(|_| page.is_none());
+        let mut answer = if named.is_some_and(|named| named != tag_of(version).text) {
+            without_content(412, "the content is another version by now")
+        } else if page.is_none() && self.may_join_versions(request, version, reading.size(), packing.is_some()) {
             // A whole content in place of its rest would do as well, but wget takes its own rest out of that.
-            true => message(412, OTHER_VERSION),
-            false => response(request, &**content, &*reading),
+            refused_rest(version)
+        } else {
+            response(request, &**content, reading.size(), version)
         };
         if place.page.is_some() {
             answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
@@ -377,7 +390,7 @@ impl Connection<'_> {
         }
         let is_one_part = page.is_none() && matches!(&answer.body[..], [AnswerPart::Part(_)]);
         let noted_path = is_one_part.then_some(&*request.path);
-        let (path, version) = (&*request.path, reading.version());
+        let path = &*request.path;
         if confirms
             && is_one_part
             && answer.status == 206
@@ -386,7 +399,14 @@ impl Connection<'_> {
         {
             self.config().notify(&Event::Resumed { peer: self.peer, path, version: version.number, start });
         }
-        let source = AnsweredContent { path, noted_path, reading: &*reading, version, packing };
+        let source = AnsweredContent {
+            path,
+            noted_path,
+            reading: &*reading,
+            version: of_source,
+            number: version.number,
+            packing,
+        };
         let sent = self.send_answer(&answer, Some(&source), keeps_alive).await;
         if !confirms && end.is_some() {
             let (len, is_complete) = (reading.size(), sent.is_ok());
@@ -400,18 +420,21 @@ impl Connection<'_> {
 
     /// True where a client that goes on without naming the version (curl -C -) may join two of them. Pieces of a content that may
     /// change at any time are another matter: its tag is weak, which forbids to join them.
-    fn may_join_versions(&self, request: &Request, reading: &dyn Reading, is_packed: bool) -> bool {
+    fn may_join_versions(&self, request: &Request, version: Version, size: u64, is_packed: bool) -> bool {
         let Some(LaterRange { start, last }) = later_range(request).filter(|_| request.if_range.is_none()) else {
             return false;
         };
-        let version = reading.version();
+        // A client that names the version has bytes of that version alone, as far as they tell it.
+        if !version.may_change && request.parameter(VERSION).is_some() {
+            return false;
+        }
         // Places in a packed form are others than those of the content.
         let len = if is_packed { 1 } else { start };
         let sent = self.permit.clients.sent.borrow();
         let may_be = || sent.may_be_of_another(host_of(self.peer), &request.path, version.number, len);
         match last {
             None => version.is_unsure || may_be(),
-            Some(last) => (!version.may_change || last.saturating_add(1) >= reading.size()) && may_be(),
+            Some(last) => (!version.may_change || last.saturating_add(1) >= size) && may_be(),
         }
     }
 
@@ -525,105 +548,42 @@ impl Connection<'_> {
     }
 }
 
-/// The end of a response in chunks (RFC 9112, 7.1).
-const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
-
-/// A chunk with the bytes to send of a piece.
-async fn chunk(packing: &Packing, piece: IoBuf) -> Result<IoBuf> {
-    let packing = Arc::clone(packing);
-    let packed = rt::run_on_cpu_pool(move || packing(&piece)).await?;
-    if packed.is_empty() {
-        // A chunk without bytes would be the last one.
-        return Ok(IoBuf::default());
+/// Takes a content into use, once a change of it can't go unseen.
+async fn settled(content: &dyn Content) -> Box<dyn Reading> {
+    let begin = rt::now();
+    loop {
+        content.follow().await;
+        let reading = content.open();
+        if reading.is_settled() || rt::now() >= begin + SETTLE_LIMIT {
+            return reading;
+        }
+        rt::sleep(LOOK).await;
     }
-    let head = format!("{:x}\r\n", packed.len());
-    Ok(IoBuf::copy_from(&[head.as_bytes(), &packed, b"\r\n"].concat()))
 }
 
-/// The content of a response.
-struct AnsweredContent<'a> {
-    path: &'a str,
-    /// The same where a file of the client's may be made of it.
-    noted_path: Option<&'a str>,
-    reading: &'a dyn Reading,
-    /// The version that the head names.
-    version: Version,
-    packing: Option<Packing>,
+/// The version of a content as clients learn it. One that is written to all the time has a number of its own: the next change may leave
+/// the other one.
+fn told(version: Version, is_settled: bool) -> Version {
+    match is_settled {
+        true => version,
+        false => Version { number: !version.number, may_change: true, is_unsure: true },
+    }
 }
 
-/// A content on its way to the client.
-struct Sending<'a> {
-    connection: &'a Connection<'a>,
-    source: &'a AnsweredContent<'a>,
+fn tag_of(version: Version) -> Tag {
+    Tag { text: format!("{:016x}", version.number), is_weak: version.may_change }
 }
 
-impl Sending<'_> {
-    /// Sends a range, behind some text. The next piece is read while the one before it is sent.
-    async fn part(&self, part: Range<u64>, text: Vec<u8>) -> Result<()> {
-        let piece_bytes = self.connection.config().limits.piece_bytes as u64;
-        let mut bufs = if text.is_empty() { Vec::new() } else { vec![IoBuf::copy_from(&text)] };
-        let piece_at = |at: u64| at..part.end.min(at.saturating_add(piece_bytes));
-        let mut sending = piece_at(part.start);
-        // Nothing is promised before the first bytes are there, nor that there are none.
-        let first = self.read(sending.clone()).await?;
-        if !first.is_empty() {
-            bufs.push(first);
-        }
-        loop {
-            let next = piece_at(sending.end);
-            self.note_version(sending.end);
-            self.connection.note_early_end();
-            let send = async {
-                self.connection.send(std::mem::take(&mut bufs)).await?;
-                self.notify_sent(sending.clone());
-                Ok(())
-            };
-            if next.is_empty() {
-                return send.await;
-            }
-            let (sent, read) = join(send, self.read(next.clone())).await;
-            sent?;
-            bufs = vec![read?];
-            sending = next;
-        }
-    }
-
-    async fn read(&self, range: Range<u64>) -> Result<IoBuf> {
-        let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-        let (result, buf) = match len {
-            0 => (self.source.reading.check(), IoBuf::default()),
-            len => self.source.reading.read(range.start, IoBuf::try_scratch(len)?).await,
-        };
-        // The bytes sent so far must not be taken for a disk that never was.
-        let result = result.and_then(|()| match self.source.reading.version() == self.source.version {
-            true => Ok(()),
-            false => Err(Error::new(ErrorKind::Busy, "the disk was written to while it was sent")),
-        });
-        if let Err(error) = &result {
-            let (peer, path) = (self.connection.peer, self.source.path);
-            self.connection.config().notify(&Event::Failed { peer, path, error });
-        }
-        result?;
-        match &self.source.packing {
-            Some(packing) => chunk(packing, buf).await,
-            None => Ok(buf),
-        }
-    }
-
-    /// Notes that the client gets bytes up to `end`.
-    fn note_version(&self, end: u64) {
-        if let Some(path) = self.source.noted_path {
-            let mut sent = self.connection.permit.clients.sent.borrow_mut();
-            sent.note(host_of(self.connection.peer), path, self.source.version.number, end);
-        }
-    }
-
-    fn notify_sent(&self, range: Range<u64>) {
-        if !range.is_empty() {
-            let (peer, path, len) = (self.connection.peer, self.source.path, self.source.reading.size());
-            let version = self.source.version.number;
-            self.connection.config().notify(&Event::Sent { peer, path, range, len, version });
-        }
+/// The answer to a client that would join two versions. A program that reads by pieces names the version in its address.
+fn refused_rest(version: Version) -> Answer {
+    match tag_of(version) {
+        Tag { is_weak: true, .. } => message(412, OTHER_VERSION),
+        Tag { text, .. } => message(
+            412,
+            &format!(
+                "{OTHER_VERSION}; a program that reads by pieces begins anew with ?{VERSION}={text} behind the address"
+            ),
+        ),
     }
 }
 
@@ -631,11 +591,10 @@ fn later_range(request: &Request) -> Option<LaterRange> {
     request.range.as_deref().filter(|_| request.method == "GET").and_then(LaterRange::of)
 }
 
-fn response(request: &Request, content: &dyn Content, reading: &dyn Reading) -> Answer {
-    let version = reading.version();
+fn response(request: &Request, content: &dyn Content, len: u64, version: Version) -> Answer {
     let about = About {
-        len: reading.size(),
-        tag: Tag { text: format!("{:016x}", version.number), is_weak: version.may_change },
+        len,
+        tag: tag_of(version),
         media_type: content.media_type(),
         file_name: content.file_name(),
         is_packed: content.packing().is_some(),

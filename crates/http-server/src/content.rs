@@ -50,6 +50,11 @@ pub trait Reading {
     /// Its version, now.
     fn version(&self) -> Version;
 
+    /// False for a while after a change: another one could have the same version.
+    fn is_settled(&self) -> bool {
+        true
+    }
+
     /// Fails where its length, or bytes that are made without a read of the source, may be those of another source by now.
     fn check(&self) -> Result<()> {
         Ok(())
@@ -66,7 +71,7 @@ pub struct Version {
     pub number: u64,
     /// Something may be writing to it at the moment.
     pub may_change: bool,
-    /// Others may change it without another number: a block device, or a disk of a server.
+    /// Others may change it without another number: a block device, a disk of a server, or a file whose times a server keeps.
     pub is_unsure: bool,
 }
 
@@ -83,6 +88,12 @@ impl Reading for Queue {
 
     fn version(&self) -> Version {
         version_of(&self.attachment().node())
+    }
+
+    fn is_settled(&self) -> bool {
+        let node = self.attachment().node();
+        // The version of one that may be written to has a number of those writes.
+        !node.is_read_only() || !nodes_below(&node).iter().any(|node| node.file().is_some_and(File::was_changed_lately))
     }
 
     fn check(&self) -> Result<()> {
@@ -140,7 +151,10 @@ static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher
 fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
     let storages = nodes_below(node).into_iter().filter_map(|node| node.storage_kind());
-    let is_unsure = storages.into_iter().any(|kind| matches!(kind, StorageKind::HostDevice | StorageKind::Export));
+    let is_foreign = storages.into_iter().any(|kind| matches!(kind, StorageKind::HostDevice | StorageKind::Export));
+    // A file without a stamp is no file of this machine: its kind tells.
+    let tells = |file: &File| file.tells_changes() || file.change_stamp().is_none();
+    let is_unsure = is_foreign || nodes_below(node).iter().any(|node| node.file().is_some_and(|file| !tells(file)));
     let may_change = !node.is_read_only();
     node.size().hash(&mut hasher);
     // The files that are open, whatever their names mean by now.

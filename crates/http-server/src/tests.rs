@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server with clients that speak by hand; curl, browsers and QEMU are tested with the tool.
 
+mod versions;
+
 use crate::{Content, Event, EventHandler, Limits, Reading, Server, ServerConfig, Version};
 use cowshed_storage::{IoBuf, SocketAddress, rt};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -27,6 +29,10 @@ struct Pattern {
     /// Another source has taken its place.
     was_replaced: AtomicBool,
     fails: AtomicBool,
+    /// Reads find a shorter disk.
+    shrinks: bool,
+    /// So many looks find it changed just now.
+    fresh_looks: AtomicU64,
 }
 
 fn byte(at: u64) -> u8 {
@@ -58,6 +64,11 @@ impl Reading for Open {
         }
     }
 
+    fn is_settled(&self) -> bool {
+        let look = |left: u64| left.checked_sub(1);
+        self.0.fresh_looks.fetch_update(Ordering::SeqCst, Ordering::SeqCst, look).is_err()
+    }
+
     fn check(&self) -> Result<()> {
         match self.0.was_replaced.load(Ordering::SeqCst) {
             true => Err(Error::new(ErrorKind::Io, "it is another disk")),
@@ -69,6 +80,10 @@ impl Reading for Open {
         Box::pin(async move {
             if self.0.fails.load(Ordering::SeqCst) {
                 return (Err(Error::new(ErrorKind::Io, "a sector is unreadable")), buf);
+            }
+            if self.0.shrinks {
+                self.0.version.fetch_add(1, Ordering::SeqCst);
+                return (Err(Error::invalid_argument("past the end of the disk")), buf);
             }
             for (at, place) in (offset..).zip(buf.iter_mut()) {
                 *place = byte(at);
@@ -262,12 +277,33 @@ fn the_owner_learns_what_was_sent() {
     );
 }
 
+/// The range was there when the client was told of it.
+#[test]
+fn a_disk_that_shrinks_while_it_is_sent_is_another_version() {
+    let (sender, told) = std::sync::mpsc::channel();
+    let handler = EventHandler(Arc::new(move |event: &Event<'_>| {
+        if let Event::Failed { error, .. } = event {
+            sender.send((*error).to_string()).expect("the test waits");
+        }
+    }));
+    let config = ServerConfig { limits: small(), events: Some(handler), ..ServerConfig::default() };
+    let content = Arc::new(Pattern { len: 5000, shrinks: true, ..Pattern::default() });
+    let served = listening(Server::start(config).expect("a thread"), content);
+    assert_eq!(served.client().get("/disk", "").status(), 500);
+    assert_eq!(told.recv_timeout(PATIENCE).expect("an event"), "the disk was written to while it was sent");
+    served.stop();
+}
+
 #[test]
 fn what_is_no_request_ends_the_connection() {
     let served = serve(Pattern { len: 10, ..Pattern::default() }, small());
     for (sent, status) in [
         ("hello\r\n\r\n", 400),
         ("GET /disk HTTP/3.0\r\nHost: h\r\n\r\n", 505),
+        // The beginning of HTTP/2, HTTP/0.9, and a hello of TLS.
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        ("GET /disk\r\n\r\n", 400),
+        ("\u{16}\u{3}\u{1}\u{2}\0\u{1}", 400),
         ("GET /disk HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nGET ", 413),
         ("POST /disk HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nGET ", 405),
     ] {
@@ -290,83 +326,6 @@ fn a_disk_that_is_written_to_is_not_sent_as_one() {
     assert!(text.contains("ETag: W/\"") && text.contains("Content-Length: 5000"), "{text}");
     let body = all.len() - (text.find("\r\n\r\n").expect("a head") + 4);
     assert!((1..5000).contains(&body), "the client must see that something is missing");
-    served.stop();
-}
-
-#[test]
-fn the_rest_of_another_version_is_no_rest() {
-    let served = serve(Pattern { len: 5000, ..Pattern::default() }, small());
-    let mut client = served.client();
-    assert_eq!(client.get("/disk", "Range: bytes=0-999\r\n").status(), 206);
-    for range in ["1000-", "1000-1999", "1000-4999"] {
-        assert_eq!(client.get("/disk", &format!("Range: bytes={range}\r\n")).status(), 206, "{range}");
-    }
-    served.content.version.store(7, Ordering::SeqCst);
-    // Some programs would take their rest out of the whole content, so that isn't the answer.
-    for range in ["1000-", "1000-1999", "1000-4999", "5000-", "0-9,1000-1999"] {
-        let refused = client.get("/disk", &format!("Range: bytes={range}\r\n"));
-        assert_eq!(refused.status(), 412, "{range}: the client has bytes of the version before");
-    }
-    client.send("HEAD /disk HTTP/1.1\r\nHost: h\r\nRange: bytes=1000-\r\n\r\n");
-    let head = client.response(false);
-    // A loop of `curl -C -` keeps its file after such an answer, and asks again.
-    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 412, "its file is of the version before still");
-    let tag = head.field("ETag").expect("a tag").to_owned();
-    let named = format!("Range: bytes=2000-\r\nIf-Range: {tag}\r\n");
-    assert_eq!(client.get("/disk", &named).status(), 206, "it names this version");
-    assert_eq!(client.get("/disk", "").status(), 200);
-    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 412, "another file of this host may be older");
-    assert_eq!(client.get("/disk", "Range: bytes=0-9\r\n").status(), 206, "the beginning is no rest");
-    served.stop();
-}
-
-#[test]
-fn pieces_of_a_disk_in_use_are_no_rest() {
-    let served = serve(Pattern { len: 5000, is_in_use: true, ..Pattern::default() }, small());
-    let mut client = served.client();
-    assert!(client.get("/disk", "").field("ETag").is_some_and(|tag| tag.starts_with("W/")));
-    served.content.version.store(8, Ordering::SeqCst);
-    for (range, status) in [("5-9", 206), ("1000-1999", 206), ("1000-", 412), ("1000-4999", 412), ("-9", 206)] {
-        assert_eq!(client.get("/disk", &format!("Range: bytes={range}\r\n")).status(), status, "{range}");
-    }
-    served.stop();
-}
-
-#[test]
-fn rest_of_what_changes_unseen_is_refused() {
-    let served = serve(Pattern { len: 9000, is_unsure: true, ..Pattern::default() }, small());
-    let mut client = served.client();
-    assert_eq!(client.get("/disk", "Range: bytes=0-99\r\n").status(), 206, "a piece is no rest");
-    assert_eq!(client.get("/disk", "Range: bytes=100-8999\r\n").status(), 206, "programs read so at any place");
-    assert_eq!(client.get("/disk", "Range: bytes=100-\r\n").status(), 412);
-    assert_eq!(client.get("/disk", "").body.len(), 9000);
-    served.stop();
-}
-
-/// A download that broke off before a change doesn't keep a longer one of the new disk from going on.
-#[test]
-fn rest_behind_the_bytes_of_the_old_version_comes() {
-    let served = serve(Pattern { len: 9000, ..Pattern::default() }, small());
-    let mut client = served.client();
-    assert_eq!(client.get("/disk", "Range: bytes=0-2999\r\n").status(), 206);
-    served.content.version.store(7, Ordering::SeqCst);
-    // A file of this host is begun anew. It is of this version once it is longer than the other one.
-    assert_eq!(client.get("/disk", "").status(), 200);
-    assert_eq!(client.get("/disk", "Range: bytes=3000-\r\n").status(), 412);
-    let rest = client.get("/disk", "Range: bytes=3001-\r\n");
-    assert_eq!((rest.status(), &rest.body), (206, &bytes(3001..9000)));
-    served.stop();
-}
-
-/// A page has its own versions, and no rest.
-#[test]
-fn a_page_of_a_content_is_no_version_of_it() {
-    let served = serve(Pattern { len: 500, ..Pattern::default() }, small());
-    let page = Arc::new(Arc::new(Pattern { len: 400, version: 5.into(), ..Pattern::default() }));
-    served.server.add_with_page("/both", Arc::new(Arc::clone(&served.content)), Some(page)).expect("a free path");
-    let mut client = served.client();
-    assert_eq!(client.get("/both", "Accept: text/html\r\n").body.len(), 400);
-    assert_eq!(client.get("/both", "Range: bytes=100-\r\n").status(), 206);
     served.stop();
 }
 
@@ -522,6 +481,22 @@ fn clients_that_stay_after_their_bytes_make_room() {
     assert_eq!(served.client().get("/disk", "").body.len(), 50_000);
     assert!(rt::now() - before < Duration::from_secs(10));
     drop(others);
+    served.stop();
+}
+
+/// They die in the middle of a response, or of a request.
+#[test]
+fn clients_that_break_off_leave_room_for_others() {
+    let limits = Limits { max_connections: 2, ..small() };
+    let served = serve(Pattern { len: 64 << 20, ..Pattern::default() }, limits);
+    for round in 0..20 {
+        let mut client = served.client();
+        client.send(if round % 2 == 0 { "GET /disk HTTP/1.1\r\nHost: h\r\n\r\n" } else { "GET /di" });
+        if round % 2 == 0 {
+            client.await_bytes(1);
+        }
+    }
+    assert_eq!(served.client().get("/disk", "Range: bytes=5-9\r\n").body, bytes(5..10));
     served.stop();
 }
 

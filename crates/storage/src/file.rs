@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A file that holds an image.
 
+mod changes;
 mod shared;
 mod space;
 
@@ -565,18 +566,6 @@ impl File {
         self.0.counters.count(FileOp::Write, offset, len, start_ns, true);
         drop(guard);
         Ok(())
-    }
-
-    /// Numbers that identify the open file. Another write, truncation or change of attributes changes them. `None`
-    /// where the storage is no file of this machine.
-    pub fn change_stamp(&self) -> Option<[u64; 7]> {
-        self.0.medium.change_stamp()
-    }
-
-    /// True where another program has changed a file of this machine since it was opened here. Of one to which this process has
-    /// written that is unknown: false.
-    pub fn was_changed_by_others(&self) -> bool {
-        matches!(&self.0.medium, Medium::Host(host) if host.was_changed()) && !self.statistics().has_changes()
     }
 
     /// Space that the file takes on disk, in bytes (`st_blocks * 512`).

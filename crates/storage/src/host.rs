@@ -10,6 +10,7 @@ use crate::attempts::{Attempts, ring_gave_up};
 use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
 use crate::data_cache::KnownData;
+use crate::file_systems;
 use crate::identity::{FileIdentity, Listed};
 use crate::medium::Space;
 use crate::names::text_of_path;
@@ -24,8 +25,8 @@ use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// In bytes. Changes of space that are whole sectors of this size suit every block device.
 const LARGEST_SECTOR_BYTES: u64 = 4096;
@@ -52,6 +53,8 @@ pub(crate) struct HostFile {
     known: KnownData,
     /// See [`crate::File::change_stamp`].
     opened: [u64; 7],
+    /// See [`crate::File::tells_changes`]; the server of a file system is asked once.
+    tells_changes: OnceLock<bool>,
 }
 
 /// The most that a ring's thread moves to or from the page cache itself, in bytes: more keeps others waiting for too long.
@@ -131,6 +134,7 @@ impl HostFile {
             reads_past_cache: AtomicU32::new(0),
             known: KnownData::default(),
             opened: crate::folder::stamp_of(&stat),
+            tells_changes: OnceLock::new(),
         })
     }
 
@@ -608,6 +612,12 @@ impl HostFile {
     /// See [`crate::File::change_stamp`].
     pub(crate) fn change_stamp(&self) -> Option<[u64; 7]> {
         rustix::fs::fstat(&self.fd).ok().map(|stat| crate::folder::stamp_of(&stat))
+    }
+
+    /// See [`crate::File::tells_changes`].
+    pub(crate) fn tells_changes(&self) -> bool {
+        let ask = || rustix::fs::fstatfs(&self.fd).is_ok_and(|found| file_systems::tell_changes(found.f_type as u64));
+        !self.is_device && *self.tells_changes.get_or_init(ask)
     }
 
     pub(crate) fn allocated_bytes(&self) -> SysResult<u64> {

@@ -14,6 +14,7 @@ mod direct;
 mod event;
 pub mod fault;
 pub mod file;
+mod file_systems;
 mod flush;
 mod folder;
 mod fuse_device;

@@ -51,6 +51,7 @@ mod served_pages;
 mod serving;
 mod sessions;
 mod share;
+mod share_versions;
 mod stacked;
 mod stranger;
 mod tls;

@@ -10,14 +10,14 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 /// A share that runs, and its standard error; killed if the test ends early.
-struct Share {
+pub(super) struct Share {
     child: Child,
     errors: std::fs::File,
-    url: String,
+    pub url: String,
 }
 
 impl Share {
-    fn start(oracle: &Oracle, arguments: &[&str]) -> Share {
+    pub fn start(oracle: &Oracle, arguments: &[&str]) -> Share {
         let errors = tempfile::tempfile().expect("a file");
         let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
             .arg("share")
@@ -41,7 +41,7 @@ impl Share {
         text
     }
 
-    fn exit_code(mut self) -> Option<i32> {
+    pub fn exit_code(mut self) -> Option<i32> {
         self.child.wait().expect("it ends").code()
     }
 
@@ -58,14 +58,14 @@ impl Drop for Share {
     }
 }
 
-fn curl(oracle: &Oracle, arguments: &[&str]) -> Output {
+pub(super) fn curl(oracle: &Oracle, arguments: &[&str]) -> Output {
     let curl =
         Command::new("curl").args(["-sS", "--max-time", "60"]).args(arguments).current_dir(oracle.work()).output();
     curl.expect("curl runs")
 }
 
 #[track_caller]
-fn download(oracle: &Oracle, arguments: &[&str]) -> Vec<u8> {
+pub(super) fn download(oracle: &Oracle, arguments: &[&str]) -> Vec<u8> {
     let output = curl(oracle, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output.stdout

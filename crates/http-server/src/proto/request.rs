@@ -43,6 +43,15 @@ impl Request {
     pub fn has_local_name(&self, more: &[String]) -> bool {
         self.host.as_deref().is_none_or(|host| is_local_name(host, more))
     }
+
+    /// The value of a parameter of the query; empty where it has none. `None`: the query lacks it.
+    pub fn parameter(&self, name: &str) -> Option<&str> {
+        let parts = self.query.as_deref()?.split('&');
+        parts
+            .map(|part| part.split_once('=').unwrap_or((part, "")))
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| value)
+    }
 }
 
 /// True for an address, `localhost`, a name below it (RFC 6761, 6.3) or one of `more`, with a port or without. No page of the web can

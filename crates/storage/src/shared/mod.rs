@@ -8,7 +8,7 @@
 mod bufs;
 mod sigbus;
 
-use crate::socket::asked::{LOCAL_FILE_SYSTEMS, MEMORY_FILE_SYSTEMS};
+use crate::file_systems;
 use crate::sys;
 pub use bufs::SharedBufs;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -114,8 +114,8 @@ impl SharedMemory {
             return Err(Error::new(ErrorKind::InvalidArgument, message).value(file_bytes));
         }
         let found = rustix::fs::fstatfs(&file).map_err(|error| failed(error, "could not look at shared memory"))?;
-        let is_memory = MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u64));
-        if !is_memory && !LOCAL_FILE_SYSTEMS.contains(&(found.f_type as u64)) {
+        let is_memory = file_systems::IN_MEMORY.contains(&(found.f_type as u64));
+        if !is_memory && !file_systems::LOCAL.contains(&(found.f_type as u64)) {
             let message =
                 "shared memory lies in a file system that may never answer: memfd, tmpfs and hugetlbfs keep it";
             return Err(Error::unsupported(message).value(format!("{:#x}", found.f_type)));

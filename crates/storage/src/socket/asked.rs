@@ -2,6 +2,7 @@
 //! Descriptors that a peer has passed, before the first call on them. A file of a FUSE mount, or of another machine, has a server, and
 //! `fstat`, `fstatfs` and `close` wait for that. So another thread asks, and keeps what has no answer.
 
+use crate::file_systems;
 use crate::sys::{self, SysResult};
 use cowshed_types::Errno;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,12 +13,6 @@ use std::time::Duration;
 
 /// The longest wait for a file system, in which nothing else of the connection is served.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// File systems in memory (`statfs.f_type`): tmpfs, which memfds are in, and hugetlbfs.
-pub(crate) const MEMORY_FILE_SYSTEMS: [u64; 2] = [0x0102_1994, 0x9584_58f6];
-
-/// File systems of this machine: ext4, XFS, Btrfs and F2FS.
-pub(crate) const LOCAL_FILE_SYSTEMS: [u64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 
 /// The looks at the files that the peers of one server pass. At most one thread waits for a file system, with the descriptors of one
 /// message. Until that one answers no other descriptor is taken.
@@ -81,7 +76,7 @@ fn is_file(descriptor: &OwnedFd) -> bool {
 
 fn is_local(descriptor: &OwnedFd) -> bool {
     let found = rustix::fs::fstatfs(descriptor.as_fd()).map_err(sys::errno);
-    let is_known = |kind: u64| MEMORY_FILE_SYSTEMS.contains(&kind) || LOCAL_FILE_SYSTEMS.contains(&kind);
+    let is_known = |kind: u64| file_systems::IN_MEMORY.contains(&kind) || file_systems::LOCAL.contains(&kind);
     found.is_ok_and(|found| is_known(found.f_type as u64))
 }
 

@@ -122,6 +122,10 @@ impl Reading for PackedReading {
         self.queue.version()
     }
 
+    fn is_settled(&self) -> bool {
+        self.queue.is_settled()
+    }
+
     fn check(&self) -> Result<()> {
         Reading::check(&self.queue)
     }
