@@ -3,6 +3,7 @@
 
 mod changes;
 mod device;
+mod export_faults;
 mod export_lives;
 mod exposure;
 mod faults;
