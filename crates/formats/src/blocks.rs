@@ -3,6 +3,7 @@
 //! which a fixed number is kept. So no table takes memory on the word of a file.
 
 mod changes;
+mod runs;
 
 use super::holes::Holes;
 use super::mapped::{MappedDriver, MappedFormat, MappedWriter, Run, RunSource, no_such_bitmap, push_run};
@@ -413,40 +414,6 @@ impl ImageFile {
         let (page, skip) = self.page_of(&table, position).await?;
         let entry = page.get(skip..skip + N).and_then(|bytes| bytes.try_into().ok());
         entry.ok_or_else(|| Error::internal("a page of a table is too short").field(table.field).value(index))
-    }
-
-    /// The count of the `len` bytes behind byte `at` of the disk for which a table's entries are equal, within one page
-    /// of it. So an empty disk is looked up in large steps. `index`: the entry for `at`, one for each `block_bytes`.
-    pub(crate) async fn same<const N: usize>(
-        &self,
-        table: Table,
-        index: u64,
-        (at, len, block_bytes): (u64, u64, u64),
-    ) -> Result<u64> {
-        let (page, skip) = self.page_of(&table, index * N as u64).await?;
-        let (entries, _) = page.get(skip..).unwrap_or_default().as_chunks::<N>();
-        let most = (at % block_bytes).saturating_add(len).div_ceil(block_bytes);
-        let most = usize::try_from(most).unwrap_or(usize::MAX);
-        let same = entries.iter().take(most).take_while(|entry| Some(*entry) == entries.first()).count() as u64;
-        Ok((same.max(1) * block_bytes - at % block_bytes).min(len))
-    }
-
-    /// The number of blocks from the one at `host` on whose data follow each other in the file too. It is at most `most`, and
-    /// counts within one page of the table. `index`: the entry of the first block.
-    pub(crate) async fn blocks_in_a_row(
-        &self,
-        table: Table,
-        index: u64,
-        (host, block_bytes, most): (u64, u64, u64),
-        place: impl Fn([u8; 8]) -> Option<u64>,
-    ) -> Result<u64> {
-        let (page, skip) = self.page_of(&table, index * 8).await?;
-        let (entries, _) = page.get(skip..).unwrap_or_default().as_chunks::<8>();
-        // All of them are in the file.
-        let there = self.len().saturating_sub(host) / block_bytes;
-        let most = usize::try_from(most.min(there)).unwrap_or(usize::MAX);
-        let places = (host..).step_by(block_bytes as usize).zip(entries).take(most);
-        Ok((places.take_while(|(host, entry)| place(**entry) == Some(*host)).count() as u64).max(1))
     }
 
     /// The page of a table that byte `position` of the table is in, and where there.

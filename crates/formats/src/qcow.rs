@@ -134,6 +134,16 @@ impl Qcow {
         let span = self.header.l2_span_bytes();
         file.same::<8>(self.l1, at / span, (at, len, span)).await
     }
+
+    /// For how many of the `len` bytes from byte `at` of the disk on there is no cluster, where there is none for `at`.
+    async fn unallocated(&self, file: &ImageFile, found: (Table, u64), at: u64, len: u64) -> Result<u64> {
+        let to_table = |entry| {
+            let offset = u64::from_be_bytes(entry);
+            Some(offset).filter(|offset| *offset == 0 || *offset >= HEADER_BYTES as u64)
+        };
+        let slot = (self.l1, at / self.header.l2_span_bytes());
+        file.unallocated(slot, found, (at, len, self.header.cluster_bytes()), to_table).await
+    }
 }
 
 impl BlockFormat for Qcow {
@@ -166,8 +176,7 @@ impl BlockFormat for Qcow {
         let (all, len) = (len, len.min(self.header.cluster_bytes() - skip));
         match cluster {
             QcowCluster::Unallocated => {
-                let range = (at, all, self.header.cluster_bytes());
-                Ok((RunSource::Unallocated, file.same::<8>(l2, index, range).await?))
+                Ok((RunSource::Unallocated, self.unallocated(file, (l2, index), at, all).await?))
             }
             QcowCluster::At(host) => {
                 if !host.is_multiple_of(SECTOR_BYTES) {
@@ -297,7 +306,7 @@ impl BlockFormat for Qcow {
                     cluster_bytes
                 }
                 QcowCluster::At(_) => self.run(file, at, rest).await?.1,
-                QcowCluster::Unallocated => file.same::<8>(table, index, (at, rest, cluster_bytes)).await?,
+                QcowCluster::Unallocated => self.unallocated(file, (table, index), at, rest).await?,
             };
         }
         Ok(parts)

@@ -141,6 +141,9 @@ impl Qed {
                 continue;
             }
             let l2 = Table { field: "L1 table entry", offset: entry, bytes: self.header.table_bytes };
+            if image.is_unwritten(&l2).await {
+                continue;
+            }
             let clusters = self.header.table_entries();
             let mut at = 0;
             while at < clusters {
@@ -285,7 +288,12 @@ impl BlockFormat for Qed {
         match QedCluster::of(entry) {
             empty @ (QedCluster::Unallocated | QedCluster::Zero) => {
                 let place = if empty == QedCluster::Zero { RunSource::Zero } else { RunSource::Unallocated };
-                Ok((place, file.same::<8>(l2, index, (at, len, cluster_bytes)).await?))
+                if empty == QedCluster::Zero {
+                    return Ok((place, file.same::<8>(l2, index, (at, len, cluster_bytes)).await?));
+                }
+                let to_table = |entry| Some(u64::from_le_bytes(entry)).filter(|at| at.is_multiple_of(cluster_bytes));
+                let slots = ((self.l1, at / span), (l2, index));
+                Ok((place, file.unallocated(slots.0, slots.1, (at, len, cluster_bytes), to_table).await?))
             }
             QedCluster::At(offset) => {
                 let len = len.min(cluster_bytes - skip);

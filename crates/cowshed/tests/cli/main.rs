@@ -54,6 +54,7 @@ mod share;
 mod share_versions;
 mod stacked;
 mod stranger;
+mod table_holes;
 mod tls;
 mod uncounted_tail;
 mod unfinished;
