@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Puts fresh images into files.
 
+use crate::behind::Behind;
 pub(super) use crate::created::Failed;
 use crate::created::{Created, discard_file};
 use crate::encryption::NewEncryption;
@@ -62,20 +63,20 @@ pub(super) struct NewName<'a> {
     is_synced: bool,
     failed: Failed,
     stop: Option<&'a AtomicBool>,
-    /// No device or export with bytes behind the image will do.
-    has_own_end: bool,
+    /// The bytes behind the image in a device or an export.
+    behind: Behind,
 }
 
 impl<'a> NewName<'a> {
     pub(super) fn new(path: &'a Path, how: &'a Manner, failed: Failed) -> NewName<'a> {
         let is_new = !is_nbd_name(&text_of_path(path)) && std::fs::metadata(path).is_err();
         let is_synced = how.durability == Durability::Synced || !is_new;
-        NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref(), has_own_end: false }
+        NewName { path, is_new, is_synced, failed, stop: how.stop.as_deref(), behind: Behind::Kept }
     }
 
-    /// With `has_own_end`: the image isn't found where its file has bytes behind it.
-    pub(super) fn with_own_end(self, has_own_end: bool) -> NewName<'a> {
-        NewName { has_own_end, ..self }
+    /// Says what is to become of the bytes behind the image.
+    pub(super) fn with_end(self, behind: Behind) -> NewName<'a> {
+        NewName { behind, ..self }
     }
 
     /// Opens the file, empty, see [`create_file`]; has `fill` make an image of it; and makes its name durable. An error
@@ -86,7 +87,7 @@ impl<'a> NewName<'a> {
         hints: LayoutHints,
         fill: impl AsyncFnOnce(&File) -> Result<()>,
     ) -> Result<Created> {
-        let file = create_file(self.path, (len, self.has_own_end), hints).await?;
+        let file = create_file(self.path, (len, self.behind), hints).await?;
         match self.fill_open(&file, fill).await {
             Ok(()) => {
                 let mut created = Created::default();
@@ -133,10 +134,10 @@ fn check_space(path: &Path, preallocation: Preallocation) -> Result<()> {
 
 /// Creates or empties a file and keeps it locked. The old contents of a file are durably gone before anything new is
 /// written. A power cut must not leave an old header over new tables.
-async fn create_file(path: &Path, (len, has_own_end): (u64, bool), hints: LayoutHints) -> Result<File> {
+async fn create_file(path: &Path, (len, behind): (u64, Behind), hints: LayoutHints) -> Result<File> {
     let name = text_of_path(path);
     if is_nbd_name(&name) {
-        return take_export(&name, len, has_own_end).await;
+        return take_export(&name, len, behind).await;
     }
     if is_read_only_device(path) {
         let sentence = "Protocol driver 'host_device' does not support creating new images, so an existing image must be \
@@ -148,8 +149,8 @@ async fn create_file(path: &Path, (len, has_own_end): (u64, bool), hints: Layout
     let options =
         OpenOptions { write: true, create: true, permissions: Some(Permissions::CREATE), ..OpenOptions::default() };
     let file = File::open(path, &options)?;
-    if has_own_end && file.is_device() {
-        check_end(&file, len).map_err(|error| error.file(name))?;
+    if file.is_device() {
+        behind.check_end(&file, len).map_err(|error| error.file(name))?;
     }
     file.hint_layout(hints);
     if existed {
@@ -158,31 +159,18 @@ async fn create_file(path: &Path, (len, has_own_end): (u64, bool), hints: Layout
     Ok(file)
 }
 
-/// Refuses a file with bytes behind an image of `len` bytes that isn't found then.
-pub(super) fn check_end(file: &File, len: u64) -> Result<()> {
-    match file.len() > len {
-        true => {
-            let message = format!("the image ends with its file: it has {len} bytes, and the file has {}", file.len());
-            Err(Error::unsupported(message).hint("; subformat=dynamic has no such rule"))
-        }
-        false => Ok(()),
-    }
-}
-
 /// The beginning of the error where the export that is to become an image can't be opened.
 pub const NO_EXPORT: &str = "could not open the export";
 
 /// An export exists already and has the length that it has: `len` bytes must fit. Its first sector is cleared, so that it
 /// isn't taken for the image that it held before.
-async fn take_export(name: &str, len: u64, has_own_end: bool) -> Result<File> {
+async fn take_export(name: &str, len: u64, behind: Behind) -> Result<File> {
     let file = open_nbd_file(name).await.map_err(|error| error.context(NO_EXPORT))?;
     if file.len() < len {
         let message = format!("the export has {} bytes and the image needs {len}", file.len());
         return Err(Error::new(ErrorKind::NoSpace, message).file(name));
     }
-    if has_own_end {
-        check_end(&file, len).map_err(|error| error.file(name))?;
-    }
+    behind.check_end(&file, len).map_err(|error| error.file(name))?;
     let first = file.len().min(SECTOR_BYTES as u64);
     write_zeroes(&file, 0, first).await?;
     file.sync().await?;

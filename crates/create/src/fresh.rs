@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! New images of formats without an engine: each is a few pieces, which `layout` knows.
 
-use crate::file::{Failed, Manner, NewName, check_end, lengthen, same_file, write_zeroes};
+use crate::behind::Behind;
+use crate::file::{Failed, Manner, NewName, lengthen, same_file, write_zeroes};
 use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, ImageCompression, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
@@ -17,7 +18,7 @@ use cowshed_layout::vhdx::{Guid, NewVhdx};
 use cowshed_layout::vmdk::{NEW_KINDS, NewVmdk, VmdkKind, VmwareIds};
 use cowshed_layout::vpc::NewVpc;
 use cowshed_storage::{File, IoBuf, path_of_text, text_of_path};
-use cowshed_types::{Errno, Error, ErrorKind, LINE_END, Result};
+use cowshed_types::{Errno, Error, LINE_END, Result};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -56,17 +57,6 @@ pub(super) struct Identity<'a> {
     pub now: &'a str,
     pub last: &'a str,
     pub has_vmware_ids: bool,
-}
-
-/// The bytes behind a new image in a file that can't begin anew: the disk of another image, a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Behind {
-    /// They stay, as in QEMU.
-    Kept,
-    /// They go, as in QEMU, where the file can be cut.
-    Cut,
-    /// The end of the file is a part of the image: there may be none.
-    Refused,
 }
 
 /// The files of a new image.
@@ -233,7 +223,7 @@ impl FreshFormat {
                 }
             }
         }
-        let name = NewName::new(&image, how, Failed::Remove).with_own_end(fresh.behind == Behind::Refused);
+        let name = NewName::new(&image, how, Failed::Remove).with_end(fresh.behind);
         match name.fill(fresh.image.len, hints, async |file| write(file, &fresh.image).await).await {
             Ok(image) => Ok(created.and(image)),
             Err(error) => Err(created.take_back(error)),
@@ -253,23 +243,6 @@ async fn content_id(filename: &str, backing: &str) -> Result<u32> {
     let cid = node.description().and_then(|description| description.specific.pointer("/data/cid")?.as_u64());
     node.close().await?;
     cid.and_then(|cid| u32::try_from(cid).ok()).ok_or_else(|| Error::internal("a parent has no content id"))
-}
-
-/// Cuts off what is behind a new image of `len` bytes, where it may not stay or need not.
-///
-/// # Errors
-/// The length can't change, and must: nothing was changed.
-pub(super) async fn cut(file: &File, len: u64, behind: Behind) -> Result<()> {
-    if behind == Behind::Kept || file.len() <= len {
-        return Ok(());
-    }
-    match file.set_len(len).await {
-        Err(error) if behind == Behind::Cut && error.kind() == ErrorKind::Unsupported => Ok(()),
-        Err(error) => Err(error),
-        // A device takes every smaller length, and keeps its own.
-        Ok(()) if behind == Behind::Refused => check_end(file, len),
-        Ok(()) => Ok(()),
-    }
 }
 
 /// Makes `file`, whose contents count for nothing, a new image. Its mark is written last, behind a barrier: whatever
@@ -322,7 +295,9 @@ fn random_uuid() -> Result<[u8; 16]> {
 
 fn vdi(asked: &Request<'_>) -> Result<Fresh> {
     let uuids = [random_uuid()?, random_uuid()?];
-    NewVdi { size: asked.size, is_fixed: asked.values.switch("static"), uuids }.lay_out().map(Fresh::from)
+    let is_fixed = asked.values.switch("static");
+    let image = NewVdi { size: asked.size, is_fixed, uuids }.lay_out()?;
+    Ok(Fresh { behind: if is_fixed { Behind::Cut } else { Behind::Kept }, ..Fresh::from(image) })
 }
 
 /// Seconds from 1970 to 2000, where VHD begins to count.
@@ -335,7 +310,7 @@ fn vpc(asked: &Request<'_>) -> Result<Fresh> {
     let made_at = u32::try_from(now.saturating_sub(YEAR_2000_S)).unwrap_or(u32::MAX);
     let force_size = values.switch("force_size");
     let image = NewVpc { size: asked.size, is_fixed, force_size, made_at, uuid: random_uuid()? }.lay_out()?;
-    Ok(Fresh { behind: if is_fixed { Behind::Refused } else { Behind::Kept }, ..Fresh::from(image) })
+    Ok(Fresh { behind: if is_fixed { Behind::Ended } else { Behind::Kept }, ..Fresh::from(image) })
 }
 
 fn parallels(asked: &Request<'_>) -> Result<Fresh> {
@@ -361,7 +336,7 @@ fn qed(asked: &Request<'_>) -> Result<Fresh> {
         table_clusters: values.number("table_size").unwrap_or(4),
         backing: values.get("backing_file").map(|name| (name, is_raw)),
     };
-    new.lay_out().map(Fresh::from)
+    new.lay_out().map(|image| Fresh { behind: Behind::Counted, ..Fresh::from(image) })
 }
 
 fn vhdx(asked: &Request<'_>) -> Result<Fresh> {
@@ -470,9 +445,10 @@ fn vmdk(asked: &Request<'_>) -> Result<Fresh> {
 
 /// Disks in grains take what is to be compressed; only a stream compresses it.
 fn vmdk_packing(values: &OptionValues) -> ImageCompression {
-    match values.get("subformat").unwrap_or_default() {
-        "streamOptimized" => ImageCompression::Stream,
-        kind if kind.ends_with("Flat") => ImageCompression::None,
+    match vmdk_kind(values) {
+        Ok(kind) if kind.is_stream => ImageCompression::Stream,
+        Ok(kind) if kind.is_flat => ImageCompression::None,
+        // Of an unknown kind the creation speaks.
         _ => ImageCompression::Plain,
     }
 }

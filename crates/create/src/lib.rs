@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Creation of images: [`prepare`] checks a request, [`CreatePlan::run`] writes.
 
+mod behind;
 mod created;
 mod encryption;
 mod file;
@@ -10,6 +11,7 @@ mod monitor;
 pub mod qcow2;
 pub mod schema;
 
+use behind::Behind;
 use cowshed_image::graph::files_below;
 use cowshed_image::node::Preallocation;
 use cowshed_image::open::{OpenRequest, Policy, TlsCredentials, resolve_name};
@@ -18,7 +20,7 @@ use cowshed_image::{DRIVERS, open};
 use cowshed_storage::{File, FileIdentity, path_of_text};
 use cowshed_types::{Error, ErrorKind, LINE_END, Result};
 use file::{Durability, Manner};
-use fresh::{Behind, Fresh, Identity};
+use fresh::{Fresh, Identity};
 use qcow2::{Qcow2CreateOptions, layout_hints, parse_preallocation, round_size};
 use schema::{OptionValues, options_of};
 use std::path::{Path, PathBuf};
@@ -369,8 +371,11 @@ impl CreatePlan {
         if self.format == "luks" {
             let encryption = self.luks_encryption()?;
             let (size, space) = (round_size(self.size)?, self.luks_space()?);
+            // The length may be wrong, and then nothing has changed.
+            if file.is_device() || file.is_remote() {
+                Behind::Cut.cut(file, encryption.file_bytes(size, self.is_detached())).await?;
+            }
             clear(file).await?;
-            fresh::cut(file, encryption.file_bytes(size, self.is_detached()), Behind::Cut).await?;
             let image = file::write_fresh_luks(file, &encryption, size, space, self.is_detached()).await;
             return Self::clear_on_error(file, image).await;
         }
@@ -386,7 +391,11 @@ impl CreatePlan {
         let options = self.qcow2_options()?;
         // A file keeps its contents if the image can't be laid out.
         options.check()?;
-        layout::FreshLayout::of(&options)?.header(&options)?;
+        let layout = layout::FreshLayout::of(&options)?;
+        layout.header(&options)?;
+        if file.is_device() {
+            Behind::Kept.cut(file, layout.file_bytes).await?;
+        }
         if let Some(data_file) = data_file {
             self.check_apart(data_file.identity())?;
             data_file.check_single_use()?;
@@ -408,8 +417,11 @@ impl CreatePlan {
             part.check_single_use()?;
         }
         // The length may be wrong, and then nothing has changed.
-        if file.is_device() || file.is_remote() {
-            fresh::cut(file, fresh.image.len, fresh.behind).await?;
+        let parts = files().map(|(part, (_, layout))| (part, layout.len, Behind::Cut));
+        for (file, len, behind) in parts.chain([(file, fresh.image.len, fresh.behind)]) {
+            if file.is_device() || file.is_remote() {
+                behind.cut(file, len).await?;
+            }
         }
         for one in others.iter().copied().chain([file]) {
             clear(one).await?;

@@ -19,6 +19,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The keys of the part of its child that the disk is.
 const WINDOW_KEYS: &[&str] = &["offset", "size"];
 
+/// QEMU's refusal to resize.
+const FIXED: &str = "Cannot resize fixed-size raw disks";
+
 const SCHEMA: DriverSchema = DriverSchema {
     name: "raw",
     kind: DriverKind::Format,
@@ -222,8 +225,7 @@ impl Driver for RawDriver {
     fn resize(&self, size: u64, preallocation: Preallocation) -> Work<'_> {
         Box::pin(async move {
             if self.fixed_size().is_some() {
-                return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized")
-                    .qemu("Cannot resize fixed-size raw disks"));
+                return Err(Error::unsupported("a raw window with a fixed 'size' can't be resized").qemu(FIXED));
             }
             let end = self.offset().checked_add(size).filter(|&end| i64::try_from(end).is_ok());
             let end = end.ok_or_else(|| Error::invalid_argument("the new size is too large").value(size))?;
@@ -258,6 +260,13 @@ impl Driver for RawDriver {
 
     fn can_grow(&self) -> bool {
         self.fixed_size().is_none() && self.child.node().is_ok_and(|below| below.driver().can_grow())
+    }
+
+    fn fixed_length(&self) -> Option<&'static str> {
+        match self.fixed_size() {
+            Some(_) => Some(FIXED),
+            None => self.child.node().ok().and_then(|below| below.driver().fixed_length()),
+        }
     }
 
     fn grows_by_zeroes(&self) -> bool {

@@ -479,7 +479,8 @@ impl File {
             return match len <= self.len() {
                 true => Ok(()),
                 false if matches!(self.0.medium, Medium::Remote(_)) => {
-                    Err(Error::unsupported("an export can't grow").file(self.name()).qemu("Cannot grow NBD nodes"))
+                    let words = self.fixed_length().unwrap_or("Cannot grow NBD nodes");
+                    Err(Error::unsupported("an export can't grow").file(self.name()).qemu(words))
                 }
                 false => {
                     let error = Error::unsupported("a block device can't grow").file(self.name());

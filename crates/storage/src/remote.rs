@@ -41,6 +41,11 @@ pub trait Remote: Send + Sync + fmt::Debug {
         true
     }
 
+    /// The words of a refusal to set the length, of another image's disk or a part of it. An export has its server's.
+    fn fixed_length(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Fills `buf` from `offset`.
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)>;
 

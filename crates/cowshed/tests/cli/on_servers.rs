@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Images on NBD servers, by their names on the command line.
 
-use crate::oracle::Oracle;
+use crate::oracle::{Oracle, words};
 use cowshed_testkit::waiting::await_listening;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -120,6 +120,29 @@ fn a_conversion_to_a_server_replaces_what_was_there() {
         .expect("our own binary runs");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && error.contains("1048576"), "{error}");
+}
+
+/// A QED image counts all bytes of its file as its own, and an export can't be cut. QEMU's words.
+#[test]
+fn qed_needs_an_export_of_its_length() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 1M");
+    oracle.make("create -q -f raw room.raw 8M");
+    oracle.io(&["write -P 90 0 8M"], "room.raw");
+    let server = QemuNbd::start(&oracle, "room.raw", "raw");
+    for line in
+        [format!("create -f qed {} 1M", server.uri()), format!("convert -f raw -O qed source.raw {}", server.uri())]
+    {
+        let said = oracle.ours(&oracle.work(), &words(&line));
+        let left = std::fs::read(oracle.work().join("room.raw")).expect("a file");
+        assert!(left.iter().all(|byte| *byte == 90), "{line}: the export is as it was");
+        // It writes over the first sector.
+        let real = oracle.real(&oracle.work(), &words(&line));
+        std::fs::write(oracle.work().join("room.raw"), vec![90; 8 << 20]).expect("a file");
+        assert_eq!((said.code, real.code), (Some(1), Some(1)), "{line}: {}{}", said.err, real.err);
+        assert!(said.err.ends_with("Cannot resize NBD nodes\n"), "{line}: {}", said.err);
+        assert_eq!(said.err, real.err, "{line}");
+    }
 }
 
 #[test]

@@ -271,7 +271,10 @@ async fn block_resize(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     drop(drained);
     result.map_err(|error| match error.kind() {
         ErrorKind::ReadOnly => QmpError::generic("Image is read-only"),
-        _ => failed(error),
+        _ => match error.sentence().strip_prefix("could not change the size: ") {
+            Some(rest) => QmpError::generic(format!("Could not resize file: {rest}")),
+            None => failed(error),
+        },
     })?;
     nothing()
 }

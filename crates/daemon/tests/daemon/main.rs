@@ -19,6 +19,7 @@ mod during_jobs;
 mod exported_files;
 mod exports;
 mod failed_jobs;
+mod fixed_lengths;
 mod fleecing;
 mod format_overlays;
 mod grouped;

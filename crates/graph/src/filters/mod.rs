@@ -253,6 +253,10 @@ impl<F: Filter> Driver for F {
         self.below().node().is_ok_and(|below| below.driver().can_grow())
     }
 
+    fn fixed_length(&self) -> Option<&'static str> {
+        self.below().node().ok().and_then(|below| below.driver().fixed_length())
+    }
+
     fn grows_by_zeroes(&self) -> bool {
         self.below().node().is_ok_and(|below| below.driver().grows_by_zeroes())
     }

@@ -260,6 +260,11 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
+    /// The words of a refusal to set its length as that of a file. `None` for devices and exports: theirs is given.
+    fn fixed_length(&self) -> Option<&'static str> {
+        (!self.can_grow()).then_some("Image format driver does not support resize")
+    }
+
     /// True when the bytes by which it grows read as zeroes.
     fn grows_by_zeroes(&self) -> bool {
         true

@@ -104,6 +104,10 @@ impl Remote for NodeStorage {
         self.node.driver().can_grow()
     }
 
+    fn fixed_length(&self) -> Option<&'static str> {
+        self.node.driver().fixed_length()
+    }
+
     fn read(&self, buf: IoBuf, offset: u64) -> RemoteFuture<'_, (Result<(), Errno>, IoBuf)> {
         Box::pin(async move {
             let (result, buf) = self.node.read_boxed(offset, buf).await;

@@ -103,6 +103,10 @@ impl Driver for FileDriver {
         !self.file.is_device()
     }
 
+    fn fixed_length(&self) -> Option<&'static str> {
+        None
+    }
+
     fn close(&self, read_only: bool) -> Work<'_> {
         Box::pin(async move {
             let synced = if read_only { Ok(()) } else { self.file.sync().await };

@@ -26,6 +26,15 @@ impl File {
         matches!(self.0.medium, Medium::Remote(_))
     }
 
+    /// The words of a refusal to set the length: of the disk of another image, or of a part of one.
+    pub fn fixed_length(&self) -> Option<&'static str> {
+        match &self.0.medium {
+            Medium::Remote(file) => file.remote.fixed_length(),
+            Medium::Faulty(faulty) => faulty.base().fixed_length(),
+            _ => None,
+        }
+    }
+
     /// True where writes are forgotten.
     pub fn is_null(&self) -> bool {
         matches!(self.0.medium, Medium::Null(_))
