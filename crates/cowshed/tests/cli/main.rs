@@ -17,6 +17,7 @@ mod documents;
 mod encryption;
 mod few_threads;
 mod golden;
+mod grown_overlays;
 mod grown_vdi;
 mod hostile;
 mod in_use;

@@ -60,6 +60,13 @@ impl Qcow2Driver {
         if preallocation != Preallocation::Off && made.is_ok() {
             made = self.preallocate_new_range(old, size, preallocation).await;
         }
+        // Also where it isn't raw: other programs expect the disk's length of the file.
+        if let Some(data_file) = self.data_file.as_ref().filter(|file| made.is_ok() && file.len() < size) {
+            made = data_file.set_len(size).await;
+        }
+        if made.is_ok() {
+            made = self.write_back(false).await;
+        }
         if let Err(error) = made {
             // The mappings made so far would take space that no file shows.
             if let Err(more) = self.unmap_behind(old).await {
@@ -67,13 +74,6 @@ impl Qcow2Driver {
             }
             return Err(error);
         }
-        // Also where it isn't raw: other programs expect the disk's length of the file.
-        if let Some(data_file) = &self.data_file
-            && data_file.len() < size
-        {
-            data_file.set_len(size).await?;
-        }
-        self.write_back(false).await?;
         self.set_header_size(size).await?;
         self.engine.publish_size(size);
         Ok(())
