@@ -61,8 +61,8 @@ struct Vpc {
     dynamic: Option<Dynamic>,
     /// The parent of a difference.
     parent: Option<Parent>,
-    /// The end of the file is not the footer whose copy is at its start. The copy counts.
-    lacks_end: bool,
+    /// The words for an end of the file that is not the footer whose copy is at its start. The copy counts.
+    flaw: Option<&'static str>,
 }
 
 struct Parent {
@@ -106,10 +106,12 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     };
     let file = ImageFile::open(opener, draft).await?;
     let mut vpc = load(&file, calculation).await.map_err(|error| file.named(error))?;
-    if vpc.parent.is_some() && vpc.lacks_end && draft.options.get("backing").is_none() {
+    if let (Some(_), Some(flaw), None) = (&vpc.parent, vpc.flaw, draft.options.get("backing")) {
         // A fixed disk without its end begins with bytes of its guest, which may name any file.
-        let message = "the file has no footer at its end, and the one at its start, which may be its guest's, names a parent: \
-                       give 'backing' to read it as a difference (docs/formats/block-formats.md)";
+        let message = format!(
+            "{flaw}, and the one at its start, which may be its guest's, names a parent: give 'backing' to read it as a difference \
+             (docs/formats/block-formats.md)"
+        );
         return Err(file.named(Error::invalid_image("disk_type", "differencing", message)));
     }
     if let Some(parent) = &mut vpc.parent
@@ -127,32 +129,31 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 /// The footer. A fixed disk has it at the end alone, exactly behind the disk, and the bytes at its start are its guest's. Of another
 /// disk the copy at the start counts, as in QEMU: where the file lost its end, the last bytes are the guest's.
-/// True: the copy is all that there is, and the end of the file is no equal to it.
-async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf, bool)> {
+/// With words: the copy counts, and the end of the file is no equal to it.
+async fn read_footer(file: &ImageFile) -> Result<(VpcFooter, IoBuf, Option<&'static str>)> {
     let end = file.read(file.len().saturating_sub(FOOTER_BYTES as u64), FOOTER_BYTES).await?;
     let start = file.read(0, FOOTER_BYTES).await?;
     let is_fixed = |footer: &VpcFooter| footer.kind == VpcKind::Fixed;
     let copy = start.starts_with(COOKIE).then(|| VpcFooter::parse(&start));
     match (VpcFooter::parse(&end), copy.filter(|copy| !copy.as_ref().is_ok_and(is_fixed))) {
         (Ok(footer), Some(Ok(_))) if is_fixed(&footer) && footer.size + FOOTER_BYTES as u64 == file.len() => {
-            Ok((footer, end, false))
+            Ok((footer, end, None))
         }
         (Ok(footer), Some(Ok(_))) if is_fixed(&footer) => {
             let message = "the disk is a fixed one by the footer at the end of the file, and a dynamic one by that at its start: \
                            one of them may be its guest's (docs/formats/block-formats.md)";
             Err(Error::invalid_image("disk_type", "fixed", message))
         }
-        (_, Some(Ok(copy))) => {
-            let is_alone = start[..] != end[..];
-            Ok((copy, start, is_alone))
-        }
-        (Ok(footer), _) => Ok((footer, end, false)),
+        (_, Some(Ok(copy))) if start[..] == end[..] => Ok((copy, start, None)),
+        (Ok(_), Some(Ok(copy))) => Ok((copy, start, Some("the file ends with another footer than it begins with"))),
+        (Err(_), Some(Ok(copy))) => Ok((copy, start, Some("the file has no footer at its end"))),
+        (Ok(footer), _) => Ok((footer, end, None)),
         (Err(_), Some(Err(error))) | (Err(error), None) => Err(error),
     }
 }
 
 async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
-    let (mut footer, bytes_of_footer, lacks_end) = read_footer(file).await?;
+    let (mut footer, bytes_of_footer, flaw) = read_footer(file).await?;
     let bytes = &bytes_of_footer;
     match calculation {
         None => {}
@@ -176,7 +177,7 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
             let message = format!("the file is too short for the disk: {there} bytes and the footer");
             return Err(Error::invalid_image("size", footer.size, message));
         }
-        return Ok(Vpc { footer, dynamic: None, parent: None, lacks_end });
+        return Ok(Vpc { footer, dynamic: None, parent: None, flaw });
     };
     if header_offset < FOOTER_BYTES as u64 || header_offset >= file.len() {
         let message = "the header of the dynamic disk is not in the file behind the footer's copy";
@@ -208,7 +209,7 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
         footer,
         dynamic: Some(Dynamic { header, place, table, whole_table, first, tail, marked: Mutex::default() }),
         parent,
-        lacks_end,
+        flaw,
     })
 }
 

@@ -28,6 +28,12 @@ pub fn refusal(format: &str) -> String {
     }
 }
 
+/// True for a driver of a device or of an export, where QEMU makes images in what is there already.
+pub fn is_storage(format: &str) -> bool {
+    let is_there = |schema: &DriverSchema| schema.kind == DriverKind::Protocol && options_of(format).is_none();
+    DRIVERS.schema(format).is_some_and(is_there) && refusal(format).starts_with("Unknown ") && format != "fault"
+}
+
 /// Refuses a format that no image can be created in; none is raw.
 pub fn require_format(format: Option<&str>) -> Result<(), Failure> {
     let format = format.unwrap_or("raw");

@@ -88,6 +88,9 @@ const SHORT: Duration = Duration::from_millis(20);
 /// The message about the remains after a signal.
 const INCOMPLETE: &str = "what was written so far is incomplete";
 
+/// The same where nothing remains.
+const NOTHING: &str = "nothing was made";
+
 /// The number that the shell adds to that of the signal that ended a process.
 const SIGNAL_EXIT_BASE: usize = 128;
 
@@ -109,6 +112,8 @@ pub struct Foreground {
     ends_with: fn(&Error) -> bool,
     /// The message about the remains after a signal.
     leaves: &'static str,
+    /// Nothing remains where the error doesn't say so.
+    takes_back: bool,
 }
 
 type StopSignals = Box<dyn FnOnce() + Send>;
@@ -132,6 +137,7 @@ impl Foreground {
             says_end_again: false,
             ends_with: |_| false,
             leaves: INCOMPLETE,
+            takes_back: false,
         })
     }
 
@@ -166,7 +172,14 @@ impl Foreground {
     /// Of work whose result has its name when it is whole.
     #[must_use]
     pub fn leaving_nothing(mut self) -> Self {
-        self.leaves = "nothing was made";
+        self.leaves = NOTHING;
+        self
+    }
+
+    /// Of work that takes its new files away, and whose errors say where something incomplete stays.
+    #[must_use]
+    pub fn leaving_what_errors_say(mut self) -> Self {
+        self.takes_back = true;
         self
     }
 
@@ -224,7 +237,9 @@ impl Foreground {
         let signal = self.signal.load(Ordering::Acquire);
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {
-                Failure::new(format!("interrupted; {}", self.leaves)).code(signal_exit_code(signal))
+                let is_gone = self.takes_back && !error.message().starts_with(cowshed_create::INCOMPLETE);
+                let leaves = if is_gone { NOTHING } else { self.leaves };
+                Failure::new(format!("interrupted; {leaves}")).code(signal_exit_code(signal))
             }
             _ => failed(&reason(error)),
         })

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Under our own name no verb replaces a file without `--force`: neither the image's, nor an extent or a data file of it.
 
+use crate::oracle::{Oracle, words};
 use cowshed_testkit::qemu::temp_dir;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -71,5 +73,19 @@ fn no_extent_of_a_new_disk_replaces_its_parent() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(1) && said.contains("which the backing file needs"), "{line}: {said}");
         assert_eq!(std::fs::read(folder.join("x-s001.vmdk")).unwrap(), before, "{line}");
+    }
+}
+
+/// QEMU's words. QEMU leaves an empty descriptor.
+#[test]
+fn extents_that_are_links_to_their_image_are_refused() {
+    for (kind, extent) in [("monolithicFlat", "disk-flat.vmdk"), ("twoGbMaxExtentSparse", "disk-s001.vmdk")] {
+        let oracle = Oracle::new();
+        let line = words(&format!("create -q -f vmdk -o subformat={kind} disk.vmdk 1M"));
+        symlink("disk.vmdk", oracle.work().join(extent)).unwrap();
+        let said = oracle.ours(&oracle.work(), &line);
+        assert!(!oracle.work().join("disk.vmdk").exists(), "{kind}");
+        let real = oracle.real(&oracle.work(), &line);
+        assert_eq!((said.code, &said.err), (real.code, &real.err), "{kind}");
     }
 }

@@ -13,13 +13,16 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_signal_stops_a_conversion_in_order() {
-    for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
+    for (signal, code, is_new) in [("INT", 130, true), ("TERM", 143, false), ("HUP", 129, true), ("INT", 130, false)] {
         let oracle = Oracle::new();
         oracle.make("create -q -f raw source.raw 64M");
         oracle.io(&["write -P 7 0 64M"], "source.raw");
+        if !is_new {
+            oracle.make("create -q -f qcow2 target.qcow2 64M");
+        }
         // At this rate it would take a minute.
         let mut child = Command::new(env!("CARGO_BIN_EXE_cowshed"))
-            .args(["convert", "-p", "-r", "1M", "-O", "qcow2", "source.raw", "target.qcow2"])
+            .args(["convert", "--force", "-p", "-r", "1M", "-O", "qcow2", "source.raw", "target.qcow2"])
             .current_dir(oracle.work())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -37,9 +40,11 @@ fn a_signal_stops_a_conversion_in_order() {
         assert_eq!(output.status.signal(), None, "{signal}: {output:?}");
         assert_eq!(output.status.code(), Some(code), "{signal}: {output:?}");
         let message = String::from_utf8(output.stderr).expect("text");
-        assert!(message.contains("interrupted") && message.contains("incomplete"), "{message}");
+        let left = if is_new { "nothing was made" } else { "what was written so far is incomplete" };
+        assert!(message.contains(&format!("interrupted; {left}")), "{message}");
         // The file is no image, or a sound one.
         let target = oracle.work().join("target.qcow2");
+        assert_eq!(target.exists(), !is_new);
         if oracle.qemu.img(["info", "-f", "qcow2", target.to_str().expect("text")]).code == 0 {
             oracle.qemu.expect_clean(&target);
         }

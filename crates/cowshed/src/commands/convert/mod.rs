@@ -223,7 +223,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         }
         options.sources = vec![disk.spec.clone()];
     }
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?.saying_end_again();
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "converting")?;
+    let job = job.saying_end_again().leaving_what_errors_say();
     let persona = console.persona;
     let failed = |error: &Error| {
         let failure = failed(persona, &options, error);
@@ -335,11 +336,17 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
     Ok(())
 }
 
+/// qemu-img's words for `-c` of a format without compression.
+const NO_COMPRESSION: &str = "Compression not supported for this file format";
+
 /// Refuses options that the target's format can't have, in qemu-img's words.
 fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
     let format = args.target_format.as_deref().unwrap_or("raw");
     if args.no_create {
         return Ok(());
+    }
+    if args.compress && create_options::is_storage(format) {
+        return Err(Failure::new(NO_COMPRESSION));
     }
     create_options::require_format(args.target_format.as_deref())?;
     if args.target_image_opts || options_of(format).is_none() {
@@ -371,9 +378,7 @@ fn check_target(args: &ConvertArgs, persona: Persona) -> Result<(), Failure> {
             Err(Failure::new("a VMDK disk is compressed with -o subformat=streamOptimized only"))
         }
         // QEMU asks no kind of them.
-        ImageCompression::None if format != "vmdk" => {
-            Err(Failure::new("Compression not supported for this file format"))
-        }
+        ImageCompression::None if format != "vmdk" => Err(Failure::new(NO_COMPRESSION)),
         _ => Ok(()),
     }
 }
