@@ -168,7 +168,7 @@ async fn take_export(name: &str, len: u64, behind: Behind) -> Result<File> {
     let file = open_nbd_file(name).await.map_err(|error| error.context(NO_EXPORT))?;
     if file.len() < len {
         let message = format!("the export has {} bytes and the image needs {len}", file.len());
-        return Err(Error::new(ErrorKind::NoSpace, message).file(name));
+        return Err(Error::new(ErrorKind::NoSpace, message).file(name).qemu("Cannot grow NBD nodes"));
     }
     behind.check_end(&file, len).map_err(|error| error.file(name))?;
     let first = file.len().min(SECTOR_BYTES as u64);

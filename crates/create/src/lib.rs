@@ -97,13 +97,18 @@ pub async fn prepare_sized(request: &CreateRequest, size: u64) -> Result<CreateP
     check_request(request, Some(size)).await.map_err(|error| error.file(&request.filename))
 }
 
+/// False for a format that can be created and whose images have no backing files.
+pub fn takes_backing(format: &str) -> bool {
+    options_of(format).is_none_or(|schema| schema.iter().any(|option| option.name == "backing_file"))
+}
+
 async fn check_request(request: &CreateRequest, fixed_size: Option<u64>) -> Result<CreatePlan> {
     let schema = options_of(&request.format).ok_or_else(|| {
         Error::unsupported(format!("Unknown file format '{}'", request.format))
             .hint(": qcow2, luks, raw, parallels, qcow, qed, vdi, vhdx, vmdk and vpc can be created")
     })?;
     let mut values = OptionValues::parse(schema, &request.options)?;
-    let takes_backing = schema.iter().any(|option| option.name == "backing_file");
+    let takes_backing = takes_backing(&request.format);
     for (key, value) in [("backing_file", &request.backing_file), ("backing_fmt", &request.backing_format)] {
         let Some(value) = value else { continue };
         if !takes_backing {
@@ -182,7 +187,7 @@ async fn check_backing(
         let opened = OpenRequest::file(&name).format(format.as_deref()).policy(request.policy.clone());
         // A running machine may be writing to it: that is how its next overlay is made.
         let opened = opened.secrets(request.secrets.iter().cloned()).tls_credentials(request.tls.iter().cloned());
-        let opened = opened.without_content().force_share(true);
+        let opened = opened.without_content().without_keys().force_share(true);
         let node = match open(opened.clone()).await {
             // Nothing of its data is needed.
             Err(error) if error.kind() == ErrorKind::NotFound && error.message().contains("the data file of") => {

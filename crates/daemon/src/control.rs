@@ -142,12 +142,12 @@ async fn start(daemon: &Rc<Daemon>, steps: Vec<Step>) -> Result<()> {
 async fn serve(daemon: &Rc<Daemon>, messages: &Inbox<Message>) -> StopReason {
     loop {
         match messages.receive().await {
-            Message::Run { command, reply } => {
+            Message::Run { command, monitor, reply } => {
                 tracing::debug!(command = command.name, "command");
                 let running = Rc::clone(daemon);
                 daemon.commands.spawn(async move {
                     let name = command.name.clone();
-                    let result = commands::run(&running, command).await;
+                    let result = commands::run(&running, command, monitor).await;
                     if let Err(error) = &result {
                         tracing::info!(command = name.as_str(), %error, "command failed");
                     }

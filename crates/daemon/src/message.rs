@@ -18,6 +18,8 @@ pub enum Message {
     Run {
         /// The command, checked against the schema.
         command: Command,
+        /// The monitor that it came by.
+        monitor: Arc<MonitorProperties>,
         /// For its result. Dropped without one when the daemon stops.
         reply: Reply,
     },

@@ -28,7 +28,7 @@ impl MonitorProperties {
         self.pretty.load(Ordering::Relaxed)
     }
 
-    /// Of clients that come from now on.
+    /// Of all messages from now on.
     pub fn set_pretty(&self, pretty: bool) {
         self.pretty.store(pretty, Ordering::Relaxed);
     }

@@ -112,7 +112,7 @@ impl Object {
         match (self, property) {
             (Object::ThrottleGroup(group), "limits") => Some(Value::Object(group.limits().to_json())),
             (Object::ThrottleGroup(group), name) => group.limits().get(name.strip_prefix("x-")?).map(Value::from),
-            (Object::Secret(secret), "file") => secret.file.as_deref().map(Value::from),
+            (Object::Secret(secret), "file") => Some(secret.file.as_deref().unwrap_or_default().into()),
             (Object::Secret(secret), "format") => Some(if secret.is_base64 { "base64" } else { "raw" }.into()),
             (Object::TlsCreds { dir, .. }, "dir") => Some(dir.to_string_lossy().into()),
             (Object::TlsCreds { is_server, .. }, "endpoint") => {

@@ -174,6 +174,11 @@ impl Backup {
         [&self.request.source, &self.request.target, &self.filter].map(Arc::clone).into()
     }
 
+    /// True when the bitmap that selects its parts marks none.
+    pub fn is_empty(&self) -> bool {
+        self.bitmap.as_ref().is_some_and(|bitmap| bitmap.selects && bitmap.before.dirty_ranges().next().is_none())
+    }
+
     /// True when after a failure only the target has the copied parts: the source was discarded, or the bitmap no
     /// longer marks them.
     pub fn gives_up_parts(&self) -> bool {

@@ -220,11 +220,12 @@ fn name_backing(info: &mut ImageInfo, below: Option<&ImageInfo>) {
 
 /// The description of an open image.
 pub fn image_info(node: &Node) -> LocalFuture<'_, Result<ImageInfo>> {
-    Box::pin(whole_info(node))
+    Box::pin(whole_info(node, false))
 }
 
-async fn whole_info(node: &Node) -> Result<ImageInfo> {
-    let mut info = node_info(node).await?;
+/// `is_child`: the image of a child is listed with its backing files.
+async fn whole_info(node: &Node, is_child: bool) -> Result<ImageInfo> {
+    let mut info = node_info(node, is_child).await?;
     if let Some(description) = node.description() {
         describe(&mut info, description, &node.filename())?;
         info.encrypted = node.is_encrypted().then_some(true);
@@ -270,7 +271,7 @@ fn describe(info: &mut ImageInfo, description: Description, path: &str) -> Resul
 }
 
 /// The information that every node has.
-async fn node_info(node: &Node) -> Result<ImageInfo> {
+async fn node_info(node: &Node, is_child: bool) -> Result<ImageInfo> {
     let mut children = Vec::new();
     let mut actual_size = match node.file().map(|file| file.allocated_bytes()) {
         // A server doesn't report the space of an export on its disk.
@@ -279,9 +280,14 @@ async fn node_info(node: &Node) -> Result<ImageInfo> {
     };
     // The last one first, as QEMU lists them.
     for child in node.children().into_iter().rev() {
-        // The layers of a chain are listed one by one; the data file is part of the format's own information.
-        if !matches!(child.role, ChildRole::Backing | ChildRole::DataFile | ChildRole::Header | ChildRole::Target) {
-            let info = Box::new(image_info(&child.node).await?);
+        // The layers of the root's chain are listed one by one; the data file is part of the format's own information.
+        let is_listed = match child.role {
+            ChildRole::Backing => is_child,
+            role => !matches!(role, ChildRole::DataFile | ChildRole::Header | ChildRole::Target),
+        };
+        if is_listed {
+            let info: LocalFuture<'_, _> = Box::pin(whole_info(&child.node, true));
+            let info = Box::new(info.await?);
             let counts = matches!(child.role, ChildRole::File | ChildRole::Extent(_) | ChildRole::Replica(_));
             let counts = counts && node.file().is_none();
             if let Some(bytes) = info.actual_size.filter(|_| counts) {

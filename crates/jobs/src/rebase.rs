@@ -8,7 +8,7 @@ use crate::{ImageSpec, JobHandle, in_work};
 use cowshed_image::graph::{AttachRequest, check_apart};
 use cowshed_image::open::resolve_name;
 use cowshed_image::{DRIVERS, Node, StatusExtent};
-use cowshed_storage::{IoBuf, Permissions};
+use cowshed_storage::{File, IoBuf, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
@@ -70,6 +70,11 @@ async fn rebase(
         return Err(Error::invalid_argument(format!("{UNKNOWN_FORMAT}'{format}'")));
     }
     if image.description().is_some_and(|known| known.only_sizes) {
+        let message = format!("images of the format '{}' have no backing file", image.driver_name());
+        return Err(Error::unsupported(message).qemu("could not get block driver info"));
+    }
+    // The bytes of a server aren't in clusters, of which QEMU asks first.
+    if image.is_raw() && image.file().is_some_and(File::is_remote) {
         let message = format!("images of the format '{}' have no backing file", image.driver_name());
         return Err(Error::unsupported(message).qemu("could not get block driver info"));
     }

@@ -456,6 +456,11 @@ impl<D: Disk> Negotiation<'_, D> {
         };
         let mut contexts = Context::of(&served.export);
         contexts.retain(|context| context::is_wanted(&context.name(), &request.queries, purpose));
+        if purpose == Purpose::Set {
+            // A list has a bitmap as often as it is offered.
+            let mut names = BTreeSet::new();
+            contexts.retain(|context| names.insert(context.name()));
+        }
         for (number, context) in contexts.iter().enumerate() {
             // The number means nothing in a list.
             let number = if purpose == Purpose::Set { number as u32 } else { 0 };

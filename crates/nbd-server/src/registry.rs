@@ -9,7 +9,6 @@ use crate::{Disk, Export, ExportInfo, Removal};
 use cowshed_storage::{Socket, rt};
 use cowshed_types::{Error, ErrorKind, Result};
 use futures_util::future::{Either, select};
-use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,9 +35,16 @@ pub(crate) struct Registry<D> {
     pub pool: Arc<Pool>,
 }
 
+impl<D> Exports<D> {
+    fn find(&self, name: &str) -> Option<&Arc<Served<D>>> {
+        self.list.iter().find(|served| served.export.name == name)
+    }
+}
+
 #[derive(Debug)]
 struct Exports<D> {
-    by_name: BTreeMap<String, Arc<Served<D>>>,
+    /// In the order of their coming, in which clients get the list.
+    list: Vec<Arc<Served<D>>>,
     /// No new clients any more.
     stopping: bool,
 }
@@ -82,7 +88,7 @@ impl Client {
 
 impl<D: Disk> Registry<D> {
     pub(crate) fn new(config: ServerConfig) -> Self {
-        let exports = Exports { by_name: BTreeMap::new(), stopping: false };
+        let exports = Exports { list: Vec::new(), stopping: false };
         let limits = &config.limits;
         let pool = Pool::new(limits.memory_bytes, limits.max_payload_bytes.into(), limits.stall_limit);
         Registry {
@@ -101,15 +107,15 @@ impl<D: Disk> Registry<D> {
             if exports.stopping {
                 return Err(Error::new(ErrorKind::Busy, "the server is stopping"));
             }
-            if exports.by_name.contains_key(&export.name) {
+            if exports.find(&export.name).is_some() {
                 let message = format!("an export named '{}' exists already", export.name);
                 return Err(Error::invalid_argument(message));
             }
-            if export.is_default && exports.by_name.values().any(|other| other.export.is_default) {
+            if export.is_default && exports.list.iter().any(|other| other.export.is_default) {
                 return Err(Error::invalid_argument("there is a default export already"));
             }
-            let (name, memory) = (export.name.clone(), ExportShare::new(&export.name));
-            exports.by_name.insert(name, Arc::new(Served { export, memory, clients: Watched::default() }));
+            let memory = ExportShare::new(&export.name);
+            exports.list.push(Arc::new(Served { export, memory, clients: Watched::default() }));
             Ok(())
         })
     }
@@ -121,13 +127,13 @@ impl<D: Disk> Registry<D> {
                 "" => served.export.is_default,
                 name => served.export.alias.as_deref() == Some(name),
             };
-            let found = exports.by_name.get(name).or_else(|| exports.by_name.values().find(means));
+            let found = exports.find(name).or_else(|| exports.list.iter().find(means));
             found.filter(|served| !served.clients.look(|clients| clients.closed)).cloned()
         })
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Served<D>>> {
-        self.exports.look(|exports| exports.by_name.values().cloned().collect())
+        self.exports.look(|exports| exports.list.clone())
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
@@ -141,7 +147,7 @@ impl<D: Disk> Registry<D> {
 
     /// Removes an export; returns it when no client uses it any more.
     pub(crate) async fn remove(&self, name: &str, removal: Removal) -> Result<Arc<Served<D>>> {
-        let found = self.exports.look(|exports| exports.by_name.get(name).cloned());
+        let found = self.exports.look(|exports| exports.find(name).cloned());
         let Some(served) = found else {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no export '{name}'")));
         };
@@ -169,7 +175,7 @@ impl<D: Disk> Registry<D> {
             served.disconnect_all();
             served.wait_until_unused().await;
         }
-        self.exports.change(|exports| exports.by_name.remove(name));
+        self.exports.change(|exports| exports.list.retain(|other| !Arc::ptr_eq(other, &served)));
         self.config.notify(Event::ExportRemoved { name: name.to_owned() });
         Ok(served)
     }

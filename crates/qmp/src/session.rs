@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One client: negotiation first, then commands in order.
 
-use crate::codec::{encode, greeting, reply};
+use crate::codec::{greeting, reply};
 use crate::error::{ErrorClass, QmpError, QmpResult};
 use crate::order::ordered;
 use crate::schema::Schema;
@@ -24,8 +24,8 @@ pub struct Command {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Incoming {
     /// To be sent back as it is.
-    Reply(Vec<u8>),
-    /// To be run; the reply is made with [`Session::reply`].
+    Reply(Value),
+    /// To be run; its reply is made by [`reply`](crate::reply).
     Run(Command),
 }
 
@@ -37,18 +37,17 @@ pub struct Session {
     negotiated: bool,
     /// The client may send `exec-oob`.
     out_of_band: bool,
-    pretty: bool,
 }
 
 impl Session {
-    /// A client that has just come. `pretty`: messages over several lines.
-    pub fn new(schema: Arc<Schema>, pretty: bool) -> Self {
-        Session { schema, stream: JsonStream::new(), negotiated: false, out_of_band: false, pretty }
+    /// A client that has just come.
+    pub fn new(schema: Arc<Schema>) -> Self {
+        Session { schema, stream: JsonStream::new(), negotiated: false, out_of_band: false }
     }
 
     /// The first message to send.
-    pub fn greeting(&self, version: Value) -> Vec<u8> {
-        encode(&greeting(version), self.pretty)
+    pub fn greeting(&self, version: Value) -> Value {
+        greeting(version)
     }
 
     /// True once the client gets events.
@@ -62,18 +61,13 @@ impl Session {
         messages.into_iter().map(|message| self.message(message)).collect()
     }
 
-    /// The reply to a command, as bytes.
-    pub fn reply(&self, result: QmpResult<Value>, id: Option<Value>) -> Vec<u8> {
-        encode(&reply(result, id), self.pretty)
-    }
-
     fn message(&mut self, message: QmpResult<Value>) -> Incoming {
         let mut id = None;
         let result = message.and_then(|message| self.command(message, &mut id));
         match result {
             Ok(Some(command)) => Incoming::Run(Command { id, ..command }),
-            Ok(None) => Incoming::Reply(self.reply(Ok(json!({})), id)),
-            Err(error) => Incoming::Reply(self.reply(Err(error), id)),
+            Ok(None) => Incoming::Reply(reply(Ok(json!({})), id)),
+            Err(error) => Incoming::Reply(reply(Err(error), id)),
         }
     }
 
@@ -93,7 +87,10 @@ impl Session {
             }
             // As in QEMU's storage daemon there is none that does.
             (_, true) if out_of_band => Err(QmpError::generic(format!("The command {name} does not support OOB"))),
-            (true, true) => not_found("Capabilities negotiation is already complete, command ignored".into()),
+            (true, true) => {
+                self.schema.check_arguments(&name, arguments)?;
+                not_found("Capabilities negotiation is already complete, command ignored".into())
+            }
             (false, true) => {
                 let arguments = self.schema.check_arguments(&name, arguments)?;
                 Ok(Some(Command { name, arguments, id: None }))

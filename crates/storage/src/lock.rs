@@ -55,6 +55,11 @@ impl PermissionSet {
         self.0 & other.0 == other.0
     }
 
+    /// These but `other`.
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
     /// True for the empty set.
     pub const fn is_empty(self) -> bool {
         self.0 == 0

@@ -124,7 +124,10 @@ impl Shell {
 
     /// One command line; true when it went well.
     async fn run_line(&mut self, line: &str) -> bool {
-        let words: Vec<&str> = line.split([' ', '\t', '\n', '\r']).filter(|word| !word.is_empty()).collect();
+        // QEMU's tool knows no other blank.
+        let is_blank = |letter: char| letter == ' ' || (!self.manner.terse && letter.is_ascii_whitespace());
+        let line = line.strip_suffix('\n').unwrap_or(line);
+        let words: Vec<&str> = line.split(is_blank).filter(|word| !word.is_empty()).collect();
         let Some((name, words)) = words.split_first() else { return true };
         let (command, done) = match table::find(name) {
             None => (None, Err(CommandFailed::plain_error(format!("command \"{name}\" not found")))),

@@ -56,6 +56,9 @@ const UNFRAMED: &[&str] = &[
     "error while ",
 ];
 
+/// Beginnings of sentences in front of which QEMU names no file.
+const NAMELESS: [&str; 3] = ["Could not resize image: ", "output file is smaller", "Image is not in "];
+
 impl Failure {
     /// A failure with exit code 1.
     pub fn new(message: impl Into<String>) -> Self {
@@ -124,6 +127,7 @@ impl Failure {
     pub fn open_either(persona: Persona, names: &[&str], error: &Error) -> Self {
         let named = error.file_name().and_then(|file| names.iter().find(|name| names_file(name, file)));
         let named = named.or_else(|| names.iter().find(|name| is_unreached(name, error)));
+        let named = named.or_else(|| only_remote(names, error));
         match (named.or(names.first()), named.is_some() || names.len() == 1) {
             (Some(name), true) => Self::open(persona, name, error),
             _ if persona == Persona::QemuImg => {
@@ -217,6 +221,13 @@ pub fn is_unreached(name: &str, error: &Error) -> bool {
     address.is_some_and(|(address, _)| name.contains("nbd") && name.contains(address))
 }
 
+/// The only one of the images that is on a server, where the error is about such a one. Its name has several forms.
+fn only_remote<'a, 'b>(names: &'a [&'b str], error: &Error) -> Option<&'a &'b str> {
+    let mut remote = names.iter().filter(|name| error.file_name().is_some_and(is_nbd_name) && name.contains("nbd"));
+    let first = remote.next();
+    first.filter(|_| remote.next().is_none())
+}
+
 /// As [`reason`], with qemu-img's words where scripts look for them.
 pub fn qemu_reason(name: &str, error: &Error) -> String {
     let file = error.file_name().unwrap_or(name);
@@ -252,7 +263,7 @@ fn terse(name: &str, error: &Error) -> String {
     match error.file_name() {
         // A server is named by the caller, in another of its forms.
         Some(file) if is_nbd_name(file) && !name.is_empty() => sentence,
-        Some(_) if sentence.starts_with("Could not resize image: ") => sentence,
+        Some(_) if NAMELESS.iter().any(|start| sentence.starts_with(start)) => sentence,
         Some(file) if file != name && !sentence.starts_with(&format!("Could not open '{file}'")) => {
             format!("{file}: {sentence}")
         }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Arguments that have passed the schema.
 
+use crate::monitor_properties::MonitorProperties;
 use crate::waiting::TurnId;
 use cowshed_qmp::{QmpError, QmpResult};
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
 /// The arguments of one call. The members that the schema demands are there, with its types.
 #[derive(Clone, Debug, Default)]
@@ -11,11 +13,13 @@ pub(crate) struct Arguments {
     map: Map<String, Value>,
     /// The turn of a command that changes the graph.
     pub turn: Option<TurnId>,
+    /// The monitor by which the command came.
+    pub monitor: Option<Arc<MonitorProperties>>,
 }
 
 impl Arguments {
     pub fn new(map: Map<String, Value>) -> Arguments {
-        Arguments { map, turn: None }
+        Arguments { map, turn: None, monitor: None }
     }
 
     /// A text that must be there.

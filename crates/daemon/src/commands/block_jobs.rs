@@ -168,8 +168,8 @@ fn granularity_for(target: &Node) -> u64 {
     target.cluster_bytes().map_or(LARGEST, |cluster| cluster.clamp(4 << 10, LARGEST))
 }
 
-/// Readies a mirror of the image `source`. `disk`: the node in front of it, which users see and the target replaces.
-/// `closes_target`: an unused target is closed at its end.
+/// Readies a mirror of the image `source`. Its id and its speed are looked at last, as in QEMU. `disk`: the node in front of it,
+/// which users see and the target replaces. `closes_target`: an unused target is closed at its end.
 pub(super) async fn prepare_mirror(
     daemon: &Rc<Daemon>,
     arguments: &Arguments,
@@ -179,9 +179,7 @@ pub(super) async fn prepare_mirror(
 ) -> QmpResult<MirrorPrepared> {
     daemon.jobs.check_free(source)?;
     daemon.jobs.check_disk_free(target)?;
-    let common = Common::of(daemon, arguments)?;
-    let granularity_bytes = granularity_for(target);
-    let mut options = MirrorOptions { sync: mirror_sync(arguments)?, granularity_bytes, ..MirrorOptions::default() };
+    let mut options = MirrorOptions { granularity_bytes: granularity_for(target), ..MirrorOptions::default() };
     if let Some(granularity) = arguments.number("granularity")?.filter(|&bytes| bytes != 0) {
         if !(512..=64 << 20).contains(&granularity) {
             return Err(QmpError::generic("Parameter 'granularity' expects a value in range [512B, 64MB]"));
@@ -191,6 +189,7 @@ pub(super) async fn prepare_mirror(
         }
         options.granularity_bytes = granularity;
     }
+    options.sync = mirror_sync(arguments)?;
     let no_buffer = |_| QmpError::generic("Invalid parameter 'buf-size'");
     if let Some(bytes) = arguments.number("buf-size").map_err(no_buffer)?.filter(|&bytes| bytes != 0) {
         options.buffer_bytes = bytes;
@@ -201,6 +200,7 @@ pub(super) async fn prepare_mirror(
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
     options.replaces = replaced(daemon, arguments, source)?.or_else(|| Some(Arc::clone(disk)));
+    let common = Common::of(daemon, arguments)?;
     let blocking = arguments.maybe_text("copy-mode") == Some("write-blocking");
     let (name, _generated) = blocking.then(|| filter_name(daemon, arguments)).unzip();
     options.write_blocking = name;
@@ -209,6 +209,9 @@ pub(super) async fn prepare_mirror(
         Some(_) => None,
         None => named_filter(daemon, arguments, "mirror_top", source)?,
     };
+    if Arc::ptr_eq(disk, target) {
+        return Err(QmpError::generic("Can't mirror node into itself"));
+    }
     let mirror = Mirror::start(&daemon.graph, &common.id, (source, target), options).await;
     let mirror = mirror.map_err(|error| common.not_started_on(daemon, error))?;
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
@@ -303,7 +306,6 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     }
     let chain = Chain::between(&top, Some(&base)).map_err(failed)?;
     check_chain_free(&daemon, &chain)?;
-    let common = Common::of(&daemon, &arguments)?;
     let policy = on_error(&arguments, "on-error");
     let above_top = layers.iter().position(|layer| Arc::ptr_eq(layer, &top)).and_then(|at| at.checked_sub(1));
     let Some(overlay) = above_top.and_then(|at| layers.get(at)).cloned() else {
@@ -317,11 +319,13 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
             ..MirrorOptions::default()
         };
         let filter = named_filter(&daemon, &arguments, "mirror_top", &top)?;
+        let common = Common::of(&daemon, &arguments)?;
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await;
         let mirror = mirror.map_err(|error| common.not_started(&daemon, error))?;
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));
         return MirrorPrepared { mirror, spec, filter }.start(&daemon, None);
     };
+    let common = Common::of(&daemon, &arguments)?;
     daemon.jobs.check_free_but_for_backups(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
@@ -391,10 +395,13 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
 /// The layer that becomes the backing node of a streamed image.
 fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> QmpResult<Option<Arc<Node>>> {
     let top = layers.first().map(|top| top.name().to_owned()).unwrap_or_default();
-    let Some(name) = arguments.maybe_text("bottom") else {
-        if arguments.maybe_text("base-node").is_some() && arguments.maybe_text("base").is_some() {
-            return Err(QmpError::generic("'base' and 'base-node' cannot be specified at the same time"));
+    for (one, other) in [("base", "base-node"), ("base", "bottom"), ("bottom", "base-node")] {
+        if arguments.maybe_text(one).is_some() && arguments.maybe_text(other).is_some() {
+            let message = format!("'{one}' and '{other}' cannot be specified at the same time");
+            return Err(QmpError::generic(message));
         }
+    }
+    let Some(name) = arguments.maybe_text("bottom") else {
         if let Some(name) = arguments.maybe_text("base-node") {
             let wanted = below_filters(&names::node(daemon, name)?);
             let found = layers.iter().skip(1).find(|layer| Arc::ptr_eq(layer, &wanted)).cloned();
@@ -403,9 +410,6 @@ fn stream_base(daemon: &Daemon, arguments: &Arguments, layers: &[Arc<Node>]) -> 
         }
         return one_of(daemon, arguments, layers, "base");
     };
-    if arguments.maybe_text("base").is_some() || arguments.maybe_text("base-node").is_some() {
-        return Err(QmpError::generic("'base'/'base-node' and 'bottom' are mutually exclusive"));
-    }
     let wanted = names::node(daemon, name)?;
     if wanted.is_filter() {
         return Err(QmpError::generic(format!("Node '{name}' is a filter, use a non-filter node as 'bottom'")));
@@ -429,7 +433,7 @@ fn filter_name(daemon: &Daemon, arguments: &Arguments) -> (String, Option<Genera
 
 async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let plan = plan_backup(&daemon, &arguments).await?;
-    daemon.jobs.start_backups(vec![plan.start(&daemon).await?.work()], false);
+    daemon.jobs.start_backups(vec![plan.start(&daemon).await?.work()], false).await;
     nothing()
 }
 
@@ -467,7 +471,14 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
         return Err(QmpError::generic(format!("Bitmap '{name}' could not be found")));
     }
     let bitmap = backup_bitmap(arguments)?;
+    // As in QEMU before a look at the job.
+    let named = names::device(daemon, arguments.text("device"))?.node();
+    if [&named, &source].iter().any(|end| Arc::ptr_eq(end, &target)) {
+        return Err(QmpError::generic("Source and target cannot be the same"));
+    }
     check_perf(arguments)?;
+    let free = arguments.maybe_text("filter-node-name").map(|name| daemon.graph.hold_name(name).map(drop));
+    free.transpose().map_err(|error| failed(error.context("Could not create node")))?;
     let (filter_name, generated) = filter_name(daemon, arguments);
     let request = BackupRequest {
         source,
@@ -560,10 +571,6 @@ impl BackupPlan {
 
     /// Refuses it where other jobs are in its way.
     fn check(&self, daemon: &Daemon) -> QmpResult<()> {
-        // As in QEMU before a look at jobs.
-        if Arc::ptr_eq(&self.request.source, &self.request.target) {
-            return Err(QmpError::generic("Source and target cannot be the same"));
-        }
         daemon.jobs.check_readable(&self.request.source)?;
         daemon.jobs.check_disk_free(&self.request.target)?;
         Common::check_unused(daemon, &self.common.id)
@@ -590,6 +597,7 @@ impl BackupPlan {
         match daemon.jobs.add(spec, &daemon.events) {
             Ok(job) => {
                 job.set_idle(is_idle);
+                job.set_empty(backup.is_empty());
                 job.set_empties_source(empties_source);
                 Ok(BackupStarted { job, backup })
             }

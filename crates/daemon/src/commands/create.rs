@@ -7,7 +7,7 @@ use super::{Arguments, Group, command, nothing};
 use crate::jobs::{Finish, JobSpec};
 use crate::state::Daemon;
 use cowshed_create::schema::monitor_rules_of;
-use cowshed_create::{CreateRequest, MonitorRules, prepare};
+use cowshed_create::{CreateRequest, MonitorRules, path_of_name, prepare};
 use cowshed_image::Node;
 use cowshed_image::graph::{AttachRequest, Attachment, storage_of};
 use cowshed_image::options::BlockdevOptions;
@@ -116,7 +116,11 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         on_error: Default::default(),
     };
     let job = daemon.jobs.add(spec, &daemon.events)?;
-    let ends_at_once = rules.ends_at_once && request_of(&options, rules).is_err();
+    let ends_at_once = match options.get("file") {
+        None => has_no_place(options.text("filename")),
+        Some(_) => false,
+    };
+    let ends_at_once = ends_at_once || (rules.ends_at_once && request_of(&options, rules).is_err());
     let (jobs, handle) = (Rc::clone(&daemon.jobs), job.handle.clone());
     let work = async move {
         handle.set_progress(0, 1);
@@ -130,6 +134,13 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         job.await_end().await;
     }
     nothing()
+}
+
+/// True where no file of this name can be made. QEMU finds that out before its answer.
+fn has_no_place(name: &str) -> bool {
+    let path = path_of_name(name);
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    path.is_dir() || !folder.is_dir()
 }
 
 async fn create(daemon: &Rc<Daemon>, options: &Arguments, rules: &MonitorRules) -> Result<()> {

@@ -207,7 +207,7 @@ impl DriveStarted {
 
 async fn drive_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let started = plan(&daemon, arguments).await?.start(&daemon).await?;
-    daemon.jobs.start_backups(vec![started.work(&daemon)], false);
+    daemon.jobs.start_backups(vec![started.work(&daemon)], false).await;
     nothing()
 }
 
@@ -216,6 +216,10 @@ async fn drive_mirror(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let (source, disk) = (named.image(), named.disk(&daemon));
     daemon.jobs.check_free(&source)?;
     mirror_sync(&arguments)?;
+    if arguments.maybe_text("replaces").is_some() && arguments.maybe_text("node-name").is_none() {
+        let message = "a node-name must be provided when replacing a named node of the graph";
+        return Err(QmpError::generic(message));
+    }
     let target = Target::open(&daemon, &source, &arguments).await?;
     match prepare_mirror(&daemon, &with_node(arguments, &target), (&source, &disk), &target.node, true).await {
         Ok(prepared) => prepared.start(&daemon, Some(target.with_job(&daemon))),

@@ -11,7 +11,7 @@ use crate::socket::port;
 use crate::state::Daemon;
 use cowshed_image::Node;
 use cowshed_image::graph::AttachRequest;
-use cowshed_image::node::{BitmapUse, LocalFuture};
+use cowshed_image::node::{BitmapUse, LocalFuture, NodeBitmap};
 use cowshed_nbd_server::Removal;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{KeepAlive, ListenOptions, SocketAddress};
@@ -362,8 +362,14 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
             Some(_) => return Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
             None => top.find_bitmap(&name).await.map_err(worded)?,
         };
-        let bitmap = node.check_bitmap(&name).await.map_err(worded)?;
-        if !writable && !has_node && bitmap.recording {
+        // As in QEMU an export may offer one twice.
+        if let Some(known) = used.iter().find(|known| known.name() == name && Arc::ptr_eq(known.node(), &node)) {
+            let again = known.again();
+            used.push(again);
+            continue;
+        }
+        let is_recording = |bitmap: &NodeBitmap| bitmap.name == name && bitmap.recording;
+        if !writable && !has_node && node.bitmaps().await.map_err(worded)?.iter().any(is_recording) {
             return Err(QmpError::generic(format!("Enabled bitmap '{name}' incompatible with readonly export")));
         }
         if used.iter().any(|other| other.name() == name) {

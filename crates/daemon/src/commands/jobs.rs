@@ -144,7 +144,8 @@ async fn block_job_cancel(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
 
 async fn block_job_set_speed(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
     let job = daemon.jobs.find_block(arguments.text("device"))?;
-    job.set_speed(speed(&arguments)?)?;
+    job.check_limitable()?;
+    job.set_speed(speed(&arguments)?);
     nothing()
 }
 

@@ -36,6 +36,7 @@ pub(crate) use stats::set_budget;
 pub(crate) use throttle::throttle_export;
 
 use crate::failure::failed;
+use crate::monitor_properties::MonitorProperties;
 use crate::state::Daemon;
 use crate::waiting::{Scope, Turn};
 use cowshed_image::node::LocalFuture;
@@ -43,6 +44,7 @@ use cowshed_qmp::{Command, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Carries a command out. It changes nothing when it fails.
 type Handler = fn(Rc<Daemon>, Arguments) -> LocalFuture<'static, QmpResult<Value>>;
@@ -104,8 +106,8 @@ macro_rules! change {
 }
 pub(crate) use change;
 
-/// Runs a command that the schema has checked.
-pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Value> {
+/// Runs a command that the schema has checked. `monitor`: the one that it came by.
+pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command, monitor: Arc<MonitorProperties>) -> QmpResult<Value> {
     let Command { name, arguments, .. } = command;
     let listed = daemon.commands.begin(&name);
     if daemon.commands.list().len() == 1 {
@@ -123,6 +125,7 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command) -> QmpResult<Valu
         };
         let mut arguments = Arguments::new(arguments);
         arguments.turn = turn.as_ref().map(Turn::id);
+        arguments.monitor = Some(monitor);
         let done = call_with(daemon, &name, arguments).await;
         // Clients hear of a new size.
         daemon.servers.look_at_sizes();

@@ -199,7 +199,10 @@ impl Held {
 fn check_unused(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
     let own: Vec<FileIdentity> = files_below(node).into_iter().map(|(identity, _)| identity).collect();
     match user_of(daemon, &own, Some(node)) {
-        Some(user) => Err(QmpError::generic(format!("Failed to get \"write\" lock: node '{user}' has this file"))),
+        Some(user) => {
+            tracing::info!(user, "a node has the file of the new image");
+            Err(QmpError::generic("Failed to get \"write\" lock"))
+        }
         None => Ok(()),
     }
 }

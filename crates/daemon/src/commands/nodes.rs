@@ -296,7 +296,7 @@ fn check_users(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
                 ChildRole::File if follows_size(daemon, &parent) => {}
                 role => {
                     let user =
-                        format!("node '{}' (uses node '{}' as '{}' child)", parent.name(), node.name(), role.as_str());
+                        format!("node '{}' (uses node '{}' as '{}' child)", parent.name(), node.name(), role.name());
                     return Err(resize_conflict(node, &user));
                 }
             }
@@ -621,6 +621,10 @@ async fn image_in_time(node: &Arc<Node>) -> QmpResult<Value> {
 
 /// The use of the host's page cache, as a node's options say it, or those of the node that it is described with.
 fn cache_of(daemon: &Daemon, node: &Arc<Node>) -> CacheMode {
+    // A file has keys of its own and those of the node that it is described with.
+    if let Some(file) = node.file().filter(|_| node.is_on_host()) {
+        return file.cache_mode();
+    }
     if let Some(said) = node.options().get("cache") {
         let flag = |key: &str| said.get(key).and_then(Value::as_bool) == Some(true);
         return CacheMode { direct: flag("direct"), no_flush: flag("no-flush") };

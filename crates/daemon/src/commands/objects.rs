@@ -227,6 +227,9 @@ async fn object_del(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value
         Some(Object::ThrottleGroup(_)) => daemon.graph.throttle_groups().delete(id).map_err(failed)?,
         Some(Object::TlsCreds { .. }) => daemon.graph.set_tls_credentials(id, None),
         Some(Object::Secret(_)) => daemon.graph.set_secret(id, None),
+        Some(Object::Monitor(own)) if arguments.monitor.as_ref().is_some_and(|monitor| Arc::ptr_eq(monitor, &own)) => {
+            return Err(QmpError::generic("Cannot delete the current QMP monitor"));
+        }
         Some(Object::Monitor(properties)) => daemon.chardevs.stop_monitor(properties.chardev()).map_err(failed)?,
         Some(object) if object.kind() == MAIN_LOOP => {
             return Err(QmpError::generic(format!("Deleting main loop '{id}' is not supported")));

@@ -10,7 +10,7 @@ use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, new_file, nothing};
 use crate::jobs::Job;
 use crate::state::Daemon;
-use cowshed_create::CreateRequest;
+use cowshed_create::{CreateRequest, takes_backing};
 use cowshed_image::DRIVERS;
 use cowshed_image::Node;
 use cowshed_image::graph::SnapshotTaken;
@@ -335,7 +335,7 @@ async fn carry_out_as(daemon: &Rc<Daemon>, actions: Vec<Action>, grouped: bool) 
             Done::Internal(_) | Done::Bitmap(_) | Done::Announced(..) => {}
         }
     }
-    daemon.jobs.start_backups(backups, grouped);
+    daemon.jobs.start_backups(backups, grouped).await;
     nothing()
 }
 
@@ -371,6 +371,9 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
     let overlay = names::device(daemon, arguments.text("overlay"))?.node();
     if Arc::ptr_eq(&node, &overlay) {
         let name = node.name();
+        if overlay.is_filter() {
+            return Err(QmpError::generic("Filters cannot be used as overlays"));
+        }
         if overlay.backing().is_some() {
             return Err(QmpError::generic("The overlay already has a backing image"));
         }
@@ -433,6 +436,14 @@ fn check_taken_over(daemon: &Daemon, node: &Arc<Node>) -> QmpResult<()> {
 /// Creates an overlay over the node.
 async fn create(daemon: &Rc<Daemon>, node: &Arc<Node>, file: &str, format: &str) -> QmpResult<NewFile> {
     let below = node.header_name(Some(&plain_name(file))).map_err(failed)?;
+    // A file in use is refused by its lock, but as in QEMU behind these two.
+    if !takes_backing(format) {
+        return Err(QmpError::generic(format!("Backing file not supported for file format '{format}'")));
+    }
+    if file == node.filename() {
+        let message = "Error: Trying to create an image with the same filename as the backing file";
+        return Err(QmpError::generic(message));
+    }
     let request = CreateRequest {
         filename: file.to_owned(),
         format: format.to_owned(),

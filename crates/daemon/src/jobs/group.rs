@@ -50,11 +50,12 @@ impl JobGroup {
         if self.has_failed.replace(true) {
             return;
         }
-        let (first, others): (Vec<_>, Vec<_>) = self.newest_first().into_iter().partition(|job| job.id == id);
-        for job in first.iter().chain(&others) {
-            job.enter(Status::Aborting);
+        let members = self.newest_first();
+        // As in QEMU the newest one is ended first, and its end may have to wait for the work of others.
+        if let Some(first) = members.first().filter(|job| matches!(job.status(), Status::Waiting | Status::Pending)) {
+            first.enter(Status::Aborting);
         }
-        for job in others {
+        for job in members.into_iter().filter(|job| job.id != id) {
             job.handle.cancel();
             // A job that pauses looks at this no more.
             job.handle.resume();
@@ -66,7 +67,10 @@ impl JobGroup {
         match result.is_ok() {
             true if self.has_failed.get() => {}
             true => job.enter(Status::Waiting),
-            false => self.fail(&job.id),
+            false => {
+                job.enter(Status::Aborting);
+                self.fail(&job.id);
+            }
         }
         self.arrived.borrow_mut().push(Arrival { job, result, finish });
         if self.arrived.borrow().len() == self.members.borrow().len() {
@@ -79,6 +83,9 @@ impl JobGroup {
         if !self.has_failed.get() {
             for job in &members {
                 job.enter(Status::Pending);
+                if !job.auto_finalize {
+                    job.say_pending();
+                }
             }
             if let Some(cancelled) = wait_for_finalize(&members).await {
                 self.fail(&cancelled.id);
@@ -131,7 +138,6 @@ fn conclude(jobs: &Jobs, job: &Rc<Job>, result: Result<()>) {
 /// Waits until the user lets them end, where one of them asks for it; one that is cancelled meanwhile.
 async fn wait_for_finalize(members: &[Rc<Job>]) -> Option<Rc<Job>> {
     let asking: Vec<&Rc<Job>> = members.iter().filter(|job| !job.auto_finalize).collect();
-    asking.iter().for_each(|job| job.say_pending());
     while !asking.is_empty() && !members.iter().any(|job| job.finalize.get()) {
         if let Some(cancelled) = members.iter().find(|job| job.handle.is_cancelled()) {
             return Some(Rc::clone(cancelled));

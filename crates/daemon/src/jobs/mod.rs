@@ -3,10 +3,12 @@
 
 mod access;
 mod filter;
+mod finish;
 mod group;
 mod work;
 
 pub(crate) use filter::JobFilter;
+pub(crate) use finish::Finish;
 use group::JobGroup;
 pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
@@ -105,6 +107,8 @@ pub(crate) struct Job {
     finalize: Cell<bool>,
     /// It has nothing to do by itself.
     is_idle: Cell<bool>,
+    /// It has nothing to copy: as in QEMU its work ends before the command that starts it.
+    is_empty: Cell<bool>,
     /// It takes the copied parts away from its source.
     empties_source: Cell<bool>,
     /// Its target has had all of the disk once.
@@ -215,7 +219,9 @@ impl Job {
             info["error"] = json!(error);
         }
         if self.kind == "mirror" {
-            let in_step = self.lacking.borrow().as_ref().is_some_and(|lacking| lacking.dirty_bytes() == 0);
+            // As in QEMU not before it was ready.
+            let in_step = self.was_ready.get()
+                && self.lacking.borrow().as_ref().is_some_and(|lacking| lacking.dirty_bytes() == 0);
             info["actively-synced"] = json!(in_step);
         }
         info
@@ -244,16 +250,18 @@ impl Job {
         Ok(())
     }
 
-    /// `speed` in bytes a second; 0: no limit.
-    pub fn set_speed(&self, speed: u64) -> QmpResult<()> {
+    /// Refuses another speed of a job that doesn't work any more.
+    pub fn check_limitable(&self) -> QmpResult<()> {
         match self.status() {
-            Status::Created | Status::Running | Status::Paused | Status::Ready | Status::Standby => {
-                self.speed.set(speed);
-                self.handle.set_speed(Some(speed));
-                Ok(())
-            }
+            Status::Created | Status::Running | Status::Paused | Status::Ready | Status::Standby => Ok(()),
             _ => Err(self.cannot("set-speed")),
         }
+    }
+
+    /// `speed` in bytes a second; 0: no limit.
+    pub fn set_speed(&self, speed: u64) {
+        self.speed.set(speed);
+        self.handle.set_speed(Some(speed));
     }
 
     /// True once nothing is left of its work.
@@ -261,9 +269,23 @@ impl Job {
         matches!(self.status(), Status::Concluded | Status::Null)
     }
 
+    /// True once it has ended, or waits for its user or for the others of its group.
+    fn has_settled(&self) -> bool {
+        let waits = match self.status() {
+            Status::Waiting => self.group.borrow().is_some(),
+            Status::Pending => !self.auto_finalize,
+            _ => false,
+        };
+        waits || self.has_ended()
+    }
+
     /// Waits for the end of the job, for at most `limit`; whether it came.
     async fn ended(&self, limit: Duration) -> bool {
-        let end = poll_fn(|context| match self.has_ended() {
+        self.comes_to(limit, Job::has_ended).await
+    }
+
+    async fn comes_to(&self, limit: Duration, is_there: impl Fn(&Job) -> bool) -> bool {
+        let end = poll_fn(|context| match is_there(self) {
             true => Poll::Ready(()),
             false => {
                 self.waiting.borrow_mut().push(context.waker().clone());
@@ -354,6 +376,11 @@ impl Job {
         self.waiting.take().into_iter().for_each(Waker::wake);
     }
 
+    /// It has nothing to copy.
+    pub fn set_empty(&self, is_empty: bool) {
+        self.is_empty.set(is_empty);
+    }
+
     /// Tells that it waits for its user.
     fn say_pending(&self) {
         if self.is_block_job() {
@@ -429,26 +456,6 @@ impl Judge for Job {
 
 /// A job and its work, whose result has the steps that end it.
 pub(crate) type Work = (Rc<Job>, LocalFuture<'static, (Result<()>, Finish)>);
-
-/// Ends the work of a job.
-pub(crate) struct Finish {
-    /// Makes the data durable on which a completed job counts, where [`Finish::end`] doesn't.
-    flush: Box<dyn FnOnce() -> LocalFuture<'static, Result<()>>>,
-    /// Completes the job (`true`), or takes back its preparation.
-    end: Box<dyn FnOnce(bool) -> LocalFuture<'static, Result<()>>>,
-}
-
-impl Finish {
-    /// The finish of a job whose end needs nothing before it.
-    pub fn new(end: impl FnOnce(bool) -> LocalFuture<'static, Result<()>> + 'static) -> Finish {
-        Finish { flush: Box::new(|| Box::pin(async { Ok(()) })), end: Box::new(end) }
-    }
-
-    /// The job completes only behind this flush.
-    fn behind(self, flush: impl FnOnce() -> LocalFuture<'static, Result<()>> + 'static) -> Finish {
-        Finish { flush: Box::new(flush), ..self }
-    }
-}
 
 /// The description of a new job.
 pub(crate) struct JobSpec {
@@ -536,6 +543,7 @@ impl Jobs {
             wish: Cell::new(Wish::None),
             finalize: Cell::new(false),
             is_idle: Cell::new(false),
+            is_empty: Cell::new(false),
             empties_source: Cell::new(false),
             was_ready: Cell::new(false),
             error: RefCell::default(),
@@ -553,7 +561,7 @@ impl Jobs {
 
     /// As [`Jobs::start`] of backups that begin at one moment: QEMU shows that it stops them for a moment to put their filters
     /// in, the newest first. They end together where they are `grouped`.
-    pub fn start_backups(self: &Rc<Self>, backups: Vec<Work>, grouped: bool) {
+    pub async fn start_backups(self: &Rc<Self>, backups: Vec<Work>, grouped: bool) {
         if grouped {
             JobGroup::join(backups.iter().map(|(job, _)| Rc::clone(job)).collect());
         }
@@ -561,15 +569,27 @@ impl Jobs {
             job.enter(Status::Running);
             job.enter(Status::Paused);
         }
-        for (job, work) in backups.into_iter().rev() {
-            self.start(job, work);
+        let empty: Vec<_> = backups.iter().map(|(job, _)| Rc::clone(job)).filter(|job| job.is_empty.get()).collect();
+        for (job, _) in backups.iter().rev() {
+            job.enter(Status::Running);
+        }
+        for (job, work) in backups {
+            self.spawn(job, work);
+        }
+        for job in empty.iter().rev() {
+            job.comes_to(END_PATIENCE, Job::has_settled).await;
         }
     }
 
     /// Runs a job's work as a task, and its life around it. The work's result has the steps that end it, well or not.
     pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
-        let jobs = Rc::clone(self);
         job.enter(Status::Running);
+        self.spawn(job, work);
+    }
+
+    /// As [`Jobs::start`] of a job that is running already.
+    fn spawn(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
+        let jobs = Rc::clone(self);
         let id = job.id.clone();
         let task = rt::spawn(async move {
             let (mut result, finish) = work.await;

@@ -28,6 +28,10 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
         }
         result = mirror.catch_up(&handle, &*job).await;
         if result.is_ok() && !is_ready {
+            // As in QEMU the limit counts for the last piece, too.
+            result = handle.throttle(0).await;
+        }
+        if result.is_ok() && !is_ready && mirror.remaining_bytes() == 0 {
             match mirror.flush(&handle, &*job).await {
                 Ok(flushed) => is_ready = flushed,
                 Err(error) => result = Err(error),

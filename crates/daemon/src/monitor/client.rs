@@ -5,9 +5,10 @@ use super::MonitorContext;
 use super::log::Log;
 use crate::events::EventListener;
 use crate::message::{Message, Reply};
+use crate::monitor_properties::MonitorProperties;
 use crate::version::version;
 use cowshed_qmp::{Command, Event, Incoming, QmpError, Session, encode, reply};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -35,12 +36,17 @@ struct Waiting {
 pub struct Outlet {
     waiting: Mutex<Waiting>,
     changed: Condvar,
-    pretty: bool,
+    properties: Arc<MonitorProperties>,
 }
 
 impl Outlet {
-    fn new(pretty: bool) -> Arc<Outlet> {
-        Arc::new(Outlet { waiting: Mutex::default(), changed: Condvar::new(), pretty })
+    fn new(properties: Arc<MonitorProperties>) -> Arc<Outlet> {
+        Arc::new(Outlet { waiting: Mutex::default(), changed: Condvar::new(), properties })
+    }
+
+    /// A message as the monitor prints it now.
+    fn encode(&self, message: &Value) -> Vec<u8> {
+        encode(message, self.properties.is_pretty())
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting> {
@@ -53,10 +59,10 @@ impl Outlet {
     }
 
     /// Puts the reply in that is owed.
-    fn answer(&self, message: Vec<u8>) {
+    fn answer(&self, message: &Value) {
         let mut waiting = self.lock();
         waiting.owes_reply = false;
-        self.add(&mut waiting, message);
+        self.add(&mut waiting, self.encode(message));
     }
 
     /// Puts a message in, once there is room for it. False when the client is gone.
@@ -133,7 +139,7 @@ impl EventListener for Outlet {
             tracing::warn!(event = event.name, "a monitor's client doesn't read; the event is dropped for it");
             return;
         }
-        self.add(&mut waiting, encode(&event.to_value(), self.pretty));
+        self.add(&mut waiting, self.encode(&event.to_value()));
     }
 
     fn flush_and_close(&self, patience: Duration) {
@@ -163,7 +169,7 @@ pub fn serve(
     (is_gone, negotiated): (impl Fn() -> bool, impl Fn()),
     hang_up: impl FnOnce() + Send + 'static,
 ) {
-    let outlet = Outlet::new(context.properties.is_pretty());
+    let outlet = Outlet::new(Arc::clone(&context.properties));
     let writer = {
         let (outlet, log) = (Arc::clone(&outlet), context.log.clone());
         thread::Builder::new().name("monitor-out".into()).spawn(move || {
@@ -195,8 +201,8 @@ fn converse(
     outlet: &Arc<Outlet>,
     (is_gone, negotiated): (impl Fn() -> bool, impl Fn()),
 ) {
-    let mut session = Session::new(Arc::clone(&context.schema), outlet.pretty);
-    outlet.put(session.greeting(version()));
+    let mut session = Session::new(Arc::clone(&context.schema));
+    outlet.put(outlet.encode(&session.greeting(version())));
     let mut listens = false;
     let mut bytes = vec![0; READ_BYTES];
     loop {
@@ -255,12 +261,12 @@ enum Ran {
 
 /// Sends replies that need no command. The control thread does it, so that it doesn't come between events that belong
 /// together.
-fn say(context: &MonitorContext, reply: Vec<u8>, outlet: &Arc<Outlet>) -> Ran {
+fn say(context: &MonitorContext, reply: Value, outlet: &Arc<Outlet>) -> Ran {
     let (done, ended) = mpsc::sync_channel(1);
     let answered = Arc::clone(outlet);
     outlet.owe();
     let say = Box::new(move || {
-        answered.answer(reply);
+        answered.answer(&reply);
         // Its client waits.
         let _ = done.send(());
     });
@@ -275,12 +281,13 @@ fn run(context: &MonitorContext, command: Command, outlet: &Arc<Outlet>) -> Ran 
     let (done, ended) = mpsc::sync_channel(1);
     let (answered, id) = (Arc::clone(outlet), command.id.clone());
     let answer: Reply = Box::new(move |result| {
-        answered.answer(encode(&reply(result, id), answered.pretty));
+        answered.answer(&reply(result, id));
         // Its client waits.
         let _ = done.send(());
     });
     let id = command.id.clone();
-    if context.control.send(Message::Run { command, reply: answer }).is_err() {
+    let monitor = Arc::clone(&context.properties);
+    if context.control.send(Message::Run { command, monitor, reply: answer }).is_err() {
         return Ran::Stopped;
     }
     match ended.recv() {
@@ -288,7 +295,7 @@ fn run(context: &MonitorContext, command: Command, outlet: &Arc<Outlet>) -> Ran 
         Err(_) => {
             outlet.lock().owes_reply = false;
             let error = QmpError::generic("the daemon is shutting down");
-            Ran::Dropped(encode(&reply(Err(error), id), outlet.pretty))
+            Ran::Dropped(outlet.encode(&reply(Err(error), id)))
         }
     }
 }

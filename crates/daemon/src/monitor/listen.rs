@@ -124,7 +124,11 @@ impl Bound {
         };
         let (listener, address, file) = match address {
             MonitorAddress::Stdio => (None, MonitorAddress::Stdio, None),
-            MonitorAddress::Passed(number) => (Some(passed(*number)?), address.clone(), None),
+            MonitorAddress::Passed(number) => {
+                let listener = passed(*number)?;
+                let file = file_of(&listener);
+                (Some(listener), address.clone(), file)
+            }
             MonitorAddress::Unix(path) => {
                 let (listener, file) = bind_unix(path)?;
                 (Some(Listener::Unix(listener)), address.clone(), Some(file))
@@ -162,7 +166,11 @@ impl Bound {
     /// Listens once more, after the monitor that was here has ended: a direction that was shut down stays so.
     pub fn listen_again(&mut self) -> Result<()> {
         self.listener = None;
-        self.file = None;
+        match (self.file.take(), &self.address) {
+            // A passed socket listens on.
+            (Some(file), MonitorAddress::Passed(_)) => file.leave(),
+            (file, _) => drop(file),
+        }
         *self = Bound::new(&self.address)?;
         Ok(())
     }
@@ -199,6 +207,13 @@ impl Drop for Listening {
             Err(error) => tracing::warn!(%error, "a monitor's thread stays"),
         }
     }
+}
+
+/// The file of a passed socket: as in QEMU it goes with its device.
+fn file_of(listener: &Listener) -> Option<SocketFile> {
+    let Listener::Unix(listener) = listener else { return None };
+    let address = listener.local_addr().ok()?;
+    SocketFile::bound(address.as_pathname()?).ok()
 }
 
 /// A copy of a listening socket of another process's making.

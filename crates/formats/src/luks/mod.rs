@@ -7,7 +7,8 @@ pub(crate) use open::DRIVER;
 
 use cowshed_graph::encryption::{Cipher, LuksArea, SECTOR_BYTES, Writers, decrypt, encrypt, part_sectors};
 use cowshed_graph::node::{
-    Driver, EncryptedVolume, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done, whole_sectors,
+    ChildRole, Driver, EncryptedVolume, LocalFuture, Preallocation, StatusExtent, Transfer, Work, ZeroFlags, done,
+    whole_sectors,
 };
 use cowshed_graph::protocols::resize_file;
 use cowshed_layout::luks::LuksHeader;
@@ -187,7 +188,7 @@ impl Driver for LuksDriver {
     }
 
     /// Its header counts as long as it is open.
-    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+    fn permissions(&self, _role: ChildRole, wanted: Permissions, _read_only: bool) -> Permissions {
         Permissions { used: wanted.used | PermissionSet::CONSISTENT_READ, ..wanted }
     }
 

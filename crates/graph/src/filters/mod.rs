@@ -23,14 +23,14 @@ pub(crate) use fault::{SCHEMA as FAULT_SCHEMA, read_scenario, rules_of};
 pub(crate) use log_writes::LogOptions;
 pub use log_writes::LogWrites;
 pub use preallocate::Preallocate;
-pub(crate) use replicas::{Agreement, Replicas, agreement_of, check_agreement};
+pub(crate) use replicas::{Agreement, Replicas, SHARED_BY_VOTERS, agreement_of, check_agreement};
 pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;
 pub use write_blocking::{Claimed, WriteBlocking};
 
 use crate::node::{
-    Below, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent, Transfer, Work,
-    ZeroFlags, done, nodes_below,
+    Below, ChildRole, Driver, Intent, Link, LiveOptions, LocalFuture, Mapped, Node, Preallocation, StatusExtent,
+    Transfer, Work, ZeroFlags, done, nodes_below,
 };
 use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use cowshed_types::{Error, Result};
@@ -269,7 +269,7 @@ impl<F: Filter> Driver for F {
         true
     }
 
-    fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
+    fn permissions(&self, _role: ChildRole, wanted: Permissions, read_only: bool) -> Permissions {
         Filter::permissions(self, wanted, read_only)
     }
 

@@ -2,11 +2,11 @@
 //! Quorum and blkverify: one disk kept in several nodes, whose answers are compared.
 
 use crate::node::{
-    Driver, Link, LocalFuture, Node, QuorumReport, QuorumWork, Ranges, Reporter, StatusExtent, Transfer, Work,
-    ZeroFlags,
+    ChildRole, Driver, Link, LocalFuture, Node, QuorumReport, QuorumWork, Ranges, Reporter, StatusExtent, Transfer,
+    Work, ZeroFlags,
 };
 use crate::options::{BlockdevOptions, schemas};
-use cowshed_storage::IoBuf;
+use cowshed_storage::{IoBuf, PermissionSet, Permissions};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use futures_util::future::join_all;
 use serde_json::Value;
@@ -15,6 +15,10 @@ use std::sync::Arc;
 
 /// Runs that one question about the mapping returns at most.
 const STATUS_RUNS: usize = 16;
+
+/// The rights at the nodes that vote while the quorum has no users: no other user may write to them.
+pub(crate) const SHARED_BY_VOTERS: Permissions =
+    Permissions { used: PermissionSet::NONE, shared: PermissionSet::ALL.without(PermissionSet::WRITE) };
 
 /// The use of the nodes' answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,6 +217,22 @@ impl Driver for Replicas {
 
     fn refusal(&self) -> Error {
         Error::unsupported("Image format driver does not support resize")
+    }
+
+    /// For the tools their opening decides.
+    fn passes_permissions(&self, by_users: bool) -> bool {
+        by_users
+    }
+
+    /// As in QEMU: the tested copy may get another length by a write, and no other user may write to copies that vote.
+    fn permissions(&self, role: ChildRole, wanted: Permissions, _read_only: bool) -> Permissions {
+        match role {
+            ChildRole::Test if wanted.used.contains(PermissionSet::WRITE) => {
+                Permissions { used: wanted.used | PermissionSet::RESIZE, ..wanted }
+            }
+            ChildRole::Replica(_) => Permissions { shared: wanted.shared & SHARED_BY_VOTERS.shared, ..wanted },
+            _ => wanted,
+        }
     }
 
     fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {

@@ -2,7 +2,7 @@
 //! Internal snapshots of images in use: requests wait meanwhile.
 
 use super::Graph;
-use crate::node::{Node, Snapshots};
+use crate::node::{ChildRole, Node, Snapshots};
 use cowshed_layout::qcow2::{Snapshot, SnapshotName};
 use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
@@ -47,6 +47,9 @@ async fn take(node: &Node, name: &str) -> Result<String> {
     if name.is_empty() {
         return Err(Error::invalid_argument("Name is empty"));
     }
+    if node.child(ChildRole::DataFile).is_some() {
+        return Err(no_list());
+    }
     let known = snapshots.list().await?;
     if known.iter().any(|snapshot| snapshot.name == name.as_bytes()) {
         let message = format!("Snapshot with name '{name}' already exists on device '{}'", node.name());
@@ -57,6 +60,9 @@ async fn take(node: &Node, name: &str) -> Result<String> {
 
 /// No request runs.
 async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
+    if node.driver().snapshots().is_none() || node.child(ChildRole::DataFile).is_some() {
+        return Err(no_list());
+    }
     if let Some(snapshots) = node.driver().snapshots()
         && wanted.find(&snapshots.list().await?).is_none()
     {
@@ -65,14 +71,16 @@ async fn delete(node: &Node, wanted: &SnapshotName) -> Result<Snapshot> {
         let message = format!("Snapshot with id '{id}' and name '{name}' does not exist on device '{}'", node.name());
         return Err(Error::new(ErrorKind::NotFound, message));
     }
-    if node.is_read_only() && node.driver().snapshots().is_some() {
+    if node.is_read_only() {
         let message = "Failed to remove snapshot from snapshot list: Operation not permitted";
         return Err(Error::new(ErrorKind::ReadOnly, message));
     }
-    if node.driver().snapshots().is_none() {
-        return Err(Error::unsupported("Failed to get a snapshot list: Operation not supported"));
-    }
     writable(node)?.delete(wanted, &node.options(), node.discards()).await
+}
+
+/// QEMU's error for an image that can have no snapshots.
+fn no_list() -> Error {
+    Error::unsupported("Failed to get a snapshot list: Operation not supported")
 }
 
 /// The snapshots of an image that may get more.

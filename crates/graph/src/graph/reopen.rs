@@ -12,7 +12,7 @@ use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zero
 use crate::options::{self, BlockdevOptions};
 use cowshed_storage::{CacheMode, rt};
 use cowshed_types::{Error, ErrorKind, Result};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::cmp::Reverse;
 use std::sync::Arc;
 
@@ -31,8 +31,8 @@ struct Plan {
     detect_zeroes: DetectZeroes,
     /// Applies the options of the driver.
     apply: Option<Apply>,
-    /// Use of the page cache, where it changes.
-    cache: Option<CacheMode>,
+    /// Files whose use of the page cache changes: the node itself, or files that are described with it.
+    caches: Vec<(Arc<Node>, CacheMode)>,
     backing: Backing,
     /// The new child of this filter, where that changes.
     file: Option<Arc<Node>>,
@@ -53,7 +53,7 @@ impl Graph {
         let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
         let mut plans = Vec::with_capacity(list.len());
         for options in list {
-            self.plan_with_children((options, None), &mut plans)?;
+            self.plan_with_children(options, None, &mut plans)?;
         }
         let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
         let drained = self.drain(&nodes).await;
@@ -103,18 +103,20 @@ impl Graph {
     }
 
     /// Plans for a node and for its children whose descriptions change. `above`: the use of the page cache that a child has of the node
-    /// above. It isn't an option of the child's own.
+    /// above, key by key. It isn't an option of the child's own, and the plan of the node above changes it.
     fn plan_with_children(
         &self,
-        (mut options, above): (BlockdevOptions, Option<Value>),
+        mut options: BlockdevOptions,
+        above: Option<CacheMode>,
         plans: &mut Vec<Plan>,
     ) -> Result<()> {
-        let inherited = above.filter(|_| options.get("cache").is_none());
-        let inherits = inherited.is_some();
-        if let Some(cache) = inherited {
-            options.insert("cache", cache);
+        let own = options.get("cache").cloned();
+        if let Some(above) = above {
+            let CacheMode { direct, no_flush } = with_own(above, own.as_ref());
+            options.insert("cache", json!({"direct": direct, "no-flush": no_flush}));
         }
         let mut plan = self.plan_reopen(options)?;
+        let mode = with_own(CacheMode::default(), plan.options.get("cache"));
         let (node, old) = (Arc::clone(&plan.node), plan.node.options());
         let mut changed = Vec::new();
         for child in node.children() {
@@ -128,13 +130,17 @@ impl Graph {
             let mut now = now.clone();
             now.insert("node-name".to_owned(), child.node.name().into());
             now.entry("read-only").or_insert_with(|| child.node.is_read_only().into());
-            changed.push((BlockdevOptions::from_map(now)?, plan.options.get("cache").cloned()));
+            changed.push(BlockdevOptions::from_map(now)?);
         }
-        if inherits {
-            plan.options.remove("cache");
+        if above.is_some() {
+            plan.caches.clear();
+            match own {
+                Some(own) => plan.options.insert("cache", own),
+                None => drop(plan.options.remove("cache")),
+            }
         }
         plans.push(plan);
-        changed.into_iter().try_for_each(|child| self.plan_with_children(child, plans))
+        changed.into_iter().try_for_each(|child| self.plan_with_children(child, Some(mode), plans))
     }
 
     /// Checks the options of one node against its present state.
@@ -184,14 +190,12 @@ impl Graph {
         if has_backing && options.get(ChildRole::Backing.as_str()).is_none() {
             return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
         }
-        let cache = Some(cache_mode(&options)).filter(|mode| *mode != cache_mode(&old));
-        if let Some(CacheMode { direct: false, .. }) = cache {
+        let caches = changed_caches(&node, &old, &options);
+        for (file, _) in caches.iter().filter(|(_, mode)| !mode.direct) {
             // A file that can't be opened isn't reopened either.
-            for file in files_of(&node, &old) {
-                options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
-            }
+            options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
         }
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, cache, backing, file })
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, caches, backing, file })
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -226,11 +230,9 @@ impl Graph {
             change.preparing(&plan.node);
             live.prepare(&plan.options, plan.discard).await?;
         }
-        if let Some(mode) = plan.cache {
-            for node in files_of(&plan.node, &plan.node.options()) {
-                if let Some(file) = node.file() {
-                    change.set_cache_mode(file, mode)?;
-                }
+        for (node, mode) in &plan.caches {
+            if let Some(file) = node.file() {
+                change.set_cache_mode(file, *mode)?;
             }
         }
         match (plan.node.is_read_only(), plan.read_only) {
@@ -265,26 +267,32 @@ fn is_below(node: &Arc<Node>, above: &Arc<Node>) -> bool {
     nodes_below(above).iter().any(|below| Arc::ptr_eq(below, node))
 }
 
-/// The use of the page cache by the options.
-fn cache_mode(options: &BlockdevOptions) -> CacheMode {
-    let flag = |key: &str| options.get("cache").and_then(|cache| cache.get(key)).and_then(Value::as_bool) == Some(true);
-    CacheMode { direct: flag("direct"), no_flush: flag("no-flush") }
+/// The use of the page cache by the option `own`, whose missing keys are those of `above`.
+fn with_own(above: CacheMode, own: Option<&Value>) -> CacheMode {
+    let flag = |key: &str, above: bool| own.and_then(|cache| cache.get(key)).and_then(Value::as_bool).unwrap_or(above);
+    CacheMode { direct: flag("direct", above.direct), no_flush: flag("no-flush", above.no_flush) }
 }
 
-/// The nodes of the files that get a node's use of the page cache. They are the node itself, or its children that were
-/// described with it and without an own setting.
-fn files_of(node: &Arc<Node>, options: &BlockdevOptions) -> Vec<Arc<Node>> {
+/// The files that a node's options give another use of the page cache.
+fn changed_caches(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Vec<(Arc<Node>, CacheMode)> {
+    let before = files_of(node, old, CacheMode::default());
+    let mut files = files_of(node, new, CacheMode::default());
+    files.retain(|(file, mode)| !before.iter().any(|(other, before)| Arc::ptr_eq(file, other) && mode == before));
+    files
+}
+
+/// The nodes of the files that get a node's use of the page cache, each with its own. They are the node itself, or its
+/// children that are described with it. `above`: the use of the node above.
+fn files_of(node: &Arc<Node>, options: &BlockdevOptions, above: CacheMode) -> Vec<(Arc<Node>, CacheMode)> {
+    let mode = with_own(above, options.get("cache"));
     if !node.is_raw() && node.file().is_some() {
-        return vec![Arc::clone(node)];
+        return vec![(Arc::clone(node), mode)];
     }
     let mut files = Vec::new();
     for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
         let Some(Value::Object(described)) = options.get(child.role.as_str()) else { continue };
-        if described.contains_key("cache") {
-            continue;
-        }
         if let Ok(described) = BlockdevOptions::from_map(described.clone()) {
-            files.extend(files_of(&child.node, &described));
+            files.extend(files_of(&child.node, &described, mode));
         }
     }
     files

@@ -77,7 +77,8 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     let refuse = |kind: ErrorKind, message: String| Err(Error::new(kind, message));
     let name = overlay.name();
     let in_use = || refuse(ErrorKind::Busy, "The overlay is already in use".to_owned());
-    if overlay.has_reader() {
+    let is_below = reaches(node, overlay);
+    if overlay.has_reader() && !is_below {
         return in_use();
     }
     if overlay.is_filter() {
@@ -89,11 +90,12 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     if overlay.backing().is_some() {
         return refuse(ErrorKind::InvalidArgument, "The overlay already has a backing image".to_owned());
     }
+    if is_below {
+        let message = format!("Making '{}' a backing child of '{name}' would create a cycle", node.name());
+        return refuse(ErrorKind::InvalidArgument, message);
+    }
     if !overlay.user_names().is_empty() {
         return in_use();
-    }
-    if reaches(node, overlay) {
-        return refuse(ErrorKind::InvalidArgument, format!("the overlay '{name}' is in use below '{}'", node.name()));
     }
     if overlay.is_read_only() && node.has_writer() {
         return refuse(ErrorKind::ReadOnly, "Block node is read-only".to_owned());

@@ -58,6 +58,13 @@ impl BitmapUse {
     pub fn name(&self) -> &str {
         &self.name
     }
+
+    /// One more use by the same user.
+    #[must_use]
+    pub fn again(&self) -> BitmapUse {
+        self.node.tracking.named().busy.push(self.name.clone());
+        BitmapUse { node: Arc::clone(&self.node), name: self.name.clone() }
+    }
 }
 
 impl Drop for BitmapUse {

@@ -3,8 +3,8 @@
 //! that out. A driver carries out itself whatever it can't map at once.
 
 use super::{
-    Backing, BackingLink, Below, Bitmaps, Compressing, Described, EncryptedVolume, LiveOptions, Marks, Metadata, Node,
-    Preallocation, Snapshots, StatusExtent, VmState, ZeroFlags,
+    Backing, BackingLink, Below, Bitmaps, ChildRole, Compressing, Described, EncryptedVolume, LiveOptions, Marks,
+    Metadata, Node, Preallocation, Snapshots, StatusExtent, VmState, ZeroFlags,
 };
 use crate::encryption::LuksArea;
 use crate::options::BlockdevOptions;
@@ -275,13 +275,13 @@ pub trait Driver: Any + Send + Sync {
         None
     }
 
-    /// True when it needs the rights of its users at its child. `by_users`: the locks of files follow from their users.
+    /// True when it needs the rights of its users at its children. `by_users`: the locks of files follow from their users.
     fn passes_permissions(&self, _by_users: bool) -> bool {
         false
     }
 
-    /// The rights that it needs at its child when its users have `wanted`, where [`Driver::passes_permissions`].
-    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+    /// The rights that it needs at the child of this role when its users have `wanted`, where [`Driver::passes_permissions`].
+    fn permissions(&self, _role: ChildRole, wanted: Permissions, _read_only: bool) -> Permissions {
         wanted
     }
 

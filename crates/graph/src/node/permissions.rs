@@ -4,6 +4,7 @@
 use super::ChildRole;
 use cowshed_storage::{PermissionSet, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
+use std::borrow::Cow;
 
 /// The operations of one user of a node, and those that it lets others do.
 #[derive(Clone, Debug)]
@@ -12,7 +13,7 @@ pub(crate) struct Edge {
     pub user: String,
     pub permissions: Permissions,
     /// The node's role for the user, for messages.
-    pub role: &'static str,
+    pub role: Cow<'static, str>,
     /// Rights that the locks of files keep from other processes, beside those that `permissions` doesn't share.
     pub held: PermissionSet,
     /// An export: no parent of the node may change its length meanwhile, such as the format of an image in that file. The user
@@ -51,7 +52,7 @@ impl Edge {
         Edge {
             user: user.to_owned(),
             permissions,
-            role: ROOT_ROLE,
+            role: ROOT_ROLE.into(),
             held: PermissionSet::NONE,
             is_export: false,
             hold: None,
@@ -62,7 +63,7 @@ impl Edge {
     pub(crate) fn of_hold(self, hold: Option<Hold>) -> Edge {
         match hold {
             None => self,
-            hold => Edge { hold, role: HELD_ROLE, ..self },
+            hold => Edge { hold, role: HELD_ROLE.into(), ..self },
         }
     }
 
@@ -77,13 +78,13 @@ impl Edge {
 
     /// The rights that this user denies another one for the sake of the length.
     fn keeps_length_from(&self, other: &Edge) -> PermissionSet {
-        let is_format = ![ROOT_ROLE, HELD_ROLE, ChildRole::DataFile.as_str()].contains(&other.role);
+        let is_format = ![ROOT_ROLE, HELD_ROLE, ChildRole::DataFile.as_str()].contains(&&*other.role);
         if self.is_export && is_format { PermissionSet::RESIZE } else { PermissionSet::NONE }
     }
 
     /// The edge of a parent node whose child has this role.
     pub(crate) fn with_role(self, role: ChildRole) -> Edge {
-        Edge { role: role.as_str(), ..self }
+        Edge { role: role.name().into(), ..self }
     }
 
     /// The edge on a backing node while the overlay has no users. Other processes leave the file as it is all the same.
@@ -93,7 +94,7 @@ impl Edge {
 
     /// The user in QEMU's words.
     fn described(&self, node: &str) -> String {
-        let user = match (&self.hold, self.role) {
+        let user = match (&self.hold, &*self.role) {
             (Some(hold), _) => hold.job.clone(),
             (None, ROOT_ROLE) => "an unnamed block device".to_owned(),
             (None, _) => format!("node '{}'", self.user),

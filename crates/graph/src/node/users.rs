@@ -7,7 +7,7 @@
 //! [`LockSource`].
 
 use super::driver::whole_sectors;
-use super::{ChildRole, Edge, LockSource, Node};
+use super::{Child, ChildRole, Edge, LockSource, Node};
 use cowshed_storage::{File, PermissionSet, Permissions};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::atomic::Ordering;
@@ -155,7 +155,8 @@ impl Node {
     }
 
     fn check_edge(&self, users: &[Edge], edge: &Edge, except: Option<usize>) -> Result<()> {
-        for (at, other) in users.iter().enumerate() {
+        // As in QEMU the newest user is named first.
+        for (at, other) in users.iter().enumerate().rev() {
             if Some(at) != except {
                 edge.check_against(other, &self.name)?;
             }
@@ -171,15 +172,27 @@ impl Node {
         self.driver.passes_permissions(self.settings.locks() != LockSource::Opening)
     }
 
+    /// The children at which the node needs the rights of its users.
+    fn passing_children(&self) -> Vec<Child> {
+        let passing = |child: &Child| {
+            matches!(child.role, ChildRole::File | ChildRole::Raw | ChildRole::Test | ChildRole::Replica(_))
+        };
+        match self.passes_permissions() {
+            true => self.children().into_iter().filter(passing).collect(),
+            false => Vec::new(),
+        }
+    }
+
     /// Passes the rights of the users to the nodes below, or to the locks of the file.
     pub(crate) fn pass_permissions(&self) -> Result<()> {
         if let Some(file) = self.driver.protocol_file() {
             return self.lock_file(file);
         }
-        let child = self.child(ChildRole::File).filter(|_| self.passes_permissions());
-        if let Some(child) = child.filter(|child| child.edge_of(&self.name).is_some()) {
-            let held = held(&self.users());
-            child.change_edge(&self.name, self.asked_of_child(), Some(held))?;
+        for Child { role, node: child } in self.passing_children() {
+            if child.edge_of(&self.name).is_some() {
+                let held = held(&self.users());
+                child.change_edge(&self.name, self.asked_of_child(role), Some(held))?;
+            }
         }
         if self.settings.locks() == LockSource::Opening {
             return Ok(());
@@ -233,10 +246,10 @@ impl Node {
         passed
     }
 
-    fn asked_of_child(&self) -> Permissions {
+    fn asked_of_child(&self, role: ChildRole) -> Permissions {
         // A job holds each node of its chain by itself: below a filter it may read and write.
         let wanted = sum(self.users().iter().filter(|edge| edge.hold.is_none()));
-        let asked = self.driver.permissions(wanted, self.is_read_only());
+        let asked = self.driver.permissions(role, wanted, self.is_read_only());
         match self.settings.locks() {
             LockSource::Users { share_all: true } => asked.sharing_all(),
             _ => asked,
@@ -314,8 +327,7 @@ impl Node {
     pub(crate) fn is_unlocked(&self) -> bool {
         match self.driver.protocol_file() {
             Some(file) => file.permissions().used.is_empty(),
-            None if self.passes_permissions() => self.child(ChildRole::File).is_some_and(|child| child.is_unlocked()),
-            None => false,
+            None => self.passing_children().iter().any(|child| child.node.is_unlocked()),
         }
     }
 
@@ -324,10 +336,7 @@ impl Node {
         let before = self.size();
         match self.driver.protocol_file() {
             Some(file) => file.measure_again()?,
-            None => match self.child(ChildRole::File).filter(|_| self.passes_permissions()) {
-                Some(child) => child.measure_again()?,
-                None => return Ok(()),
-            },
+            None => self.passing_children().iter().try_for_each(|child| child.node.measure_again())?,
         }
         if self.size() != before {
             self.tracking.resized(whole_sectors(self.size()));
@@ -340,7 +349,7 @@ impl Node {
         let unused = {
             let mut users = self.users();
             if let Some(at) = users.iter().position(|edge| edge.user == user) {
-                users.swap_remove(at);
+                users.remove(at);
             }
             users.is_empty()
         };

@@ -67,6 +67,7 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
         policy: request.policy,
         no_io: request.no_io && !request.writable,
         no_content: request.no_content && !request.writable,
+        no_keys: request.no_keys && request.no_content && !request.writable,
         resizes: request.resizes,
         keeps_size: request.keeps_size,
         locks_by_users: request.for_monitor && !request.share_raw,
@@ -180,6 +181,8 @@ pub struct Opener {
     pub no_io: bool,
     /// The request is for places only, not for the guest's data.
     pub no_content: bool,
+    /// Keys that are given aren't looked at.
+    pub(super) no_keys: bool,
     /// The size is going to be changed.
     pub(super) resizes: bool,
     /// A user that shares a raw image may not change its size.
@@ -326,12 +329,16 @@ impl Opener {
             return Err(error.hint(format!(" ('{path}driver' or '{path}file')")));
         }
         let child = self.file_child(draft).await?;
-        let name = child.filename();
+        let name = if child.children().is_empty() { child.filename() } else { child.reference() };
         if draft.place.role == Role::Backing && !self.policy.allow_backing_probe {
             let message = "the overlay doesn't say the format of this backing file, and the policy forbids to guess it";
             return Err(Error::new(ErrorKind::PermissionDenied, message).file(name));
         }
-        let [first, last] = child.read_ends().await?;
+        let unread = |error: Error| match error.kind() {
+            ErrorKind::Io | ErrorKind::NoSpace => error.qemu("Could not read image for determining its format"),
+            _ => error,
+        };
+        let [first, last] = child.read_ends().await.map_err(unread)?;
         let format = probe_with_tail(&first, &last);
         let written = !draft.settings.read_only;
         // Also where it is only read: it may become writable.

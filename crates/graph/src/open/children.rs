@@ -25,7 +25,7 @@ pub struct BackingReference {
 impl Opener {
     /// False where only the image's own words are asked for.
     pub fn needs_keys(&self, draft: &Draft) -> bool {
-        draft.is_metadata || (!self.no_io && (!self.check || self.try_keys))
+        draft.is_metadata || (!self.no_io && !self.no_keys && (!self.check || self.try_keys))
     }
 
     /// True when the image is opened to be checked.
@@ -62,9 +62,9 @@ impl Opener {
         Ok(file_options(driver_for(name, &*self.files), name))
     }
 
-    /// True when the backing file is to be opened, or the options name one.
+    /// True when the backing file is to be opened, or the options name one. As in QEMU only the root goes without.
     pub fn opens_backing(&self, draft: &Draft) -> bool {
-        draft.is_metadata || self.backing != BackingPolicy::None
+        draft.is_metadata || draft.place.role != Role::Root || self.backing != BackingPolicy::None
     }
 
     /// Refuses options of a backing file that isn't opened, as QEMU does: nothing would look at them.

@@ -7,7 +7,8 @@ use super::line::{DriverLine, FirstUse, Mention, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
     Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
-    Replicas, SnapshotAccess, Throttle, agreement_of, check_agreement, read_scenario, rules_of, saving_options,
+    Replicas, SHARED_BY_VOTERS, SnapshotAccess, Throttle, agreement_of, check_agreement, read_scenario, rules_of,
+    saving_options,
 };
 use crate::node::{Below, ChildRole, Home, Link, LockSource, Node, storage_of};
 use crate::options::{self, BlkdebugOptions, schemas};
@@ -47,12 +48,12 @@ const LOG_WRITES: DriverLine =
         .staying_read_only()
         .named_by_images(Mention::Never("a log of writes by"));
 const VERIFY: DriverLine = DriverLine::new(&schemas::VERIFY, |opener, draft| Box::pin(verify(opener, draft)))
-    .asking_first(FirstUse::Opening)
+    .asking_first(FirstUse::WhereUsersLock(Permissions::NONE))
     .reading(TWO_FILES)
     .staying_read_only();
 const QUORUM: DriverLine = DriverLine::new(&schemas::QUORUM, |opener, draft| Box::pin(quorum(opener, draft)))
     .prepared_by(|_, draft| check_agreement(&draft.options))
-    .asking_first(FirstUse::Opening)
+    .asking_first(FirstUse::WhereUsersLock(SHARED_BY_VOTERS))
     .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]))
     .staying_read_only();
 const FAULT: DriverLine = DriverLine::new(&FAULT_SCHEMA, |opener, draft| Box::pin(fault(opener, draft)))
@@ -191,6 +192,8 @@ async fn verify(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn quorum(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let agreement = agreement_of(&draft.options)?;
+    // A writer beside it would make its copies differ.
+    draft.place.share_writes &= opener.no_io;
     let given = draft.options.get("children").and_then(Value::as_array).cloned().unwrap_or_default();
     let mut sizes = Vec::with_capacity(given.len());
     let mut name = String::new();

@@ -71,6 +71,7 @@ pub struct OpenRequest {
     snapshot: Option<SnapshotName>,
     no_io: bool,
     no_content: bool,
+    no_keys: bool,
     share_raw: bool,
     resizes: bool,
     keeps_size: bool,
@@ -97,6 +98,7 @@ impl OpenRequest {
             snapshot: None,
             no_io: false,
             no_content: false,
+            no_keys: false,
             share_raw: false,
             resizes: false,
             keeps_size: false,
@@ -220,6 +222,13 @@ impl OpenRequest {
     #[must_use]
     pub fn without_content(mut self) -> Self {
         self.no_content = true;
+        self
+    }
+
+    /// Declares that keys aren't needed, and with [`OpenRequest::without_content`] that they aren't looked at.
+    #[must_use]
+    pub fn without_keys(mut self) -> Self {
+        self.no_keys = true;
         self
     }
 

@@ -81,11 +81,12 @@ impl Handshake<'_> {
     }
 
     async fn describe(&mut self, name: String, description: String) -> Result<ListedExport> {
-        self.agreed.facts = ExportFacts { description, ..ExportFacts::unsaid() };
+        self.agreed.facts = ExportFacts::unsaid();
         self.said.block_sizes = false;
         let request = InfoRequest { name: &name, block_size: true, canonical_name: false, description: true };
         let facts = match self.ask(code::INFO, &request.encode()).await? {
-            End::Ack => Some(self.agreed.facts.clone()),
+            // As in QEMU the list's description counts: a server may give another one to those that choose the export.
+            End::Ack => Some(ExportFacts { description, ..self.agreed.facts.clone() }),
             End::Refused(..) => None,
         };
         self.said.contexts.clear();

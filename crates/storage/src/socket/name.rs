@@ -23,6 +23,11 @@ impl SocketFile {
         let path = std::path::absolute(path)?;
         Ok(SocketFile { path, identity: (metadata.dev(), metadata.ino()) })
     }
+
+    /// Leaves the file where it is, for its socket is used on.
+    pub fn leave(self) {
+        std::mem::forget(self);
+    }
 }
 
 impl Drop for SocketFile {

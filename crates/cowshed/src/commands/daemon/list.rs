@@ -4,6 +4,7 @@
 use crate::output::{Console, Failure};
 use cowshed_daemon::client::{ClientOptions, ListedExport, TransmissionFlags, list_exports};
 use cowshed_storage::rt;
+use cowshed_storage::socket::SocketAddress;
 use cowshed_types::Error;
 
 /// Names of the flags, in the order of their bits.
@@ -22,9 +23,16 @@ const FLAGS: &[(TransmissionFlags, &str)] = &[
     (TransmissionFlags::BLOCK_STATUS_PAYLOAD, "block-status-payload"),
 ];
 
-pub(super) fn run(server: &ClientOptions, console: &mut Console) -> Result<u8, Failure> {
-    // QEMU doesn't name the server.
-    let failed = |error: Error| Failure { sentence: Some(error.sentence()), ..Failure::from(error) };
+/// `port`: the text that means the server's port.
+pub(super) fn run(server: &ClientOptions, port: Option<&str>, console: &mut Console) -> Result<u8, Failure> {
+    // QEMU doesn't name the server, and names the port as it was given.
+    let failed = |error: Error| {
+        let mut sentence = error.sentence();
+        if let (Some(text), SocketAddress::Tcp { port, .. }) = (port, &server.address) {
+            sentence = sentence.replacen(&format!(":{port}'"), &format!(":{text}'"), 1);
+        }
+        Failure { sentence: Some(sentence), ..Failure::from(error) }
+    };
     let exports = rt::block_on(list_exports(server)).map_err(failed)?;
     console.line(format_args!("exports available: {}", exports.len()));
     for export in &exports {

@@ -535,7 +535,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     }
     args.check()?;
     if args.list {
-        return super::list::run(&args.server()?, console);
+        return super::list::run(&args.server()?, args.port.as_deref(), console);
     }
     let [file] = args.file.as_slice() else { return Err(Failure::usage(WRONG_COUNT)) };
     if args.disconnect {
