@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where bytes live: files through io_uring or a thread pool.
 //!
-//! The only crate that knows the runtime. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
+//! This crate has the runtime, and all `unsafe` code. Everything above it sees [`File`], [`IoBuf`] and the functions of [`rt`].
 
 mod attempts;
 mod blocklock;
