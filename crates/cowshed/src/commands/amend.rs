@@ -18,9 +18,9 @@ pub const VERB: Verb = Verb {
     name: "amend",
     about: "Change format options of an image",
     operands: "FILE",
-    details: "What the disk reads as stays the same. Version 2 (compat=0.10) has no zero clusters: where there is a backing file \
+    details: "The content of the disk stays the same. Version 2 (compat=0.10) has no zero clusters: where there is a backing file \
               they become clusters that share one full of zeroes. A power cut leaves the image as it was before or as it is \
-              afterwards; with a new size beside other options it may have some of the changes. A backing file is only \
+              afterwards. With a new size beside other options it may have some of the changes. A backing file is only \
               named, as by 'rebase -u'.",
     examples: "  cowshed amend -o compat=0.10 disk.qcow2
   cowshed amend -o refcount_bits=64 -p disk.qcow2

@@ -17,8 +17,8 @@ pub const VERB: Verb = Verb {
     name: "bench",
     about: "Measure reads or writes of an image",
     operands: "FILE",
-    details: "Carries out COUNT requests of one size, DEPTH of them at a time, one STEP behind the other, and from the start of \
-              the image again behind its end. With -w they are writes: the content of the image is lost.",
+    details: "Carries out COUNT requests of one size, DEPTH of them at a time. Each begins one STEP behind the one before. Behind the end of \
+              the image they go on at its start. With -w they are writes: the content of the image is lost.",
     examples: "  cowshed bench disk.qcow2
   cowshed bench -c 100000 -d 32 -s 64k -t none -n disk.qcow2
   cowshed bench -w -c 10000 --pattern 0xa5 --flush-interval 100 -d 16 scratch.qcow2",

@@ -15,9 +15,9 @@ pub const VERB: Verb = Verb {
     name: "bitmap",
     about: "Add, remove, clear, enable, disable and merge dirty bitmaps",
     operands: "FILE [BITMAP]",
-    details: "A dirty bitmap of a qcow2 image says which parts of the disk were written since it was cleared: what an \
-              incremental backup has to copy. While it is enabled, each write to the image is recorded in it. Several \
-              actions are done in the order in which they stand; what was done before one that fails stays done. A \
+    details: "A dirty bitmap of a qcow2 image has the parts of the disk that were written since it was cleared. An \
+              incremental backup copies these. While it is enabled, each write to the image is recorded in it. Several \
+              actions are done in the order in which they stand. Actions before one that fails stay done. A \
               power cut leaves the bitmaps as they were before an action or as they are afterwards.",
     examples: "  cowshed bitmap --add disk.qcow2 since-monday
   cowshed bitmap --add --disable -g 1M disk.qcow2 kept

@@ -21,8 +21,8 @@ pub const VERB: Verb = Verb {
     about: "Check an image for damage, and repair it",
     operands: "FILE",
     details: "Counts every reference in the image and compares with what the image says of itself. Leaked clusters \
-              waste space and harm nothing; errors can cost data. Repair while the image has no users, and keep a copy \
-              where the data matters, or an undo log: it holds what the repair overwrites, and --undo puts it back. A \
+              waste space and harm nothing; errors can cost data. Repair while the image has no users. Where the data \
+              matters, keep a copy or an undo log. The log holds the bytes that the repair overwrites, and --undo puts them back. A \
               dry run says of each finding what the repair would do, and writes nothing; with --output=json as \
               'findings'. No repair loses data that can be read; what can't be is left as it is (try 'cowshed \
               rescue'), unless --lossy gives it up.\n\nExit code: 0 clean (or everything repaired), 1 the check could not be made, \
@@ -81,7 +81,7 @@ struct CheckArgs {
     /// Memory to use, about (default: 256M); images that need more are read several times
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
-    /// Open the image even while another process writes to it: what is read may be torn
+    /// Open the image even while another process writes to it: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Text or JSON

@@ -48,7 +48,7 @@ struct CompareArgs {
     /// Cache mode: none, writeback, writethrough, directsync, unsafe
     #[arg(short = 'T', long, value_name = "CACHE")]
     cache: Option<String>,
-    /// Open the images even while another process writes to them: what is read may be torn
+    /// Open the images even while another process writes to them: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Show progress

@@ -16,15 +16,16 @@ pub const VERB: Verb = Verb {
     name: "create",
     about: "Create an image",
     operands: "FILE [SIZE]",
-    details: "Writes an empty image of SIZE bytes to FILE, or with -b an overlay that starts out with the content of \
+    details: "Writes an empty image of SIZE bytes to FILE. With -b it is an overlay, which starts out with the content of \
               another image and takes its size. An existing FILE is overwritten with --force only.",
     examples: "  cowshed create -f qcow2 disk.qcow2 20G
       An empty disk of 20 GiB.
   cowshed create -f qcow2 -b golden.qcow2 -F qcow2 vm1.qcow2
-      An overlay: what vm1 changes goes to vm1.qcow2, the rest is read from golden.qcow2.
+      An overlay: changes of vm1 go to vm1.qcow2, the rest is read from golden.qcow2.
   cowshed create -f qcow2 -o cluster_size=128k,extended_l2=on,preallocation=metadata disk.qcow2 1T
       With options of the format.
-  cowshed create -f qcow2 --object secret,id=s,file=passphrase.txt -o encrypt.format=luks,encrypt.key-secret=s disk.qcow2 20G
+  cowshed create -f qcow2 --object secret,id=s,file=passphrase.txt \\
+      -o encrypt.format=luks,encrypt.key-secret=s disk.qcow2 20G
       Encrypted: this hides the data, it does not notice damage to it.
   cowshed create -f qcow2 -o help
       The options that the format has.",

@@ -48,7 +48,7 @@ struct DdArgs {
     /// Overwrite an OUTPUT that exists
     #[arg(long)]
     force: bool,
-    /// Open INPUT even while another process writes to it: what is read may be torn
+    /// Open INPUT even while another process writes to it: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// if=INPUT of=OUTPUT [bs=BLOCK_SIZE] [count=BLOCKS] [skip=BLOCKS]

@@ -41,7 +41,7 @@ struct InfoArgs {
     /// Cache mode for FILE: none, writeback, writethrough, directsync, unsafe
     #[arg(short = 't', long, value_name = "CACHE")]
     cache: Option<String>,
-    /// Open the image even while another process writes to it: what is read may be torn
+    /// Open the image even while another process writes to it: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Show alignments and largest sizes of requests

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `man`: writes the manual pages.
 
+use super::parser::EXAMPLES;
 use super::{Program, Verb};
 use crate::output::{Console, Failure};
+use clap::builder::Resettable;
 use clap::{ArgMatches, Args, FromArgMatches};
 use std::path::{Path, PathBuf};
 
@@ -53,11 +55,47 @@ fn write_page(dir: &Path, command: &clap::Command, title: &str) -> Result<(), Fa
 }
 
 fn page(command: &clap::Command, title: &str) -> Result<Vec<u8>, Failure> {
+    let closing = command.get_after_help().map(|text| closing_section(&text.to_string())).unwrap_or_default();
     let mut page = Vec::new();
-    clap_mangen::Man::new(command.clone().name(title.to_owned()))
+    clap_mangen::Man::new(command.clone().name(title.to_owned()).after_help(Resettable::Reset))
         .render(&mut page)
         .map_err(|error| Failure::new(format!("could not make the page {title}: {error}")))?;
+    page.extend_from_slice(closing.as_bytes());
     Ok(page)
+}
+
+/// The last section of a page. Examples stand there as in the source, so that they can be copied: `man` would fill and hyphenate
+/// their lines.
+fn closing_section(text: &str) -> String {
+    match text.strip_prefix(EXAMPLES) {
+        Some(examples) => format!(".SH EXAMPLES\n.nf\n{}\n.fi\n", escaped(examples.trim_end())),
+        None => format!(".SH NOTES\n{}\n", escaped(text.trim_end())),
+    }
+}
+
+/// A text with the characters that `man` would print as others, and without requests.
+fn escaped(text: &str) -> String {
+    let mut page = String::new();
+    for (number, line) in text.lines().enumerate() {
+        if number > 0 {
+            page.push('\n');
+        }
+        if line.starts_with(['.', '\'']) {
+            page.push_str("\\&");
+        }
+        for character in line.chars() {
+            match character {
+                '\\' => page.push_str("\\e"),
+                '-' => page.push_str("\\-"),
+                '\'' => page.push_str("\\(aq"),
+                '`' => page.push_str("\\(ga"),
+                '^' => page.push_str("\\(ha"),
+                '~' => page.push_str("\\(ti"),
+                _ => page.push(character),
+            }
+        }
+    }
+    page
 }
 
 fn failed(path: &Path, error: &std::io::Error) -> Failure {

@@ -47,7 +47,7 @@ struct MeasureArgs {
     /// Text or JSON
     #[arg(long, value_enum, default_value_t, value_name = "human|json")]
     output: OutputFormat,
-    /// Open the image even while another process writes to it: what is read may be torn
+    /// Open the image even while another process writes to it: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Measure a new image of this size

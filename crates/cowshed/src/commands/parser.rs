@@ -7,6 +7,9 @@ use crate::output::{Console, Failure};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Command};
 
+/// The line in front of a verb's examples.
+pub const EXAMPLES: &str = "Examples:\n";
+
 /// The whole command line of a persona.
 pub fn root(persona: Persona) -> Command {
     root_with(persona, |_| true)
@@ -56,7 +59,7 @@ pub fn command(verb: &Verb, persona: Persona) -> Command {
     let command = (verb.arguments)(Command::new(verb.name))
         .about(verb.about)
         .long_about(format!("{}.\n\n{}", verb.about, ours(verb.details)))
-        .after_help(format!("Examples:\n{}", ours(verb.examples)))
+        .after_help(format!("{EXAMPLES}{}", ours(verb.examples)))
         .override_usage(usage.trim_end().to_owned())
         .args_override_self(true)
         .infer_long_args(true);

@@ -18,7 +18,7 @@ pub const VERB: Verb = Verb {
     name: "rebase",
     about: "Give an image another backing file",
     operands: "FILE",
-    details: "What FILE reads stays the same: where the new backing file differs from the old one, the old content is \
+    details: "The content of FILE stays the same: where the new backing file differs from the old one, the old content is \
               written into FILE first. With -u only the name changes, for a backing file that was moved or \
               converted. A relative name is relative to the folder of FILE. An empty name takes the backing file away.",
     examples: "  cowshed rebase -b new-base.qcow2 -F qcow2 overlay.qcow2

@@ -20,16 +20,16 @@ pub const VERB: Verb = Verb {
     name: "rescue",
     about: "Read what is left of a damaged qcow2 image into a new one",
     operands: "FILE [TARGET]",
-    details: "Reads every cluster that can still be reached, also where the image can't be opened any more. What is lost \
-              becomes zeroes in TARGET, and is listed with the reason; what was read but may be wrong is listed as \
+    details: "Reads every cluster that can still be reached, also where the image can't be opened any more. Lost ranges \
+              are zeroes in TARGET, and are listed with the reason. Data that may be wrong is listed as \
               doubtful. Without TARGET nothing is written at all. FILE is never written to.\n\nWhere the header is \
-              damaged, --cluster-size, --size and --l1-offset say what it no longer does. --snapshot reads an internal snapshot \
+              damaged, --cluster-size, --size and --l1-offset replace its fields. --snapshot reads an internal snapshot \
               instead of the disk. --scan looks for L2 tables \
-              that nothing leads to; all that it finds is a guess, and nothing of it is used before --assign says where \
+              that nothing leads to. All that it finds is a guess, and nothing of it is used before --assign says where \
               on the disk a table belongs.\n\nExit code: 0 everything was read, 1 nothing could be done, 2 something is \
               lost.",
     examples: "  cowshed rescue broken.qcow2
-      Says what can be read and what is lost.
+      Says which parts can be read and which are lost.
   cowshed rescue --map lost.json broken.qcow2 new.qcow2
   cowshed rescue --size 20G --l1-offset 0x30000 broken.qcow2 new.qcow2
       With a damaged header.
@@ -102,7 +102,7 @@ struct RescueArgs {
     /// Id of the secret (--object) that opens an encrypted image
     #[arg(long, value_name = "ID")]
     key_secret: Option<String>,
-    /// Open the image even while another process writes to it: what is read may be torn
+    /// Open the image even while another process writes to it: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Overwrite files that exist already

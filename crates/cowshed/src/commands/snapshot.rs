@@ -15,8 +15,8 @@ pub const VERB: Verb = Verb {
     name: "snapshot",
     about: "List, take, apply and delete internal snapshots",
     operands: "FILE",
-    details: "Snapshots live inside the image and share its clusters. Applying one makes the disk what it was when the \
-              snapshot was taken: what was written since is lost unless another snapshot has it. A name that \
+    details: "Snapshots live inside the image and share its clusters. Applying one gives the disk the content that it had when the \
+              snapshot was taken: later data is lost unless another snapshot has it. A name that \
               stands for an ID and for another snapshot's name means the ID with -a, and the name with -d. A power cut \
               leaves the image as it was before or as it is afterwards.",
     examples: "  cowshed snapshot disk.qcow2
@@ -41,7 +41,7 @@ struct SnapshotArgs {
     /// Take a snapshot of this name
     #[arg(short, long, value_name = "SNAPSHOT", action = ArgAction::Append)]
     create: Vec<String>,
-    /// Make the disk what it was in this snapshot
+    /// Give the disk the content of this snapshot
     #[arg(short, long, value_name = "SNAPSHOT", action = ArgAction::Append)]
     apply: Vec<String>,
     /// Delete the snapshot of this name

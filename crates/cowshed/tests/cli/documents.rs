@@ -13,6 +13,7 @@ const VERBS: [&str; 16] = [
     "create", "info", "map", "check", "compare", "convert", "measure", "resize", "snapshot", "commit", "rebase",
     "amend", "bitmap", "dd", "bench", "io",
 ];
+const VERBS_OF_QEMU_IMG: &[&str] = VERBS.split_at(15).0;
 
 /// The options that a help text lists, short and long.
 fn options(help: &str) -> Vec<String> {
@@ -74,9 +75,53 @@ fn manual_pages_are_written() {
     cowshed(&["man", "--dir", dir.to_str().expect("text")]);
     for verb in VERBS {
         let page = std::fs::read_to_string(dir.join(format!("cowshed-{verb}.1"))).expect("a page");
-        assert!(page.contains(".TH") && page.contains("EXAMPLES") | page.contains("Examples"), "{verb}: {page}");
+        assert!(page.contains(".TH") && page.contains(".SH EXAMPLES\n.nf\n"), "{verb}: {page}");
     }
+    let page = std::fs::read_to_string(dir.join("cowshed-create.1")).expect("a page");
+    let command =
+        "\n  cowshed create \\-f qcow2 \\-o cluster_size=128k,extended_l2=on,preallocation=metadata disk.qcow2 1T\n";
+    assert!(page.contains(command), "{page}");
     assert!(dir.join("cowshed.1").is_file());
+}
+
+/// The commands that `cowshed --help` lists.
+fn listed() -> Vec<String> {
+    let help = cowshed(&["--help"]);
+    let commands = help.split("Commands:\n").nth(1).expect("a list").split("\n\n").next().unwrap_or_default();
+    let names = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+    names.filter(|name| !name.is_empty()).map(str::to_owned).collect()
+}
+
+#[test]
+fn compat_lists_every_verb_of_our_own() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../COMPAT.md");
+    let page = std::fs::read_to_string(path).expect("COMPAT.md");
+    let list = page.split("\nCommands that qemu-img doesn't have:").nth(1).expect("the list");
+    let list = list.split("\n\n").next().unwrap_or_default();
+    let ours: Vec<String> = listed().into_iter().filter(|verb| !VERBS_OF_QEMU_IMG.contains(&verb.as_str())).collect();
+    assert!(ours.len() > 8, "{ours:?}");
+    for verb in ours {
+        assert!(list.contains(&format!("`{verb}`")), "COMPAT.md lacks {verb}");
+    }
+}
+
+/// A line that is too long for help is folded, and its second half would be a command of its own.
+#[test]
+fn examples_can_be_copied_line_by_line() {
+    let mut verbs: Vec<Vec<String>> = listed().into_iter().map(|verb| vec![verb]).collect();
+    verbs.extend(VERBS_OF_QEMU_IMG.iter().map(|verb| vec!["img".to_owned(), (*verb).to_owned()]));
+    verbs.extend(["qemu-nbd", "qemu-storage-daemon"].map(|tool| vec![tool.to_owned()]));
+    for verb in verbs {
+        let arguments: Vec<&str> = verb.iter().map(String::as_str).chain(["--help"]).collect();
+        let help = cowshed(&arguments);
+        let examples = help.split("\nExamples:\n").nth(1).unwrap_or_else(|| panic!("{verb:?} has no examples"));
+        for line in examples.lines().filter(|line| !line.is_empty()) {
+            let command = line.strip_prefix("  ").filter(|rest| !rest.starts_with(' '));
+            let is_command =
+                command.is_some_and(|line| ["cowshed ", "qemu-", "curl "].iter().any(|name| line.contains(name)));
+            assert!(is_command || line.starts_with("      "), "{verb:?}: {line}");
+        }
+    }
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 /// A command of a page: its beginning, the script that prepares its files, and the exit code. Without a script it isn't
-/// run: it serves until it is stopped.
+/// run: it serves until it is stopped. The commands of a page run in one folder, as a reader runs them. A prepared file takes
+/// no place there where an earlier command has made one.
 type Case = (&'static str, Option<&'static str>, i32);
 
 const SECRETS: &str = "printf secret >passphrase.txt; printf other >new.txt";
@@ -23,8 +24,10 @@ const DISKS: &str = "for n in system data disk; do cowshed create -q -f qcow2 $n
 const PACKAGE: &str = "for n in system more; do cowshed create -q -f qcow2 $n.qcow2 1M; done
     cowshed convert -O ova system.qcow2 more.qcow2 machine.ova";
 const ONE_DISK: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed convert -O ova system.qcow2 machine.ova";
-const SINGLE: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed convert -O ova system.qcow2 machine.ova
-    cowshed ova unpack machine.ova folder; rm machine.ova";
+const UNPACKED: &str = "cowshed create -q -f qcow2 system.qcow2 1M; cowshed convert -O ova system.qcow2 machine.ova
+    cowshed ova unpack machine.ova unpacked; rm machine.ova";
+const TWO_DISKS: &str = "for n in system more; do cowshed create -q -f qcow2 $n.qcow2 1M; done
+    cowshed convert -O ova system.qcow2 more.qcow2 server.ova; rm more.qcow2";
 
 const RAW: &str = "yes | head -c 1M >disk.raw";
 const DISK_AND_RAW: &str = "yes | head -c 1M >disk.raw; cowshed convert -q -O qcow2 disk.raw disk.qcow2";
@@ -35,7 +38,10 @@ const OVERLAY: &str =
 /// With the log of a repair.
 const REPAIRED: &str =
     "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed check -q -r all --undo-log repair.undo disk.qcow2";
-const SNAPSHOT: &str = "cowshed create -q -f qcow2 disk.qcow2 1M; cowshed snapshot -c before-upgrade disk.qcow2";
+const SNAPSHOT: &str = "cowshed create -q -f qcow2 vm2.qcow2 1M; cowshed snapshot -c before-upgrade vm2.qcow2";
+/// An image that names a backing file.
+const UPLOAD_ON_BASE: &str =
+    "cowshed create -q -f qcow2 base.qcow2 1M; cowshed create -q -f qcow2 -b base.qcow2 -F qcow2 upload.qcow2";
 
 const PAGES: &[(&str, &[Case])] = &[
     (
@@ -114,9 +120,10 @@ const PAGES: &[(&str, &[Case])] = &[
         "coming-from-qemu-img.md",
         &[
             ("convert disk.raw", Some("truncate -s 1M disk.raw"), 0),
-            ("create disk.qcow2", Some("true"), 0),
-            ("inspect", Some(UPLOAD), 0),
-            ("convert --untrusted", Some(UPLOAD), 0),
+            // The page shows these refusals.
+            ("create disk.qcow2", Some("true"), 1),
+            ("inspect", Some(UPLOAD_ON_BASE), 2),
+            ("convert --untrusted", Some(UPLOAD_ON_BASE), 1),
         ],
     ),
     (
@@ -152,14 +159,14 @@ const PAGES: &[(&str, &[Case])] = &[
         "formats/ova.md",
         &[
             ("convert machine.ova disk.qcow2", Some(ONE_DISK), 0),
-            ("convert --disk 2", Some(PACKAGE), 0),
-            ("convert folder/machine.ovf", Some(SINGLE), 0),
+            ("convert --disk 2", Some(TWO_DISKS), 0),
+            ("convert unpacked/machine.ovf", Some(UNPACKED), 0),
             ("convert -O ova", Some(DISKS), 0),
             ("convert --for", Some(DISKS), 0),
             ("ova info", Some(PACKAGE), 0),
             ("ova verify", Some(PACKAGE), 0),
             ("ova unpack", Some(PACKAGE), 0),
-            ("ova pack", Some(SINGLE), 0),
+            ("ova pack", Some("true"), 0),
         ],
     ),
 ];
@@ -205,14 +212,19 @@ fn commands_of_the_pages_work_as_written() {
     for (page, cases) in PAGES {
         let commands = commands(page);
         assert!(commands.len() >= cases.len(), "{page} shows {commands:#?}");
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
         for command in commands {
             let Some((_, prepared, code)) = cases.iter().find(|(start, ..)| command.starts_with(start)) else {
                 wrong.push(format!("{page}: no case for {command}"));
                 continue;
             };
             let Some(prepared) = prepared else { continue };
-            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
-            let script = format!("set -eu\n({prepared}) >&2 || exit 99\nexec cowshed {command} </dev/null");
+            let files = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+            let script = format!(
+                "set -eu\n(cd '{files}'; {prepared}) >&2 || exit 99
+                tar -C '{files}' -cSf - . | tar -xf - --skip-old-files\nexec cowshed {command} </dev/null",
+                files = files.path().display()
+            );
             let output = Command::new("sh")
                 .args(["-c", &script])
                 .current_dir(&folder)

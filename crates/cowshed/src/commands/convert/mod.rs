@@ -53,7 +53,7 @@ pub const VERB: Verb = Verb {
       A fixed VHD, its size rounded up to whole MiB.
   cowshed convert --disk 2 machine.ova disk.qcow2
       The second disk of a package, compared with its manifest.
-  cowshed convert -O ova --for vmware --vm-cpus 2 --vm-memory 4G system.qcow2 data.qcow2 machine.ova
+  cowshed convert -O ova --for vmware --vm-cpus 2 --vm-memory 4G system.qcow2 data.qcow2 vm.ova
       A machine with two disks, for an import.",
     in_qemu_img: true,
     arguments: ConvertArgs::augment_args,
@@ -129,7 +129,7 @@ struct ConvertArgs {
     /// Window of zlib: 4k, for any reader, or 32k, faster and smaller, for readers that decompress whole clusters as QEMU does [default: 4k]
     #[arg(long, value_name = "SIZE")]
     compression_window: Option<String>,
-    /// Open the sources even while another process writes to them: what is read may be torn
+    /// Open the sources even while another process writes to them: reads may be torn
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Bytes a second at most

@@ -39,8 +39,8 @@ pub const UMOUNT: Verb = Verb {
     name: "umount",
     about: "Unmount a file that `mount`, or an export of type fuse, shows",
     operands: "FILE",
-    details: "What was written is synced before, and what `mount` has started has closed the image when it returns. While a program has FILE open, it \
-              is refused. With --lazy nothing is waited for, and the process that serves FILE goes on until programs have closed it.",
+    details: "Written data is synced before. When the command returns, the process that `mount` has started has closed the image. While a program has FILE open, the \
+              command is refused. With --lazy nothing is waited for, and the process that serves FILE goes on until programs have closed it.",
     examples: "  cowshed umount disk.raw",
     in_qemu_img: false,
     arguments: UmountArgs::augment_args,

@@ -21,8 +21,8 @@ pub const VERB: Verb = Verb {
     about: "Serve images over NBD, under control of QMP monitors",
     operands: "[FILE]...",
     details: "Without an address it listens on a new Unix socket and prints its URI. One FILE is the default export, whose name may be left out; each \
-              has its name without folder and ending. What clients do is logged on standard error. SIGTERM \
-              and Ctrl-C stop it in order: what is in flight is answered, and everything is flushed, as far as disks answer within --stop-timeout.\n\n\
+              has its name without folder and ending. The log on standard error has the clients' actions. SIGTERM \
+              and Ctrl-C stop it in order: requests in flight are answered, and everything is flushed, as far as disks answer within --stop-timeout.\n\n\
               A service manager can pass sockets (LISTEN_FDS). See docs/daemon.md.",
     examples: "  cowshed serve disk.qcow2
       Prints a URI such as nbd+unix:///?socket=/tmp/cowshed-1234/nbd.sock.
