@@ -190,12 +190,47 @@ impl Graph {
         if has_backing && options.get(ChildRole::Backing.as_str()).is_none() {
             return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
         }
-        let caches = changed_caches(&node, &old, &options);
+        let caches = self.changed_caches(&node, &old, &options);
         for (file, _) in caches.iter().filter(|(_, mode)| !mode.direct) {
             // A file that can't be opened isn't reopened either.
             options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
         }
         Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, caches, backing, file })
+    }
+
+    /// The files that a node's options give another use of the page cache.
+    fn changed_caches(
+        &self,
+        node: &Arc<Node>,
+        old: &BlockdevOptions,
+        new: &BlockdevOptions,
+    ) -> Vec<(Arc<Node>, CacheMode)> {
+        let differs =
+            |(file, mode): &(Arc<Node>, CacheMode)| file.file().is_some_and(|file| file.cache_mode() != *mode);
+        let before = files_of(node, old, CacheMode::default());
+        let mut files = files_of(node, new, CacheMode::default());
+        let is_child = |node: &Arc<Node>| {
+            let has_it = |parent: &Arc<Node>| parent.children().iter().any(|child| Arc::ptr_eq(&child.node, node));
+            self.snapshot().nodes().into_iter().any(|parent| has_it(&parent))
+        };
+        files.retain(|file| match Arc::ptr_eq(&file.0, node) && is_child(node) {
+            // It may have the use of the node above.
+            true => differs(file),
+            false => !before.iter().any(|known| Arc::ptr_eq(&known.0, &file.0) && known.1 == file.1),
+        });
+        // A child that was described once takes the keys over that are given, where it has none of its own. The others stay.
+        let owned = self.owned_nodes();
+        for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+            let is_owned = owned.iter().any(|owned| Arc::ptr_eq(owned, &child.node));
+            if let (Some(Value::String(_)), Some(file), false) =
+                (new.get(child.role.as_str()), child.node.file().filter(|_| child.node.is_on_host()), is_owned)
+            {
+                let mode = with_own(file.cache_mode(), new.get("cache"));
+                let mode = with_own(mode, child.node.options().get("cache"));
+                files.extend(Some((Arc::clone(&child.node), mode)).filter(differs));
+            }
+        }
+        files
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -271,14 +306,6 @@ fn is_below(node: &Arc<Node>, above: &Arc<Node>) -> bool {
 fn with_own(above: CacheMode, own: Option<&Value>) -> CacheMode {
     let flag = |key: &str, above: bool| own.and_then(|cache| cache.get(key)).and_then(Value::as_bool).unwrap_or(above);
     CacheMode { direct: flag("direct", above.direct), no_flush: flag("no-flush", above.no_flush) }
-}
-
-/// The files that a node's options give another use of the page cache.
-fn changed_caches(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Vec<(Arc<Node>, CacheMode)> {
-    let before = files_of(node, old, CacheMode::default());
-    let mut files = files_of(node, new, CacheMode::default());
-    files.retain(|(file, mode)| !before.iter().any(|(other, before)| Arc::ptr_eq(file, other) && mode == before));
-    files
 }
 
 /// The nodes of the files that get a node's use of the page cache, each with its own. They are the node itself, or its
