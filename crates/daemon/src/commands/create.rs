@@ -13,11 +13,14 @@ use cowshed_image::graph::{AttachRequest, Attachment, storage_of};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_qmp::{QmpError, QmpResult};
 use cowshed_storage::{File, PermissionSet, Permissions, path_of_text, text_of_path};
-use cowshed_types::{Error, ErrorKind, Result};
+use cowshed_types::{Errno, Error, ErrorKind, Result};
 use serde_json::Value;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+
+/// Whole sectors that the system has a number for, in bytes.
+const LONGEST_FILE_BYTES: u64 = (1 << 63) - 512;
 
 pub(super) const GROUP: Group = Group {
     schema: "
@@ -143,10 +146,25 @@ fn has_no_place(name: &str) -> bool {
     path.is_dir() || !folder.is_dir()
 }
 
+/// QEMU's words for a length that a new file doesn't get.
+fn not_resized(preallocation: Option<&str>) -> &'static str {
+    match preallocation {
+        Some("falloc") => "Could not preallocate new data",
+        _ => "Could not resize file",
+    }
+}
+
 async fn create(daemon: &Rc<Daemon>, options: &Arguments, rules: &MonitorRules) -> Result<()> {
     let request = CreateRequest { secrets: daemon.objects.secrets(), ..request_of(options, rules)? };
     match options.get("file") {
-        None => prepare(&request).await?.run().await.map(drop),
+        None => prepare(&request).await?.run().await.map(drop).map_err(|error| {
+            let is_length = error.sentence().starts_with("could not change the size: ");
+            let errno = error.errno();
+            match is_length {
+                true => error.qemu(not_resized(options.maybe_text("preallocation"))).with_errno(errno),
+                false => error,
+            }
+        }),
         Some(file) => {
             let extents = options.get("extents").and_then(Value::as_array).into_iter().flatten();
             let others: Vec<&Value> = options.get("data-file").into_iter().chain(extents).collect();
@@ -180,6 +198,9 @@ fn request_of(options: &Arguments, rules: &MonitorRules) -> Result<CreateRequest
     let size = number("size")?;
     if rules.checks_offset && size.is_some_and(|size| i64::try_from(size).is_err()) {
         return Err(Error::invalid_argument("Could not resize file: Invalid argument"));
+    }
+    if rules.checks_offset && size.is_some_and(|size| size > LONGEST_FILE_BYTES) {
+        return Err(Error::os(Errno::EFBIG, "the file is too long").qemu(not_resized(preallocation)));
     }
     if let Some(sentence) = rules.refuses_odd_size
         && size.is_some_and(|size| !size.is_multiple_of(512))

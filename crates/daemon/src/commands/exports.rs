@@ -372,9 +372,6 @@ async fn use_bitmaps(top: &Arc<Node>, writable: bool, wanted: Vec<WantedBitmap>)
         if !writable && !has_node && node.bitmaps().await.map_err(worded)?.iter().any(is_recording) {
             return Err(QmpError::generic(format!("Enabled bitmap '{name}' incompatible with readonly export")));
         }
-        if used.iter().any(|other| other.name() == name) {
-            return Err(QmpError::generic(format!("Bitmap '{name}' is named twice")));
-        }
         used.push(node.use_bitmap(&name).await.map_err(worded)?);
     }
     Ok(used)

@@ -7,7 +7,7 @@
 use super::Graph;
 use super::owned::no_such_node;
 use super::transaction::Transaction;
-use super::writing::check_becomes_writable;
+use super::writing::{check_becomes_writable, not_reopened};
 use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes, nodes_below};
 use crate::options::{self, BlockdevOptions};
 use cowshed_storage::{CacheMode, rt};
@@ -159,6 +159,10 @@ impl Graph {
             let is_lost = |key: &&String| !stays(key) && options.get(key).is_none();
             let lost = old.iter().map(|(key, _)| key).find(is_lost);
             return Err(lost.map_or_else(|| cannot_change("driver"), |key| cannot_reset(key)));
+        }
+        if self.schemas().stays_read_only(driver) {
+            // As in QEMU.
+            return Err(not_reopened(&node));
         }
         options.insert("driver", driver);
         let describes_file = matches!(options.get(ChildRole::File.as_str()), Some(Value::Object(_)));

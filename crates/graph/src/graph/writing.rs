@@ -9,16 +9,20 @@ use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
+/// The refusal of another opening of a node whose driver has none.
+pub(super) fn not_reopened(node: &Node) -> Error {
+    let (driver, name) = (node.driver_name(), node.name());
+    let message = format!("Block format '{driver}' used by node '{name}' does not support reopening files");
+    Error::new(ErrorKind::ReadOnly, message)
+}
+
 /// Refuses a read-only node that could not be opened again for writing, or that stands on one.
 pub(super) fn check_becomes_writable(node: &Node) -> Result<()> {
     if !node.is_read_only() {
         return Ok(());
     }
-    let driver = node.driver_name();
-    if node.graph().schemas().stays_read_only(driver) {
-        let message =
-            format!("Block format '{driver}' used by node '{}' does not support reopening files", node.name());
-        return Err(Error::new(ErrorKind::ReadOnly, message));
+    if node.graph().schemas().stays_read_only(node.driver_name()) {
+        return Err(not_reopened(node));
     }
     if node.children().iter().any(|child| child.role != ChildRole::Backing && child.node.stays_read_only()) {
         return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
