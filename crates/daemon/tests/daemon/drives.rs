@@ -97,7 +97,8 @@ fn drive_mirror_closes_its_copy_or_leaves_nothing() {
         (json!({"granularity": 1000}), "expects a power of 2"),
         (json!({"format": "nosuch"}), "nosuch"),
         (json!({"node-name": "b"}), "Duplicate"),
-        (json!({"replaces": "b"}), "Node 'b' is busy: node is used as backing hd of 'l'"),
+        (json!({"replaces": "b"}), "a node-name must be provided when replacing a named node of the graph"),
+        (json!({"replaces": "b", "node-name": "n"}), "Node 'b' is busy: node is used as backing hd of 'l'"),
         (json!({"mode": "existing"}), "copy"),
     ] {
         let refusal = client.refusal("drive-mirror", arguments(more));
