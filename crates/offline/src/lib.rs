@@ -2,6 +2,7 @@
 //! Work on the bare file of a qcow2 image while no driver has it open: check, repair, internal snapshots, amending.
 
 pub mod amend;
+mod bitmap_journal;
 pub mod check;
 mod header;
 pub mod snapshots;

@@ -96,6 +96,10 @@ fn look(file: &PageMap) -> Result<Image<'_>, String> {
     if incompatible & 2 != 0 {
         return Err("the corrupt bit is set".to_owned());
     }
+    // QEMU's repair drops the snapshots of an image with an autoclear bit that it doesn't know.
+    if version >= 3 && byte32(60) > 0 && word(88) & !3 != 0 {
+        return Err(format!("{} snapshots beside the autoclear bits {:#x}", byte32(60), word(88)));
+    }
     let (l1, l1_len) = (word(40), byte32(36));
     let l1_clusters = (l1_len * 8).div_ceil(1 << image.cluster_bits);
     image.audit.moving_table_clusters = l1_clusters + (image.refcount_table_len >> image.cluster_bits);

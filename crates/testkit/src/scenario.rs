@@ -578,7 +578,7 @@ impl Prepared {
         if after.dirty {
             return Err("the dirty bit is still set after a clean close".to_owned());
         }
-        if after.bitmaps.1 > 0 && self.spec.cluster_size > 512 {
+        if after.bitmaps.1 > 0 && !self.may_lack_journal() {
             return Err("a bitmap is still in use after a clean close".to_owned());
         }
         // A recovery that changes much is cut more often.
@@ -588,6 +588,11 @@ impl Prepared {
         } else {
             Ok(())
         }
+    }
+
+    /// A cluster of 512 bytes may have no room for the journal. Beside snapshots there is none.
+    fn may_lack_journal(&self) -> bool {
+        self.spec.cluster_size == 512 || self.snapshots_at_start != 0
     }
 
     /// Checks that the changes of flushed writes are dirty in every enabled bitmap.
@@ -604,8 +609,7 @@ impl Prepared {
         for name in &self.bitmaps {
             let bits = match image.bitmap_bits(name).await {
                 Ok(bits) => bits,
-                // A cluster so small may have no room for the journal.
-                Err(error) if self.spec.cluster_size == 512 && error.message().contains("inconsistent") => continue,
+                Err(error) if self.may_lack_journal() && error.message().contains("inconsistent") => continue,
                 Err(error) => return Err(format!("bitmap '{name}': {error}")),
             };
             for (number, sector) in self.content.chunks(SECTOR).enumerate() {

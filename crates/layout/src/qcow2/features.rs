@@ -26,6 +26,7 @@ pub const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
 /// Autoclear, bit 62, ours: the bitmap journal counts: no other program has written to the image since. The
 /// specification reserves bits 2 to 63; a program that doesn't know one clears it before writing, which is the purpose.
+/// Never beside internal snapshots, which QEMU's repair drops then.
 pub const AUTOCLEAR_BITMAP_JOURNAL: u64 = 1 << 62;
 /// All autoclear bits that this crate knows.
 pub const AUTOCLEAR_KNOWN: u64 = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA | AUTOCLEAR_BITMAP_JOURNAL;

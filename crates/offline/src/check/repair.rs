@@ -7,6 +7,7 @@ use super::relocate::Copy;
 use super::session::CheckSession;
 use super::sweep::OverlapEntry;
 use super::{CheckReport, report_of};
+use crate::bitmap_journal;
 use cowshed_layout::qcow2::{L1Entry, L2Entry, features, offset, refcount};
 use cowshed_qcow2::check::{
     Counts, EditStep, Finding, FindingKind, INACTIVE, Ledger, edit_l1, edit_l2, lower_block, raise_block,
@@ -62,6 +63,7 @@ pub(super) async fn run(
         session.free_past_end().await?;
     }
     changed |= session.clear_bits(clean, all).await?;
+    changed |= clean && session.end_bitmap_journal().await?;
     let mut report = report_of(after);
     let fixed = was.corruptions.saturating_sub(report.counters.corruptions);
     report.counters.corruptions_fixed = fixed.saturating_sub(followed);
@@ -347,6 +349,22 @@ impl CheckSession<'_> {
             changed = true;
         }
         if changed { self.barrier().await } else { Ok(()) }
+    }
+
+    /// Ends the bitmap journal of an image with snapshots, which an older version of this program left at a crash.
+    async fn end_bitmap_journal(&mut self) -> Result<bool> {
+        if self.header.nb_snapshots == 0 || self.header.autoclear_features & features::AUTOCLEAR_BITMAP_JOURNAL == 0 {
+            return Ok(false);
+        }
+        self.barrier().await?;
+        for stage in bitmap_journal::stages(self.file, &self.header).await? {
+            for (at, bytes) in stage {
+                self.write(at, &bytes).await?;
+            }
+            self.barrier().await?;
+        }
+        self.header.autoclear_features &= !features::AUTOCLEAR_BITMAP_JOURNAL;
+        Ok(true)
     }
 
     /// Clears the dirty bit once no refcount is wrong, and after a full repair the corrupt bit.

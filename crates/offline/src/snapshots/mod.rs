@@ -14,6 +14,7 @@ mod plan;
 mod publish;
 pub(crate) mod tree;
 
+use crate::bitmap_journal;
 use crate::check;
 use crate::{ProgressFn, read_header};
 use cowshed_layout::qcow2::{
@@ -89,6 +90,7 @@ pub async fn create(file: &File, name: &[u8], options: &SnapshotOptions, watch: 
             let message = format!("an image can have {} snapshots at most", limits::SNAPSHOTS);
             return Err(Error::new(ErrorKind::Limit, message).with_errno(Errno::EFBIG));
         }
+        bitmap_journal::end(file, &mut image.header).await?;
         let id = next_id(&image.snapshots);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         image.snapshots.push(Snapshot {
@@ -289,6 +291,9 @@ impl Image {
         }
         header.require_refcount_table()?;
         header.check_tables_within(file.len())?;
+        if header.nb_snapshots > 0 {
+            bitmap_journal::end(file, &mut header).await?;
+        }
         let snapshots = list(file, &header).await?;
         // An operation keeps several copies of these tables, old and new.
         let table_bytes =

@@ -75,6 +75,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_bitmaps", "a_killed_process_loses_no_bit"),
     },
     Mutant {
+        name: "journal_beside_snapshots",
+        about: "the journal of bitmaps begins in an image with internal snapshots",
+        test: ("bitmaps_beside_snapshots", "snapshots_stay_through_qemus_repair_after_a_kill"),
+    },
+    Mutant {
         name: "bitmaps_named_before_they_are_durable",
         about: "the header points to new bitmaps that are not durable, nor counted",
         test: ("crash_bitmaps", "changes_of_bitmaps_survive_power_cuts"),

@@ -17,7 +17,7 @@ use cowshed_types::Result;
 use std::ops::Range;
 use std::path::Path;
 
-const NAME: &str = "image.qcow2";
+pub(super) const NAME: &str = "image.qcow2";
 const SIZE: u64 = 1 << 20;
 /// The room of a device behind the image; its bytes aren't zero.
 const DEVICE_ROOM_BYTES: usize = 1 << 20;
@@ -58,7 +58,7 @@ const OPTIONS: &[&str] = &[
     "cluster_size=64k",
 ];
 
-fn prepare(qemu: &Qemu, folder: &Path, options: &str) -> Vec<u8> {
+pub(super) fn prepare(qemu: &Qemu, folder: &Path, options: &str) -> Vec<u8> {
     let path = folder.join(NAME);
     let name = path.to_str().expect("text path");
     qemu.create(&path, "qcow2", options, SIZE);
@@ -99,9 +99,9 @@ async fn act(action: Action) -> Result<()> {
 }
 
 /// Size, bitmaps, and their bits.
-type Bitmaps = (u64, Vec<(BitmapStatus, Vec<Range<u64>>)>);
+pub(super) type Bitmaps = (u64, Vec<(BitmapStatus, Vec<Range<u64>>)>);
 
-async fn bitmaps() -> Result<Bitmaps> {
+pub(super) async fn bitmaps() -> Result<Bitmaps> {
     // For writing: the journal that a cut has left is taken up.
     let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await?;
     let driver = node.qcow2().expect("a qcow2 image");
@@ -115,7 +115,7 @@ async fn bitmaps() -> Result<Bitmaps> {
     Ok((size, all))
 }
 
-async fn run_check() -> Result<CheckReport> {
+pub(super) async fn run_check() -> Result<CheckReport> {
     let file = File::open(Path::new(NAME), &OpenOptions::default())?;
     check(&file, &CheckOptions::default(), &|_, _| true).await
 }

@@ -3,6 +3,7 @@
 
 mod amend;
 mod bitmaps;
+mod bitmaps_beside_snapshots;
 mod bitmaps_hostile;
 mod chains;
 mod check;

@@ -87,6 +87,14 @@ impl Qcow2Driver {
     /// be understood forbids that.
     pub(in super::super) async fn prepare_bitmaps(&self) -> Result<()> {
         self.know_bitmaps().await?;
+        self.refuse_strange_bitmaps()?;
+        match self.header().nb_snapshots {
+            0 => Ok(()),
+            _ => self.end_journal().await,
+        }
+    }
+
+    fn refuse_strange_bitmaps(&self) -> Result<()> {
         let known = self.bitmaps.known();
         let strange = known.maps.iter().find(|map| map.is_enabled() && !map.is_inconsistent() && !map.is_usable());
         let recording = known.maps.iter().filter(|map| map.is_recording());

@@ -194,7 +194,7 @@ impl Qcow2Driver {
                     header.autoclear_features &= !AUTOCLEAR_BITMAPS;
                 }
             }
-            // A header without room for a journal before doesn't get one now.
+            // A header without room for a journal before, or with snapshots, doesn't get one now.
             match directory.filter(|_| in_use && !entries.is_empty() && has_journal(header)) {
                 Some((directory_offset, _)) => {
                     header.set_extension(Extension::BitmapJournal(BitmapJournal { directory_offset, entries }));
@@ -230,7 +230,8 @@ impl Qcow2Driver {
 }
 
 fn has_journal(header: &Header) -> bool {
-    header.extensions.iter().any(|extension| matches!(extension, Extension::BitmapJournal(_)))
+    header.autoclear_features & AUTOCLEAR_BITMAP_JOURNAL != 0
+        && header.extensions.iter().any(|extension| matches!(extension, Extension::BitmapJournal(_)))
 }
 
 fn run(start: HostOffset, clusters: u64, cluster_size: u64) -> impl Iterator<Item = HostOffset> {

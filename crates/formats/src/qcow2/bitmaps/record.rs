@@ -191,7 +191,8 @@ impl Qcow2Driver {
     }
 
     /// Marks on disk that the recording bitmaps change from now on. First comes the journal, after which only this
-    /// process trusts them, then the marks for other programs. The caller holds the lock for changes.
+    /// process trusts them, then the marks for other programs. An image with internal snapshots has no journal, since
+    /// QEMU's repair drops all snapshots beside a bit that it doesn't know. The caller holds the lock for changes.
     pub(super) async fn mark_in_use(&self) -> Result<()> {
         let (directory, entries) = {
             let known = self.bitmaps.known();
@@ -202,7 +203,16 @@ impl Qcow2Driver {
             (known.directory, recording.map(|(index, _)| index as u32).collect::<Vec<u32>>())
         };
         let Some((directory_offset, _)) = directory else { return Ok(()) };
-        let journal = BitmapJournal { directory_offset, entries };
+        if self.header().nb_snapshots == 0 || slip!("journal_beside_snapshots") {
+            self.begin_journal(BitmapJournal { directory_offset, entries }).await?;
+        }
+        self.write_flags(true).await?;
+        self.barrier().await?;
+        self.bitmaps.known().in_use = true;
+        Ok(())
+    }
+
+    async fn begin_journal(&self, journal: BitmapJournal) -> Result<()> {
         let switched = self
             .switch_header(|header| {
                 header.set_extension(Extension::BitmapJournal(journal));
@@ -213,13 +223,22 @@ impl Qcow2Driver {
             // Without room for the journal a kill costs the bitmaps, as it does with other programs.
             Err(error) if error.kind() == ErrorKind::NoSpace && error.field_name() == Some("header") => {
                 tracing::warn!("no journal of the bitmaps: {error}");
+                Ok(())
             }
-            switched => switched?,
+            switched => switched,
         }
-        self.write_flags(true).await?;
-        self.barrier().await?;
-        self.bitmaps.known().in_use = true;
-        Ok(())
+    }
+
+    /// Ends the journal that a crash has left, before the first write: bitmaps that it vouches for are complete.
+    pub(super) async fn end_journal(&self) -> Result<()> {
+        if self.header().bitmap_journal().is_some() {
+            self.settle_bitmaps().await?;
+        }
+        if self.header().autoclear_features & AUTOCLEAR_BITMAP_JOURNAL == 0 {
+            return Ok(());
+        }
+        self.edit_header(|header| header.autoclear_features &= !AUTOCLEAR_BITMAP_JOURNAL).await?;
+        self.file.sync().await
     }
 
     /// Marks on disk that the bitmaps are complete. No request runs.
