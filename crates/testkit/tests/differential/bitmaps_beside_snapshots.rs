@@ -23,14 +23,6 @@ const OPTIONS: &[&str] = &["cluster_size=4k", "cluster_size=16k,lazy_refcounts=o
 /// The offset of the flags in an entry of the directory, its last byte.
 const FLAGS_AT: usize = 15;
 
-/// An image with enabled bitmaps alone.
-fn with_enabled(qemu: &Qemu, folder: &Path, options: &str) -> Vec<u8> {
-    prepare(qemu, folder, options);
-    let path = folder.join(NAME);
-    qemu.img(["bitmap", "--remove", path.to_str().expect("text path"), "still"]).expect_ok();
-    std::fs::read(&path).expect("the image just made")
-}
-
 fn files_of(image: &[u8]) -> Snapshot {
     Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(image))])
 }
@@ -85,7 +77,7 @@ fn is_inconsistent(found: &Bitmaps) -> bool {
 fn snapshots_stay_through_qemus_repair_after_a_kill() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     for options in OPTIONS {
-        let image = with_enabled(&qemu, folder.path(), options);
+        let image = prepare(&qemu, folder.path(), options);
         let left = killed(&image, true);
         assert_eq!(header_of(&left).nb_snapshots, 1);
         assert!(!has_journal(&left), "{options}");
@@ -155,7 +147,7 @@ fn no_power_cut_leaves_a_journal_beside_snapshots() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     let mut total = CrashReport::default();
     for (seed, options) in OPTIONS.iter().enumerate() {
-        let image = with_enabled(&qemu, folder.path(), options);
+        let image = prepare(&qemu, folder.path(), options);
         total.add(&cut(&image, seed as u64, session()));
         total.add(&cut(&killed(&image, false), seed as u64, take_offline()));
     }
@@ -167,7 +159,7 @@ fn no_power_cut_leaves_a_journal_beside_snapshots() {
 fn a_snapshot_of_a_crashed_image_keeps_its_bitmaps() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
     for options in OPTIONS {
-        let image = with_enabled(&qemu, folder.path(), options);
+        let image = prepare(&qemu, folder.path(), options);
         let left = killed(&image, false);
         assert!(has_journal(&left));
         let before = World::with_files(Config::new(1), &files_of(&left)).run(bitmaps()).expect("bitmaps");
@@ -199,7 +191,7 @@ fn of_an_older_version(image: &[u8]) -> Vec<u8> {
 #[test]
 fn images_of_older_versions_lose_the_journal_first() {
     let (qemu, folder) = (Qemu::system(), temp_dir());
-    let image = of_an_older_version(&with_enabled(&qemu, folder.path(), "cluster_size=64k"));
+    let image = of_an_older_version(&prepare(&qemu, folder.path(), "cluster_size=64k"));
     let wanted = Some(2 + 1);
     expect_snapshots_after_repair(folder.path(), &killed(&image, false), "written on");
     for door in ["open", "snapshot", "delete", "amend", "check", "check leaks"] {

@@ -76,6 +76,12 @@ impl StoredBitmap {
     fn is_recording(&self) -> bool {
         self.is_enabled() && !self.is_inconsistent() && self.is_usable()
     }
+
+    /// True when its mark on disk is "in use" while bitmaps record. Beside snapshots others are marked, too, as QEMU does
+    /// it: its repair drops the snapshots of an image with a bitmap that it can load.
+    fn is_marked(&self, beside_snapshots: bool) -> bool {
+        self.is_recording() || beside_snapshots && !self.is_inconsistent() && self.is_usable()
+    }
 }
 
 impl Bitmaps {

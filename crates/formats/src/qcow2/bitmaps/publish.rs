@@ -40,7 +40,8 @@ impl Qcow2Driver {
         let old_table_of = |map: &StoredBitmap| map.entry.table_offset;
         let (old, in_use) = {
             let known = self.bitmaps.known();
-            (known.maps.clone(), known.in_use)
+            // Without anything to record nothing is in use.
+            (known.maps.clone(), known.in_use && maps.iter().any(StoredBitmap::is_recording))
         };
         let directory_bytes = self.directory_bytes(&maps)?;
         // The format has no bitmaps of 0 bits. They are in memory until the disk grows.
@@ -81,8 +82,6 @@ impl Qcow2Driver {
             let mut known = self.bitmaps.known();
             let old_directory = known.directory;
             self.bitmaps.recording.store(maps.iter().any(StoredBitmap::is_recording), Ordering::Release);
-            // Without anything to record nothing is in use.
-            let in_use = in_use && maps.iter().any(StoredBitmap::is_recording);
             let waiting = std::mem::take(&mut known.waiting);
             *known = BitmapState { is_read: true, maps, directory, in_use, waiting };
             old_directory
@@ -154,9 +153,10 @@ impl Qcow2Driver {
             return Ok(None);
         }
         let mut bytes = Vec::new();
+        let beside_snapshots = self.header().nb_snapshots > 0;
         for map in maps.iter() {
             let mut entry = map.entry.clone();
-            if in_use && map.is_recording() {
+            if in_use && map.is_marked(beside_snapshots) {
                 entry.flags |= FLAG_IN_USE;
             }
             bytes.extend(entry.encode()?);

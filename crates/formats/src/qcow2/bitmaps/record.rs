@@ -275,14 +275,15 @@ impl Qcow2Driver {
         Err(self.error(Error::unsupported(message)))
     }
 
-    /// Writes the flags of the recording bitmaps in the directory, each within its sector.
+    /// Writes the flags of the recording bitmaps in the directory, beside snapshots of all, each within its sector.
     async fn write_flags(&self, in_use: bool) -> Result<()> {
+        let beside_snapshots = self.header().nb_snapshots > 0;
         let (mut at, flags) = {
             let known = self.bitmaps.known();
             let Some((directory, _)) = known.directory else { return Ok(()) };
             let flags = known.maps.iter().map(|map| {
                 let flags = if in_use { map.entry.flags | FLAG_IN_USE } else { map.entry.flags };
-                (map.entry.encoded_len() as u64, map.is_recording().then_some(flags))
+                (map.entry.encoded_len() as u64, map.is_marked(beside_snapshots).then_some(flags))
             });
             (directory, flags.collect::<Vec<_>>())
         };
