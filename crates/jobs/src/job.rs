@@ -31,6 +31,22 @@ impl Progress {
 type ProgressListener = Box<dyn Fn(Progress) + Send + Sync>;
 type Measure = Box<dyn Fn(Progress) -> Option<Progress> + Send + Sync>;
 
+/// The speed limit.
+#[derive(Default)]
+struct Speed {
+    limit: Option<RateLimit>,
+    /// Grows with each change: a wait by an older limit is computed anew.
+    changes: u64,
+}
+
+impl Speed {
+    /// The time to wait before `bytes` are copied, and the change that it holds for.
+    fn take(&mut self, bytes: u64) -> (Duration, u64) {
+        let wait = self.limit.as_mut().map_or(Duration::ZERO, |rate| rate.take(bytes, Instant::now()));
+        (wait, self.changes)
+    }
+}
+
 #[derive(Default)]
 struct Shared {
     offset: AtomicU64,
@@ -38,7 +54,7 @@ struct Shared {
     cancelled: Arc<AtomicBool>,
     paused: AtomicBool,
     sleepers: Mutex<Vec<Waker>>,
-    rate: Mutex<Option<RateLimit>>,
+    speed: Mutex<Speed>,
     watcher: Option<ProgressListener>,
     measure: Mutex<Option<Measure>>,
 }
@@ -47,7 +63,7 @@ struct Shared {
 #[derive(Clone, Default)]
 pub struct JobHandle(Arc<Shared>);
 
-/// The longest sleep between two looks at the cancel flag while the speed limit holds a job back.
+/// The longest sleep between two looks at the cancel flag and the speed while the speed limit holds a job back.
 const NAP: Duration = Duration::from_millis(100);
 
 impl JobHandle {
@@ -118,13 +134,19 @@ impl JobHandle {
 
     /// True when the speed has a limit.
     pub fn has_limit(&self) -> bool {
-        self.0.rate.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.speed().limit.is_some()
     }
 
-    /// Limits the job to this many bytes a second; `None` or 0 takes the limit away.
+    fn speed(&self) -> MutexGuard<'_, Speed> {
+        self.0.speed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Limits the job to this many bytes a second; `None` or 0 takes the limit away. A job that waits by the old limit goes by
+    /// the new one within a tenth of a second.
     pub fn set_speed(&self, bytes_per_second: Option<u64>) {
         let limit = bytes_per_second.filter(|rate| *rate > 0).map(|rate| RateLimit::new(rate, Instant::now()));
-        *self.0.rate.lock().unwrap_or_else(PoisonError::into_inner) = limit;
+        let mut speed = self.speed();
+        *speed = Speed { limit, changes: speed.changes.wrapping_add(1) };
     }
 
     /// Sets the whole work.
@@ -198,17 +220,15 @@ impl JobHandle {
     /// A pause point before `bytes` are copied: also waits as the speed limit asks.
     pub async fn throttle(&self, bytes: u64) -> Result<()> {
         self.pause_point().await?;
-        let mut wait = {
-            let mut rate = self.0.rate.lock().unwrap_or_else(PoisonError::into_inner);
-            rate.as_mut().map_or(Duration::ZERO, |rate| rate.take(bytes, Instant::now()))
-        };
+        let (mut wait, mut change) = self.speed().take(bytes);
         while !wait.is_zero() {
             let nap = wait.min(NAP);
             rt::sleep(nap).await;
             wait -= nap;
             self.pause_point().await?;
-            if self.0.rate.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
-                break;
+            let mut speed = self.speed();
+            if speed.changes != change {
+                (wait, change) = speed.take(bytes);
             }
         }
         Ok(())
@@ -263,5 +283,21 @@ mod tests {
         assert!(job.pause_point().now_or_never().is_none());
         job.resume();
         assert!(job.pause_point().now_or_never().expect("must not wait").is_ok());
+    }
+
+    #[test]
+    fn a_job_that_waits_goes_by_its_new_speed() {
+        let job = JobHandle::new();
+        job.set_speed(Some(1));
+        let begin = Instant::now();
+        rt::block_on(async {
+            job.throttle(1 << 20).await.expect("the first bytes are free");
+            let (waited, ()) = futures_util::join!(job.throttle(1 << 20), async {
+                rt::sleep(Duration::from_millis(10)).await;
+                job.set_speed(Some(1 << 40));
+            });
+            waited.expect("goes on");
+        });
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
     }
 }

@@ -41,6 +41,11 @@ impl JobGroup {
         *group.members.borrow_mut() = jobs;
     }
 
+    /// One of the jobs asks its user for its end, and so all wait.
+    pub fn waits_for_its_user(&self) -> bool {
+        self.members.borrow().iter().any(|job| !job.auto_finalize)
+    }
+
     fn newest_first(&self) -> Vec<Rc<Job>> {
         self.members.borrow().iter().rev().cloned().collect()
     }

@@ -17,13 +17,11 @@ use crate::failure::failed;
 use cowshed_image::Node;
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::node::LocalFuture;
-use cowshed_jobs::DIFFERENT_SIZES;
-use cowshed_jobs::JobHandle;
 use cowshed_jobs::faults::{ErrorAction, Failure, Judge, OnError, Side};
 use cowshed_jobs::mirror::Mirror;
+use cowshed_jobs::{DIFFERENT_SIZES, JobHandle};
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
-use cowshed_storage::rt::within;
-use cowshed_storage::rt::{self, JoinHandle};
+use cowshed_storage::rt::{self, JoinHandle, within};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
@@ -273,7 +271,10 @@ impl Job {
     fn has_settled(&self) -> bool {
         let waits = match self.status() {
             Status::Waiting => self.group.borrow().is_some(),
-            Status::Pending => !self.auto_finalize,
+            Status::Pending => match self.group.borrow().as_ref() {
+                Some(group) => group.waits_for_its_user(),
+                None => !self.auto_finalize,
+            },
             _ => false,
         };
         waits || self.has_ended()

@@ -297,3 +297,29 @@ fn a_change_of_a_bitmap_fails_in_its_turn() {
     assert_eq!(client.command("query-named-block-nodes", json!({"flat": true})), before, "nothing has changed");
     daemon.stop().expect("stopped in order");
 }
+
+/// The answer to a transaction comes at once, whichever of its jobs waits for its user.
+#[test]
+fn group_without_work_that_asks_its_user_answers_at_once() {
+    for asks in ["a", "b"] {
+        let daemon = Running::start(Vec::new());
+        let mut client = daemon.client();
+        for name in ["a", "t", "b", "u"] {
+            client.command("blockdev-add", json!({"driver": "null-co", "node-name": name, "size": SIZE}));
+        }
+        let mut actions = Vec::new();
+        for (name, target) in [("a", "t"), ("b", "u")] {
+            client.command("block-dirty-bitmap-add", json!({"node": name, "name": "since"}));
+            let more = json!({"sync": "incremental", "bitmap": "since", "auto-finalize": name != asks});
+            actions.push(backup(name, target, &more));
+        }
+        let begin = std::time::Instant::now();
+        client.command("transaction", grouped(&actions));
+        // One that takes a job for unsettled waits for a second.
+        assert!(begin.elapsed() < std::time::Duration::from_millis(900), "{:?}", begin.elapsed());
+        client.event("BLOCK_JOB_PENDING");
+        client.command("job-finalize", json!({"id": asks}));
+        await_end(&mut client);
+        daemon.stop().expect("stopped in order");
+    }
+}

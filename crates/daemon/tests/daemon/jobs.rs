@@ -241,6 +241,30 @@ fn jobs_pause_slow_down_and_are_cancelled() {
     daemon.stop().expect("stopped in order");
 }
 
+/// A job that waits for years by its first speed goes by the second one.
+#[test]
+fn jobs_that_wait_go_by_their_new_speed() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    for name in ["q", "t"] {
+        let null = json!({"driver": "null-co", "node-name": name, "size": 8 << 20, "read-zeroes": false});
+        client.command("blockdev-add", null);
+    }
+    for (kind, event) in [("blockdev-mirror", "BLOCK_JOB_READY"), ("blockdev-backup", "BLOCK_JOB_COMPLETED")] {
+        client.command(kind, json!({"job-id": "j", "device": "q", "target": "t", "sync": "full", "speed": 1}));
+        while client.command("query-block-jobs", json!({}))[0]["offset"] == 0 {
+            std::thread::yield_now();
+        }
+        client.command("block-job-set-speed", json!({"device": "j", "speed": 1_u64 << 40}));
+        client.event(event);
+        if kind == "blockdev-mirror" {
+            client.command("block-job-cancel", json!({"device": "j"}));
+            client.event("BLOCK_JOB_COMPLETED");
+        }
+    }
+    daemon.stop().expect("stopped in order");
+}
+
 #[test]
 fn create_job_waits_to_be_dismissed() {
     let (daemon, mut client) = serving();
