@@ -205,25 +205,27 @@ impl Devices {
         Ok(())
     }
 
-    /// Takes a device away with its monitor. Clients that are there stay until they go.
+    /// Takes a device away with its monitor, and ends the connections of clients.
     pub fn remove_with_monitor(&self, id: &str) {
-        self.0.borrow_mut().remove(id);
+        if let Some(monitor) = self.0.borrow_mut().remove(id).and_then(|device| device.monitor) {
+            monitor.end();
+        }
     }
 
-    /// Ends the monitor on a device; clients that are there stay until they go. The device listens on, for the next one.
+    /// Ends the monitor on a device with the connections of its clients. The device listens on, for the next one.
     pub fn stop_monitor(&self, id: &str) -> Result<()> {
         let mut devices = self.0.borrow_mut();
         let Some(device) = devices.get_mut(id) else { return Err(not_found(id)) };
         if matches!(&device.backend, Backend::Place(bound) if *bound.address() == MonitorAddress::Stdio) {
             return Err(refused(ErrorKind::Busy, "the monitor on the standard streams stays".to_owned()));
         }
-        match (device.monitor.take(), &mut device.backend) {
-            (Some(monitor), Backend::Place(bound)) => {
-                drop(monitor);
-                bound.listen_again()
+        if let Some(monitor) = device.monitor.take() {
+            monitor.end();
+            if let Backend::Place(bound) = &mut device.backend {
+                return bound.listen_again();
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     /// The addresses of the monitors on devices.

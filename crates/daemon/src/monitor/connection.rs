@@ -143,6 +143,8 @@ struct ChardevState {
     waiting: Option<Connection>,
     /// The name of the connection that is there.
     connected: Option<String>,
+    /// The connection that the monitor has taken, to end it.
+    line: Option<UnixStream>,
     /// The monitors that the device has had. An older one makes no further connection.
     monitors: u64,
 }
@@ -158,7 +160,9 @@ pub struct Outgoing {
 impl ChardevState {
     /// The connection that waits, for the last monitor.
     fn take(&mut self, own: u64) -> Option<Connection> {
-        if self.monitors == own { self.waiting.take() } else { None }
+        let connection = if self.monitors == own { self.waiting.take() } else { None }?;
+        self.line = connection.line().ok();
+        Some(connection)
     }
 }
 
@@ -192,6 +196,16 @@ impl Shared {
 pub struct Calling {
     shared: Arc<Shared>,
     own: u64,
+}
+
+impl Calling {
+    /// Ends the connection that is there.
+    pub fn hang_up(&self) {
+        if let Some(line) = self.shared.lock().line.take() {
+            // A client that is gone already needs no end.
+            let _ = line.shutdown(Shutdown::Both);
+        }
+    }
 }
 
 impl Drop for Calling {
@@ -242,7 +256,9 @@ impl Outgoing {
                 let made = shared.lock().take(own);
                 if let Some(connection) = made {
                     connection.serve(&context, || ());
-                    shared.lock().connected = None;
+                    let mut state = shared.lock();
+                    (state.connected, state.line) = (None, None);
+                    drop(state);
                     // A daemon that has stopped needs no word.
                     let _ = context.control.send(Message::MonitorClosed(Arc::clone(&context.properties)));
                 }

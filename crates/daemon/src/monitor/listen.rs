@@ -92,22 +92,43 @@ pub struct Bound {
     file: Option<SocketFile>,
 }
 
-/// A monitor that runs. Dropped, it takes no further client; those that it has stay.
+/// A monitor that runs. Dropped, it takes no further client; those that it has stay. [`Listening::end`] ends them, too.
 pub struct Listening {
     listener: Option<Arc<Listener>>,
     stopped: Arc<AtomicBool>,
     present: Arc<Present>,
     /// For a monitor that connects by itself.
-    _calling: Option<Calling>,
+    calling: Option<Calling>,
 }
 
-/// The clients that are connected, each with its number and what `query-chardev` says about its end.
+/// A client that is connected.
+struct PresentClient {
+    number: u64,
+    /// Its end, as `query-chardev` shows it behind the address.
+    end: String,
+    /// The same connection, to end it.
+    line: Option<UnixStream>,
+}
+
+/// The clients that are connected.
 #[derive(Default)]
-struct Present(Mutex<Vec<(u64, String)>>);
+struct Present(Mutex<Vec<PresentClient>>);
 
 impl Present {
-    fn lock(&self) -> MutexGuard<'_, Vec<(u64, String)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<PresentClient>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove(&self, number: u64) {
+        self.lock().retain(|client| client.number != number);
+    }
+
+    /// Ends all connections. A client that is gone already needs no end.
+    fn hang_up(&self) {
+        self.lock()
+            .iter()
+            .filter_map(|client| client.line.as_ref())
+            .for_each(|line| drop(line.shutdown(Shutdown::Both)));
     }
 }
 
@@ -160,7 +181,7 @@ impl Bound {
                 start("monitor", move || accept(&listener, &context, &stopped, &present))?;
             }
         }
-        Ok(Listening { listener: self.listener.clone(), stopped, present, _calling: None })
+        Ok(Listening { listener: self.listener.clone(), stopped, present, calling: None })
     }
 
     /// Listens once more, after the monitor that was here has ended: a direction that was shut down stays so.
@@ -179,17 +200,26 @@ impl Bound {
 impl Listening {
     /// A monitor that no client can reach.
     pub(crate) fn nowhere() -> Listening {
-        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), _calling: None }
+        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), calling: None }
     }
 
     /// A monitor that connects by itself.
     pub(crate) fn calling(calling: Calling) -> Listening {
-        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), _calling: Some(calling) }
+        Listening { listener: None, stopped: Arc::default(), present: Arc::default(), calling: Some(calling) }
+    }
+
+    /// Ends it with the connections of its clients.
+    pub(crate) fn end(self) {
+        self.stopped.store(true, Ordering::SeqCst);
+        self.present.hang_up();
+        if let Some(calling) = &self.calling {
+            calling.hang_up();
+        }
     }
 
     /// The end of the client that came last, as `query-chardev` shows it behind the address. `None` without a client.
     pub fn client(&self) -> Option<String> {
-        self.present.lock().last().map(|(_, end)| end.clone())
+        self.present.lock().last().map(|client| client.end.clone())
     }
 }
 
@@ -277,11 +307,15 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool, p
         newcomers.add(number, line);
         let (context, counted, waiting) = (context.clone(), Arc::clone(&clients), Arc::clone(&newcomers));
         counted.fetch_add(1, Ordering::SeqCst);
-        present.lock().push((number, end));
+        present.lock().push(PresentClient { number, end, line: connection.line().ok() });
+        // The monitor has ended meanwhile.
+        if stopped.load(Ordering::SeqCst) {
+            present.hang_up();
+        }
         let here = Arc::clone(present);
         let started = start("monitor-in", move || {
             connection.serve(&context, || waiting.remove(number));
-            here.lock().retain(|(known, _)| *known != number);
+            here.remove(number);
             waiting.remove(number);
             if counted.fetch_sub(1, Ordering::SeqCst) == 1 {
                 // A daemon that has stopped needs no word.
@@ -290,7 +324,7 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool, p
         });
         if let Err(error) = started {
             clients.fetch_sub(1, Ordering::SeqCst);
-            present.lock().retain(|(known, _)| *known != number);
+            present.remove(number);
             newcomers.remove(number);
             tracing::warn!(%error, "a monitor's client is turned away");
         }

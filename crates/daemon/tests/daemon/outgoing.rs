@@ -66,6 +66,7 @@ fn only_the_last_monitor_of_a_device_connects_again() {
     let mut client = Client::on(first);
     client.command("query-version", json!({}));
     other.command("object-del", json!({"id": "one"}));
+    assert_eq!(client.message(), None, "it goes with its monitor");
     other.command("object-add", monitor("two"));
     drop(client);
     let (second, _) = listener.accept().expect("it connects again");
