@@ -23,30 +23,32 @@ impl Behind {
         matches!(self, Behind::Counted | Behind::Ended)
     }
 
+    /// Refuses a file whose length can't become that of a new image of `len` bytes, and must. Changes nothing.
+    pub(super) fn check(self, file: &File, len: u64) -> Result<()> {
+        if file.len() == len {
+            return Ok(());
+        }
+        if self == Behind::Kept {
+            if file.len() < len && file.is_device() {
+                let message = format!("the device has {} bytes and the image needs {len}", file.len());
+                return Err(Error::new(ErrorKind::NoSpace, message));
+            }
+            return Ok(());
+        }
+        file.fixed_length().map_or(Ok(()), |words| Err(Error::unsupported(words)))
+    }
+
     /// Gives the file the length of a new image of `len` bytes, where it may not stay longer.
     ///
     /// # Errors
     /// The length can't change, and must; or there is no room: nothing was changed.
     pub(super) async fn cut(self, file: &File, len: u64) -> Result<()> {
-        if file.len() == len {
+        self.check(file, len)?;
+        if self == Behind::Kept || file.len() == len {
             return Ok(());
         }
-        if self != Behind::Kept
-            && let Some(words) = file.fixed_length()
-        {
-            return Err(Error::unsupported(words));
-        }
-        if file.len() < len && file.is_device() {
-            return match self {
-                Behind::Kept => {
-                    let message = format!("the device has {} bytes and the image needs {len}", file.len());
-                    Err(Error::new(ErrorKind::NoSpace, message))
-                }
-                _ => file.set_len(len).await,
-            };
-        }
-        if self == Behind::Kept || file.len() < len {
-            return Ok(());
+        if file.len() < len {
+            return if file.is_device() { file.set_len(len).await } else { Ok(()) };
         }
         // A device takes every smaller length, and keeps its own.
         file.set_len(len).await?;

@@ -421,12 +421,16 @@ impl CreatePlan {
             self.check_apart(part.identity())?;
             part.check_single_use()?;
         }
-        // The length may be wrong, and then nothing has changed.
+        // The length may be wrong, and then nothing has changed: files become longer before another one becomes shorter.
         let parts = files().map(|(part, (_, layout))| (part, layout.len, Behind::Cut));
-        for (file, len, behind) in parts.chain([(file, fresh.image.len, fresh.behind)]) {
-            if file.is_device() || file.is_remote() {
-                behind.cut(file, len).await?;
-            }
+        let mut lengths: Vec<_> = parts.chain([(file, fresh.image.len, fresh.behind)]).collect();
+        lengths.retain(|(file, _, _)| file.is_device() || file.is_remote());
+        for (file, len, behind) in &lengths {
+            behind.check(file, *len)?;
+        }
+        lengths.sort_by_key(|(file, len, _)| file.len() > *len);
+        for (file, len, behind) in lengths {
+            behind.cut(file, len).await?;
         }
         for one in others.iter().copied().chain([file]) {
             clear(one).await?;

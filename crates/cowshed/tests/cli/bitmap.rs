@@ -2,7 +2,7 @@
 //! `bitmap` and `convert --bitmaps` beside the real qemu-img: exit codes, messages, and the bitmaps that each finds in
 //! the other's image.
 
-use crate::oracle::Oracle;
+use crate::oracle::{Oracle, words};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -216,5 +216,29 @@ fn all_bitmaps_are_removed_at_once() {
     ] {
         let (code, text) = run(line);
         assert!(code == Some(1) && text.contains(message), "{line}: {code:?} {text}");
+    }
+}
+
+/// Behind the new end of a refused shrink nothing is lost, and a refused growth takes no space.
+#[test]
+fn sizes_that_a_bitmap_refuses_change_nothing() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f qcow2 a.qcow2 8M");
+    oracle.make("bitmap --add a.qcow2 b0");
+    oracle.io(&["write -q -P 2 6M 1M"], "a.qcow2");
+    let path = oracle.work().join("a.qcow2");
+    make_inconsistent(&path);
+    let before = std::fs::read(&path).expect("an image");
+    for line in [
+        "resize --shrink a.qcow2 4M",
+        "amend -f qcow2 -o size=4M a.qcow2",
+        "resize a.qcow2 16M",
+        "resize --preallocation=metadata a.qcow2 16M",
+        "resize --preallocation=full a.qcow2 16M",
+    ] {
+        let said = oracle.ours(&oracle.work(), &words(line));
+        assert_eq!(said.code, Some(1), "{line}: {}", said.err);
+        assert!(said.err.contains("Bitmap 'b0' is inconsistent"), "{line}: {}", said.err);
+        assert!(std::fs::read(&path).expect("an image") == before, "{line} changed the file");
     }
 }

@@ -45,6 +45,7 @@ mod parallels_bitmaps;
 mod platforms;
 mod program;
 mod rebased_formats;
+mod refcount_blocks;
 mod refusals;
 mod running;
 mod samples;

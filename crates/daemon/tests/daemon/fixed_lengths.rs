@@ -199,3 +199,35 @@ fn refusals_of_sizes_and_compression_have_qemus_words() {
     assert_eq!(answers[0], answers[1]);
     daemon.stop().expect("stopped in order");
 }
+
+/// The extent comes first, and the descriptor's node is refused.
+#[test]
+fn refused_descriptors_leave_the_extents_whole() {
+    let daemon = Running::start(Vec::new());
+    let mut client = daemon.client();
+    client.files_in(daemon.folder.path());
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g"}));
+    let old = vec![90; 6 << 20];
+    for kind in ["monolithicFlat", "twoGbMaxExtentSparse"] {
+        for name in ["d", "e"] {
+            fs::write(daemon.folder.path().join(name), &old).expect("a file");
+        }
+        for (driver, name) in [("raw", "d"), ("throttle", "e")] {
+            let mut node = json!({"driver": driver, "node-name": name, "file": {"driver": "file", "filename": name}});
+            match driver {
+                "raw" => node["size"] = MIB.into(),
+                _ => node["throttle-group"] = "g".into(),
+            }
+            client.command("blockdev-add", node);
+        }
+        let options = json!({"driver": "vmdk", "file": "d", "extents": ["e"], "size": 2 * MIB, "subformat": kind});
+        client.command("blockdev-create", json!({"job-id": "c", "options": options}));
+        let error = concluded(&mut client, "c").expect("an error");
+        assert!(error.contains("Cannot resize fixed-size raw disks"), "{kind}: {error}");
+        for name in ["d", "e"] {
+            assert!(fs::read(daemon.folder.path().join(name)).expect("a file") == old, "{kind}: {name} changed");
+            client.command("blockdev-del", json!({"node-name": name}));
+        }
+    }
+    daemon.stop().expect("stopped in order");
+}

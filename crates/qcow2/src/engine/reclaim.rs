@@ -79,6 +79,24 @@ impl Engine {
         Ok(reclaim)
     }
 
+    /// Gives up the first cluster that [`Engine::take_reclaimable`] would take, and all whose counts stand in the same
+    /// refcount block: it can't be read. They keep their counts until a check. Returns how many.
+    pub fn leak_reclaimable(&self) -> usize {
+        let mut state = self.lock_state();
+        let Some(reclaimable) = state.epochs.reclaimable(|tag| self.pins.is_drained(tag)) else { return 0 };
+        let block_of = |cluster: u64| self.geometry.refcount_table_index(cluster);
+        let Some(first) = reclaimable.lost.keys().next().map(|cluster| block_of(*cluster)) else { return 0 };
+        state.epochs.forget(&reclaimable, |cluster| block_of(cluster) == first);
+        reclaimable.lost.keys().filter(|cluster| block_of(**cluster) == first).count()
+    }
+
+    /// Gives up the cluster whose count [`Engine::reclaimed`] could not lower: its refcount block can't be read.
+    pub fn leak_taken(&self, reclaim: &mut Reclaim) {
+        if let Some((cluster, by)) = reclaim.counts.pop() {
+            self.lock_state().epochs.end_reclaim(cluster, by);
+        }
+    }
+
     /// Lowers the counts of the taken clusters, which may be allocated again. On a stall the rest stays in `reclaim`;
     /// call again.
     pub fn reclaimed(&self, reclaim: &mut Reclaim) -> Planned<()> {

@@ -16,6 +16,9 @@ use foldhash::{HashMap, HashMapExt};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+/// Blocks that a change of a few counts may need at once: the counts of neighbouring clusters, and of a block's own.
+const LEAST_BLOCKS: u64 = 4;
+
 /// A refcount block in memory.
 struct Block {
     bytes: Box<[u8]>,
@@ -70,7 +73,10 @@ pub(crate) struct Refcounts {
     swept_tick: u64,
     /// Look-ups that found their block in memory.
     hits: u64,
+    /// Blocks in memory, beyond which clean ones go.
     cap: usize,
+    /// Clean blocks that stay all the same: a change needs several at once, whatever number of others is dirty.
+    least_clean: usize,
     cluster_size: u64,
 }
 
@@ -95,18 +101,20 @@ impl Refcounts {
             tick: 0,
             swept_tick: 0,
             hits: 0,
-            cap: (config.refcount_cache_bytes / cluster_size).max(4) as usize,
+            cap: (config.refcount_cache_bytes / cluster_size).max(LEAST_BLOCKS) as usize,
+            least_clean: LEAST_BLOCKS as usize,
             cluster_size,
         }
     }
 
     pub(crate) fn set_cap(&mut self, bytes: u64) {
-        self.cap = (bytes / self.cluster_size).max(4) as usize;
+        self.cap = (bytes / self.cluster_size).max(LEAST_BLOCKS) as usize;
     }
 
-    /// Keeps room for this many blocks at least.
+    /// Keeps room for this many clean blocks at least.
     pub(crate) fn require_cap(&mut self, blocks: u64) {
         self.cap = self.cap.max(blocks as usize);
+        self.least_clean = self.least_clean.max(blocks as usize);
     }
 
     pub(crate) fn cached(&self) -> usize {
@@ -312,11 +320,15 @@ impl Refcounts {
         before - self.blocks.len()
     }
 
-    /// Lets clean blocks go until there is room for one more.
+    /// Lets clean blocks go until there is room for one more. The block read last must not push out the one that the
+    /// same change read before, or it reads both for ever.
     pub(crate) fn evict(&mut self) {
         while self.blocks.len() >= self.cap {
-            let idle = self.blocks.iter().filter(|(_, block)| block.dirt == Dirt::Clean);
-            let Some(oldest) = idle.min_by_key(|(_, block)| block.used).map(|(index, _)| *index) else { return };
+            let clean = || self.blocks.iter().filter(|(_, block)| block.dirt == Dirt::Clean);
+            if clean().count() < self.least_clean {
+                return;
+            }
+            let Some(oldest) = clean().min_by_key(|(_, block)| block.used).map(|(index, _)| *index) else { return };
             self.blocks.remove(&oldest);
         }
     }

@@ -119,6 +119,23 @@ impl Qcow2Driver {
         })
     }
 
+    /// Fails where a bitmap can't follow the disk's size: before anything behind a new end is cut off or made.
+    pub(in super::super) async fn check_bitmaps_for_resize(&self) -> Result<()> {
+        if self.bitmaps.known().maps.is_empty() {
+            return Ok(());
+        }
+        let _change = self.bitmaps.change.lock().await;
+        self.load_all_bits().await
+    }
+
+    async fn load_all_bits(&self) -> Result<()> {
+        let count = self.bitmaps.known().maps.len();
+        for index in 0..count {
+            self.load_bits(index).await?;
+        }
+        Ok(())
+    }
+
     /// Changes the size of the disk in the header, and of its bitmaps: new bits are clean. Inconsistent bitmaps can't
     /// be resized.
     pub(in super::super) async fn resize_bitmaps(&self, size: u64) -> Result<bool> {
@@ -126,10 +143,7 @@ impl Qcow2Driver {
             return Ok(false);
         }
         let _change = self.bitmaps.change.lock().await;
-        let count = self.bitmaps.known().maps.len();
-        for index in 0..count {
-            self.load_bits(index).await?;
-        }
+        self.load_all_bits().await?;
         let mut maps = self.bitmaps.known().maps.clone();
         for map in &mut maps {
             if let Some(bits) = &mut map.bits {
