@@ -283,24 +283,23 @@ async fn start_in_time(watch: Rc<RefCell<Option<StopSignals>>>) {
     let Some(watch) = watch.take() else { return };
     if let Err(error) = std::thread::Builder::new().name("signals".to_owned()).spawn(watch) {
         crate::output::warning::print(&format!(
-            "only a second signal stops this: could not start a thread that watches for signals: {error}"
+            "only a second Ctrl-C stops this: could not start a thread that watches for signals: {error}"
         ));
     }
 }
 
 /// The first signal asks the job to stop, so that it can leave the target closed in order. It has [`STOP_GRACE`] for
-/// that; then, or on the second signal, the process ends. A job that never waits for anything sees it at its next pause
+/// that; then, or on a second Ctrl-C, the process ends. Other signals may come twice: `timeout` signals its command, and
+/// then the group of both. A job that never waits for anything sees it at its next pause
 /// point; one that waits is woken by the thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
 /// From now on signals are taken; the thread that is to run the returned watch acts on them.
 fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<StopSignals, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];
     let asked = Arc::new(AtomicBool::new(false));
-    for signal in stops {
-        // In this order, or the first signal would count as the second one, too.
-        let code = i32::from(signal_exit_code(signal as usize));
-        flag::register_conditional_shutdown(signal, code, Arc::clone(&asked)).map_err(failed)?;
-    }
+    // Before the flag is set, or the first signal would count as the second one, too.
+    let code = i32::from(signal_exit_code(SIGINT as usize));
+    flag::register_conditional_shutdown(SIGINT, code, Arc::clone(&asked)).map_err(failed)?;
     for signal in stops {
         flag::register_usize(signal, Arc::clone(&noted), signal as usize).map_err(failed)?;
         flag::register(signal, Arc::clone(&asked)).map_err(failed)?;

@@ -270,6 +270,28 @@ fn a_signal_ends_a_conversion_whose_server_falls_silent() {
     }
 }
 
+/// `timeout` signals its command, and then the group of both.
+#[test]
+fn a_signal_that_comes_twice_removes_the_new_target() {
+    let oracle = Oracle::new();
+    oracle.make("create -q -f raw source.raw 64M");
+    oracle.io(&["write -P 7 0 64M"], "source.raw");
+    for pause_ms in [0, 1, 5] {
+        let arguments = ["convert", "-p", "-r", "4M", "-f", "raw", "-O", "qcow2", "source.raw", "target.qcow2"];
+        let mut child = start_work(&oracle, &arguments);
+        child.stdout.as_mut().expect("a pipe").read_exact(&mut [0]).expect("progress");
+        for _ in 0..2 {
+            signal("TERM", child.id());
+            // Two signals at once are one.
+            std::thread::sleep(Duration::from_millis(pause_ms));
+        }
+        let (said, code, _) = end_of(child);
+        assert_eq!(code, Some(143), "{said}");
+        assert!(said.contains("interrupted"), "{said}");
+        assert!(!oracle.work().join("target.qcow2").exists(), "{said}");
+    }
+}
+
 #[test]
 fn a_signal_ends_an_io_shell_at_once() {
     let oracle = Oracle::new();
