@@ -293,6 +293,7 @@ mod tests {
         rt::block_on(async {
             job.throttle(1 << 20).await.expect("the first bytes are free");
             let (waited, ()) = futures_util::join!(job.throttle(1 << 20), async {
+                // The job waits by its old speed then.
                 rt::sleep(Duration::from_millis(10)).await;
                 job.set_speed(Some(1 << 40));
             });

@@ -147,7 +147,9 @@ fn an_overlay_replaces_an_unused_file_and_no_other() {
     let snapshot =
         |file: &Path, name: &str| json!({"node-name": "q", "snapshot-file": file, "snapshot-node-name": name});
     // An image of another process, the disk itself, and a file that a link leads to.
-    for (file, words) in [(&used, "lock"), (&daemon.path("a.qcow2"), "lock"), (&link, "mode 'existing'")] {
+    for (file, words) in
+        [(&used, "lock"), (&daemon.path("a.qcow2"), "same filename as the backing file"), (&link, "mode 'existing'")]
+    {
         let before = std::fs::read(file).expect("a file");
         let refusal = client.refusal("blockdev-snapshot-sync", snapshot(file, "o"));
         assert!(refusal.contains(words), "{refusal}");

@@ -78,7 +78,8 @@ fn check_overlay(node: &Arc<Node>, overlay: &Arc<Node>) -> Result<()> {
     let name = overlay.name();
     let in_use = || refuse(ErrorKind::Busy, "The overlay is already in use".to_owned());
     let is_below = reaches(node, overlay);
-    if overlay.has_reader() && !is_below {
+    // An unused node has no reader, and takes none below it.
+    if overlay.has_reader() && (!is_below || node.has_reader()) {
         return in_use();
     }
     if overlay.is_filter() {

@@ -60,8 +60,7 @@ impl SocketAddress {
             };
             let sentence =
                 format!("UNIX socket path '{shown}' is too long{LINE_END}Path must be less than {most} bytes");
-            let message =
-                format!("the path of a socket is too long: it has {} bytes, of at most {}", shown.len(), most - 1);
+            let message = format!("the path of a socket is too long: it has {} bytes, of at most 107", shown.len());
             named(Error::invalid_argument(message)).qemu(sentence)
         })
     }

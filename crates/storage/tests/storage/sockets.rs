@@ -156,8 +156,8 @@ fn an_empty_path_is_no_address() {
 fn a_path_that_is_too_long_is_refused_in_plain_words() {
     for path in ["x".repeat(108), format!("\0{}", "x".repeat(108))] {
         let error = Listener::bind(&SocketAddress::Unix(path.clone())).expect_err("a long path").to_string();
-        let words = format!("the path of a socket is too long: it has {} bytes, of at most 107", path.len());
-        assert!(error.contains(&words), "{error}");
+        let words = "the path of a socket is too long: it has 108 bytes, of at most 107";
+        assert!(error.contains(words), "{error}");
     }
 }
 
