@@ -31,7 +31,7 @@ struct Pattern {
     fails: AtomicBool,
     /// Reads find a shorter disk.
     shrinks: bool,
-    /// So many looks find it changed just now.
+    /// This number of looks finds the content changed just now.
     fresh_looks: AtomicU64,
 }
 
