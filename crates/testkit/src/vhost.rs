@@ -5,6 +5,7 @@ use cowshed_storage::{EventCounter, PassedFiles, SharedMemory, Socket, SocketAdd
 pub use cowshed_vhost_user_proto::message::request;
 use cowshed_vhost_user_proto::message::{HEADER_BYTES, InflightPlace, config_reply};
 use cowshed_vhost_user_proto::{MessageHeader, Region, features, inflight};
+use std::ops::Deref;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -51,10 +52,28 @@ impl Guest {
     }
 }
 
+/// A connection that ends at once with this. A close alone waits for programs that other tests start: they have a copy of
+/// each descriptor up to their `exec`.
+pub struct FrontEndSocket(Socket);
+
+impl Deref for FrontEndSocket {
+    type Target = Socket;
+
+    fn deref(&self) -> &Socket {
+        &self.0
+    }
+}
+
+impl Drop for FrontEndSocket {
+    fn drop(&mut self) {
+        self.0.shutdown();
+    }
+}
+
 /// One connection to a back end.
 pub struct FrontEnd {
     /// The connection.
-    pub socket: Socket,
+    pub socket: FrontEndSocket,
     /// The guest behind it.
     pub guest: Guest,
     /// For the back end, by the ring.
@@ -95,7 +114,7 @@ impl FrontEnd {
         let address = SocketAddress::Unix(path.to_str().unwrap().to_owned());
         let counter = || EventCounter::new().unwrap();
         FrontEnd {
-            socket: rt::block_on(Socket::connect(&address, PATIENCE)).unwrap(),
+            socket: FrontEndSocket(rt::block_on(Socket::connect(&address, PATIENCE)).unwrap()),
             guest: Guest::new(),
             kick: [counter(), counter()],
             call: [counter(), counter()],
@@ -114,12 +133,12 @@ impl FrontEnd {
         rt::block_on(self.socket.send_with_descriptor(bytes, descriptor)).unwrap();
     }
 
-    /// The reply, as it is; `None`: the back end has closed.
     /// Sends a message that asks for no reply, and a descriptor.
     pub fn send(&self, number: u32, body: &[u8], descriptor: Option<&OwnedFd>) {
         self.send_raw(&MessageHeader::message(number, false, body), descriptor);
     }
 
+    /// The reply, as it is; `None`: the back end has closed.
     fn receive(&self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
         let (mut head, mut descriptors) = ([0; HEADER_BYTES], Vec::new());
         rt::block_on(async {
