@@ -6,7 +6,8 @@
 //! line that contains the words. The command of a difference of files is the case's name; that of a session, and of a format, is
 //! its name or its lines. A row of the suite `seeds` is for the command lines of `generated` alone. A reason that begins with
 //! `varies:` is of a difference that QEMU doesn't show in each run.
-//! Each reason names its place in COMPAT.md: `COMPAT:` with the words of a row, or `COMPAT N:` with a number of a section there.
+//! Each reason names its place in COMPAT.md: `COMPAT:` with words of a row, or `COMPAT N:` with a number of a section there. A
+//! remark may stand behind `; `.
 
 use crate::runner::Difference;
 use std::collections::BTreeSet;
@@ -75,14 +76,20 @@ impl Row {
     }
 }
 
-/// The numbers of COMPAT.md's differences that this suite lists, and those that its rows name.
+/// Every difference that this suite allows stands in COMPAT.md together with its reason.
 #[test]
 fn reasons_and_numbers_of_compat_agree() {
     let page = include_str!("../../../../COMPAT.md");
     let (_, section) = page.split_once("\n## Differences that the suite lists\n").expect("the section");
     let section = section.split_once("\n## ").map_or(section, |(section, _)| section);
-    let listed: BTreeSet<u32> =
-        section.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")?.0.parse().ok()).collect();
+    let mut listed = BTreeSet::new();
+    for line in section.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |")) {
+        let cells: Vec<&str> = line.split(" | ").collect();
+        let Some(number) = cells.first().and_then(|cell| cell.parse::<u32>().ok()) else { continue };
+        assert!(cells.len() == 4 && cells.iter().all(|cell| !cell.is_empty()), "no reason: '{line}'");
+        listed.insert(number);
+    }
+    let rows = compat_rows(page);
     let mut named = BTreeSet::new();
     for line in include_str!("known.txt").lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         let reason = line.rsplit_once(" || ").map_or("", |(_, reason)| reason);
@@ -90,8 +97,27 @@ fn reasons_and_numbers_of_compat_agree() {
         let place = reason.strip_prefix("COMPAT").unwrap_or_else(|| panic!("no place in COMPAT.md: '{line}'"));
         if let Some((number, _)) = place.strip_prefix(' ').and_then(|rest| rest.split_once(':')) {
             named.insert(number.parse().unwrap_or_else(|_| panic!("no number: '{line}'")));
+            continue;
         }
+        let words = place.strip_prefix(": ").unwrap_or_else(|| panic!("no words: '{line}'"));
+        let words = words.split("; ").next().unwrap_or_default().to_lowercase();
+        let found: Vec<_> = rows.iter().filter(|row| row.contains(&words)).collect();
+        assert!(!found.is_empty(), "COMPAT.md has no row with '{words}'");
+        let has_reason = |row: &String| row.contains("why: ") || row.contains("docs/");
+        assert!(found.iter().any(|row| has_reason(row)), "COMPAT.md gives no reason for '{words}'");
     }
     assert_eq!(listed, named);
     assert!(listed.len() > 10, "{listed:?}");
+}
+
+/// The rows of tables and of lists, in lower case and without marks of code.
+fn compat_rows(page: &str) -> Vec<String> {
+    let mut rows: Vec<String> = Vec::new();
+    for line in page.replace('`', "").to_lowercase().lines() {
+        match (line.strip_prefix("  "), rows.last_mut()) {
+            (Some(more), Some(row)) => *row += &format!(" {more}"),
+            _ => rows.push(line.to_owned()),
+        }
+    }
+    rows
 }
