@@ -2,6 +2,7 @@
 //! The engine beside the real QEMU and a byte model, also after power cuts.
 
 mod amend;
+mod bitmap_model;
 mod bitmaps;
 mod bitmaps_beside_snapshots;
 mod bitmaps_hostile;

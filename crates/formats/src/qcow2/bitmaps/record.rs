@@ -2,7 +2,7 @@
 //! Recording of writes: first the bit, then the write.
 
 use super::super::Qcow2Driver;
-use super::StoredBitmap;
+use super::{Bitmaps, StoredBitmap};
 use cowshed_graph::node::LocalFuture;
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::AUTOCLEAR_BITMAP_JOURNAL;
@@ -28,6 +28,29 @@ struct Step {
     changed: Range<usize>,
     /// Its entry in the table, where that changes.
     entry: Option<u64>,
+}
+
+/// A write that waits for its bits, which the request in front of it may write as well. Once over it counts no more: its
+/// bits may be cleared by the time of the next write.
+struct WaitingWrite<'a> {
+    bitmaps: &'a Bitmaps,
+    range: Range<u64>,
+}
+
+impl WaitingWrite<'_> {
+    fn new(bitmaps: &Bitmaps, range: Range<u64>) -> WaitingWrite<'_> {
+        bitmaps.known().waiting.push(range.clone());
+        WaitingWrite { bitmaps, range }
+    }
+}
+
+impl Drop for WaitingWrite<'_> {
+    fn drop(&mut self) {
+        let mut known = self.bitmaps.known();
+        if let Some(at) = known.waiting.iter().position(|range| *range == self.range) {
+            known.waiting.swap_remove(at);
+        }
+    }
 }
 
 impl Qcow2Driver {
@@ -60,7 +83,7 @@ impl Qcow2Driver {
     async fn record_new(&self, offset: u64, len: u64) -> Result<()> {
         self.check_writable()?;
         let own = offset..offset + len;
-        self.bitmaps.known().waiting.push(own.clone());
+        let _waiting = WaitingWrite::new(&self.bitmaps, own.clone());
         let _change = self.bitmaps.change.lock().await;
         if self.is_recorded(offset, len) {
             return Ok(());
