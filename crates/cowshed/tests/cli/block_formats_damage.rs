@@ -344,13 +344,19 @@ fn sum_vhdx(image: &mut [u8]) {
     }
 }
 
+/// The place of the header with the larger sequence number, whose first value QEMU draws at random.
+fn newer_header(image: &[u8]) -> usize {
+    let number = |at: usize| u64::from_le_bytes(image[at + 8..at + 16].try_into().unwrap());
+    if number(0x10000) > number(0x20000) { 0x10000 } else { 0x20000 }
+}
+
 #[test]
 fn vhdx_headers_and_tables() {
     let oracle = Oracle::new();
     let mut good = image(&oracle, "vhdx", "-o block_size=1M");
     let word = |image: &[u8], at: usize| u64::from_le_bytes(image[at..at + 8].try_into().unwrap()) as usize;
     // One header alone, and both region tables damaged alike.
-    let newer = if word(&good, 0x10008) > word(&good, 0x20008) { 0x10000 } else { 0x20000 };
+    let newer = newer_header(&good);
     good[if newer == 0x10000 { 0x20000 } else { 0x10000 }] = b'x';
     let entries: Vec<usize> = [0x30010, 0x30030].to_vec();
     let of = |first: u8| *entries.iter().find(|at| good[**at] == first).unwrap();
@@ -422,7 +428,7 @@ fn vhdx_headers_and_tables() {
 fn a_vhdx_log_of_qemu_is_carried_out() {
     let oracle = Oracle::new();
     let good = image(&oracle, "vhdx", "");
-    let newer = if good[0x10008] > good[0x20008] { 0x10000 } else { 0x20000 };
+    let newer = newer_header(&good);
     let log = u64::from_le_bytes(good[newer + 72..newer + 80].try_into().unwrap()) as usize;
     assert_eq!(&good[log..log + 4], b"loge", "what qemu-io left of its log");
     let with_guid = |guid: &[u8], damage: &[(usize, usize)]| {
@@ -459,7 +465,7 @@ fn a_vhdx_log_may_have_the_largest_number() {
     let oracle = Oracle::new();
     oracle.make("create -q -f vhdx bad 8M");
     let mut image = fs::read(oracle.work().join("bad")).unwrap();
-    let newer = if image[0x10008] > image[0x20008] { 0x10000 } else { 0x20000 };
+    let newer = newer_header(&image);
     let log = u64::from_le_bytes(image[newer + 72..newer + 80].try_into().unwrap()) as usize;
     let guid = vhdx::Guid::random([5; 16]);
     let (flushed_bytes, last_bytes) = (image.len() as u64, image.len() as u64);
@@ -485,7 +491,7 @@ fn vhdx_images_that_no_write_can_keep() {
     let oracle = Oracle::new();
     oracle.make("create -q -f vhdx -o block_size=1M good 10M");
     let good = fs::read(oracle.work().join("good")).unwrap();
-    let newer = if good[0x10008] > good[0x20008] { 0x10000 } else { 0x20000 };
+    let newer = newer_header(&good);
     let bat = [0x30010, 0x30030].into_iter().find(|at| good[*at] == 0x66).unwrap();
     // The BAT at the end of the file, in a region of 64 MiB.
     let place = u64::from_le_bytes(good[bat + 16..bat + 24].try_into().unwrap()) as usize;
@@ -611,7 +617,7 @@ fn zeroes_of_a_vhdx_log_take_no_space() {
     oracle.make("create -q -f vhdx -o block_size=1M bad 8M");
     let path = oracle.work().join("bad");
     let mut image = fs::read(&path).unwrap();
-    let newer = if image[0x10008] > image[0x20008] { 0x10000 } else { 0x20000 };
+    let newer = newer_header(&image);
     let log = u64::from_le_bytes(image[newer + 72..newer + 80].try_into().unwrap()) as usize;
     let (end, more) = (image.len() as u64, 8u64 << 30);
     let mut entry = vec![0u8; 4096];
