@@ -242,3 +242,42 @@ fn sizes_that_a_bitmap_refuses_change_nothing() {
         assert!(std::fs::read(&path).expect("an image") == before, "{line} changed the file");
     }
 }
+
+/// QEMU opens no image with a bitmap of more than 512 MiB. Its own growth past that gives up all bitmaps of the image.
+#[test]
+fn a_growth_past_what_a_bitmap_covers_changes_nothing() {
+    let oracle = Oracle::new();
+    let words_of_qemu = "Bitmap 'b0' doesn't satisfy the constraints: Too much space will be occupied by the bitmap. Use larger granularity";
+    for (name, options, granularity, most) in [
+        ("a", "cluster_size=64k", 512, 2 << 40),
+        ("b", "cluster_size=2M", 1024, 4 << 40),
+        ("c", "cluster_size=64k", 65536, 256 << 40),
+        ("d", "cluster_size=2M,extended_l2=on", 512_u64, 2_u64 << 40),
+    ] {
+        let image = format!("{name}.qcow2");
+        oracle.make(&format!("create -q -f qcow2 -o {options} {image} 1G"));
+        oracle.make(&format!("bitmap --add -g {granularity} {image} b0"));
+        let flag = if name == "b" { "disable" } else { "enable" };
+        oracle.make(&format!("bitmap --{flag} {image} b0"));
+        oracle.make(&format!("create -q -f qcow2 -o cluster_size=2M -b {image} -F qcow2 top.{image} {}", most + 512));
+        let path = oracle.work().join(&image);
+        let before = std::fs::read(&path).expect("an image");
+        for line in [
+            format!("resize {image} {}", most + 512),
+            format!("resize {image} {}", 2 * most),
+            format!("resize --preallocation=metadata {image} {}", most + 512),
+            format!("amend -f qcow2 -o size={} {image}", most + 512),
+            format!("commit top.{image}"),
+        ] {
+            let said = oracle.ours(&oracle.work(), &words(&line));
+            assert_eq!(said.code, Some(1), "{line}: {}", said.err);
+            assert!(said.err.contains(words_of_qemu), "{line}: {}", said.err);
+            assert!(std::fs::read(&path).expect("an image") == before, "{line} changed the file");
+        }
+        let said = oracle.ours(&oracle.work(), &words(&format!("resize {image} {most}")));
+        assert_eq!(said.code, Some(0), "{name}: {}", said.err);
+        let bitmaps = bitmaps(&oracle.work(), &image);
+        let flags = bitmaps[0]["flags"].as_array().map(Vec::len);
+        assert_eq!(flags, Some(usize::from(name != "b")), "{bitmaps}");
+    }
+}

@@ -47,7 +47,7 @@ impl Qcow2Driver {
             Preallocation::Off if self.is_data_file_raw() => Preallocation::Metadata,
             chosen => chosen,
         };
-        self.check_bitmaps_for_resize().await?;
+        self.check_bitmaps_for_resize(size).await?;
         self.grow_l1(size).await?;
         let old = self.size();
         // Clusters that an interrupted shrink has left there go.
@@ -183,7 +183,7 @@ impl Qcow2Driver {
 
     async fn shrink(&self, size: u64) -> Result<()> {
         let old = self.size();
-        self.check_bitmaps_for_resize().await?;
+        self.check_bitmaps_for_resize(size).await?;
         self.own_tail(size).await.map_err(not_cut)?;
         self.engine.publish_size(size);
         // Also where guests' discards are ignored: a shrink is to give space back.

@@ -9,8 +9,17 @@ use cowshed_layout::qcow2::{BitmapEntry, limits};
 use cowshed_types::{DirtyBits, Error, ErrorKind, Result};
 use std::sync::Arc;
 
-/// Most bytes of data of a bitmap, as in QEMU.
+/// Most bytes of data of a bitmap. QEMU opens no image with more, also where the bitmap is in use.
 const DATA_BYTES: u64 = 512 << 20;
+
+/// Fails where a bitmap would be larger than QEMU opens one.
+fn check_space(bits: &DirtyBits) -> Result<()> {
+    if bits.piece_count() * 8 <= limits::BITMAP_TABLE_BYTES && bits.bits().div_ceil(8) <= DATA_BYTES {
+        return Ok(());
+    }
+    let message = "Too much space will be occupied by the bitmap. Use larger granularity";
+    Err(Error::new(ErrorKind::Limit, message).field("granularity").value(bits.granularity_bytes()))
+}
 
 impl Qcow2Driver {
     /// The granularity of a bitmap that is added without one, in bytes: as QEMU has it.
@@ -98,11 +107,7 @@ impl Qcow2Driver {
         }
         let granularity_bits = check_new_bitmap(name, granularity_bytes).map_err(|error| self.error(error))?;
         let bits = self.no_bits(granularity_bits);
-        if bits.piece_count() * 8 > limits::BITMAP_TABLE_BYTES || bits.bits().div_ceil(8) > DATA_BYTES {
-            let message = "Too much space will be occupied by the bitmap. Use larger granularity";
-            let error = Error::new(ErrorKind::Limit, message).field("granularity").value(granularity_bytes);
-            return Err(self.not_persistent(name, error));
-        }
+        check_space(&bits).map_err(|error| self.not_persistent(name, error))?;
         Ok(StoredBitmap {
             entry: BitmapEntry {
                 table_offset: 0,
@@ -119,13 +124,22 @@ impl Qcow2Driver {
         })
     }
 
-    /// Fails where a bitmap can't follow the disk's size: before anything behind a new end is cut off or made.
-    pub(in super::super) async fn check_bitmaps_for_resize(&self) -> Result<()> {
+    /// Fails where a bitmap can't follow the disk to `size` bytes: before anything behind a new end is cut off or made.
+    pub(in super::super) async fn check_bitmaps_for_resize(&self, size: u64) -> Result<()> {
         if self.bitmaps.known().maps.is_empty() {
             return Ok(());
         }
         let _change = self.bitmaps.change.lock().await;
-        self.load_all_bits().await
+        self.load_all_bits().await?;
+        let cluster_bits = self.engine.geometry().cluster_bits();
+        for map in &self.bitmaps.known().maps {
+            let bits = DirtyBits::new(size, u32::from(map.entry.granularity_bits), cluster_bits);
+            // QEMU's words, with which it gives such a bitmap up when it closes the image.
+            check_space(&bits).map_err(|error| {
+                self.error(error.context(format!("Bitmap '{}' doesn't satisfy the constraints", map.name())))
+            })?;
+        }
+        Ok(())
     }
 
     async fn load_all_bits(&self) -> Result<()> {
