@@ -281,3 +281,17 @@ fn a_growth_past_what_a_bitmap_covers_changes_nothing() {
         assert_eq!(flags, Some(usize::from(name != "b")), "{bitmaps}");
     }
 }
+
+/// A header of one small cluster with a long name in it.
+#[test]
+fn a_bitmap_without_room_in_the_header_leaks_nothing() {
+    let oracle = Oracle::new();
+    let base = format!("{}/{}", "d".repeat(180), "b".repeat(180));
+    std::fs::create_dir(oracle.work().join("d".repeat(180))).expect("a folder");
+    oracle.make(&format!("create -q -f raw {base} 1M"));
+    oracle.make(&format!("create -q -f qcow2 -o cluster_size=512 -b {base} -F raw top.qcow2"));
+    let refused = oracle.refused("bitmap --add top.qcow2 b0");
+    assert!(refused.contains("fit a cluster of 512 bytes"), "{refused}");
+    let said = oracle.ours(&oracle.work(), &words("check top.qcow2"));
+    assert_eq!(said.code, Some(0), "{}{}", said.out, said.err);
+}

@@ -230,6 +230,10 @@ impl Driver for Qcow2Driver {
         })
     }
 
+    fn begin_writing(&self) -> Work<'_> {
+        Box::pin(self.mark_beside_snapshots())
+    }
+
     fn close(&self, _read_only: bool) -> Work<'_> {
         Box::pin(Qcow2Driver::close(self))
     }

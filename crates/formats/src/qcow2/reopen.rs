@@ -86,7 +86,8 @@ impl Qcow2Driver {
         self.refuse_lost_clusters().await?;
         self.forget_bitmaps();
         self.prepare_bitmaps().await?;
-        self.clear_unknown_autoclear().await
+        self.clear_unknown_autoclear().await?;
+        self.mark_beside_snapshots().await
     }
 
     /// Refuses run-time options that the image can't have.

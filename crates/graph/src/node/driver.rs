@@ -422,6 +422,11 @@ pub trait Driver: Any + Send + Sync {
         done(Ok(()))
     }
 
+    /// All nodes of the request that opened this one are open, and it takes writes from now on.
+    fn begin_writing(&self) -> Work<'_> {
+        done(Ok(()))
+    }
+
     /// Completes the image on disk and lets go of it.
     fn close(&self, _read_only: bool) -> Work<'_> {
         done(Ok(()))

@@ -89,6 +89,14 @@ impl Node {
         self.options.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
     }
 
+    /// Every node of its request is open.
+    pub(crate) async fn begin_writing(&self) -> Result<()> {
+        match self.is_read_only() {
+            true => Ok(()),
+            false => self.driver.begin_writing().await.map_err(|error| error.file(self.filename.clone())),
+        }
+    }
+
     /// Takes writes from now on; the children that store it are writable already.
     pub(crate) async fn start_writing(&self) -> Result<()> {
         match self.driver.protocol_file() {

@@ -22,7 +22,7 @@ use serde_json::Value;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// The user of a node that [`open`] returns: its caller.
 const ROOT: &str = "#root";
@@ -76,6 +76,7 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
         try_keys: request.try_keys,
         snapshot: request.snapshot,
         opened: RefCell::default(),
+        writable: RefCell::default(),
         warnings: RefCell::default(),
     });
     let (writable, share_all) = (place.writable, place.force_share || place.share_writes);
@@ -93,7 +94,11 @@ pub(super) async fn open(drivers: &'static Drivers, request: OpenRequest) -> Res
         false => Edge::of(ROOT, writable && !node.is_read_only(), share_all),
     };
     node.attach(user)?;
-    Ok(node)
+    // Images that are marked as in use are closed in order from now on.
+    match opener.begin_writing().await {
+        Ok(()) => Ok(node),
+        Err(error) => node.close().await.and(Err(error)),
+    }
 }
 
 /// The option tree for a file name and perhaps a format.
@@ -197,6 +202,8 @@ pub struct Opener {
     /// The internal snapshot that is opened in place of the disk.
     pub snapshot: Option<SnapshotName>,
     pub(super) opened: RefCell<Vec<OpenedFile>>,
+    /// The nodes that take writes.
+    writable: RefCell<Vec<Weak<Node>>>,
     warnings: RefCell<Vec<String>>,
 }
 
@@ -223,6 +230,13 @@ impl Opener {
     /// Passes a warning to the caller of the root.
     pub fn warn(&self, text: String) {
         self.warnings.borrow_mut().push(text);
+    }
+
+    async fn begin_writing(&self) -> Result<()> {
+        for node in self.writable.take().iter().filter_map(Weak::upgrade) {
+            node.begin_writing().await?;
+        }
+        Ok(())
     }
 
     /// The rights that images have on this process.
@@ -288,6 +302,9 @@ impl Opener {
             deadline: self.deadline,
         })?;
         reservation.fill(&node);
+        if !node.is_read_only() {
+            self.writable.borrow_mut().push(Arc::downgrade(&node));
+        }
         Ok(node)
     }
 

@@ -4,6 +4,7 @@
 
 use super::crash_bitmaps::{Bitmaps, NAME, bitmaps, prepare, run_check};
 use cowshed_image::formats::DriverOf;
+use cowshed_image::formats::qcow2::BitmapChange;
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, open};
@@ -20,6 +21,9 @@ use cowshed_types::{Repair, Result};
 use std::path::Path;
 
 const OPTIONS: &[&str] = &["cluster_size=4k", "cluster_size=16k,lazy_refcounts=on", "cluster_size=64k"];
+/// Written by a session, and where.
+const WRITTEN: u8 = 0x55;
+const WRITES: [u64; 3] = [500 << 10, 700 << 10, 800 << 10];
 /// The offset of the flags in an entry of the directory, its last byte.
 const FLAGS_AT: usize = 15;
 
@@ -109,14 +113,35 @@ async fn session() -> Result<()> {
     let node =
         graph.add(BlockdevOptions::from_keyval(&format!("driver=qcow2,node-name=disk,file.filename={NAME}"))?).await?;
     let user = graph.attach(&node, AttachRequest::export("guest", true)).await?;
-    user.queue().write(500 << 10, IoBuf::zeroed(4096)).await.0?;
+    user.queue().write(WRITES[0], IoBuf::copy_from(&[WRITTEN; 4096])).await.0?;
     graph.take_internal_snapshot(&node, "monday").await?;
-    user.queue().write(700 << 10, IoBuf::zeroed(4096)).await.0?;
+    user.queue().write(WRITES[1], IoBuf::copy_from(&[WRITTEN; 4096])).await.0?;
     graph.delete_internal_snapshot(&node, &SnapshotName::of_name("monday".to_owned())).await?;
-    user.queue().write(800 << 10, IoBuf::zeroed(4096)).await.0?;
+    user.queue().write(WRITES[2], IoBuf::copy_from(&[WRITTEN; 4096])).await.0?;
     user.detach().await?;
     drop(node);
     graph.close_all().await
+}
+
+/// A bitmap is in use, or has every write that is on the disk.
+async fn expect_complete() -> std::result::Result<(), String> {
+    let told = |error: cowshed_types::Error| error.to_string();
+    let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.map_err(told)?;
+    let driver = node.qcow2().expect("qcow2");
+    for status in driver.bitmaps().await.map_err(told)?.into_iter().filter(|status| status.enabled) {
+        if status.inconsistent {
+            continue;
+        }
+        let bits = driver.bitmap_bits(&status.name).await.map_err(told)?;
+        for at in WRITES {
+            let (read, buf) = node.read(at, IoBuf::zeroed(4096)).await;
+            read.map_err(told)?;
+            if buf.contains(&WRITTEN) && !bits.covers(at, 512) {
+                return Err(format!("'{}' lacks the write at {at}", status.name));
+            }
+        }
+    }
+    node.close().await.map_err(told)
 }
 
 /// Never both on the disk, and no error in the image.
@@ -128,6 +153,7 @@ fn verify(case: &CrashCase<'_>, config: &Config) -> std::result::Result<(), Stri
     }
     let world = World::with_files(Config { in_order: true, ..config.clone() }, &case.state.files);
     let left = world.run(run_check()).map_err(|error| error.to_string())?;
+    world.run(expect_complete())?;
     match !header.is_dirty() && left.counters.corruptions != 0 {
         true => Err(format!("{:#?}", left.findings)),
         false => Ok(()),
@@ -204,7 +230,7 @@ fn images_of_older_versions_lose_the_journal_first() {
             match door {
                 "open" => {
                     let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.expect("open");
-                    std::mem::forget(node);
+                    node.close().await.expect("close");
                 }
                 "snapshot" => {
                     snapshots::create(&file, b"two", &SnapshotOptions::default(), &watch).await.map(drop).expect(door);
@@ -229,4 +255,72 @@ fn images_of_older_versions_lose_the_journal_first() {
         let world = World::with_files(Config::new(2), &files_of(&left));
         assert_eq!(consistent_bits(&world), wanted, "{door}");
     }
+}
+
+/// The flags of all bitmaps, as QEMU shows them.
+fn flags_of(qemu: &Qemu, folder: &Path, world: &World) -> Vec<String> {
+    let path = folder.join("shown.qcow2");
+    std::fs::write(&path, world.contents(NAME).expect("the image").to_vec()).expect("written");
+    let info = qemu.info(&path, "qcow2");
+    let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().expect("bitmaps").clone();
+    bitmaps.iter().map(|bitmap| bitmap["flags"].to_string()).collect()
+}
+
+#[test]
+fn bitmaps_beside_snapshots_are_in_use_until_the_close() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    for options in OPTIONS {
+        let image = prepare(&qemu, folder.path(), options);
+        let world = World::with_files(Config { in_order: true, ..Config::new(1) }, &files_of(&image));
+        world.run(take_offline()).expect("a snapshot");
+        let at_rest = [r#"["auto"]"#, r#"["auto"]"#, "[]"];
+        let in_use = [r#"["in-use","auto"]"#, r#"["in-use","auto"]"#, r#"["in-use"]"#];
+        let shown = || flags_of(&qemu, folder.path(), &world);
+        assert_eq!(shown(), at_rest, "{options}");
+        world.run(async {
+            let node = open(OpenRequest::file(NAME).format("qcow2")).await.expect("open");
+            assert_eq!(shown(), at_rest, "{options}: open for reading");
+            node.close().await.expect("close");
+            let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.expect("open");
+            assert_eq!(shown(), in_use, "{options}: before the first write");
+            let driver = node.qcow2().expect("qcow2");
+            for change in [BitmapChange::Disable("fine".into()), BitmapChange::Enable("fine".into())] {
+                driver.change_bitmaps(&[change]).await.expect("a change");
+                assert_eq!(shown().iter().filter(|flags| flags.contains("in-use")).count(), 3, "{options}");
+            }
+            node.close().await.expect("close");
+        });
+        assert_eq!(shown(), at_rest, "{options}: closed");
+        // All of them disabled: as QEMU's writers do it.
+        let left = world.run(async {
+            let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.expect("open");
+            let driver = node.qcow2().expect("qcow2");
+            for name in ["fine", "coarse"] {
+                driver.change_bitmaps(&[BitmapChange::Disable(name.into())]).await.expect("a change");
+            }
+            node.close().await.expect("close");
+            let node = open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.expect("open");
+            std::mem::forget(node);
+            world.contents(NAME).expect("the image").to_vec()
+        });
+        expect_snapshots_after_repair(folder.path(), &left, options);
+    }
+}
+
+/// A request that fails behind the opening of an image leaves its bitmaps as they were.
+#[test]
+fn a_refused_node_above_leaves_bitmaps_alone() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let image = prepare(&qemu, folder.path(), OPTIONS[0]);
+    let world = World::with_files(Config { in_order: true, ..Config::new(1) }, &files_of(&image));
+    world.run(take_offline()).expect("a snapshot");
+    world.run(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let options = format!(
+            "driver=throttle,node-name=t,throttle-group=none,file.driver=qcow2,file.node-name=disk,file.file.filename={NAME}"
+        );
+        let options = BlockdevOptions::from_keyval(&options).expect("options");
+        assert!(graph.add(options).await.is_err());
+    });
+    assert!(flags_of(&qemu, folder.path(), &world).iter().all(|flags| !flags.contains("in-use")));
 }

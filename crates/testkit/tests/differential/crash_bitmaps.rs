@@ -8,12 +8,14 @@ use cowshed_image::formats::qcow2::{BitmapChange, BitmapStatus};
 use cowshed_image::graph::{AttachRequest, Graph};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{OpenRequest, Preallocation, ZeroFlags, open};
+use cowshed_layout::qcow2::Header;
+use cowshed_layout::qcow2::bitmap::parse_directory;
 use cowshed_offline::check::{CheckOptions, CheckReport, check};
-use cowshed_simulator::{Config, PageMap, Snapshot, World};
+use cowshed_simulator::{Config, Effect, Fault, OpKind, PageMap, Snapshot, World};
 use cowshed_storage::{File, IoBuf, OpenOptions};
 use cowshed_testkit::crash::{CrashCase, CrashPlan, CrashReport, explore};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
-use cowshed_types::Result;
+use cowshed_types::{Errno, Result};
 use std::ops::Range;
 use std::path::Path;
 
@@ -338,4 +340,45 @@ fn another_writer_ends_the_journal() {
     });
     std::fs::write(&path, again.contents(NAME).expect("the image").to_vec()).expect("written");
     qemu.expect_clean(&path);
+}
+
+/// The place of a piece of a bitmap without a cluster is free again where its entry can't be written.
+#[test]
+fn a_failed_entry_of_a_bitmap_table_leaks_nothing() {
+    let (qemu, folder) = (Qemu::system(), temp_dir());
+    let image = prepare(&qemu, folder.path(), "cluster_size=64k");
+    let world = World::with_files(
+        Config { in_order: true, ..Config::new(1) },
+        &Snapshot::from([(NAME.to_owned(), PageMap::from_bytes(&image))]),
+    );
+    let opened = async || open(OpenRequest::file(NAME).format("qcow2").writable(true)).await.expect("open");
+    world.run(async {
+        let node = opened().await;
+        let clear = BitmapChange::Clear("fine".to_owned());
+        node.qcow2().expect("qcow2").change_bitmaps(&[clear]).await.expect("cleared");
+        node.close().await.expect("close");
+    });
+    let image = world.contents(NAME).expect("the image").to_vec();
+    let header = Header::parse(&image).expect("a header");
+    let extension = header.bitmaps().expect("bitmaps");
+    let directory = &image[extension.directory_offset as usize..][..extension.directory_size as usize];
+    let entries = parse_directory(directory, extension).expect("a directory");
+    let table = entries.iter().find(|entry| entry.name == b"fine").expect("the bitmap").table_offset;
+    let fault = Fault::new(Effect::Fail(Errno::EIO)).kind(OpKind::Write).range(table..table + 8).times(1);
+    world.add_fault(fault);
+    world.run(async {
+        let node = opened().await;
+        assert!(node.write(900 << 10, IoBuf::zeroed(512)).await.0.is_err());
+        assert_eq!(world.fault_hits(), 1);
+        node.close().await.expect("close");
+    });
+    let left = world.run(run_check()).expect("a check");
+    assert_eq!((left.counters.corruptions, left.counters.leaks), (0, 0), "{:#?}", left.findings);
+    world.run(async {
+        let node = opened().await;
+        node.write(900 << 10, IoBuf::zeroed(512)).await.0.expect("the second try");
+        node.close().await.expect("close");
+    });
+    let (_, found) = world.run(bitmaps()).expect("bitmaps");
+    assert_eq!(found[0].1, [900 << 10..(900 << 10) + 512]);
 }

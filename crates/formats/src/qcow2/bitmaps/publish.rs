@@ -2,6 +2,7 @@
 //! Changing the set of bitmaps: all that is new goes to free clusters, and one change of the header switches to it.
 
 use super::super::Qcow2Driver;
+use super::record::has_no_room;
 use super::{BitmapState, StoredBitmap};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
@@ -38,10 +39,12 @@ impl Qcow2Driver {
     /// the new. The caller holds the lock for changes; no request may miss the bits of the new ones.
     pub(super) async fn publish(&self, mut maps: Vec<StoredBitmap>, size: Option<u64>) -> Result<()> {
         let old_table_of = |map: &StoredBitmap| map.entry.table_offset;
+        let beside_snapshots = self.header().nb_snapshots > 0;
         let (old, in_use) = {
             let known = self.bitmaps.known();
-            // Without anything to record nothing is in use.
-            (known.maps.clone(), known.in_use && maps.iter().any(StoredBitmap::is_recording))
+            // Without anything to record nothing is in use. Beside snapshots all are from the opening on.
+            let in_use = (known.in_use || beside_snapshots) && maps.iter().any(|map| map.is_marked(beside_snapshots));
+            (known.maps.clone(), in_use)
         };
         let directory_bytes = self.directory_bytes(&maps)?;
         // The format has no bitmaps of 0 bits. They are in memory until the disk grows.
@@ -53,8 +56,8 @@ impl Qcow2Driver {
         let geometry = self.engine.geometry();
         let clusters = |bytes: u64| bytes.div_ceil(geometry.cluster_size());
         let mut directory = None;
+        let mut space = Space { driver: self, taken: Vec::new() };
         if directory_bytes > 0 && stores {
-            let mut space = Space { driver: self, taken: Vec::new() };
             let written = match self.write_new(&mut maps, &mut space, in_use).await {
                 // The counts are durable before anything refers to the clusters; so are the written bits.
                 Ok(place) if slip!("bitmaps_named_before_they_are_durable") => Ok(place),
@@ -70,8 +73,12 @@ impl Qcow2Driver {
             }
         }
         if let Err(error) = self.switch_bitmaps(&maps, directory, in_use, size).await {
-            // The header may be the old one or the new.
-            self.abandoned.store(true, Ordering::Relaxed);
+            match has_no_room(&error) {
+                // It is the old one, which refers to none of them.
+                true => self.engine.free_metadata(space.taken),
+                // The header may be the old one or the new.
+                false => self.abandoned.store(true, Ordering::Relaxed),
+            }
             return Err(error);
         }
         self.engine.set_bitmap_directory(directory.map(|(offset, bytes)| (HostOffset(offset), bytes)));

@@ -101,8 +101,11 @@ impl Qcow2Driver {
         self.mark_in_use().await?;
         let mut steps = self.steps(&ranges);
         self.place(&mut steps).await?;
-        if !slip!("bits_only_in_memory") {
-            self.write_steps(&steps).await?;
+        if !slip!("bits_only_in_memory")
+            && let Err(error) = self.write_steps(&steps).await
+        {
+            self.take_back(&steps).await;
+            return Err(error);
         }
         let mut known = self.bitmaps.known();
         for step in steps {
@@ -201,6 +204,28 @@ impl Qcow2Driver {
         Ok(())
     }
 
+    /// Has the tables of bitmaps name none of the new places, whose clusters are free then. Where that fails they leak.
+    async fn take_back(&self, steps: &[Step]) {
+        let mut places = Vec::new();
+        for step in steps {
+            let Some(raw) = step.entry else { continue };
+            let (table, before) = {
+                let known = self.bitmaps.known();
+                let Some(map) = known.maps.get(step.map) else { continue };
+                let before = map.table.as_ref().and_then(|table| table.get(&step.piece)).copied();
+                (map.entry.table_offset, before.unwrap_or(0))
+            };
+            let at = table + step.piece * 8;
+            if self.write_metadata(IoBuf::copy_from(&before.to_be_bytes()), at).await.is_err() {
+                return;
+            }
+            places.push(HostOffset(raw));
+        }
+        if !places.is_empty() && self.barrier().await.is_ok() {
+            self.engine.free_metadata(places);
+        }
+    }
+
     async fn write_piece(&self, step: &Step) -> Result<()> {
         let Some(host) = self.host_of(step) else { return Err(Error::internal("a piece of a bitmap has no place")) };
         if self.engine.is_other_metadata(HostOffset(host)) {
@@ -226,13 +251,32 @@ impl Qcow2Driver {
             (known.directory, recording.map(|(index, _)| index as u32).collect::<Vec<u32>>())
         };
         let Some((directory_offset, _)) = directory else { return Ok(()) };
-        if self.header().nb_snapshots == 0 || slip!("journal_beside_snapshots") {
+        let beside_snapshots = self.header().nb_snapshots > 0;
+        if !beside_snapshots || slip!("journal_beside_snapshots") {
             self.begin_journal(BitmapJournal { directory_offset, entries }).await?;
         }
-        self.write_flags(true).await?;
-        self.barrier().await?;
+        let marked = match self.write_flags(true).await {
+            Ok(()) => self.barrier().await,
+            failed => failed,
+        };
+        if marked.is_err() && beside_snapshots {
+            // Nothing was written by their marks: they are complete.
+            self.write_flags(false).await.unwrap_or_else(|error| tracing::warn!("bitmaps stay in use: {error}"));
+        }
+        marked?;
         self.bitmaps.known().in_use = true;
         Ok(())
+    }
+
+    /// As QEMU, marks all bitmaps of an image with internal snapshots while it is open for writing. After a kill its repair
+    /// gives the bitmaps up and keeps the snapshots.
+    pub(in super::super) async fn mark_beside_snapshots(&self) -> Result<()> {
+        let may_be_marked = self.bitmaps.known().maps.iter().any(|map| map.is_marked(true));
+        if self.header().nb_snapshots == 0 || !may_be_marked {
+            return Ok(());
+        }
+        let _change = self.bitmaps.change.lock().await;
+        self.mark_in_use().await
     }
 
     async fn begin_journal(&self, journal: BitmapJournal) -> Result<()> {
@@ -244,7 +288,7 @@ impl Qcow2Driver {
             .await;
         match switched {
             // Without room for the journal a kill costs the bitmaps, as it does with other programs.
-            Err(error) if error.kind() == ErrorKind::NoSpace && error.field_name() == Some("header") => {
+            Err(error) if has_no_room(&error) => {
                 tracing::warn!("no journal of the bitmaps: {error}");
                 Ok(())
             }
@@ -318,6 +362,11 @@ impl Qcow2Driver {
         }
         Ok(())
     }
+}
+
+/// The header has no room for what was to be in it: nothing was written.
+pub(super) fn has_no_room(error: &Error) -> bool {
+    error.kind() == ErrorKind::NoSpace && error.field_name() == Some("header")
 }
 
 /// The range of differing bytes, in whole sectors.
