@@ -38,6 +38,17 @@ fn new_chunk() -> Arc<Chunk> {
     Arc::new((0..CHUNK).map(|_| Table::default()).collect())
 }
 
+/// These chunks, and new ones for `l1_entries` entries in all.
+fn longer(before: &[Arc<Chunk>], l1_entries: usize) -> Result<Vec<Arc<Chunk>>> {
+    let new = l1_entries.div_ceil(CHUNK).saturating_sub(before.len());
+    expect_memory(new.saturating_mul(CHUNK_BYTES).saturating_add(size_of_val(before)))?;
+    let mut chunks = before.to_vec();
+    while chunks.len() * CHUNK < l1_entries {
+        chunks.push(new_chunk());
+    }
+    Ok(chunks)
+}
+
 impl Directory {
     /// From the L1 table of the image.
     pub(crate) fn new(l1: &[u64], slices_per_table: usize) -> Result<Self> {
@@ -45,35 +56,25 @@ impl Directory {
             chunks: ArcSwap::from_pointee(Vec::new()),
             slices_per_table: AtomicUsize::new(slices_per_table),
         };
-        directory.fill(l1)?;
+        directory.restart(l1, slices_per_table)?;
         Ok(directory)
     }
 
-    /// Begins anew with this L1 table and no slice. Only the holder of the lock calls this, while there are no readers.
+    /// Begins anew with this L1 table and no slice. Only the holder of the lock calls this. Readers see the one table or the
+    /// other, but none may run while the length of slices changes. An error has changed nothing.
     pub(crate) fn restart(&self, l1: &[u64], slices_per_table: usize) -> Result<()> {
-        self.chunks.store(Arc::new(Vec::new()));
-        self.slices_per_table.store(slices_per_table, Ordering::Release);
-        self.fill(l1)
-    }
-
-    fn fill(&self, l1: &[u64]) -> Result<()> {
-        self.grow(l1.len())?;
+        let chunks = longer(&[], l1.len())?;
         for (index, entry) in l1.iter().enumerate() {
-            self.set_l1(index, *entry);
+            chunks[index / CHUNK][index % CHUNK].l1_entry.store(*entry, Ordering::Relaxed);
         }
+        self.slices_per_table.store(slices_per_table, Ordering::Release);
+        self.chunks.store(Arc::new(chunks));
         Ok(())
     }
 
     /// Makes room for `l1_entries` entries. Only the holder of the lock calls this. `ENOMEM` where there is no memory.
     pub(crate) fn grow(&self, l1_entries: usize) -> Result<()> {
-        let before = self.chunks.load_full();
-        let new = l1_entries.div_ceil(CHUNK).saturating_sub(before.len());
-        expect_memory(new.saturating_mul(CHUNK_BYTES).saturating_add(before.len() * size_of::<Arc<Chunk>>()))?;
-        let mut chunks = Vec::clone(&before);
-        while chunks.len() * CHUNK < l1_entries {
-            chunks.push(new_chunk());
-        }
-        self.chunks.store(Arc::new(chunks));
+        self.chunks.store(Arc::new(longer(&self.chunks.load_full(), l1_entries)?));
         Ok(())
     }
 

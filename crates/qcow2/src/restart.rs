@@ -5,7 +5,7 @@ use crate::config::EngineConfig;
 use crate::engine::{Engine, Refcounts, Room, State, Tables};
 use crate::structures::Structure;
 use crate::writeback::holds_changes;
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// The places that an operation on the bare image file may have changed.
 #[derive(Clone, Debug)]
@@ -28,17 +28,25 @@ impl Engine {
     pub fn set_slice_bytes(&self, bytes: u64) -> Result<()> {
         let state = &mut *self.lock_state();
         self.check_at_rest(state)?;
+        let before = self.slice_bytes();
         self.note_slice_bytes(bytes);
         let l1: Vec<u64> = (0..state.tables.l1_len()).map(|index| self.directory.l1(index)).collect();
-        self.restart_tables(state, &self.config_now(state), &l1)?;
+        let begun = self.restart_tables(state, &self.config_now(state), &l1);
+        if begun.is_err() {
+            self.note_slice_bytes(before);
+        }
         self.account(state);
-        Ok(())
+        begun
     }
 
-    /// Forgets everything, and begins anew with the image as it is on disk now. Sizes and options stay. No request may run;
-    /// an error when something isn't on disk yet.
-    pub fn restart(&self, facts: Restart, l1: &[u64]) -> Result<()> {
+    /// Forgets everything, and begins anew with the image as it is on disk now. Sizes and options stay. Only requests that
+    /// read may run, and the clusters of the disk are the same as before. An error when something isn't on disk yet, and
+    /// nothing has changed then; [`cowshed_types::ErrorKind::Busy`] while a request asks for a table.
+    pub fn restart(&self, facts: &Restart, l1: &[u64]) -> Result<()> {
         let state = &mut *self.lock_state();
+        if !state.loading.is_empty() {
+            return Err(Error::new(ErrorKind::Busy, "a table of the image is being read"));
+        }
         self.check_at_rest(state)?;
         let config = EngineConfig {
             l1_offset: facts.l1_offset,
@@ -50,7 +58,7 @@ impl Engine {
         self.restart_tables(state, &config, l1)?;
         state.refcounts = Refcounts::new(&config);
         state.room = Room::default();
-        state.other_metadata = facts.other_metadata;
+        state.other_metadata.clone_from(&facts.other_metadata);
         state.pack_next = None;
         self.metadata.clear();
         state.overlapping_tables = self.mark_known(state, l1);

@@ -28,7 +28,7 @@ impl Qcow2Driver {
     /// Writes whole clusters, compressed where that makes them smaller. Each element is (guest offset, bytes of one guest
     /// cluster; the last one of the disk may be shorter). No cluster twice.
     pub async fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         if self.data_file.is_some() {
             let message = "an image with an external data file can't hold compressed clusters";
             return Err(self.error(Error::unsupported(message)));

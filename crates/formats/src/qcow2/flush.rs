@@ -36,10 +36,15 @@ impl Drop for Running<'_> {
 impl Qcow2Driver {
     /// Makes everything written so far durable, metadata included.
     pub async fn flush(&self) -> Result<()> {
-        if !self.writable.load(Ordering::Relaxed) {
+        self.be_current().await?;
+        if self.is_only_read() {
             return Ok(());
         }
-        self.write_back(false).await
+        match self.write_back(false).await {
+            // The bare file is being changed since, and everything was made durable for that.
+            Err(_) if self.renewal.is_due() => self.be_current().await,
+            done => done,
+        }
     }
 
     /// Runs a cycle, or rides on one that starts after this call.
@@ -285,10 +290,12 @@ impl Qcow2Driver {
 
     /// Flushes, clears the dirty bit, returns the space of the tail of the file.
     pub async fn close(&self) -> Result<()> {
+        // An image that can't be read anew is complete on disk.
+        let _ = self.be_current().await;
         // From here on no task uses the file.
         self.ahead.end().await;
         self.membership.leave();
-        if !self.writable.load(Ordering::Relaxed) || self.closed.swap(true, Ordering::SeqCst) {
+        if self.is_only_read() || self.closed.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
         self.settle_all().await?;

@@ -5,7 +5,7 @@
 use super::Qcow2Driver;
 use cowshed_layout::qcow2::{Extension, Header, extension_type, offset, switch_header};
 use cowshed_storage::IoBuf;
-use cowshed_storage::fault::{Event, as_metadata};
+use cowshed_storage::fault::Event;
 use cowshed_types::{Result, name_of_text};
 use std::sync::PoisonError;
 
@@ -27,9 +27,14 @@ impl Qcow2Driver {
         let old = self.header();
         let mut new = old.clone();
         edit(&mut new);
-        let (result, cluster) = self.read_metadata(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
+        let (result, mut cluster) = self.read_metadata(IoBuf::zeroed(old.cluster_size() as usize), 0).await;
         result?;
         let stages = switch_header(&cluster, &old, &new).map_err(|error| self.error(error))?;
+        for (offset, bytes) in stages.iter().flatten() {
+            cluster[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+        // A read behind the switch might fail, and the header in memory would be the old one.
+        let written = Header::parse(&cluster).map_err(|error| self.error(error))?;
         self.barrier().await?;
         for stage in stages {
             for (offset, bytes) in stage {
@@ -37,13 +42,13 @@ impl Qcow2Driver {
             }
             self.file.sync().await?;
         }
-        let written = as_metadata(cowshed_offline::read_header(&self.file)).await?;
         *self.header.lock().unwrap_or_else(PoisonError::into_inner) = written;
         Ok(())
     }
 
     /// See [`cowshed_graph::Node::change_backing_file`].
     pub(crate) async fn change_backing_file(&self, name: Option<&str>, format: Option<&str>) -> Result<()> {
+        self.be_writable().await?;
         self.switch_header(|header| {
             header.backing_file = name.map(|name| name_of_text(name).into_owned());
             match format.filter(|_| name.is_some()) {
@@ -56,7 +61,7 @@ impl Qcow2Driver {
 
     /// See [`cowshed_graph::Node::make_empty`].
     pub(crate) async fn make_empty(&self) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         self.meet(Event::EmptyImagePrepare).await;
         self.unmap_behind(0).await?;
         self.write_back(false).await?;

@@ -29,6 +29,7 @@ mod preallocate;
 mod read;
 mod readahead;
 mod reflink;
+mod renewal;
 mod reopen;
 mod reserve;
 mod resize;
@@ -55,7 +56,7 @@ use cowshed_layout::qcow2::features::INCOMPAT_CORRUPT;
 use cowshed_qcow2::{Engine, Load, Planned, Stall, TableId};
 use cowshed_storage::fault::{Event, as_metadata};
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{CacheStatistics, Errno, Error, ErrorKind, Result, StoredIn};
+use cowshed_types::{CacheStatistics, Errno, Error, ErrorKind, Result, StoredIn, slip};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -109,6 +110,7 @@ pub struct Qcow2Driver {
     /// Called when the image is marked as corrupt.
     on_corruption: OnceLock<OnCorruption>,
     closed: AtomicBool,
+    renewal: renewal::Renewal,
     bitmaps: bitmaps::Bitmaps,
 }
 
@@ -182,13 +184,27 @@ impl Qcow2Driver {
         self.corrupt.load(Ordering::Relaxed)
     }
 
+    /// The disk has the old state or the new: nothing more is written, in place neither.
+    fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+        self.writable.store(false, Ordering::Release);
+    }
+
+    /// True for an image that was opened for reading, or that waits to be read anew: there is nothing to be written back.
+    fn is_only_read(&self) -> bool {
+        !self.writable.load(Ordering::Relaxed) && !self.abandoned.load(Ordering::Relaxed)
+    }
+
     fn check_writable(&self) -> Result<()> {
-        if !self.writable.load(Ordering::Relaxed) {
-            return Err(self.error(Error::new(ErrorKind::ReadOnly, "the image is open for reading only")));
-        }
         if self.abandoned.load(Ordering::Relaxed) {
             let message = "a write of metadata was abandoned half-way: open the image again";
             return Err(self.error(Error::new(ErrorKind::Poisoned, message)));
+        }
+        if !self.writable.load(Ordering::Relaxed) && !self.renewal.is_preparing() {
+            return Err(self.error(match self.renewal.is_due() {
+                true => Error::new(ErrorKind::Poisoned, "the image was changed, and was not read anew since"),
+                false => Error::new(ErrorKind::ReadOnly, "the image is open for reading only"),
+            }));
         }
         if self.corrupt.load(Ordering::Relaxed) {
             let message = "the image is marked as corrupt: nothing more is written to it";
@@ -334,6 +350,10 @@ impl Qcow2Driver {
             TableId::RefcountBlock(_) => Event::RefblockLoad,
         };
         let mut guard = Guard(self, Some(load));
+        if self.renewal.is_outdated() && !slip!("tables_read_from_before") {
+            drop(guard);
+            return self.renew().await;
+        }
         let end = load.host.0 + load.len as u64;
         if end > self.file.len() && end > self.file.measure_len() {
             let message = format!("a table lies past the end of the file ({} bytes)", self.file.len());

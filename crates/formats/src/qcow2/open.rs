@@ -130,6 +130,7 @@ impl Qcow2Driver {
             corrupt: AtomicBool::new(false),
             on_corruption: OnceLock::new(),
             closed: AtomicBool::new(false),
+            renewal: Default::default(),
             bitmaps: Default::default(),
         })
     }

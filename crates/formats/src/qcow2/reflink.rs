@@ -11,7 +11,7 @@ impl Qcow2Driver {
     /// Takes over `len` bytes of `source`, as far as whole new clusters go. Returns the number of bytes from the front,
     /// perhaps 0. The node has checked the range.
     pub(crate) async fn share_from(&self, offset: u64, len: u64, source: &File, source_offset: u64) -> Result<u64> {
-        self.check_writable()?;
+        self.be_writable().await?;
         let len = len / self.cluster_size() * self.cluster_size();
         if self.cipher.is_some() || len == 0 || !offset.is_multiple_of(self.cluster_size()) {
             return Ok(0);

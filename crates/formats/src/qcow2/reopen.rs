@@ -43,7 +43,8 @@ impl Qcow2Driver {
 
     /// Makes the image on disk complete, as a close would, and goes on.
     pub(crate) async fn complete(&self) -> Result<()> {
-        if !self.writable.load(Ordering::Relaxed) {
+        self.be_current().await?;
+        if self.is_only_read() {
             return Ok(());
         }
         self.settle_all().await
@@ -57,6 +58,7 @@ impl Qcow2Driver {
 
     /// Takes writes from now on; the file has become writable.
     pub(crate) async fn start_writing(&self, options: &Qcow2RuntimeOptions) -> Result<()> {
+        self.be_current().await?;
         let header = self.header();
         check_may_write(&header, self.cipher.is_some()).map_err(|error| self.error(error))?;
         if !header.is_dirty() {
@@ -108,6 +110,7 @@ impl Qcow2Driver {
         if bytes == self.engine.slice_bytes() {
             return Ok(());
         }
+        self.be_current().await?;
         self.membership.make_exclusive().map_err(|error| self.error(error.field("l2-cache-entry-size")))?;
         // Reading ahead goes by the mapping, and is not a request that the graph waits for.
         self.ahead.end().await;

@@ -14,7 +14,7 @@ use std::time::Duration;
 impl Qcow2Driver {
     /// Changes the virtual size, in bytes. The node has checked that it may.
     pub async fn resize(&self, size: u64, preallocation: Preallocation) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         if !size.is_multiple_of(512) {
             return Err(self.error(Error::invalid_argument("the size must be a multiple of 512").value(size)));
         }

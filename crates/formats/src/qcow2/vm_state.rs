@@ -55,7 +55,7 @@ impl Qcow2Driver {
     /// See [`cowshed_graph::Node::write_vm_state`]. The L1 table grows for it.
     pub(crate) async fn write_vm_state(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
         let prepared = match self.vm_state_range(offset, buf.len()) {
-            Ok((start, end)) => self.check_writable().map(|()| (start, end)),
+            Ok((start, end)) => self.be_writable().await.map(|()| (start, end)),
             Err(error) => Err(error),
         };
         let (start, end) = match prepared {

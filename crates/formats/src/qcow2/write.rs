@@ -16,7 +16,8 @@ impl Qcow2Driver {
     #[inline]
     pub(super) fn map_write(&self, offset: u64, len: u64) -> Mapped<'_> {
         // Nothing goes in place either into an image that is marked as corrupt.
-        let takes_writes = self.writable.load(Ordering::Relaxed) && !self.corrupt.load(Ordering::Relaxed);
+        // A mapping that was read anew shows with the flag.
+        let takes_writes = self.writable.load(Ordering::Acquire) && !self.corrupt.load(Ordering::Relaxed);
         if !takes_writes || self.cipher.is_some() || (self.is_recording() && !self.is_recorded(offset, len)) {
             return Mapped::Special;
         }
@@ -25,7 +26,7 @@ impl Qcow2Driver {
 
     /// Writes `buf` at byte `offset` of the disk, for any mapping. The range lies on the disk.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.check_writable() {
+        if let Err(error) = self.be_writable().await {
             return (Err(error), buf);
         }
         if self.is_recording()
@@ -67,7 +68,7 @@ impl Qcow2Driver {
 
     /// Writes `buf` at `offset`. In an encrypted image it may be parts of sectors: the caller has entered the range.
     pub(super) async fn write_range(&self, offset: u64, buf: IoBuf) -> (Result<()>, IoBuf) {
-        if let Err(error) = self.check_writable() {
+        if let Err(error) = self.be_writable().await {
             return (Err(error), buf);
         }
         let is_whole = (offset | buf.len() as u64).is_multiple_of(SECTOR_BYTES);

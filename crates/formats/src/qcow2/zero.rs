@@ -17,7 +17,7 @@ const WHOLE_CLUSTERS: &str = "only whole clusters can be zeroed without writing 
 impl Qcow2Driver {
     /// Makes a range in bytes read as zeroes. The node has checked the range.
     pub async fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         if flags.no_fallback && self.header().version < 3 {
             return Err(self.error(Error::unsupported("images of version 2 have no flag for clusters of zeroes")));
         }
@@ -32,7 +32,7 @@ impl Qcow2Driver {
 
     /// As [`Self::write_zeroes`], and no bitmap records it. The range isn't empty.
     pub(super) async fn zero_range(&self, offset: u64, len: u64, flags: ZeroFlags) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         let _writing = self.enter(offset, len).await;
         if self.is_data_file_raw() {
             return match self.is_encrypted() {
@@ -262,7 +262,7 @@ impl Qcow2Driver {
 
     /// Gives a range back: whole (sub)clusters only, a hint. The node has checked the range.
     pub async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         if self.is_recording() {
             self.record(offset, len).await?;
         }

@@ -240,6 +240,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("failure_shapes", "freed_cluster_waits_for_older_writes"),
     },
     Mutant {
+        name: "changes_by_tables_of_before",
+        about: "an image that could not be read anew after a snapshot takes writes by its old mapping",
+        test: ("outdated_tables", "a_failed_read_behind_a_snapshot_leaves_both_disks_whole"),
+    },
+    Mutant {
+        name: "tables_read_from_before",
+        about: "an image that could not be read anew after a snapshot loads tables from their old places",
+        test: ("outdated_tables", "a_failed_read_behind_a_snapshot_leaves_both_disks_whole"),
+    },
+    Mutant {
         name: "space_cut_without_a_look",
         about: "a close cuts off clusters without a count that it has not freed itself, and looks for no reference to them",
         test: ("cowshed/uncounted_tail", "changes_leave_uncounted_clusters_at_the_end"),

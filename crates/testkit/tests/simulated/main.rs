@@ -23,6 +23,7 @@ mod fresh_images;
 mod full_formats;
 mod live_copies;
 mod nbd;
+mod outdated_tables;
 mod rescue;
 mod silent_targets;
 mod storage_shapes;

@@ -29,7 +29,7 @@ impl Qcow2Driver {
 
     /// Makes all the changes, in order and durably, or none. While something is recorded no request may run.
     pub async fn change_bitmaps(&self, changes: &[BitmapChange]) -> Result<()> {
-        self.check_writable()?;
+        self.be_writable().await?;
         if self.header().version < 3 {
             return match changes.first() {
                 None => Ok(()),

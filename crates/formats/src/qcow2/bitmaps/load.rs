@@ -115,6 +115,7 @@ impl Qcow2Driver {
 
     /// The persistent bitmaps, in the order of the directory.
     pub async fn bitmaps(&self) -> Result<Vec<BitmapStatus>> {
+        self.be_current().await?;
         self.know_bitmaps().await?;
         let status = |map: &StoredBitmap| BitmapStatus {
             name: map.name(),
@@ -127,6 +128,7 @@ impl Qcow2Driver {
 
     /// The bits of a bitmap at this moment.
     pub async fn bitmap_bits(&self, name: &str) -> Result<Arc<DirtyBits>> {
+        self.be_current().await?;
         self.know_bitmaps().await?;
         let found = self.bitmaps.known().find(name);
         let Some(index) = found else { return Err(self.no_such_bitmap(name)) };

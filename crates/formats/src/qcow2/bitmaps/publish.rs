@@ -76,8 +76,8 @@ impl Qcow2Driver {
             match has_no_room(&error) {
                 // It is the old one, which refers to none of them.
                 true => self.engine.free_metadata(space.taken),
-                // The header may be the old one or the new.
-                false => self.abandoned.store(true, Ordering::Relaxed),
+                // The header may be the old one or the new, and bitmaps of the new one would miss what is written.
+                false => self.abandon(),
             }
             return Err(error);
         }
