@@ -5,11 +5,14 @@ use super::Qcow2Driver;
 use cowshed_graph::node::Preallocation;
 use cowshed_qcow2::Allocation;
 use cowshed_storage::IoBuf;
-use cowshed_types::{ErrorKind, GuestOffset, HostOffset, Result};
+use cowshed_types::{ErrorKind, GuestOffset, HostOffset, Result, slip};
 use std::sync::atomic::Ordering;
 
 /// Zeroes are written in pieces of this size.
 const ZERO_CHUNK_BYTES: u64 = 1 << 20;
+/// The file gets length for this much at once, by space for the last bytes of it.
+const LENGTH_AHEAD_BYTES: u64 = 64 << 20;
+const LENGTH_BYTES: u64 = 4096;
 
 impl Qcow2Driver {
     /// Maps every unallocated cluster of a range of the disk. `progress` gets the bytes done so far.
@@ -23,7 +26,6 @@ impl Qcow2Driver {
         self.check_writable()?;
         let mut at = offset;
         let end = offset + len;
-        let mut host_end = 0;
         while at < end && mode != Preallocation::Off {
             self.throttle_dirty().await?;
             let planned = self.try_plan(|engine| engine.begin_preallocate(GuestOffset(at), end - at)).await?;
@@ -32,8 +34,9 @@ impl Qcow2Driver {
                 at = (at / self.cluster_size() + 1) * self.cluster_size();
                 continue;
             };
-            let (next, host) = (allocation.end.0, allocation.host.0 + (allocation.end - allocation.start));
-            let result = match self.prepare_space(&allocation, mode).await {
+            let next = allocation.end.0;
+            let rest = end.next_multiple_of(self.cluster_size()).saturating_sub(next);
+            let result = match self.prepare_space(&allocation, mode, rest).await {
                 Ok(()) => self.engine.commit_preallocation(allocation),
                 Err(error) => {
                     self.engine.abort(allocation, true);
@@ -43,19 +46,44 @@ impl Qcow2Driver {
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
             result?;
-            host_end = host_end.max(host);
             at = next;
             progress(at.min(end) - offset);
-        }
-        // Everything that is mapped lies inside the file.
-        let file = self.stored_in(self.data_place());
-        if host_end > file.len() {
-            file.set_len(host_end).await?;
         }
         Ok(())
     }
 
-    async fn prepare_space(&self, allocation: &Allocation, mode: Preallocation) -> Result<()> {
+    /// Space for the clusters of an allocation, which lie inside of the file afterwards. A cycle may write their mapping at any
+    /// time from then on. An image that names clusters behind the end of its file takes no writes. `rest`: the bytes
+    /// that are still to be preallocated.
+    async fn prepare_space(&self, allocation: &Allocation, mode: Preallocation, rest: u64) -> Result<()> {
+        self.fill_space(allocation, mode).await?;
+        let file = self.stored_in(allocation.file);
+        let end = allocation.host.0 + (allocation.end - allocation.start);
+        if end <= file.len() || slip!("length_after_preallocated_mappings") {
+            return Ok(());
+        }
+        // A reservation never shortens a file, which other requests make longer: setting the length might.
+        let last = LENGTH_BYTES.min(self.cluster_size());
+        let ahead = end.saturating_add(rest.min(LENGTH_AHEAD_BYTES));
+        // A change of the length takes time. All that is asked for will be used, and where so much can't be had less may do.
+        if ahead > end && file.allocate(ahead - last, last).await.is_ok() {
+            return Ok(());
+        }
+        match file.allocate(end - last, last).await {
+            Ok(()) if mode == Preallocation::Metadata => {
+                // The length stays.
+                let _ = file.punch_hole(end - last, last).await;
+                Ok(())
+            }
+            // Nothing refers to the clusters yet, and they hold zeroes, or anything where they count as zeroes.
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                file.write_at(IoBuf::zeroed(last as usize), end - last).await.0
+            }
+            done => done,
+        }
+    }
+
+    async fn fill_space(&self, allocation: &Allocation, mode: Preallocation) -> Result<()> {
         let file = self.stored_in(allocation.file);
         let HostOffset(host) = allocation.host;
         let len = allocation.end - allocation.start;

@@ -130,6 +130,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("crash_engine", "no_power_cut_harms_an_image"),
     },
     Mutant {
+        name: "length_after_preallocated_mappings",
+        about: "tables name preallocated clusters before the file is as long as that",
+        test: ("crash_growth", "power_cut_in_a_preallocated_growth_leaves_an_image_that_opens"),
+    },
+    Mutant {
         name: "failed_barrier_forgotten",
         about: "a failed barrier is told once, as Linux does, and then forgotten",
         test: ("failure_shapes", "after_a_failed_flush_no_later_one_claims_success"),

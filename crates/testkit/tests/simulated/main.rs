@@ -9,6 +9,7 @@ mod crash_engine;
 mod crash_filters;
 mod crash_findings;
 mod crash_formats;
+mod crash_growth;
 mod crash_live;
 mod crash_parents;
 mod crash_repairs;
