@@ -7,6 +7,7 @@ mod lengthening;
 mod linking;
 mod packing;
 mod room;
+mod space;
 mod tail;
 
 use super::blocks::{BlockFormat, ImageFile};
@@ -268,7 +269,7 @@ impl Writer {
             let last = reserved.start + (count - 1) * units.unit_bytes() + units.head.len() as u64;
             if let Err(error) = format.entry(last) {
                 // The file is too long for the entries: no flush could write them.
-                self.give_back(units, &reserved)?;
+                self.give_back(units, &reserved).await?;
                 return Err(error);
             }
             Ok(Some(reserved))
@@ -280,7 +281,7 @@ impl Writer {
         };
         let (result, part) = self.fill(format, image, backing, units, &reserved, (at, place), part).await;
         if let Err(error) = result {
-            let result = self.give_back(units, &reserved);
+            let result = self.give_back(units, &reserved).await;
             return (result.and(Err(error)), part);
         }
         let mut state = self.state();
@@ -399,21 +400,6 @@ impl Writer {
         Ok(())
     }
 
-    /// Takes units back whose blocks could not be written. Others may lie behind them by now.
-    fn give_back(&self, units: &Units, reserved: &Reserved) -> Result<()> {
-        let mut state = self.state();
-        let end = reserved.start + reserved.count * units.unit_bytes();
-        if state.next == end {
-            state.next = reserved.start;
-            state.fresh = state.fresh.max(end);
-            return Ok(());
-        }
-        for index in (0..reserved.count).rev() {
-            try_push(&mut state.free, reserved.start + index * units.unit_bytes())?;
-        }
-        Ok(())
-    }
-
     /// Writes new units: the bytes in front of each block, and the blocks, with the old data around the new.
     #[allow(clippy::too_many_arguments)]
     async fn fill<F: BlockFormat>(
@@ -438,7 +424,7 @@ impl Writer {
             // Bytes that are written anyway needn't be cleared: the head of the first unit.
             let skip = (units.head.len() as u64).min(stale);
             if stale > skip {
-                zero_file(&self.file, reserved.start + skip, stale - skip, ZeroFlags::default()).await?;
+                self.clear(reserved.start + skip, stale - skip).await?;
             }
             if !units.head.is_empty() {
                 for index in 0..reserved.count {

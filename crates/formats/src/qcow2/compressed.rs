@@ -94,7 +94,10 @@ impl Qcow2Driver {
             };
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
-            result?;
+            match result {
+                Err(error) if self.gains_space(&error).await => continue,
+                done => done?,
+            }
             batch = &batch[count..];
         }
         Ok(())

@@ -2,6 +2,7 @@
 //! Flush, write-back cycles, growth of the refcount table, reclaiming freed clusters, closing.
 
 use super::Qcow2Driver;
+use cowshed_graph::node::LocalFuture;
 use cowshed_layout::qcow2::features::INCOMPAT_DIRTY;
 use cowshed_offline::check::end_of_use;
 use cowshed_qcow2::{Cycle, CycleEnd, MetaWrite, Reclaim, RefcountGrowth, Stall};
@@ -208,6 +209,19 @@ impl Qcow2Driver {
             self.lower_counts(&mut reclaim).await?;
             self.events.notify();
         }
+    }
+
+    /// True where a request failed on a full disk, which has room by now. The clusters of the request go back at once, and a
+    /// cycle frees those that wait for a flush.
+    #[cold]
+    pub(super) fn gains_space(&self, error: &Error) -> LocalFuture<'_, bool> {
+        let is_full = error.kind() == ErrorKind::NoSpace && !slip!("full_until_a_flush");
+        Box::pin(async move {
+            is_full
+                && self.reclaim().await.is_ok()
+                && self.engine.has_freed_since_the_last_cycle()
+                && self.write_back(false).await.is_ok()
+        })
     }
 
     async fn lower_counts(&self, reclaim: &mut Reclaim) -> Result<()> {

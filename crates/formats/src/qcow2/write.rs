@@ -48,7 +48,13 @@ impl Qcow2Driver {
                 let (result, rest) = Box::pin(self.write_range(offset + bytes, rest)).await;
                 (result, join(Some(part), rest))
             }
-            Err(error) => (Err(error), join(Some(part), rest)),
+            Err(error) => {
+                let buf = join(Some(part), rest);
+                match self.gains_space(&error).await {
+                    true => Box::pin(self.write_range(offset, buf)).await,
+                    false => (Err(error), buf),
+                }
+            }
         }
     }
 
@@ -94,7 +100,10 @@ impl Qcow2Driver {
         match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await {
             (Ok(0), none, rest) => {
                 let (result, part, rest) = self.write_allocating(at, rest).await;
-                (result, join(Some(none), part), rest)
+                match result {
+                    Err(error) if self.gains_space(&error).await => (Ok(0), none, join(Some(part), rest)),
+                    result => (result, join(Some(none), part), rest),
+                }
             }
             in_place => in_place,
         }

@@ -6,8 +6,6 @@ use super::Writer;
 use crate::blocks::{BlockFormat, ImageFile, Table};
 use crate::units::Units;
 use crate::writer::Usage;
-use cowshed_graph::node::ZeroFlags;
-use cowshed_graph::protocols::zero_file;
 use cowshed_types::memory::try_push;
 use cowshed_types::{Error, Result};
 
@@ -49,7 +47,7 @@ impl Writer {
             format.table_entry(reserved.start)?;
             let stale = reserved.fresh.min(reserved.start + bytes).saturating_sub(reserved.start);
             if stale > 0 {
-                zero_file(&self.file, reserved.start, stale, ZeroFlags::default()).await?;
+                self.clear(reserved.start, stale).await?;
             }
             self.ensure_entry(format, (reserved.start, missing.bytes), index).await
         };

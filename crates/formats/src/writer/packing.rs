@@ -2,7 +2,7 @@
 //! Packed blocks of formats that have them: written one behind the other, each from a sector on. So no sector with data of another
 //! block is ever written again.
 
-use super::{Pending, Reserved, Writer};
+use super::{Pending, Writer};
 use crate::blocks::{BlockFormat, ImageFile};
 use crate::mapped::RunSource;
 use crate::units::Units;
@@ -119,7 +119,7 @@ impl Writer {
             self.file.write_at(IoBuf::copy_from(&bytes), reserved.start).await.0
         };
         if let Err(error) = written.await {
-            self.give_back_bytes(&reserved, len);
+            let _ = self.give_back_bytes(&reserved, len).await;
             return Err(error);
         }
         let mut state = self.state();
@@ -127,15 +127,6 @@ impl Writer {
             state.pending.insert(block, Pending::Packed { host: reserved.start + skip, len });
         }
         Ok(())
-    }
-
-    /// Takes space back that could not be written to, unless there is something behind it.
-    fn give_back_bytes(&self, reserved: &Reserved, len: u64) {
-        let mut state = self.state();
-        if state.next == reserved.start + len {
-            state.next = reserved.start;
-            state.fresh = state.fresh.max(reserved.start + len);
-        }
     }
 
     /// The data of a part of a block before it is allocated here; `None`: zeroes.

@@ -125,6 +125,11 @@ impl Epochs {
         self.freed.len() as u64
     }
 
+    /// True where the end of a cycle would let more of them go.
+    pub(crate) fn wait_for_a_cycle(&self) -> bool {
+        self.freed.iter().any(|freed| freed.cycle > self.durable)
+    }
+
     /// The references whose unmapping is durable and that no request uses, as `is_drained` says of request epochs. `None`
     /// where there is none.
     pub(crate) fn reclaimable(&self, is_drained: impl Fn(u64) -> bool) -> Option<Reclaimable> {

@@ -114,6 +114,11 @@ impl Engine {
         self.lock_state().epochs.waiting() > 0
     }
 
+    /// True when freed clusters wait for a write-back cycle.
+    pub fn has_freed_since_the_last_cycle(&self) -> bool {
+        self.lock_state().epochs.wait_for_a_cycle()
+    }
+
     /// Length that the image file needs, in bytes. It ends with the last cluster that has a count, looking back from
     /// its present end as far as counts are zero. No request runs.
     ///

@@ -250,6 +250,16 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("outdated_tables", "a_failed_read_behind_a_snapshot_leaves_both_disks_whole"),
     },
     Mutant {
+        name: "full_until_a_flush",
+        about: "a write that a full disk refuses keeps its clusters until a flush",
+        test: ("full_again", "clusters_of_a_failed_write_serve_the_next_at_once"),
+    },
+    Mutant {
+        name: "full_until_a_block_of_zeroes_fits",
+        about: "a block whose first write a full disk refused must be filled with zeroes before the next",
+        test: ("full_again", "a_write_that_found_no_room_leaves_it_to_smaller_ones"),
+    },
+    Mutant {
         name: "space_cut_without_a_look",
         about: "a close cuts off clusters without a count that it has not freed itself, and looks for no reference to them",
         test: ("cowshed/uncounted_tail", "changes_leave_uncounted_clusters_at_the_end"),

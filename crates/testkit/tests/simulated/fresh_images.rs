@@ -237,6 +237,17 @@ pub fn kinds() -> Vec<(Kind, Vec<u8>)> {
     ]
 }
 
+/// Images with blocks of the length that new ones have, far longer than what a request writes.
+pub fn large_blocks() -> Vec<(Kind, Vec<u8>)> {
+    let size = 24 << 20;
+    let vpc = NewVpc { size, is_fixed: false, force_size: true, made_at: 1, uuid: [3; 16] };
+    let vdi = NewVdi { size, is_fixed: false, uuids: [[1; 16], [2; 16]] };
+    vec![
+        (Kind { format: "vpc", block_bytes: 2 << 20 }, bytes_of(&vpc.lay_out().expect("a layout"))),
+        (Kind { format: "vdi", block_bytes: 1 << 20 }, bytes_of(&vdi.lay_out().expect("a layout"))),
+    ]
+}
+
 pub async fn opened(format: &str, writable: bool) -> Arc<Node> {
     open(OpenRequest::file(IMAGE).format(format).writable(writable)).await.expect("the image opens")
 }

@@ -21,6 +21,7 @@ mod dropped_formats;
 mod dropped_requests;
 mod failure_shapes;
 mod fresh_images;
+mod full_again;
 mod full_formats;
 mod live_copies;
 mod nbd;
