@@ -57,11 +57,7 @@ fn what_can_not_be_read_is_refused_by_name() {
             disk(&[(0, b"COWD\x01\0\0\0\x03\0\0\0\0\x08\0\0\x01\0\0\0\x04\0\0\0\0\x10\0\0")]),
             "open the disk by its",
         ),
-        (
-            "sesparse",
-            disk(&[(0, b"\xbe\xba\xfe\xca\0\0\0\0\x01\0\0\0\x02\0\0\0")]),
-            "VMware never published the kind seSparse",
-        ),
+        ("sesparse", disk(&[(0, b"\xbe\xba\xfe\xca\0\0\0\0\x01\0\0\0\x02\0\0\0")]), "open the disk by its descriptor"),
         ("vhd-dynamic", disk(&[(-512, &footer(3))]), "dynamic"),
         ("vhd-differencing", disk(&[(-512, &footer(4))]), "vhd-differencing"),
         ("qcow-0", disk(&[(0, b"QFI\xfb\0\0\0\0")]), "version"),

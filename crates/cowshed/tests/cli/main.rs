@@ -49,6 +49,7 @@ mod refcount_blocks;
 mod refusals;
 mod running;
 mod samples;
+mod se_sparse;
 mod served_pages;
 mod serving;
 mod sessions;

@@ -2,12 +2,14 @@
 //! The check of a disk: grains and tables that are not in their file or lie on each other, and the copies of tables.
 
 use super::Vmdk;
-use super::extent::{Extent, Sparse, Storage, le32_entries};
+use super::extent::{Extent, Sparse, Storage};
+use super::se_sparse::SeSparse;
+use super::tables::TableBytes;
 use crate::holes::Holes;
 use cowshed_graph::node::{MappedCheck, Node};
 use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES};
-use cowshed_storage::{FileIdentity, IoBuf};
-use cowshed_types::memory::try_push;
+use cowshed_storage::FileIdentity;
+use cowshed_types::memory::{try_collect, try_push};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -32,6 +34,8 @@ enum Owner {
     Table(u32),
     /// Grains from this one on.
     Grain(u32),
+    /// Grains of this table; their numbers may be wider than 32 bits.
+    GrainOf(u32),
 }
 
 impl fmt::Display for Owner {
@@ -42,6 +46,7 @@ impl fmt::Display for Owner {
             Owner::Directory => f.write_str("a grain directory"),
             Owner::Table(index) => write!(f, "grain table {index}"),
             Owner::Grain(index) => write!(f, "grain {index}"),
+            Owner::GrainOf(table) => write!(f, "a grain of table {table}"),
         }
     }
 }
@@ -80,11 +85,23 @@ impl Vmdk {
     pub(super) async fn find_damage(&self, max: usize) -> Result<MappedCheck> {
         let mut findings = Findings { check: MappedCheck::default(), max };
         for (number, piece) in self.pieces.iter().enumerate() {
-            let Storage::Sparse(sparse) = &piece.extent.storage else { continue };
-            check_places(&piece.extent, sparse, &self.files, piece.start, &mut findings).await?;
-            let mut inside = Inside { sparse, files: &self.files, number, findings: &mut findings };
-            inside.check_copies().await?;
-            inside.check_apart(piece.extent.len).await?;
+            match &piece.extent.storage {
+                Storage::Sparse(sparse) => {
+                    let repeated = Repeated::of(&sparse.directory)?;
+                    check_places(&piece.extent, &self.files, piece.start, &repeated, &mut findings).await?;
+                    let mut inside =
+                        Inside { sparse, files: &self.files, number, repeated: &repeated, findings: &mut findings };
+                    inside.check_copies().await?;
+                    inside.check_apart(piece.extent.len).await?;
+                }
+                Storage::SeSparse(sparse) => {
+                    let repeated = Repeated::of(sparse.directory())?;
+                    check_places(&piece.extent, &self.files, piece.start, &repeated, &mut findings).await?;
+                    let parts = parts_of(sparse, &self.files, piece.extent.len, &repeated).await?;
+                    report_overlaps(parts, sparse.header.table_bytes(), number, &mut findings);
+                }
+                Storage::Flat { .. } | Storage::Zero => {}
+            }
         }
         self.check_extents_apart(&mut findings)?;
         Ok(findings.check)
@@ -98,6 +115,7 @@ impl Vmdk {
                 Storage::Zero => continue,
                 Storage::Flat { file, host, .. } => (*file, *host, host.saturating_add(piece.extent.len)),
                 Storage::Sparse(sparse) => (sparse.file, 0, u64::MAX),
+                Storage::SeSparse(sparse) => (sparse.file, 0, u64::MAX),
             };
             let Some(identity) = self.files.get(file).and_then(|node| node.storage().identity()) else { continue };
             let shared = known.iter().find(|(other, start, end, _)| *other == identity && from < *end && *start < to);
@@ -110,18 +128,50 @@ impl Vmdk {
     }
 }
 
+/// Entries of a directory that name a table which an entry in front of them names. These are damage, and one table behind
+/// millions of entries is looked at once.
+struct Repeated(Vec<u64>);
+
+impl Repeated {
+    fn of<T: Copy + Ord + Default>(directory: &[T]) -> Result<Repeated> {
+        let used = || directory.iter().copied().filter(|entry| *entry != T::default());
+        if used().is_sorted_by(|one, next| one < next) {
+            return Ok(Repeated(Vec::new()));
+        }
+        let mut order: Vec<u32> = try_collect(directory.iter().enumerate().map(|(index, _)| index as u32))?;
+        order.sort_unstable_by_key(|index| (directory[*index as usize], *index));
+        let mut bits = try_collect((0..directory.len().div_ceil(64)).map(|_| 0u64))?;
+        for pair in order.windows(2) {
+            let (before, index) = (directory[pair[0] as usize], pair[1] as usize);
+            if before != T::default() && before == directory[index] {
+                bits[index / 64] |= 1 << (index % 64);
+            }
+        }
+        Ok(Repeated(bits))
+    }
+
+    fn contains(&self, index: u64) -> bool {
+        let word = usize::try_from(index / 64).ok().and_then(|word| self.0.get(word));
+        word.is_some_and(|word| word >> (index % 64) & 1 != 0)
+    }
+}
+
 /// Finds grains and tables that are not in the file. `start`: first byte of the extent on the disk.
 async fn check_places(
     extent: &Extent,
-    sparse: &Sparse,
     files: &[Arc<Node>],
     start: u64,
+    repeated: &Repeated,
     findings: &mut Findings,
 ) -> Result<()> {
-    let (span, grain_bytes) = (sparse.header.table_span_bytes(), sparse.header.grain_bytes());
+    let Some((span, grain_bytes)) = extent.units() else { return Ok(()) };
     let mut at = 0;
     while at < extent.len && !findings.is_full() {
-        match sparse.map(files, at, extent.len - at).await {
+        if repeated.contains(at / span) {
+            at = at.saturating_add(span - at % span);
+            continue;
+        }
+        match extent.map(files, at, extent.len - at).await {
             Ok((_, len)) => at += len,
             Err(error) if error.kind() != ErrorKind::InvalidImage => return Err(error),
             Err(error) => {
@@ -131,7 +181,7 @@ async fn check_places(
                 let is = if error.starts_with("points after EOF") { "" } else { "is wrong: " };
                 findings.wrong(format!("cluster offset for sector {sector} {is}{error}"));
                 // A table that is lost is one finding.
-                let unit = if sparse.table(files, at / span).await.is_err() { span } else { grain_bytes };
+                let unit = if extent.has_lost_table(files, at / span).await { span } else { grain_bytes };
                 at = at.saturating_add(unit - at % unit);
             }
         }
@@ -149,6 +199,7 @@ struct Inside<'a> {
     files: &'a [Arc<Node>],
     /// Of the extent in the disk.
     number: usize,
+    repeated: &'a Repeated,
     findings: &'a mut Findings,
 }
 
@@ -177,11 +228,8 @@ impl Inside<'_> {
         }
     }
 
-    async fn table_at(&self, offset: u64) -> Result<Vec<u32>> {
-        let file = self.files.get(self.sparse.file).ok_or_else(|| Error::internal("an extent has no file"))?;
-        let (result, bytes) = file.read_boxed(offset, IoBuf::try_zeroed(self.sparse.header.table_bytes())?).await;
-        result?;
-        le32_entries(&bytes)
+    async fn table_at(&self, offset: u64) -> Result<TableBytes> {
+        self.sparse.table_at(self.files, offset).await
     }
 
     /// The first tables count. A power cut may leave a copy behind them, so a difference is no damage. A part that is not in
@@ -215,13 +263,17 @@ impl Inside<'_> {
             let index = index as u32;
             let table = first.next_if(|(number, _)| *number == index);
             let second = copies.next_if(|(number, _)| *number == index);
+            if self.repeated.contains(u64::from(index)) {
+                continue;
+            }
             match (table, second) {
                 (Some((_, table)), Some((_, second))) if table != second => {
                     if self.is_unwritten(&holes[0], table).await && self.is_unwritten(&holes[1], second).await {
                         continue;
                     }
                     let (table, second) = (self.table_at(table).await?, self.table_at(second).await?);
-                    let differ = table.iter().zip(&second).filter(|(one, other)| one != other).count();
+                    let pairs = table.as_chunks::<4>().0.iter().zip(second.as_chunks::<4>().0);
+                    let differ = pairs.filter(|(one, other)| one != other).count();
                     if differ > 0 {
                         let text = format!("the copy of grain table {index} has {differ} other entries");
                         self.findings.note(format!("WARNING: extent {number}: {text}"));
@@ -245,32 +297,8 @@ impl Inside<'_> {
     async fn check_apart(&mut self, extent_bytes: u64) -> Result<()> {
         let mut parts = self.metadata()?;
         self.add_grains(&mut parts, extent_bytes).await?;
-        parts.sort_unstable_by_key(|part| (part.from, part.to));
-        let mut last: Option<Part> = None;
-        for part in parts {
-            match last {
-                Some(before) if part.from < before.to => {
-                    let (number, at) = (self.number, part.from);
-                    let (one, other) = (part.owner, self.owner_at(&before, at));
-                    self.findings.corruption(format!("extent {number}: {one} lies on {other} (offset {at:#x})"));
-                    if part.to > before.to {
-                        last = Some(part);
-                    }
-                }
-                _ => last = Some(part),
-            }
-        }
+        report_overlaps(parts, self.sparse.header.table_bytes(), self.number, self.findings);
         Ok(())
-    }
-
-    /// The owner of the byte at `at`: tables that follow each other are one part.
-    fn owner_at(&self, part: &Part, at: u64) -> Owner {
-        match part.owner {
-            Owner::Table(first) => {
-                Owner::Table(first + ((at - part.from) / self.sparse.header.table_bytes() as u64) as u32)
-            }
-            owner => owner,
-        }
     }
 
     fn metadata(&self) -> Result<Vec<Part>> {
@@ -321,12 +349,16 @@ impl Inside<'_> {
         let grains = extent_bytes.div_ceil(grain_bytes);
         let holes = Holes::default();
         for (index, sector) in (0u64..).zip(&self.sparse.directory) {
+            if self.repeated.contains(index) {
+                continue;
+            }
             if self.is_unwritten(&holes, u64::from(*sector) * SECTOR_BYTES).await {
                 continue;
             }
             let Ok(Some(table)) = self.sparse.table(self.files, index).await else { continue };
-            for (grain, entry) in (index * entries..grains).zip(table.iter()) {
-                let Grain::At(sector) = header.grain(*entry) else { continue };
+            for (grain, entry) in (index * entries..grains).zip(0..) {
+                let Some(found) = header.grain_at(&table, entry) else { break };
+                let Grain::At(sector) = found else { continue };
                 let from = sector * SECTOR_BYTES;
                 let is_full = parts.len() >= MAX_PARTS;
                 match parts.last_mut() {
@@ -339,4 +371,70 @@ impl Inside<'_> {
         }
         Ok(())
     }
+}
+
+/// Reports the parts with two owners. `table_bytes`: tables that follow each other are one part.
+fn report_overlaps(mut parts: Vec<Part>, table_bytes: usize, number: usize, findings: &mut Findings) {
+    parts.sort_unstable_by_key(|part| (part.from, part.to));
+    let mut last: Option<Part> = None;
+    for part in parts {
+        match last {
+            Some(before) if part.from < before.to => {
+                let at = part.from;
+                let other = match before.owner {
+                    Owner::Table(first) => Owner::Table(first + ((at - before.from) / table_bytes as u64) as u32),
+                    owner => owner,
+                };
+                findings.corruption(format!("extent {number}: {} lies on {other} (offset {at:#x})", part.owner));
+                if part.to > before.to {
+                    last = Some(part);
+                }
+            }
+            _ => last = Some(part),
+        }
+    }
+}
+
+/// The parts of a seSparse extent. The spaces for the journal, the bitmap of free grains and the map back have contents that are
+/// unknown, so they count as nothing.
+async fn parts_of(sparse: &SeSparse, files: &[Arc<Node>], extent_bytes: u64, repeated: &Repeated) -> Result<Vec<Part>> {
+    let header = &sparse.header;
+    let mut parts = Vec::new();
+    for (sector, bytes, owner) in [
+        (0, HEADER_BYTES as u64, Owner::Header),
+        (header.volatile_sector, HEADER_BYTES as u64, Owner::Header),
+        (header.directory_sector, header.directory_bytes(), Owner::Directory),
+    ] {
+        let from = sector * SECTOR_BYTES;
+        try_push(&mut parts, Part { from, to: from + bytes, owner })?;
+    }
+    let mut add = |part: Part| {
+        let is_full = parts.len() >= MAX_PARTS;
+        match parts.last_mut() {
+            Some(last) if last.to == part.from && last.owner == part.owner => last.to = part.to,
+            _ if is_full => return Err(too_many_parts()),
+            _ => try_push(&mut parts, part)?,
+        }
+        Ok(())
+    };
+    let table_bytes = header.table_bytes() as u64;
+    let mut left = extent_bytes.div_ceil(header.grain_bytes());
+    for index in 0..sparse.directory().len() as u64 {
+        let grains = left.min(header.table_entries());
+        left -= grains;
+        // A wrong entry is reported by the walk over the disk.
+        let Ok(Some(from)) = sparse.table_offset(files, index) else { continue };
+        add(Part { from, to: from + table_bytes, owner: Owner::Table(index as u32) })?;
+        if repeated.contains(index) {
+            continue;
+        }
+        let Some(table) = sparse.table(files, index).await? else { continue };
+        for entry in 0..grains as usize {
+            if let Some(Ok(Grain::At(sector))) = header.grain_at(&table, entry) {
+                let from = sector * SECTOR_BYTES;
+                add(Part { from, to: from + header.grain_bytes(), owner: Owner::GrainOf(index as u32) })?;
+            }
+        }
+    }
+    Ok(parts)
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One extent: from an offset inside it to the place of its bytes.
 
+use super::se_sparse::SeSparse;
+use super::tables::{TableBytes, TablePlace, Tables};
 use crate::holes::Holes;
 use crate::mapped::RunSource;
 use cowshed_graph::node::Node;
@@ -11,11 +13,8 @@ use cowshed_storage::{IoBuf, rt};
 use cowshed_types::memory::try_collect;
 use cowshed_types::{Error, Result};
 use serde_json::{Map, Value, json};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
-/// Grain tables that an extent keeps in memory: with the usual sizes 128 KiB of them cover 2 GiB of disk.
-const KEPT_TABLES: usize = 64;
 /// Deflate makes nothing more than a little longer; a longer stream is no grain.
 const MAX_PACKED_EXCESS_BYTES: u64 = 64 << 10;
 
@@ -32,11 +31,13 @@ pub(super) enum Storage {
     Flat { file: usize, host: u64, kind: ExtentKind },
     /// Its bytes are in grains.
     Sparse(Box<Sparse>),
+    /// In grains of 4 KiB, by ESX since version 6.
+    SeSparse(Box<SeSparse>),
     /// Not at all: zeroes.
     Zero,
 }
 
-/// A sparse extent: its header, its directory, and the grain tables read so far.
+/// A sparse extent: its header and its directory.
 pub(super) struct Sparse {
     pub file: usize,
     pub header: SparseHeader,
@@ -50,62 +51,10 @@ pub(super) struct Sparse {
     pub redundant: Vec<u32>,
     /// The first directory is not in the file.
     pub uses_copy: bool,
-    pub tables: Tables,
+    /// The tables of the disk in memory.
+    pub tables: Arc<Tables>,
     /// Where tables were never written.
     pub holes: Holes,
-}
-
-/// Grain tables by their index, the least recently used leaving first.
-#[derive(Default)]
-pub(super) struct Tables(Mutex<TablesInside>);
-
-#[derive(Default)]
-struct TablesInside {
-    clock: u64,
-    /// Counts the changes of tables on disk.
-    changes: u64,
-    kept: HashMap<u64, KeptTable>,
-}
-
-struct KeptTable {
-    used: u64,
-    entries: Arc<Vec<u32>>,
-}
-
-impl Tables {
-    fn find(&self, index: u64) -> Option<Arc<Vec<u32>>> {
-        let tables = &mut *self.lock();
-        tables.clock += 1;
-        let table = tables.kept.get_mut(&index)?;
-        table.used = tables.clock;
-        Some(Arc::clone(&table.entries))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, TablesInside> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets all: they have changed on disk.
-    pub(super) fn forget(&self) {
-        let tables = &mut *self.lock();
-        tables.changes += 1;
-        tables.kept.clear();
-    }
-
-    /// Keeps the entries read, unless tables have changed since they were counted as `changes`.
-    fn keep(&self, index: u64, entries: &Arc<Vec<u32>>, changes: u64) {
-        let inside = &mut *self.lock();
-        if inside.changes != changes {
-            return;
-        }
-        let (clock, tables) = (&inside.clock, &mut inside.kept);
-        if tables.len() >= KEPT_TABLES
-            && let Some(oldest) = tables.iter().min_by_key(|(_, table)| table.used).map(|(index, _)| *index)
-        {
-            tables.remove(&oldest);
-        }
-        tables.insert(index, KeptTable { used: *clock, entries: Arc::clone(entries) });
-    }
 }
 
 impl Extent {
@@ -115,6 +64,7 @@ impl Extent {
             Storage::Flat { file, host, .. } => Ok((RunSource::Data { file: *file, host: host + at }, len)),
             Storage::Zero => Ok((RunSource::Zero, len)),
             Storage::Sparse(sparse) => sparse.map(files, at, len).await,
+            Storage::SeSparse(sparse) => sparse.map(files, at, len).await,
         }
     }
 
@@ -130,15 +80,31 @@ impl Extent {
     pub(super) fn directory_bytes(&self) -> u64 {
         match &self.storage {
             Storage::Sparse(sparse) => sparse.header.directory_bytes(),
+            Storage::SeSparse(sparse) => sparse.header.directory_bytes(),
             _ => 0,
         }
     }
 
     /// Length of a grain in bytes, for sparse extents.
     pub(super) fn grain_bytes(&self) -> Option<u64> {
+        self.units().map(|(_, grain_bytes)| grain_bytes)
+    }
+
+    /// Bytes of the disk that a grain table describes, and length of a grain, for sparse extents.
+    pub(super) fn units(&self) -> Option<(u64, u64)> {
         match &self.storage {
-            Storage::Sparse(sparse) => Some(sparse.header.grain_bytes()),
-            _ => None,
+            Storage::Sparse(sparse) => Some((sparse.header.table_span_bytes(), sparse.header.grain_bytes())),
+            Storage::SeSparse(sparse) => Some((sparse.header.table_span_bytes(), sparse.header.grain_bytes())),
+            Storage::Flat { .. } | Storage::Zero => None,
+        }
+    }
+
+    /// True where a grain table can't be read.
+    pub(super) async fn has_lost_table(&self, files: &[Arc<Node>], index: u64) -> bool {
+        match &self.storage {
+            Storage::Sparse(sparse) => sparse.table(files, index).await.is_err(),
+            Storage::SeSparse(sparse) => sparse.table(files, index).await.is_err(),
+            Storage::Flat { .. } | Storage::Zero => false,
         }
     }
 
@@ -147,6 +113,7 @@ impl Extent {
         let (file, kind) = match &self.storage {
             Storage::Flat { file, kind, .. } => (*file, kind.as_str()),
             Storage::Sparse(sparse) => (sparse.file, sparse.kind),
+            Storage::SeSparse(sparse) => (sparse.file, ExtentKind::SeSparse.as_str()),
             Storage::Zero => return None,
         };
         let mut info = Map::new();
@@ -187,7 +154,7 @@ impl Sparse {
         };
         let index = (at % span / grain_bytes) as usize;
         let skip = at % grain_bytes;
-        let grain = |index: usize| table.get(index).map(|entry| self.header.grain(*entry));
+        let grain = |index: usize| self.header.grain_at(&table, index);
         let Some(first) = grain(index) else {
             return Err(Error::internal("a grain table is too short").offset(at));
         };
@@ -224,7 +191,7 @@ impl Sparse {
     async fn unwritten(&self, files: &[Arc<Node>], index: u64, most: u64) -> Option<u64> {
         let slot = usize::try_from(index).ok()?;
         let first = u64::from(*self.directory.get(slot).filter(|sector| **sector != 0)?) * SECTOR_BYTES;
-        if self.tables.find(index).is_some() {
+        if self.tables.find(self.table_place(first)).is_some() {
             return None;
         }
         let len = self.header.table_bytes() as u64;
@@ -239,21 +206,11 @@ impl Sparse {
 
     /// Where `len` bytes are, from `skip` bytes into the grain at `sector` on; they must be in the file.
     fn host(&self, files: &[Arc<Node>], sector: u64, at: u64, skip: u64, len: u64) -> Result<u64> {
-        // A sector is 32 bits wide and a grain at most 32 MiB: the sums are far from 2^64.
-        let host = sector * SECTOR_BYTES + skip;
-        let file_bytes = files.get(self.file).map_or(0, |file| file.size());
-        if host + len > file_bytes {
-            return Err(Error::invalid_image(
-                "grain table entry",
-                sector,
-                format!("points after EOF: the grain at byte {} of the extent is not in the file", at - skip),
-            ));
-        }
-        Ok(host)
+        expect_grain(files.get(self.file).map_or(0, |file| file.size()), sector, at, skip, len)
     }
 
     /// A grain table; `None` where the directory has none.
-    pub(super) async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<Arc<Vec<u32>>>> {
+    pub(super) async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<TableBytes>> {
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         let Some(&sector) = self.directory.get(slot) else {
             return Err(Error::internal("the grain directory is too short").value(index));
@@ -261,33 +218,34 @@ impl Sparse {
         if sector == 0 {
             return Ok(None);
         }
-        if let Some(table) = self.tables.find(index) {
-            return Ok(Some(table));
-        }
-        let changes = self.tables.lock().changes;
-        let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
-        let len = self.header.table_bytes();
-        let within = |sector: u32| u64::from(sector) * SECTOR_BYTES + len as u64 <= file.size();
-        let copy = self.redundant.get(slot).copied().filter(|copy| *copy != 0 && within(*copy));
-        let place = match within(sector) {
-            true => sector,
-            false => copy.ok_or_else(|| {
+        let offset = u64::from(sector) * SECTOR_BYTES;
+        let file_bytes = files.get(self.file).map_or(0, |file| file.size());
+        let within = |offset: &u64| offset + self.header.table_bytes() as u64 <= file_bytes;
+        let copy = self.redundant.get(slot).map(|copy| u64::from(*copy) * SECTOR_BYTES);
+        let place = match within(&offset) {
+            true => offset,
+            false => copy.filter(|copy| *copy != 0 && within(copy)).ok_or_else(|| {
                 let message = "a grain table is not in the file: it points after EOF";
                 Error::invalid_image("grain directory entry", sector, message)
             })?,
         };
-        let (result, bytes) = file.read_boxed(u64::from(place) * SECTOR_BYTES, IoBuf::try_zeroed(len)?).await;
-        result?;
-        let table = Arc::new(le32_entries(&bytes)?);
-        self.tables.keep(index, &table, changes);
-        Ok(Some(table))
+        self.table_at(files, place).await.map(Some)
+    }
+
+    fn table_place(&self, offset: u64) -> TablePlace {
+        TablePlace { file: self.file, offset }
+    }
+
+    /// The table at a byte of the file.
+    pub(super) async fn table_at(&self, files: &[Arc<Node>], offset: u64) -> Result<TableBytes> {
+        self.tables.read(files, self.table_place(offset), self.header.table_bytes()).await
     }
 
     async fn unpack(&self, files: &[Arc<Node>], block: u64, extent_bytes: u64) -> Result<Vec<u8>> {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
-        let entry = self.table(files, block / span).await?;
-        let entry = entry.and_then(|table| table.get((block % span / grain_bytes) as usize).copied());
-        let Some(Grain::At(sector)) = entry.map(|entry| self.header.grain(entry)) else {
+        let table = self.table(files, block / span).await?;
+        let grain = table.and_then(|table| self.header.grain_at(&table, (block % span / grain_bytes) as usize));
+        let Some(Grain::At(sector)) = grain else {
             return Err(Error::internal("a packed grain went away").offset(block));
         };
         let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
@@ -332,7 +290,25 @@ impl Sparse {
     }
 }
 
-/// Little-endian entries of a directory or a table.
+/// Where `len` bytes are, from `skip` bytes into the grain at `sector` on. The grain describes byte `at` of the extent.
+pub(super) fn expect_grain(file_bytes: u64, sector: u64, at: u64, skip: u64, len: u64) -> Result<u64> {
+    // A sector is below 2^54, and a grain has at most 32 MiB: the sums are below 2^64.
+    let host = sector * SECTOR_BYTES + skip;
+    if host + len > file_bytes {
+        let message = format!("points after EOF: the grain at byte {} of the extent is not in the file", at - skip);
+        return Err(Error::invalid_image("grain table entry", sector, message));
+    }
+    Ok(host)
+}
+
+/// Little-endian entries of a directory.
 pub(super) fn le32_entries(bytes: &[u8]) -> Result<Vec<u32>> {
     try_collect(bytes.as_chunks::<4>().0.iter().map(|entry| u32::from_le_bytes(*entry)))
+}
+
+/// Reads a piece of the file, zeroes behind its end.
+pub(super) async fn read(node: &Node, offset: u64, len: u64) -> Result<IoBuf> {
+    let len = usize::try_from(len).map_err(|_| Error::internal("a piece of metadata is too large").value(len))?;
+    let (result, bytes) = node.read_padded(offset, IoBuf::try_zeroed(len)?).await;
+    result.map(|()| bytes)
 }

@@ -162,7 +162,7 @@ impl BlockFormat for Grains<'_> {
     }
 
     fn forget(&self) {
-        self.sparse.tables.forget();
+        self.sparse.tables.forget(self.sparse.file);
         self.sparse.holes.forget();
     }
 }

@@ -6,7 +6,9 @@ mod check;
 mod extent;
 mod grains;
 mod open;
+mod se_sparse;
 mod stream;
+mod tables;
 mod write;
 
 use super::mapped::{MappedFormat, MappedWriter, MarkedFormat, Run, RunSource, push_run};
@@ -283,6 +285,9 @@ impl MappedFormat for Vmdk {
         Box::pin(async move {
             if self.descriptor.extents.iter().any(|extent| extent.access == Access::ReadOnly) {
                 return Err(Error::new(ErrorKind::ReadOnly, "the descriptor forbids to write to an extent"));
+            }
+            if self.pieces.iter().any(|piece| matches!(piece.extent.storage, Storage::SeSparse(_))) {
+                return Err(se_sparse::no_writing());
             }
             self.check_not_tracked()?;
             match self.writer.get() {

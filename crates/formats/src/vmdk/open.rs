@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Opening: the descriptor, the extents that it names, and the parent.
 
-use super::extent::{Extent, Sparse, Storage, Tables, le32_entries};
+use super::extent::{Extent, Sparse, Storage, le32_entries, read};
+use super::se_sparse::{SeSparse, no_writing};
+use super::tables::Tables;
 use super::{SCHEMA, Vmdk};
 use crate::holes::Holes;
 use crate::mapped::{MappedDriver, MappedFormat};
@@ -9,9 +11,8 @@ use cowshed_graph::node::{ChildRole, Marks, Node};
 use cowshed_graph::open::{BackingReference, Draft, Opened, Opener};
 use cowshed_layout::vmdk::{
     Access, Descriptor, ExtentKind, ExtentLine, FOOTER_FROM_END_BYTES, HEADER_BYTES, SECTOR_BYTES, SparseHeader,
-    SparseKind, check_kind, embedded_descriptor, limits, no_se_sparse, sectors_to_bytes,
+    SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
 };
-use cowshed_storage::IoBuf;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ const SPLIT_TYPES: &[&str] = &[
     "vmfsEagerZeroedThick",
     "vmfsThin",
     "vmfsSparse",
+    "seSparse",
     "custom",
 ];
 
@@ -107,7 +109,7 @@ async fn open_monolithic(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node
     if header.capacity_sectors == 0 && descriptor.extents.iter().any(|extent| extent.sectors > 0) {
         return open_described(opener, draft, descriptor, (Arc::clone(file), header.descriptor)).await;
     }
-    let sparse = open_sparse(opener, file, 0, header.clone(), "").await?;
+    let sparse = open_sparse(opener, file, 0, header.clone(), "", &Arc::default()).await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
     let home = (Arc::clone(file), header.descriptor);
     Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)], home)
@@ -132,9 +134,6 @@ async fn open_described(
     home: (Arc<Node>, Option<(u64, u64)>),
 ) -> Result<Vmdk> {
     let file = &home.0;
-    if descriptor.create_type == "seSparse" {
-        return Err(no_se_sparse("VMDK disks of this type are not supported"));
-    }
     if !SPLIT_TYPES.contains(&descriptor.create_type.as_str()) {
         let message = "VMDK disks of this type are not supported";
         return Err(Error::unsupported(message).field("createType").value(descriptor.create_type.escape_default()));
@@ -144,12 +143,24 @@ async fn open_described(
         return Err(Error::invalid_image("extents", 0, "the VMDK descriptor names no extents"));
     }
     opener.policy().check_size(bytes(descriptor.total_sectors()?)?)?;
+    if descriptor.extents.iter().any(|line| line.kind == ExtentKind::SeSparse) && !draft.settings.read_only {
+        if !draft.place.auto_read_only {
+            return Err(no_writing());
+        }
+        draft.settings.read_only = true;
+    }
+    let tables = Arc::default();
     let mut extents = Vec::with_capacity(descriptor.extents.len());
     let mut files = Vec::new();
     let mut directory_bytes = 0;
     for (index, line) in descriptor.extents.iter().enumerate() {
-        let extent = open_extent(opener, draft, file, index, line, &mut files).await;
-        let extent = extent.map_err(|error| error.context(format!("extent {index} of the disk")))?;
+        let extent = open_extent(opener, draft, file, (index, line), (&mut files, &tables)).await;
+        let extent = extent.map_err(|error| {
+            let words = (line.kind == ExtentKind::SeSparse).then(|| error.sentence());
+            let error = error.context(format!("extent {index} of the disk"));
+            // QEMU's words about a header of this kind don't say which one it is.
+            words.into_iter().fold(error, Error::qemu)
+        })?;
         // Each is within the limits; so must be all of them together, they stay in memory.
         directory_bytes += extent.directory_bytes();
         opener.policy().check_table("grain directories", directory_bytes)?;
@@ -166,9 +177,8 @@ async fn open_extent(
     opener: &Rc<Opener>,
     draft: &mut Draft,
     image: &Node,
-    index: usize,
-    line: &ExtentLine,
-    files: &mut Vec<Arc<Node>>,
+    (index, line): (usize, &ExtentLine),
+    (files, tables): (&mut Vec<Arc<Node>>, &Arc<Tables>),
 ) -> Result<Extent> {
     if line.access == Access::None {
         return Err(Error::new(ErrorKind::PermissionDenied, "the descriptor forbids to read it").field("NOACCESS"));
@@ -176,12 +186,11 @@ async fn open_extent(
     let len = bytes(line.sectors)?;
     match line.kind {
         ExtentKind::Zero => return Ok(Extent { len, storage: Storage::Zero }),
-        ExtentKind::SeSparse => return Err(no_se_sparse("extents of this type are not supported")),
         ExtentKind::VmfsRdm | ExtentKind::VmfsRaw => {
             let message = "extents of this type are not supported";
             return Err(Error::unsupported(message).field("type").value(line.kind.as_str()));
         }
-        ExtentKind::Flat | ExtentKind::Vmfs | ExtentKind::Sparse | ExtentKind::VmfsSparse => {}
+        ExtentKind::Flat | ExtentKind::Vmfs | ExtentKind::Sparse | ExtentKind::VmfsSparse | ExtentKind::SeSparse => {}
     }
     let anywhere = draft.options.text("extents") == Some("anywhere");
     let place = opener.extent_place(draft, &image.filename(), &line.name, index, anywhere)?;
@@ -204,28 +213,52 @@ async fn open_extent(
         return Ok(Extent { len, storage: Storage::Flat { file, host, kind: line.kind } });
     }
     let in_file = |error: Error| if error.file_name().is_none() { error.file(node.filename()) } else { error };
-    let first = read(&node, 0, HEADER_BYTES as u64).await?;
-    let header = SparseHeader::parse(&first).map_err(in_file)?;
+    let (capacity, storage) = match line.kind {
+        ExtentKind::SeSparse => {
+            let in_extent = |error: Error| {
+                let words = error.sentence();
+                error.context(node.filename()).qemu(words)
+            };
+            let sparse = SeSparse::open(opener, &node, file, tables).await.map_err(in_extent)?;
+            (sparse.header.capacity_sectors, Storage::SeSparse(Box::new(sparse)))
+        }
+        _ => {
+            let sparse = open_described_sparse(opener, &node, file, line, tables).await.map_err(in_file)?;
+            (sparse.header.capacity_sectors, Storage::Sparse(Box::new(sparse)))
+        }
+    };
+    if capacity < line.sectors {
+        let message = format!("the descriptor gives the extent {} sectors", line.sectors);
+        return Err(in_file(Error::invalid_image("capacity", capacity, message)));
+    }
+    Ok(Extent { len, storage })
+}
+
+/// A sparse extent with a line in a descriptor.
+async fn open_described_sparse(
+    opener: &Opener,
+    node: &Arc<Node>,
+    file: usize,
+    line: &ExtentLine,
+    tables: &Arc<Tables>,
+) -> Result<Sparse> {
+    let header = SparseHeader::parse(&read(node, 0, HEADER_BYTES as u64).await?)?;
     let expected = if line.kind == ExtentKind::Sparse { SparseKind::Hosted } else { SparseKind::Esx };
     if header.kind != expected {
         let message = "the header is of another kind than the descriptor says";
-        return Err(in_file(Error::invalid_image("type", line.kind.as_str(), message)));
+        return Err(Error::invalid_image("type", line.kind.as_str(), message));
     }
-    let sparse = open_sparse(opener, &node, file, header, line.kind.as_str()).await.map_err(in_file)?;
-    if sparse.header.capacity_sectors < line.sectors {
-        let message = format!("the descriptor gives the extent {} sectors", line.sectors);
-        return Err(in_file(Error::invalid_image("capacity", sparse.header.capacity_sectors, message)));
-    }
-    Ok(Extent { len, storage: Storage::Sparse(Box::new(sparse)) })
+    open_sparse(opener, node, file, header, line.kind.as_str(), tables).await
 }
 
 /// Reads the grain directory.
 async fn open_sparse(
-    opener: &Rc<Opener>,
+    opener: &Opener,
     node: &Arc<Node>,
     file: usize,
     mut header: SparseHeader,
     kind: &'static str,
+    tables: &Arc<Tables>,
 ) -> Result<Sparse> {
     let is_stream = header.directory_sector.is_none();
     if is_stream {
@@ -258,7 +291,7 @@ async fn open_sparse(
         directory,
         redundant,
         uses_copy,
-        tables: Tables::default(),
+        tables: Arc::clone(tables),
         holes: Holes::default(),
     })
 }
@@ -287,11 +320,4 @@ async fn read_footer(node: &Node, header: &SparseHeader) -> Result<SparseHeader>
 
 fn bytes(sectors: u64) -> Result<u64> {
     sectors_to_bytes(sectors).ok_or_else(|| Error::invalid_image("sectors", sectors, "the VMDK extent is too large"))
-}
-
-/// Reads a piece of the file, zeroes behind its end.
-async fn read(node: &Node, offset: u64, len: u64) -> Result<IoBuf> {
-    let len = usize::try_from(len).map_err(|_| Error::internal("a piece of metadata is too large").value(len))?;
-    let (result, bytes) = node.read_padded(offset, IoBuf::try_zeroed(len)?).await;
-    result.map(|()| bytes)
 }

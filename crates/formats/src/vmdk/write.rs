@@ -4,6 +4,7 @@
 
 use super::extent::{Extent, Sparse, Storage};
 use super::grains::Grains;
+use super::se_sparse::no_writing;
 use super::stream::{StreamHeader, StreamWriter};
 use super::{DiskExtent, Vmdk};
 use crate::blocks::ImageFile;
@@ -68,6 +69,7 @@ impl VmdkWriter {
         for piece in &vmdk.pieces {
             extents.push(match &piece.extent.storage {
                 Storage::Zero => ExtentWriter::Zero,
+                Storage::SeSparse(_) => return Err(no_writing()),
                 Storage::Flat { file, .. } => ExtentWriter::Flat(node_of(&vmdk.files, *file)?.storage()),
                 Storage::Sparse(sparse) if sparse.header.compressed => match empty_stream(vmdk, piece, sparse).await? {
                     Some(stream) => ExtentWriter::Stream(Box::new(stream)),
@@ -91,7 +93,7 @@ impl VmdkWriter {
     pub(super) async fn begin_again(&self, vmdk: &Vmdk) -> Result<()> {
         for (piece, extent) in vmdk.pieces.iter().zip(&self.extents) {
             if let (Storage::Sparse(sparse), ExtentWriter::Sparse(parts)) = (&piece.extent.storage, extent) {
-                sparse.tables.forget();
+                sparse.tables.forget(sparse.file);
                 let grains = vmdk.grains(sparse, &piece.extent, piece.start);
                 parts.1.begin_again(&grains, &parts.0).await?;
             }
@@ -263,6 +265,7 @@ fn check_apart(vmdk: &Vmdk) -> Result<()> {
             Storage::Flat { file, host, .. } => (*file, *host, host.saturating_add(piece.extent.len)),
             // New grains go anywhere.
             Storage::Sparse(sparse) => (sparse.file, 0, u64::MAX),
+            Storage::SeSparse(sparse) => (sparse.file, 0, u64::MAX),
         };
         let node = node_of(&vmdk.files, file)?;
         let Some(identity) = node.storage().identity() else { continue };

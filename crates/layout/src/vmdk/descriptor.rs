@@ -75,7 +75,7 @@ pub enum ExtentKind {
     VmfsSparse,
     /// `ZERO`: reads as zeroes, has no file.
     Zero,
-    /// `SESPARSE`: VMware never published its structure.
+    /// `SESPARSE`: in grains of 4 KiB, by ESX since version 6.
     SeSparse,
     /// `VMFSRDM`: a device behind a pointer.
     VmfsRdm,

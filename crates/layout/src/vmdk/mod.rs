@@ -6,11 +6,13 @@ use cowshed_types::{Error, Result};
 
 mod create;
 mod descriptor;
+mod se_sparse;
 mod sparse;
 mod stream;
 
 pub use create::{NEW_KINDS, NewVmdk, VmdkFiles, VmdkKind, VmwareIds, parent_cid_bits, with_cid, with_parent_cid};
 pub use descriptor::{Access, Descriptor, ExtentKind, ExtentLine, NO_PARENT, limits};
+pub use se_sparse::SeSparseHeader;
 pub use sparse::{
     COMPRESSED_GRAIN_HEADER_BYTES, CompressedGrain, FOOTER_FROM_END_BYTES, Grain, HEADER_BYTES, SparseHeader,
     SparseKind,
@@ -20,19 +22,14 @@ pub use stream::{stream_end, stream_grain};
 /// The first bytes of a space-efficient sparse extent: 0xcafebabe in 64 bits, little-endian.
 const SE_SPARSE_MAGIC: [u8; 8] = 0xcafe_babe_u64.to_le_bytes();
 
-/// Refuses a file of a kind that can't be read, by its first bytes.
+/// Refuses a file that is a part of a disk alone, by its first bytes.
 pub fn check_kind(first: &[u8]) -> Result<()> {
     if first.starts_with(&SE_SPARSE_MAGIC) {
-        return Err(no_se_sparse("VMDK images of this type are not supported"));
+        let message = "this is one extent of a disk of the kind seSparse, open the disk by its descriptor";
+        let error = Error::invalid_image("magic", "seSparse", message);
+        return Err(error.qemu("invalid VMDK image descriptor"));
     }
     Ok(())
-}
-
-/// The error for disks of the kind seSparse: a sentence of QEMU, the reason, and the way to their data.
-pub fn no_se_sparse(sentence: &str) -> Error {
-    const REASON: &str = ": VMware never published the kind seSparse; consolidate the disk's snapshots on the host, \
-                          or copy it there by 'vmkfstools -i SOURCE TARGET'";
-    Error::unsupported(sentence).hint(REASON).field("type").value("seSparse")
 }
 
 /// The descriptor inside of a sparse extent; `start` is its first sector. One extent of several has none.

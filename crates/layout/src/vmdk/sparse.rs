@@ -24,6 +24,7 @@ const FLAG_COMPRESSED: u32 = 1 << 16;
 const COMPRESSION_DEFLATE: u16 = 1;
 /// Largest grain in sectors (32 MiB): a compressed one is held in memory.
 const MAX_GRAIN_SECTORS: u64 = 1 << 16;
+const TABLE_ENTRY_BYTES: usize = 4;
 /// Entries of a grain table: "numGTEsPerGT … for VMware, 512"; ESX has 4096.
 const MAX_HOSTED_TABLE_ENTRIES: u32 = 512;
 const ESX_TABLE_ENTRIES: u32 = 4096;
@@ -216,7 +217,7 @@ impl SparseHeader {
 
     /// Length of a grain table in bytes.
     pub fn table_bytes(&self) -> usize {
-        self.table_entries as usize * 4
+        self.table_entries as usize * TABLE_ENTRY_BYTES
     }
 
     /// Entries of the directory: one for each grain table.
@@ -227,6 +228,11 @@ impl SparseHeader {
     /// Length of the directory in bytes.
     pub fn directory_bytes(&self) -> u64 {
         self.directory_entries().saturating_mul(4)
+    }
+
+    /// The grain that entry `index` of a table leads to. `None`: the table is too short.
+    pub fn grain_at(&self, table: &[u8], index: usize) -> Option<Grain> {
+        le32_at(table, index.checked_mul(TABLE_ENTRY_BYTES)?).map(|entry| self.grain(entry))
     }
 
     /// The grain that an entry of a grain table leads to.

@@ -5,7 +5,7 @@
 use super::replay::Entry;
 use cowshed_codec::{unpack_adc, unpack_bzip2, unpack_lzfse, unpack_xz};
 use cowshed_layout::bochs::BochsHeader;
-use cowshed_layout::bytes::{array_at, be32_at, be64_at, be64_entries, le32_at};
+use cowshed_layout::bytes::{array_at, be32_at, be64_at, be64_entries, le32_at, le64_at};
 use cowshed_layout::cloop::CloopHeader;
 use cowshed_layout::crc32c::crc32;
 use cowshed_layout::dmg::{DmgPacking, DmgTrailer};
@@ -25,7 +25,9 @@ use cowshed_layout::vdi::{VdiBlock, VdiHeader};
 use cowshed_layout::vhdx::{
     self, MetadataItem, MetadataTable, VhdxBlock, VhdxDisk, VhdxHeader, VhdxParent, VhdxRegions,
 };
-use cowshed_layout::vmdk::{CompressedGrain, Descriptor, Grain, SparseHeader, limits, sectors_to_bytes};
+use cowshed_layout::vmdk::{
+    CompressedGrain, Descriptor, Grain, SeSparseHeader, SparseHeader, limits, sectors_to_bytes,
+};
 use cowshed_layout::vpc::{MAX_LOCATOR_BYTES, VpcDynamicHeader, VpcFooter, VpcKind, VpcParent};
 
 /// All entry points of this file.
@@ -228,6 +230,9 @@ pub fn vmdk_file(data: &[u8]) {
             );
         }
     }
+    if let Ok(header) = SeSparseHeader::parse(data) {
+        se_sparse_extent(data, &header);
+    }
     let Ok(header) = SparseHeader::parse(data) else { return };
     assert!(header.directory_bytes() <= 64 << 20 && header.grain_bytes() <= 32 << 20);
     if let Some((start, sectors)) = header.descriptor {
@@ -243,6 +248,30 @@ pub fn vmdk_file(data: &[u8]) {
             let at = sector as usize * 512 + slot * 4;
             let Some(Grain::At(sector)) = le32_at(data, at).map(|entry| header.grain(entry)) else { continue };
             let _ = data.get(sector as usize * 512..).and_then(CompressedGrain::parse);
+        }
+    }
+}
+
+/// The tables of a seSparse extent: places fit in 64 bits whatever the entries are.
+fn se_sparse_extent(data: &[u8], header: &SeSparseHeader) {
+    let sector = |sector: u64| usize::try_from(sectors_to_bytes(sector)?).ok();
+    let volatile = sector(header.volatile_sector).and_then(|at| data.get(at..at.saturating_add(512).min(data.len())));
+    let _ = volatile.map(SeSparseHeader::check_volatile);
+    if header.check_places().is_err() {
+        return;
+    }
+    assert!(header.directory_bytes() <= 256 << 20);
+    let directory = sector(header.directory_sector).and_then(|at| data.get(at..)).unwrap_or_default();
+    for index in 0..(header.directory_bytes() / 8).min(64) as usize {
+        let Some(entry) = le64_at(directory, index * 8) else { break };
+        let Ok(Some(table)) = header.table(entry) else { continue };
+        assert!(i64::try_from(table).is_ok());
+        let table = usize::try_from(table).ok().and_then(|at| data.get(at..)).unwrap_or_default();
+        for slot in 0..header.table_entries() as usize {
+            let Some(grain) = header.grain_at(table, slot) else { break };
+            if let Ok(Grain::At(sector)) = grain {
+                assert!(sectors_to_bytes(sector).is_some());
+            }
         }
     }
 }
