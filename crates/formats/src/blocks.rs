@@ -50,6 +50,10 @@ pub(crate) trait BlockFormat: Send + Sync {
     fn is_encrypted(&self) -> bool {
         false
     }
+    /// See [`MappedFormat::is_as_in_its_file`].
+    fn is_as_in_its_file(&self) -> bool {
+        false
+    }
     /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds. The count is at
     /// least one, and ends at the end of an allocated block.
     fn place(&self, file: &ImageFile, at: u64, len: u64) -> impl Future<Output = Result<(RunSource, u64)>>;
@@ -512,6 +516,10 @@ impl<F: BlockFormat> MappedFormat for Image<F> {
 
     fn is_encrypted(&self) -> bool {
         self.format.is_encrypted()
+    }
+
+    fn is_as_in_its_file(&self) -> bool {
+        self.format.is_as_in_its_file()
     }
 
     fn files(&self) -> &[Arc<Node>] {

@@ -35,6 +35,9 @@ impl Holes {
             known.changes
         };
         let rest = node.size().checked_sub(offset).filter(|rest| *rest > 0)?;
+        if node.shows_foreign_context() {
+            return None;
+        }
         let part = node.block_status_boxed(offset, rest, 1).await.ok()?.into_iter().next()?;
         let (end, is_hole) = (offset.checked_add(part.len)?, part.zero);
         let mut known = self.lock();

@@ -100,6 +100,10 @@ pub(crate) trait MappedFormat: Send + Sync {
     fn is_encrypted(&self) -> bool {
         false
     }
+    /// True for a disk that is stored as it is, so that a map of its file is one of the disk.
+    fn is_as_in_its_file(&self) -> bool {
+        false
+    }
     /// The files that runs refer to.
     fn files(&self) -> &[Arc<Node>];
     /// The places of a range: runs in order without gaps from `offset` on, at least one, about `max_runs` at most. They
@@ -401,6 +405,14 @@ impl Driver for MappedDriver {
                 match run.place {
                     RunSource::Data { file, host } => {
                         let Some(node) = self.format.files().get(file) else { break };
+                        if node.shows_foreign_context() && !self.format.is_as_in_its_file() {
+                            statuses.push(StatusExtent {
+                                offset: Some(host),
+                                file: Some(node.filename().into()),
+                                ..status
+                            });
+                            continue;
+                        }
                         if !in_file(node, status, host, max_runs, &mut statuses).await? {
                             break;
                         }

@@ -179,6 +179,10 @@ impl BlockFormat for Vdi {
         }
     }
 
+    fn is_as_in_its_file(&self) -> bool {
+        self.header.is_fixed
+    }
+
     fn described_bytes(&self) -> u64 {
         let shape = self.shape();
         shape.size.max((shape.map.bytes / ENTRY_BYTES).saturating_mul(self.header.block_bytes))

@@ -269,6 +269,10 @@ impl BlockFormat for Vpc {
         }
     }
 
+    fn is_as_in_its_file(&self) -> bool {
+        self.dynamic.is_none()
+    }
+
     fn takes_backing(&self) -> bool {
         self.parent.is_some()
     }

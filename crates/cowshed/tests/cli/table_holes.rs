@@ -2,6 +2,7 @@
 //! Tables in holes of an image's file: they are passed over, and the rest of the disk stays what it was.
 
 use crate::oracle::{Oracle, ours};
+use crate::serving::{Serving, await_socket};
 use crate::written_edges::{io, run_io};
 use cowshed_testkit::random::Random;
 use std::fs::{self, File, OpenOptions};
@@ -148,4 +149,48 @@ fn one_large_table_in_a_hole_opens_at_once() {
     let said = run_io(&oracle, "parallels", "image", &["write -P 1 4k 64k", "read -P 1 4k 64k"]);
     assert!(said.contains("wrote 65536/65536") && !said.contains("failed"), "{said}");
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+}
+
+/// An export of an overlay without data. Its depths stand for zeroes to QEMU, and the tables of the image are read all the same.
+#[test]
+fn no_context_of_a_server_makes_holes_of_tables() {
+    for (format, subformat) in [
+        ("qed", ""),
+        ("vmdk", ""),
+        ("vmdk", " -o subformat=streamOptimized"),
+        ("vdi", ""),
+        ("vdi", " -o static=on"),
+        ("vpc", ""),
+        ("vpc", " -o subformat=fixed,force_size=on"),
+        ("vhdx", ""),
+        ("qcow", ""),
+        ("qcow2", ""),
+        ("parallels", ""),
+    ] {
+        let oracle = Oracle::new();
+        oracle.make("create -q -f raw disk.raw 4M");
+        oracle.io(&["write -q -P 1 0 1M", "write -q -P 2 2M 64k"], "disk.raw");
+        oracle.make(&format!("convert -f raw -O {format}{subformat} disk.raw image"));
+        oracle.make("create -q -f qcow2 -b image -F raw over.qcow2");
+        let arguments = ["qemu-nbd", "-r", "-t", "-A", "-k", "n.sock", "-f", "qcow2", "over.qcow2"];
+        let serving = Serving::start(oracle.work(), &arguments);
+        await_socket(&oracle.work().join("n.sock"));
+        let file = format!("file.driver=nbd,file.server.type=unix,file.server.path={}/n.sock", oracle.work().display());
+        let options = format!("driver={format},{file},file.x-dirty-bitmap=qemu:allocation-depth");
+        if format == "vhdx" {
+            // Ours tells the place of data there, which QEMU leaves out.
+            let said = ours(&oracle, &format!("map --output=json --image-opts {options}"));
+            assert!(said.contains("\"zero\": false, \"data\": true"), "{said}");
+        } else {
+            oracle.compare(&format!("map --output=json --image-opts {options}"));
+        }
+        oracle.compare(&format!("check --image-opts {options}"));
+        // QEMU's measure takes the context for zeroes of a disk that is stored as it is. QEMU 7.2 has no bitmaps of parallels.
+        let is_as_in_its_file = subformat.contains("fixed") || subformat.contains("static");
+        if !is_as_in_its_file && format != "parallels" {
+            oracle.compare(&format!("measure -O qcow2 --image-opts {options}"));
+        }
+        oracle.verdict();
+        serving.signal("TERM");
+    }
 }

@@ -226,6 +226,10 @@ impl MappedFormat for Vmdk {
         }
     }
 
+    fn is_as_in_its_file(&self) -> bool {
+        self.pieces.iter().all(|piece| matches!(piece.extent.storage, Storage::Flat { .. }))
+    }
+
     fn files(&self) -> &[Arc<Node>] {
         &self.files
     }

@@ -196,6 +196,11 @@ pub trait Driver: Any + Send + Sync {
     /// See [`Node::moving_blocks`].
     fn let_blocks_move(&self, _allowed: bool) {}
 
+    /// True where [`Driver::block_status`] tells of a metadata context that the user named, and not of contents.
+    fn shows_foreign_context(&self) -> bool {
+        false
+    }
+
     /// See [`Node::block_status`].
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>>;
 

@@ -21,6 +21,13 @@ impl Node {
         }
     }
 
+    /// True where [`Node::block_status`] tells of a metadata context of a server, which the user named for a map. Its zeroes are no
+    /// zeroes of the contents.
+    pub fn shows_foreign_context(&self) -> bool {
+        let below = || self.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+        self.driver.shows_foreign_context() || below().any(|child| child.node.shows_foreign_context())
+    }
+
     /// As [`Node::block_status`], in a box: for drivers that ask another node.
     pub fn block_status_boxed(
         &self,

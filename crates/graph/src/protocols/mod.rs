@@ -79,6 +79,10 @@ impl Driver for FileDriver {
         Box::pin(resize_file(&self.file, size, preallocation))
     }
 
+    fn shows_foreign_context(&self) -> bool {
+        self.context.is_some()
+    }
+
     fn block_status(&self, offset: u64, len: u64, max_runs: usize) -> LocalFuture<'_, Result<Vec<StatusExtent>>> {
         Box::pin(self.status(offset, len, max_runs))
     }
