@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! QED: docs/formats/block-formats.md.
 
+mod check;
+
 use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
 use super::mapped::RunSource;
-use super::survey::Survey;
 use super::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -12,9 +13,8 @@ use cowshed_layout::qed::{
     AUTOCLEAR_FEATURES_AT, ENTRY_BYTES, FEATURES_AT, FIRST_BYTES, HEADER_BYTES, QedCluster, QedHeader, SIZE_AT,
 };
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::memory::{grow_map, try_push};
+use cowshed_types::memory::try_push;
 use cowshed_types::{Error, Repair, Result, name_of_text, slip};
-use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -77,6 +77,11 @@ impl BackingFile {
 }
 
 impl Qed {
+    /// Size of the disk in bytes.
+    fn size_now(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
     fn backing(&self) -> BackingFile {
         self.backing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -119,92 +124,12 @@ impl Qed {
         Ok(None)
     }
 
-    /// Clears entries that lead to no cluster of the file, and returns their number. Their clusters are lost already.
-    async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
-        let file = image.storage();
-        let (there, cluster_bytes, mut cleared) = (image.len(), self.header.cluster_bytes, 0);
-        let is_bad = |offset: u64, bytes: u64| {
-            let end = offset.checked_add(bytes);
-            !offset.is_multiple_of(cluster_bytes) || offset < cluster_bytes || end.is_none_or(|end| end > there)
-        };
-        let clear = async |at: u64| file.write_at(IoBuf::zeroed(ENTRY_BYTES as usize), at).await.0;
-        let (mut from, mut seen) = (0, HashMap::new());
-        while let Some((index, entry)) = self.next_table(image, from).await? {
-            from = index + 1;
-            if is_bad(entry, self.header.table_bytes) {
-                clear(self.l1.offset + index * ENTRY_BYTES).await?;
-                cleared += 1;
-                continue;
-            }
-            grow_map(&mut seen)?;
-            if seen.insert(entry, ()).is_some() {
-                continue;
-            }
-            let l2 = Table { field: "L1 table entry", offset: entry, bytes: self.header.table_bytes };
-            if image.is_unwritten(&l2).await {
-                continue;
-            }
-            let clusters = self.header.table_entries();
-            let mut at = 0;
-            while at < clusters {
-                let entry = u64::from_le_bytes(image.entry(l2, at).await?);
-                match QedCluster::of(entry) {
-                    QedCluster::At(offset) if is_bad(offset, cluster_bytes) => {
-                        clear(l2.offset + at * ENTRY_BYTES).await?;
-                        cleared += 1;
-                        at += 1;
-                    }
-                    QedCluster::At(_) => at += 1,
-                    _ => {
-                        let rest = (0, (clusters - at).saturating_mul(cluster_bytes), cluster_bytes);
-                        at += image.same::<8>(l2, at, rest).await?.div_ceil(cluster_bytes);
-                    }
-                }
-            }
-        }
-        file.sync().await?;
-        image.forget();
-        Ok(cleared)
-    }
-
     /// Writes to the header that no check is needed.
     async fn mark_clean(&self, file: &File) -> Result<()> {
         if self.needs_check.load(Ordering::Relaxed) {
             file.write_at(IoBuf::copy_from(&self.header_now().clean_features()), FEATURES_AT).await.0?;
             file.sync().await?;
             self.needs_check.store(false, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-}
-
-impl Qed {
-    /// Notes the clusters of all tables as used. A table that isn't in the file is a corruption.
-    async fn claim_tables(&self, file: &ImageFile, survey: &mut Survey) -> Result<()> {
-        let cluster_bytes = self.header.cluster_bytes;
-        let (mut from, mut next) = (0, Some(self.l1.offset));
-        while let Some(start) = next {
-            for cluster in 0..self.header.table_bytes / cluster_bytes {
-                let offset = start + cluster * cluster_bytes;
-                // One finding for a table.
-                if !survey.claim(offset, cluster_bytes, || format!("table at offset {start:#x}"))? {
-                    break;
-                }
-            }
-            next = loop {
-                if survey.is_full() {
-                    return Ok(());
-                }
-                let Some((index, entry)) = self.next_table(file, from).await? else { return Ok(()) };
-                from = index + 1;
-                let table = self.aligned("L1 table entry", entry);
-                let table =
-                    table.map(|offset| Table { field: "L1 table entry", offset, bytes: self.header.table_bytes });
-                match table.and_then(|table| file.check_table(&table).map(|()| table.offset)) {
-                    Ok(offset) => break Some(offset),
-                    Err(error) => survey.corruption(format!("L1 table entry {index}: {error}")),
-                }
-            };
         }
         Ok(())
     }
@@ -219,7 +144,7 @@ impl BlockFormat for Qed {
     const NAME: &'static str = SCHEMA.name;
 
     fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
+        self.size_now()
     }
 
     fn described_bytes(&self) -> u64 {
@@ -323,24 +248,7 @@ impl BlockFormat for Qed {
     }
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
-        let cluster_bytes = self.header.cluster_bytes;
-        let mut survey = Survey::before(self, cluster_bytes, max);
-        survey.check.counters.total_clusters = self.size().div_ceil(cluster_bytes);
-        // Tables first: where one table stands twice, its clusters are not looked at many times.
-        self.claim_tables(file, &mut survey).await?;
-        if survey.has_findings() {
-            return Ok(Some(survey.check));
-        }
-        survey.add_blocks(self, file, cluster_bytes).await?;
-        survey.check.counters.image_end_offset = 0;
-        if survey.has_findings() {
-            return Ok(Some(survey.check));
-        }
-        // The header's clusters are before the L1 table, and no table or data are there.
-        let first = self.header.header_clusters;
-        let there = file.len() / cluster_bytes;
-        survey.check.counters.leaks = there.saturating_sub(first).saturating_sub(survey.used());
-        Ok(Some(survey.check))
+        self.survey(file, max).await.map(Some)
     }
 
     /// As QEMU's: entries that lead nowhere are cleared, leaks stay.

@@ -122,16 +122,6 @@ impl Survey {
         Ok(())
     }
 
-    /// True when no more findings are noted.
-    pub(crate) fn is_full(&self) -> bool {
-        self.check.findings.len() >= self.max
-    }
-
-    /// True when there is something to report.
-    pub(crate) fn has_findings(&self) -> bool {
-        !self.check.findings.is_empty()
-    }
-
     /// Notes that a block of the file is in use; twice is a corruption, and false. `ENOMEM` where there is no memory to note it.
     pub(crate) fn claim(&mut self, host: u64, block_bytes: u64, whose: impl Fn() -> String) -> Result<bool> {
         let is_free = self.used.claim(host, block_bytes)?;

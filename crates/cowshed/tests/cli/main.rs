@@ -44,6 +44,7 @@ mod pages;
 mod parallels_bitmaps;
 mod platforms;
 mod program;
+mod qed_counts;
 mod rebased_formats;
 mod refcount_blocks;
 mod refusals;
