@@ -6,6 +6,7 @@ use crate::inbox::Sender;
 use crate::message::{Message, StopReason};
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
+use cowshed_jobs::limits::BlockLimits;
 use cowshed_nbd::ServerTls;
 use cowshed_nbd_proto::uri::{NbdUri, ServerAddress};
 use cowshed_nbd_server::{Authorizer, Event, EventHandler, Export, Limits, PoolStats, Removal, Server, ServerConfig};
@@ -222,6 +223,7 @@ impl Nbd {
             bitmaps: spec.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
             is_default: self.is_lenient.get() && self.exports.borrow().is_empty(),
             alias: self.is_lenient.get().then(|| spec.id.clone()),
+            unit_bytes: BlockLimits::of(&attachment.node()).request_alignment.try_into().unwrap_or(1),
             ..Export::new(spec.name.clone(), Arc::clone(&attachment))
         };
         self.server.add_export(export)?;

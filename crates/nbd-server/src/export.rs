@@ -33,6 +33,9 @@ pub struct Export<D> {
     pub bitmaps: Vec<String>,
     /// Advertised and enforced, in bytes.
     pub block_sizes: BlockSizes,
+    /// The block in which the disk itself works, in bytes. A client that asks for block sizes is told it as the smallest one, where
+    /// the disk is made of such blocks. Requests of other ranges are carried out.
+    pub unit_bytes: u32,
 }
 
 impl<D: Disk> Export<D> {
@@ -50,6 +53,7 @@ impl<D: Disk> Export<D> {
             allocation_depth: false,
             bitmaps: Vec::new(),
             block_sizes: BlockSizes::UNSAID,
+            unit_bytes: 1,
         }
     }
 

@@ -354,7 +354,7 @@ fn judge_range(request: &Request, terms: &NegotiatedOptions, size: u64) -> Verdi
         };
         return Err((errno, "the range is past the end of the export"));
     }
-    let minimum = u64::from(terms.block_sizes.minimum);
+    let minimum = u64::from(terms.smallest_block);
     if !offset.is_multiple_of(minimum) || !length.is_multiple_of(minimum) {
         return Err((NbdErrno::EINVAL, "the range is not aligned to the smallest block of the export"));
     }

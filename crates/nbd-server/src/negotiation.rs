@@ -33,6 +33,8 @@ const MAX_OPTIONS: u32 = 4096;
 const NAMES_SHOWN: usize = 16;
 /// The length from which on gathered replies are sent.
 const REPLY_BYTES: usize = 32 << 10;
+/// The largest block of a disk that clients are told as the smallest one: some can't work with more.
+const MOST_UNIT_BYTES: u32 = 64 << 10;
 
 /// A metadata context that the client has chosen. Its number is its place in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +70,10 @@ pub(crate) struct NegotiatedOptions {
     pub headers: HeaderStyle,
     pub contexts: Vec<Context>,
     pub flags: TransmissionFlags,
+    /// As clients are told them.
     pub block_sizes: BlockSizes,
+    /// Requests of parts of it are refused, in bytes.
+    pub smallest_block: u32,
     /// Each change is durable before it is answered.
     pub writethrough: bool,
 }
@@ -511,12 +516,17 @@ impl<D: Disk> Negotiation<'_, D> {
             .with(Flags::BLOCK_STATUS_PAYLOAD, extended && !contexts.is_empty());
         let headers = if extended { HeaderStyle::Extended } else { HeaderStyle::Compact };
         let (block_sizes, writethrough) = (self.block_sizes(export), export.writethrough);
-        NegotiatedOptions { replies: self.replies, headers, contexts, flags, block_sizes, writethrough }
+        let smallest_block = export.block_sizes.minimum;
+        NegotiatedOptions { replies: self.replies, headers, contexts, flags, block_sizes, smallest_block, writethrough }
     }
 
-    /// The export's block sizes within the limits of the server.
+    /// The export's block sizes within the limits of the server. The smallest one is the disk's own, where that is larger.
     fn block_sizes(&self, export: &Export<D>) -> BlockSizes {
         let BlockSizes { minimum, preferred, maximum } = export.block_sizes;
+        let unit = export.unit_bytes.clamp(minimum, MOST_UNIT_BYTES.max(minimum));
+        let is_made_of_units = unit.is_power_of_two() && export.disk.size().is_multiple_of(unit.into());
+        let minimum = if is_made_of_units { unit } else { minimum };
+        let preferred = preferred.max(minimum);
         let maximum = maximum.min(self.registry.config.limits.max_payload_bytes);
         BlockSizes { minimum, preferred, maximum: (maximum - maximum % minimum).max(minimum) }
     }

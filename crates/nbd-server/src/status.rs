@@ -40,6 +40,9 @@ impl<D: Disk> Session<D> {
         let one = request.flags.contains(CommandFlags::REQ_ONE);
         let max_runs = if one { RUNS_FOR_ONE } else { MAX_RUNS };
         let mut bytes = Vec::new();
+        let unit = u64::from(self.terms.block_sizes.minimum);
+        // A range that isn't made of whole blocks gets the runs as they are.
+        let unit = if offset.is_multiple_of(unit) && length.is_multiple_of(unit) { unit } else { 1 };
         let mut layout: Option<Vec<DiskRun>> = None;
         for (index, &number) in contexts.iter().enumerate() {
             let context = self.terms.contexts.get(number as usize);
@@ -54,7 +57,7 @@ impl<D: Disk> Session<D> {
                 layout.iter().flatten().map(describe).collect()
             };
             let combine = if *context == Context::Allocation { both } else { either };
-            let mut runs = merge(align(runs, self.terms.block_sizes.minimum.into(), combine));
+            let mut runs = merge(align(runs, unit, combine));
             if one {
                 runs.truncate(1);
             }

@@ -307,6 +307,26 @@ fn errors_are_those_of_the_protocol() {
     served.stop();
 }
 
+/// As QEMU's: a client that heeds it reads and writes whole blocks, and one that doesn't is served.
+#[test]
+fn the_block_of_a_disk_is_told_and_not_enforced() {
+    let served = serve();
+    let image = served.path("sectors.raw");
+    std::fs::write(&image, vec![1; (1 << 20) + 512]).unwrap();
+    for (name, unit_bytes, told) in [("sectors", 512, 512), ("pages", 4096, 1), ("large", 1 << 20, 1)] {
+        served.export(OpenRequest::file(image.to_str().unwrap()).format("raw"), |export| {
+            export.name = name.to_owned();
+            export.unit_bytes = unit_bytes;
+        });
+        let replies = Wire::connect(&served.socket).option(code::INFO, &info(name, true));
+        let sizes = OptionReply::parse(replies[1].0, &replies[1].1).unwrap();
+        assert_eq!(sizes, OptionReply::BlockSize(BlockSizes { minimum: told, ..BlockSizes::UNSAID }), "{name}");
+        let (mut wire, _) = Wire::enter(&served.socket, ReplyStyle::Structured, name, &[]);
+        assert_eq!(wire.ask(Command::Read, NONE, 3, 5).data, [1; 5]);
+    }
+    served.stop();
+}
+
 /// The data of a write is never taken for a request, whatever is wrong with the write.
 #[test]
 fn the_data_of_a_refused_write_is_no_request() {
