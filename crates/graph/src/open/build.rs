@@ -312,6 +312,10 @@ impl Opener {
     async fn find_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static DriverLine> {
         let name = match draft.options.text("driver") {
             Some(name) => name.to_owned(),
+            None if draft.place.role == Role::Storage && draft.options.text("filename").is_none() => {
+                let error = Error::invalid_argument(format!("'{}driver' or '{0}filename' is needed", draft.place.path));
+                return Err(error.qemu("Must specify either driver or file"));
+            }
             None if draft.place.role == Role::Storage => {
                 let driver = driver_for(draft.options.text("filename").unwrap_or_default(), &*self.files);
                 draft.options.insert("driver", driver);
@@ -340,7 +344,7 @@ impl Opener {
 
     /// Opens the file and looks at its first bytes.
     async fn guess_format(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static str> {
-        if draft.options.get("file").is_none() {
+        if !matches!(draft.options.get("file"), Some(Value::String(_) | Value::Object(_))) {
             let path = &draft.place.path;
             let error = Error::invalid_argument("Must specify either driver or file");
             return Err(error.hint(format!(" ('{path}driver' or '{path}file')")));

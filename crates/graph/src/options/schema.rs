@@ -5,7 +5,7 @@ use super::schemas::{CACHE, COMMON};
 use super::size::parse_size;
 use super::tree::{BlockdevOptions, parse_bool};
 use cowshed_types::{Error, LINE_END, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::any::Any;
 
 /// The kind of driver.
@@ -103,6 +103,7 @@ impl DriverSchema {
     }
 
     fn check_given(&self, options: &mut BlockdevOptions, path: &str) -> Result<()> {
+        self.leave_out_absent(options);
         for (name, value) in options.values_mut() {
             let full = format!("{path}{name}");
             let Some(key) = self.keys.iter().chain(COMMON).find(|key| key.name == name) else {
@@ -111,22 +112,61 @@ impl DriverSchema {
             if let Some(leaf) = unknown_of_cache(name, value) {
                 return Err(self.does_not_support(&format!("{name}.{leaf}"), &format!("{full}.{leaf}")));
             }
-            check_value(key, value, &full)?;
+            check_value(key, value, &full, name).map_err(|error| match self.unfit(key, value) {
+                Some(sentence) => error.qemu(sentence),
+                None => error,
+            })?;
         }
         Ok(())
     }
 
+    /// As QEMU, which takes null for absent. For a backing file it means that there is none.
+    fn leave_out_absent(&self, options: &mut BlockdevOptions) {
+        let can_be_absent = |key: &&Key| !matches!(key.value, KeyType::ChildOrNull) && key.name != "filename";
+        for key in self.keys.iter().chain(COMMON).filter(can_be_absent) {
+            if options.get(key.name).is_some_and(Value::is_null) {
+                options.remove(key.name);
+            }
+        }
+    }
+
+    /// QEMU's sentence where a value is no child, or an option with parts is none, and the other way round.
+    fn unfit(&self, key: &Key, value: &Value) -> Option<String> {
+        let has_parts = value.as_object().is_some_and(|map| !map.is_empty()) || is_list(value);
+        match key.value {
+            KeyType::Child if has_parts => Some("Must specify either driver or file".to_owned()),
+            KeyType::Text if key.name == "filename" => Some(self.words_for_no_file_name()),
+            KeyType::Child => Some(format!("A block device must be specified for \"{}\"", key.name)),
+            KeyType::Struct(_) if key.name == "server" && !has_parts => Some("NBD server address missing".to_owned()),
+            KeyType::Struct(_) | KeyType::List(_) | KeyType::ChildOrNull if !has_parts => {
+                Some(self.words_for_unknown(key.name))
+            }
+            KeyType::Bool | KeyType::Size | KeyType::Number(..) | KeyType::Text | KeyType::Choice(_) if has_parts => {
+                Some(self.words_for_unknown(&first_leaf(key.name, value)))
+            }
+            _ => None,
+        }
+    }
+
     /// QEMU's words for an option that this driver doesn't have.
     fn does_not_support(&self, option: &str, full: &str) -> Error {
-        let sentence = match self.kind {
+        let sentence = self.words_for_unknown(option);
+        Error::invalid_argument(sentence.replace(&format!("'{option}'"), &format!("'{full}'"))).qemu(sentence)
+    }
+
+    fn words_for_no_file_name(&self) -> String {
+        format!("The '{}' block driver requires a file name", self.name)
+    }
+
+    fn words_for_unknown(&self, option: &str) -> String {
+        match self.kind {
             // Fault injection has names of its own, which makes it a protocol there.
             _ if ["blkdebug", "blkverify"].contains(&self.name) => {
                 format!("Block protocol '{}' doesn't support the option '{option}'", self.name)
             }
             DriverKind::Protocol => format!("Block protocol '{}' doesn't support the option '{option}'", self.name),
             _ => format!("Block format '{}' does not support the option '{option}'", self.name),
-        };
-        Error::invalid_argument(sentence.replace(&format!("'{option}'"), &format!("'{full}'"))).qemu(sentence)
+        }
     }
 
     /// Checks the options of one node and turns texts into the type of their key. Children given inline are checked
@@ -150,11 +190,17 @@ impl DriverSchema {
 /// The name of an option with dots down to the first value in it.
 pub(crate) fn first_leaf(name: &str, value: &Value) -> String {
     let (mut name, mut value) = (name.to_owned(), value);
-    while let Some((key, nested)) = value.as_object().and_then(|map| map.iter().next()) {
+    loop {
+        let (key, nested) = match value {
+            Value::Object(map) if !map.is_empty() => map.iter().next().map(|(key, nested)| (key.as_str(), nested)),
+            Value::Array(items) => items.first().map(|item| ("0", item)),
+            _ => None,
+        }
+        .unzip();
+        let (Some(key), Some(nested)) = (key, nested) else { return name };
         name = format!("{name}.{key}");
         value = nested;
     }
-    name
 }
 
 /// The key of the option `cache` that no driver has.
@@ -165,10 +211,16 @@ fn unknown_of_cache<'a>(name: &str, value: &'a Value) -> Option<&'a String> {
 
 /// Checks the keys that every driver takes, before the driver is known. It is the driver that refuses unknown ones.
 pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<()> {
+    for key in COMMON.iter().filter(|key| key.name != "driver") {
+        if options.get(key.name).is_some_and(Value::is_null) {
+            options.remove(key.name);
+        }
+    }
     for (name, value) in options.values_mut() {
-        let is_refused_later = unknown_of_cache(name, value).is_some();
+        let has_parts = value.as_object().is_some_and(|map| !map.is_empty());
+        let is_refused_later = unknown_of_cache(name, value).is_some() || (name == "cache" && !has_parts);
         if let Some(key) = COMMON.iter().find(|key| key.name == name && !is_refused_later) {
-            check_value(key, value, &format!("{path}{name}"))?;
+            check_value(key, value, &format!("{path}{name}"), name)?;
         }
     }
     Ok(())
@@ -187,7 +239,24 @@ fn missing(path: &str, driver: &str) -> Error {
     }
 }
 
-fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
+/// A text, or what QEMU makes of a number or a flag where a text is expected. A driver, a format and a file are never
+/// guessed from one.
+fn text_of(key: &Key, value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        _ if ["driver", "format", "filename", "config"].contains(&key.name) => None,
+        Value::Bool(flag) => Some(if *flag { "on" } else { "off" }.to_owned()),
+        Value::Number(number) => Some(number.to_string()),
+        _ => None,
+    }
+}
+
+fn is_list(value: &Value) -> bool {
+    value.as_array().is_some_and(|items| !items.is_empty())
+}
+
+/// `path` is the option's place in the whole tree, `leaf` its name in its node, by which QEMU calls it.
+fn check_value(key: &Key, value: &mut Value, path: &str, leaf: &str) -> Result<()> {
     let checked = match key.value {
         KeyType::Bool => match value {
             Value::Bool(flag) => Some(Value::Bool(*flag)),
@@ -196,14 +265,15 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
         },
         KeyType::Size => number(value).map(Value::from),
         KeyType::Number(min, max) => number(value).filter(|n| (min..=max).contains(n)).map(Value::from),
-        KeyType::Text => value.as_str().map(Value::from),
+        KeyType::Text => text_of(key, value).map(Value::from),
         KeyType::Texts => match value {
             Value::String(_) => return Ok(()),
             Value::Array(items) if items.iter().all(Value::is_string) => return Ok(()),
             _ => None,
         },
-        KeyType::Choice(words) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
+        KeyType::Choice(words) => text_of(key, value).filter(|word| words.contains(&word.as_str())).map(Value::from),
         KeyType::Child => match value {
+            Value::Object(parts) if parts.is_empty() && key.default == REQUIRED => None,
             Value::String(name) if name.is_empty() => None,
             Value::String(_) | Value::Object(_) => return Ok(()),
             _ => None,
@@ -213,8 +283,9 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
             Value::String(_) | Value::Object(_) | Value::Null => return Ok(()),
             _ => None,
         },
+        KeyType::Struct(_) if value.as_object().is_some_and(Map::is_empty) => None,
         KeyType::Struct(keys) | KeyType::ChoiceOrStruct(_, keys) if value.is_object() => {
-            return check_struct(keys, value, path);
+            return check_struct(keys, value, path, leaf);
         }
         KeyType::ChoiceOrStruct(words, _) => value.as_str().filter(|word| words.contains(word)).map(Value::from),
         KeyType::List(keys) => match value {
@@ -240,13 +311,15 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
                 ref other => other.describe(),
             };
             let error = Error::invalid_argument(format!("Parameter '{path}' expects {expected}")).value(&*value);
-            Err(match words_of_value(key, value) {
-                Some(sentence) => error.qemu(sentence),
-                None if matches!(key.value, KeyType::Size) => {
-                    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                    error.qemu(size_refused(path, &text))
+            let text = text_of(key, value).unwrap_or_else(|| value.to_string());
+            Err(match (words_of_value(key, value), &key.value) {
+                (Some(sentence), _) => error.qemu(sentence),
+                (None, KeyType::Size) => error.qemu(size_refused(leaf, &text)),
+                (None, KeyType::Bool) => error.qemu(format!("Parameter '{leaf}' expects 'on' or 'off'")),
+                (None, KeyType::Number(..)) if text.parse::<i128>().is_err() => {
+                    error.qemu(format!("Parameter '{leaf}' expects a number"))
                 }
-                None => error,
+                _ => error,
             })
         }
     }
@@ -254,9 +327,13 @@ fn check_value(key: &Key, value: &mut Value, path: &str) -> Result<()> {
 
 /// QEMU's sentence for a value that an option doesn't take, where the option has one of its own.
 fn words_of_value(key: &Key, value: &Value) -> Option<String> {
-    let text = value.as_str().unwrap_or_default();
+    let text = &text_of(key, value).unwrap_or_default();
     match key.name {
         "discard" => Some("Invalid discard option".to_owned()),
+        "vote-threshold" => match text.parse::<i128>().ok()? {
+            ..1 => Some("Parameter 'vote-threshold' expects a value >= 1".to_owned()),
+            _ => Some("threshold may not exceed children count".to_owned()),
+        },
         "aio" | "locking" | "detect-zeroes" => Some(format!("invalid parameter value: {text}")),
         "overlap-check" => Some(unknown_overlap_check(text)),
         "cache-clean-interval" if text.starts_with('-') => Some("Cache clean interval too big".to_owned()),
@@ -294,26 +371,43 @@ pub fn size_refused(parameter: &str, text: &str) -> String {
 
 /// Checks a list of objects with these keys, and turns texts into the type of their key. `path`: the name of the list.
 pub(crate) fn check_list(keys: &'static [Key], items: &mut [Value], path: &str) -> Result<()> {
+    let list = path.rsplit('.').next().unwrap_or(path);
     for (index, item) in items.iter_mut().enumerate() {
-        check_struct(keys, item, &format!("{path}.{index}"))?;
+        if !item.is_object() {
+            let error = Error::invalid_argument(format!("option '{path}.{index}' expects an object")).value(&*item);
+            return Err(error.qemu(format!("[{list}] section (index {index}) does not consist of keys")));
+        }
+        let known = |leaf: &String| keys.iter().any(|key| key.name == *leaf);
+        if let Some(leaf) = item.as_object().and_then(|map| map.keys().find(|leaf| !known(leaf))) {
+            let error = Error::invalid_argument(format!("unknown option '{path}.{index}.{leaf}'"));
+            return Err(error.qemu(format!("[{list}] section doesn't support the option '{leaf}'")));
+        }
+        check_struct(keys, item, &format!("{path}.{index}"), "")?;
     }
     Ok(())
 }
 
-fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<()> {
+/// `leaf` is the name of the whole in its node, by which its parts begin; empty for an element of a list.
+fn check_struct(keys: &'static [Key], value: &mut Value, path: &str, leaf: &str) -> Result<()> {
     let Value::Object(map) = value else {
         return Err(Error::invalid_argument(format!("option '{path}' expects an object")).value(&*value));
     };
     for (name, value) in map.iter_mut() {
         let full = format!("{path}.{name}");
+        let leaf = if leaf.is_empty() { name.clone() } else { format!("{leaf}.{name}") };
         match keys.iter().find(|key| key.name == name) {
-            Some(key) => check_value(key, value, &full).map_err(|error| match (&key.value, value.as_str()) {
-                (KeyType::Choice(_), Some(word)) if name == "template" => error.qemu(unknown_overlap_check(word)),
-                (KeyType::Choice(_), Some(word)) => {
-                    error.qemu(format!("Parameter '{name}' does not accept value '{word}'"))
-                }
-                _ => error,
-            })?,
+            Some(key) => {
+                check_value(key, value, &full, &leaf).map_err(|error| match (&key.value, text_of(key, value)) {
+                    (KeyType::Choice(_), Some(word)) if name == "template" => error.qemu(unknown_overlap_check(&word)),
+                    (KeyType::Choice(_), Some(word)) if ["event", "iotype"].contains(&name.as_str()) => {
+                        error.qemu(format!("invalid parameter value: {word}"))
+                    }
+                    (KeyType::Choice(_), Some(word)) => {
+                        error.qemu(format!("Parameter '{name}' does not accept value '{word}'"))
+                    }
+                    _ => error,
+                })?
+            }
             None => return Err(Error::invalid_argument(format!("unknown option '{full}'"))),
         }
     }
@@ -328,10 +422,16 @@ fn check_struct(keys: &'static [Key], value: &mut Value, path: &str) -> Result<(
     }
 }
 
+/// A number with a fraction of zero, or with an exponent.
+fn whole(number: f64) -> Option<u64> {
+    const MOST: f64 = 9_007_199_254_740_992.0;
+    (number.fract() == 0.0 && (0.0..=MOST).contains(&number)).then_some(number as u64)
+}
+
 /// A number, or a text that is a size.
 fn number(value: &Value) -> Option<u64> {
     match value {
-        Value::Number(number) => number.as_u64(),
+        Value::Number(number) => number.as_u64().or_else(|| whole(number.as_f64()?)),
         Value::String(text) => parse_size(text).ok(),
         _ => None,
     }

@@ -266,5 +266,5 @@ const FAULT_ACTIONS: &[&str] = &["fail", "torn", "short", "corrupt", "lose", "de
 const SET_STATE: &[Key] = &[
     key("event", KeyType::Choice(Event::NAMES), REQUIRED, "when"),
     key("state", KeyType::Number(0, u32::MAX as u64), "any", "in which state"),
-    key("new_state", KeyType::Number(0, u32::MAX as u64), REQUIRED, "the state afterwards"),
+    key("new_state", KeyType::Number(0, u32::MAX as u64), "0", "the state afterwards"),
 ];

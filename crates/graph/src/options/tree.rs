@@ -208,7 +208,8 @@ fn unfold(map: Map<String, Value>, depth: usize) -> Result<Map<String, Value>> {
             other => other,
         };
         match key.split_once('.') {
-            None => merge(&mut result, &key, value, &key)?,
+            // An empty part begins no nested option: the driver refuses the whole key.
+            None | Some(("", _)) => merge(&mut result, &key, value, &key)?,
             Some((first, rest)) => {
                 if !dotted.iter().any(|known| known == first) {
                     dotted.push(first.to_owned());
@@ -231,9 +232,6 @@ fn unfold(map: Map<String, Value>, depth: usize) -> Result<Map<String, Value>> {
 
 /// Adds `value` under `key`; two objects become one, anything else twice contradicts itself.
 fn merge(map: &mut Map<String, Value>, key: &str, value: Value, path: &str) -> Result<()> {
-    if key.is_empty() {
-        return Err(Error::invalid_argument(format!("empty part in option key '{path}'")));
-    }
     match (map.get_mut(key), value) {
         (None, value) => {
             map.insert(key.to_owned(), value);
@@ -243,8 +241,12 @@ fn merge(map: &mut Map<String, Value>, key: &str, value: Value, path: &str) -> R
                 merge(known, &inner, value, path)?;
             }
         }
-        (Some(_), _) => {
-            return Err(Error::invalid_argument(format!("option '{path}' contradicts another option '{key}'")));
+        (Some(known), value) if *known == value => {}
+        (Some(known), value) => {
+            let error = Error::invalid_argument(format!("option '{path}' contradicts another option '{key}'"));
+            let is_node = known.is_string() && value.is_object() || known.is_object() && value.is_string();
+            let sentence = "Cannot reference an existing block device with additional options or a new filename";
+            return Err(if is_node { error.qemu(sentence) } else { error });
         }
     }
     Ok(())
@@ -340,21 +342,18 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        for text in [
-            "file=a,file.filename=b",
-            "file.filename=b,file=a",
-            "a..b=1",
-            ".a=1",
-            "a.=1",
-            "l.0=1,l.2=2",
-            "l.00=1,l.0=2",
-        ] {
+        for text in ["file=a,file.filename=b", "file.filename=b,file=a", "l.0=1,l.2=2", "l.00=1,l.0=2"] {
             assert!(BlockdevOptions::from_keyval(text).is_err(), "{text}");
         }
         for text in ["json:", "json:[]", "json:{", "json:{\"a\":1,\"a.b\":2}"] {
             assert!(BlockdevOptions::from_json_name(text).unwrap().is_err(), "{text}");
         }
         assert!(BlockdevOptions::from_keyval(&format!("{}a=1", "a.".repeat(200))).is_err());
+    }
+
+    #[test]
+    fn an_empty_part_of_a_key_stays_for_the_driver_to_refuse() {
+        assert_eq!(keyval("a..b=1,.c=2,d.=3"), json!({"a": {".b": "1"}, ".c": "2", "d": {"": "3"}}));
     }
 
     proptest! {
