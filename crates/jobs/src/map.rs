@@ -2,8 +2,10 @@
 //! The places of an image's bytes: runs as `qemu-img map` lists them.
 
 use crate::{ImageSpec, JobHandle, in_work};
+use cowshed_image::node::ChildRole;
 use cowshed_image::{Node, StatusExtent};
 use cowshed_types::{Error, Result};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// The image and the range to map.
@@ -74,13 +76,18 @@ async fn walk(
     let mut at = options.start;
     job.set_len(end.saturating_sub(at));
     let mut pending: Option<MapEntry> = None;
+    let mut names = HashMap::new();
+    names_of_filters(node, &mut names);
     while at < end {
         job.pause_point().await?;
         let from = at;
         let runs = node.block_status_chain(at, (end - at).min(WINDOW_BYTES), MAX_RUNS).await;
         for run in runs.map_err(|error| in_work(error, "Could not read file metadata"))? {
             at = run.start + run.len;
-            let entry = MapEntry::from(run);
+            let mut entry = MapEntry::from(run);
+            if let Some(filter) = entry.file.as_ref().and_then(|file| names.get(file)) {
+                entry.file = Some(Arc::clone(filter));
+            }
             pending = match pending.take() {
                 None => Some(entry),
                 Some(mut last) if last.continues_in(&entry) => {
@@ -99,6 +106,24 @@ async fn walk(
         job.advance(at - from);
     }
     pending.map_or(Ok(()), take)
+}
+
+/// Filters that stand between a format and a file: the name of the file, and of the filter, which QEMU shows in its place.
+fn names_of_filters(node: &Node, names: &mut HashMap<Arc<str>, Arc<str>>) {
+    const FILTERS: [&str; 3] = ["blkdebug", "throttle", "preallocate"];
+    let is_format = !FILTERS.contains(&node.driver_name()) && !node.is_raw();
+    for child in node.children() {
+        let is_stored = matches!(child.role, ChildRole::File | ChildRole::DataFile);
+        if is_format && is_stored && FILTERS.contains(&child.node.driver_name()) {
+            let below = |node: &Node| node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image));
+            let mut file = Arc::clone(&child.node);
+            while let Some(next) = below(&file) {
+                file = next;
+            }
+            names.insert(file.filename().into(), child.node.reference().into());
+        }
+        names_of_filters(&child.node, names);
+    }
 }
 
 impl From<StatusExtent> for MapEntry {

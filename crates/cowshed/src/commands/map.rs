@@ -106,6 +106,8 @@ impl Writer {
                 console.print_text(line);
                 *opening = ",\n";
             }
+            // As in QEMU, the table ends where its error stands.
+            Writer::Table { placeless: true, .. } => {}
             Writer::Table { placeless, .. } if entry.data && !entry.zero => match (entry.offset, &entry.file) {
                 (Some(offset), Some(file)) => console.line(format_args!(
                     "{:<16}{:<16}{:<16}{}",
