@@ -8,7 +8,7 @@ use cowshed_layout::qcow2::{Header, Snapshot, limits};
 use cowshed_offline::snapshots;
 use cowshed_storage::fault::as_metadata;
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, ErrorKind, Result};
 
 /// A qcow2 image's header and the file it came from.
 pub struct Qcow2Layer {
@@ -43,7 +43,14 @@ pub fn geometry(node: &Node) -> Option<LayerGeometry> {
 impl Qcow2Layer {
     /// The internal snapshots.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
-        as_metadata(snapshots::list(&self.file, &self.header)).await.map_err(|error| error.file(self.file.name()))
+        let listed = as_metadata(snapshots::list(&self.file, &self.header)).await;
+        listed.map_err(|error| {
+            let error = match error.kind() {
+                ErrorKind::Io | ErrorKind::NoSpace => error.qemu("Failed to read snapshot table"),
+                _ => error,
+            };
+            error.file(self.file.name())
+        })
     }
 
     /// The persistent bitmaps; none when the extension doesn't count (its autoclear bit is not set).

@@ -55,7 +55,8 @@ impl Qcow2Driver {
         }
         let driver = Self::open_named(context, header, cipher).await.map_err(|error| error.file(name))?;
         if may_write {
-            driver.plan(|engine| engine.require_refcount_table()).await?;
+            let counts = driver.plan(|engine| engine.require_refcount_table()).await;
+            counts.map_err(|error| unread(error, "Could not initialize refcount handling"))?;
             driver.refuse_lost_clusters().await?;
             driver.prepare_bitmaps().await?;
             driver.clear_unknown_autoclear().await?;
@@ -158,7 +159,8 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
     if context.writable {
         return Err(Error::new(ErrorKind::ReadOnly, "a snapshot can only be opened for reading"));
     }
-    let snapshots = cowshed_offline::snapshots::list(&context.file, &header).await?;
+    let listed = cowshed_offline::snapshots::list(&context.file, &header).await;
+    let snapshots = listed.map_err(|error| unread(error, "Failed to read snapshot table"))?;
     let Some(index) = wanted.find(&snapshots) else {
         return Err(Error::new(ErrorKind::NotFound, "can't find the snapshot").value(&wanted.name));
     };
@@ -176,13 +178,21 @@ async fn header_of_snapshot(context: &OpenContext, mut header: Header, wanted: &
     Ok(header)
 }
 
+/// Gives QEMU's sentence to an error of reading; damage has sentences of its own.
+fn unread(error: Error, sentence: &str) -> Error {
+    match error.kind() {
+        ErrorKind::Io | ErrorKind::NoSpace => error.qemu(sentence),
+        _ => error,
+    }
+}
+
 pub(super) async fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>> {
     let bytes = header.l1_size as usize * 8;
     if bytes == 0 {
         return Ok(Vec::new());
     }
     let (result, buf) = file.read_at(IoBuf::try_zeroed(bytes)?, header.l1_table_offset).await;
-    result?;
+    result.map_err(|error| unread(error, "Could not read L1 table"))?;
     try_collect(buf.as_chunks::<8>().0.iter().map(|word| u64::from_be_bytes(*word)))
 }
 
@@ -287,7 +297,8 @@ pub(super) async fn snapshot_metadata(
     if header.nb_snapshots == 0 {
         return Ok(Vec::new());
     }
-    let snapshots = cowshed_offline::snapshots::list(file, header).await?;
+    let listed = cowshed_offline::snapshots::list(file, header).await;
+    let snapshots = listed.map_err(|error| unread(error, "Failed to read snapshot table"))?;
     let table_bytes = snapshots.iter().map(|snapshot| snapshot.encoded_len() as u64).sum();
     let mut found = vec![(Structure::SnapshotTable, header.snapshots_offset, table_bytes)];
     for snapshot in &snapshots {

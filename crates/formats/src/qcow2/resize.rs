@@ -28,7 +28,8 @@ impl Qcow2Driver {
             std::cmp::Ordering::Equal => Ok(()),
             std::cmp::Ordering::Greater => self.grow(size, preallocation).await,
             std::cmp::Ordering::Less if preallocation != Preallocation::Off => {
-                Err(self.error(Error::invalid_argument("preallocation can't be used for shrinking an image")))
+                let error = Error::invalid_argument("preallocation can't be used for shrinking an image");
+                Err(self.error(error.qemu("Preallocation can't be used for shrinking an image")))
             }
             std::cmp::Ordering::Less => self.shrink(size).await,
         }

@@ -95,7 +95,8 @@ impl BitmapEntry {
     pub fn validate(&self, disk_size: u64, cluster_bits: u32) -> Result<()> {
         let shown = String::from_utf8_lossy(&self.name).into_owned();
         let error = |field, value: String, message: String| {
-            Err(Error::invalid_image(field, value, format!("bitmap {shown:?}: {message}")))
+            let error = Error::invalid_image(field, value, format!("bitmap {shown:?}: {message}"));
+            Err(error.qemu(format!("Bitmap '{shown}' doesn't satisfy the constraints")))
         };
         if self.name.is_empty() || self.name.len() > NAME_BYTES {
             let message = format!("the name must have 1 to {NAME_BYTES} bytes");
@@ -151,13 +152,19 @@ pub fn parse_directory(bytes: &[u8], extension: &BitmapsExtension) -> Result<Vec
     let mut entries: Vec<BitmapEntry> = Vec::new();
     for index in 0..extension.nb_bitmaps {
         let Some((entry, len)) = BitmapEntry::parse(rest) else {
-            return Err(size_error(format!("bitmap directory ends within entry {index}")));
+            let error = size_error(format!("bitmap directory ends within entry {index}"));
+            return Err(error.qemu(match rest.is_empty() {
+                _ if entries.iter().any(|entry| !entry.extra_data.is_empty()) => "Bitmap extra data is not supported",
+                true => "Less bitmaps found than specified in header extension",
+                false => "Broken bitmap directory",
+            }));
         };
         rest = &rest[len..];
         entries.push(entry);
     }
     if !rest.is_empty() {
-        return Err(size_error(format!("bitmap directory has {} bytes behind its last entry", rest.len())));
+        let error = size_error(format!("bitmap directory has {} bytes behind its last entry", rest.len()));
+        return Err(error.qemu("Broken bitmap directory"));
     }
     let mut names = HashSet::new();
     if let Some(twice) = entries.iter().find(|entry| !names.insert(&entry.name)) {

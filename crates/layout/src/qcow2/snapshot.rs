@@ -3,7 +3,7 @@
 
 use super::{Parsed, limits};
 use crate::bytes::{be16_at, be32_at, be64_at};
-use cowshed_types::{Error, Result};
+use cowshed_types::{Error, LINE_END, Result};
 
 /// Where the field `l1_size` is in an entry, in bytes.
 pub const L1_SIZE_OFFSET: u64 = 8;
@@ -158,7 +158,7 @@ pub fn parse_table(bytes: &[u8], count: u32) -> Result<Parsed<Vec<Snapshot>>> {
     let mut at = 0usize;
     for index in 0..count {
         match Snapshot::parse(bytes.get(at..).unwrap_or_default())
-            .map_err(|error| error.context(format!("snapshot table entry {index}")))?
+            .map_err(|error| error.context(format!("snapshot table entry {index}")).qemu(too_much_extra(index)))?
         {
             Parsed::Complete { value, len } => {
                 snapshots.push(value);
@@ -169,6 +169,14 @@ pub fn parse_table(bytes: &[u8], count: u32) -> Result<Parsed<Vec<Snapshot>>> {
     }
     let len = within_limit(at)?;
     Ok(Parsed::Complete { value: snapshots, len })
+}
+
+/// QEMU's sentence for an entry with too much extra data.
+fn too_much_extra(index: u32) -> String {
+    format!(
+        "Too much extra metadata in snapshot table entry {index}{LINE_END}You can force-remove this extra metadata with \
+         qemu-img check -r all"
+    )
 }
 
 /// The readable part of a damaged table, for a repair.

@@ -303,14 +303,30 @@ fn bitmaps(header: &Header) -> Result<()> {
     };
     if extension.nb_bitmaps == 0 || extension.nb_bitmaps > limits::BITMAPS {
         let message = format!("the number of bitmaps must be between 1 and {}", limits::BITMAPS);
-        return Err(Error::invalid_image("nb_bitmaps", extension.nb_bitmaps, message));
+        let error = Error::invalid_image("nb_bitmaps", extension.nb_bitmaps, message);
+        return Err(error.qemu(match extension.nb_bitmaps {
+            0 => "found bitmaps extension with zero bitmaps".to_owned(),
+            count => format!(
+                "bitmaps_ext: Image has {count} bitmaps, exceeding the QEMU supported maximum of {}",
+                limits::BITMAPS
+            ),
+        }));
     }
     if extension.reserved != 0 {
-        return Err(Error::invalid_image("bitmaps_reserved", extension.reserved, "reserved field is not zero"));
+        let error = Error::invalid_image("bitmaps_reserved", extension.reserved, "reserved field is not zero");
+        return Err(error.qemu("bitmaps_ext: Reserved field is not zero"));
     }
     aligned("bitmap_directory_offset", extension.directory_offset, header)?;
     let (start, bytes) = (extension.directory_offset, extension.directory_size);
-    region("bitmap_directory_offset", start, bytes, limits::BITMAP_DIRECTORY_BYTES)
+    region("bitmap_directory_offset", start, bytes, limits::BITMAP_DIRECTORY_BYTES).map_err(|error| {
+        match bytes > limits::BITMAP_DIRECTORY_BYTES {
+            true => error.qemu(format!(
+                "bitmaps_ext: bitmap directory size ({bytes}) exceeds the maximum supported size ({})",
+                u64::from(limits::BITMAPS) << 10
+            )),
+            false => error,
+        }
+    })
 }
 
 fn aligned(field: &'static str, start: u64, header: &Header) -> Result<()> {
@@ -327,6 +343,7 @@ fn invalid_place(field: &str) -> String {
         "l1_table_offset" => "Active L1 table",
         "refcount_table_offset" => "Reference count table",
         "snapshots_offset" => "Snapshot table",
+        "bitmap_directory_offset" => return "bitmaps_ext: invalid bitmap directory offset".to_owned(),
         other => return format!("{other} invalid"),
     };
     format!("{table} offset invalid")
