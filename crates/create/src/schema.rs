@@ -320,6 +320,14 @@ pub fn help_lines(options: &[CreateOption]) -> Vec<String> {
     lines
 }
 
+/// Refuses a list with an empty element at an end, as qemu-img does: it is nearly always a slip of the shell's quoting.
+pub fn check_list(list: &str) -> Result<()> {
+    match list.is_empty() || list.starts_with(',') || (list.ends_with(',') && !list.ends_with(",,")) {
+        true => Err(Error::invalid_argument(format!("Invalid option list: {list}"))),
+        false => Ok(()),
+    }
+}
+
 /// The given options of one image: the last value of a key counts.
 #[derive(Clone, Debug)]
 pub struct OptionValues {
@@ -332,10 +340,7 @@ impl OptionValues {
     pub fn parse(schema: &'static [CreateOption], lists: &[String]) -> Result<OptionValues> {
         let mut parsed = OptionValues { schema, values: Vec::new() };
         for list in lists {
-            // qemu-img refuses these too: an empty element is nearly always a slip of the shell's quoting.
-            if list.is_empty() || list.starts_with(',') || (list.ends_with(',') && !list.ends_with(",,")) {
-                return Err(Error::invalid_argument(format!("Invalid option list: {list}")));
-            }
+            check_list(list)?;
             for item in split_list(list) {
                 parsed.set_item(&item)?;
             }
@@ -347,18 +352,22 @@ impl OptionValues {
         let (key, value) = match item.split_once('=') {
             Some((key, value)) => (key, value.to_owned()),
             // A bare key switches on; with "no" before it, off. QEMU leaves out each "no" of a bare key, that of "nocow" too.
-            None => match item.strip_prefix("no") {
-                Some(rest) if self.find(rest).is_ok() => (rest, "off".to_owned()),
-                Some(rest) => {
-                    let sentence = format!("Invalid parameter '{rest}'");
-                    let message = match self.find(item) {
-                        Ok(_) => format!("'{item}' needs a value: {item}=on"),
-                        Err(error) => error.message().to_owned(),
-                    };
-                    return Err(Error::invalid_argument(message).qemu(sentence));
+            // It ends at its first comma: only a value has two for one.
+            None => {
+                let item = item.split(',').next().unwrap_or_default();
+                match item.strip_prefix("no") {
+                    Some(rest) if self.find(rest).is_ok() => (rest, "off".to_owned()),
+                    Some(rest) => {
+                        let sentence = format!("Invalid parameter '{rest}'");
+                        let message = match self.find(item) {
+                            Ok(_) => format!("'{item}' needs a value: {item}=on"),
+                            Err(error) => error.message().to_owned(),
+                        };
+                        return Err(Error::invalid_argument(message).qemu(sentence));
+                    }
+                    None => (item, "on".to_owned()),
                 }
-                None => (item, "on".to_owned()),
-            },
+            }
         };
         self.set(key, value)
     }

@@ -63,9 +63,8 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if args.options.is_empty() {
         return Err(Failure::usage("Must specify options (-o)"));
     }
-    if create_options::asks_for_help(&args.options)
-        && let Some(format) = &args.format
-    {
+    let asks_for_help = create_options::asks_for_help(&args.options)?;
+    if asks_for_help && let Some(format) = &args.format {
         return print_help(format, console);
     }
     // This verb of qemu-img doesn't point to its help here.
@@ -73,7 +72,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let spec = args.naming.spec(file, args.format.as_ref())?;
     let image = ImageSpec { cache: cache_mode("", args.cache.as_ref())?, ..spec };
     args.naming.untrusted.guard(&[Use::Write(&image)], console)?;
-    if create_options::asks_for_help(&args.options) {
+    if asks_for_help {
         let node = work::run_quietly(async |_| image.open_for_reading().await);
         let node = node.map_err(|error| Failure::open(console.persona, file, &error))?;
         return print_help(node.driver_name(), console);

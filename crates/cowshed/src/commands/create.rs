@@ -68,7 +68,7 @@ struct CreateArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = CreateArgs::from_arg_matches(matches)?;
-    if create_options::asks_for_help(&args.options) {
+    if create_options::asks_for_help(&args.options)? {
         let format = args.format.as_deref().unwrap_or("raw");
         return create_options::print_help(format, !args.operands.is_empty(), console);
     }

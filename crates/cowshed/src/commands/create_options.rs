@@ -3,13 +3,15 @@
 
 use crate::invocation::Persona;
 use crate::output::{Console, Failure};
-use cowshed_create::schema::{CreateOption, help_lines, options_of};
+use cowshed_create::schema::{CreateOption, check_list, help_lines, options_of};
 use cowshed_image::DRIVERS;
 use cowshed_image::options::{DriverKind, DriverSchema};
 
-/// True when one of the lists asks for help: an element `help` or `?`.
-pub fn asks_for_help(lists: &[String]) -> bool {
-    lists.iter().flat_map(|list| list.split(',')).any(|element| element == "help" || element == "?")
+/// True when one of the lists asks for help: an element `help` or `?`. A list with an empty element at an end is refused, as
+/// qemu-img does before all else.
+pub fn asks_for_help(lists: &[String]) -> Result<bool, Failure> {
+    lists.iter().try_for_each(|list| check_list(list))?;
+    Ok(lists.iter().flat_map(|list| list.split(',')).any(|element| element == "help" || element == "?"))
 }
 
 /// Drivers of QEMU with images that QEMU doesn't make either.

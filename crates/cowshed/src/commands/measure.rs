@@ -60,7 +60,7 @@ struct MeasureArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = MeasureArgs::from_arg_matches(matches)?;
-    if create_options::asks_for_help(&args.options) {
+    if create_options::asks_for_help(&args.options)? {
         return create_options::print_help(args.target_format.as_deref().unwrap_or("raw"), false, console);
     }
     let size = args.size.as_deref().map(|text| sizes::size("image size", text)).transpose()?;

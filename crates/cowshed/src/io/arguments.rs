@@ -13,11 +13,13 @@ pub struct Arguments {
     pub first_flags: Option<String>,
     /// The arguments that are no flags, in order.
     pub operands: Vec<String>,
+    /// Lines about unknown flags, of a command that goes on then.
+    pub unknown: Vec<String>,
 }
 
 impl Arguments {
-    /// Takes `words` apart. `known`: letters, each followed by ':' when it takes a value. Flags may come anywhere; `--`
-    /// ends them.
+    /// Takes `words` apart. `known`: letters, each followed by ':' when it takes a value; a '?' at the end lets
+    /// unknown flags pass. Flags may come anywhere; `--` ends them.
     pub fn parse(command: &str, known: &str, words: &[&str]) -> Result<Arguments, CommandFailed> {
         let mut arguments = Arguments::default();
         if known.is_empty() {
@@ -57,8 +59,12 @@ impl Arguments {
         words: &mut impl Iterator<Item = &'a &'a str>,
     ) -> Result<(), CommandFailed> {
         for (at, letter) in letters.char_indices() {
-            let place = known.find(letter).filter(|_| letter != ':');
+            let place = known.find(letter).filter(|_| letter != ':' && letter != '?');
             let Some(place) = place else {
+                if known.ends_with('?') {
+                    self.unknown.push(format!("{command}: invalid option -- '{letter}'"));
+                    continue;
+                }
                 return Err(CommandFailed::usage().error(format!("{command}: invalid option -- '{letter}'")));
             };
             if !known[place + letter.len_utf8()..].starts_with(':') {
@@ -139,10 +145,13 @@ pub fn size_named(text: &str, name: &str) -> Result<u64, CommandFailed> {
         Err(Fault::NotASize) if text.strip_prefix('-').is_some_and(|rest| sizes::number(rest).is_ok()) => {
             Err(CommandFailed::output(format!("Parsing error: argument too large -- {name}")))
         }
-        Err(Fault::NotASize) => Err(CommandFailed::output(format!(
-            "Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {name}"
-        ))),
+        Err(Fault::NotASize) => Err(CommandFailed::output(no_number(name))),
     }
+}
+
+/// The line for a word that is no number.
+pub fn no_number(name: &str) -> String {
+    format!("Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {name}")
 }
 
 fn pattern(text: &str) -> Result<u8, CommandFailed> {

@@ -13,6 +13,8 @@ use cowshed_storage::rt;
 use std::time::Duration;
 
 const SECTOR_BYTES: u64 = 512;
+/// The longest disk of QEMU: 2^63 - 1 bytes, down to a whole GiB.
+const LONGEST_DISK_BYTES: u64 = (i64::MAX as u64) & !((1 << 30) - 1);
 /// Runs asked for at once.
 const MAX_RUNS: usize = 1024;
 
@@ -30,11 +32,17 @@ pub(super) async fn flush(shell: &mut Shell) -> Done {
 pub(super) async fn truncate(shell: &mut Shell, arguments: Arguments) -> Done {
     let preallocation = arguments.value('m').map_or(Ok(Preallocation::Off), arguments::preallocation)?;
     // Words behind the size count for nothing, as in qemu-io.
-    let [size, ..] = &arguments.operands[..] else { return Err(CommandFailed::usage()) };
+    let [size, ..] = &arguments.operands[..] else {
+        let flag = arguments.first_flags.as_deref().unwrap_or_default();
+        return Err(CommandFailed::output(arguments::no_number(flag)));
+    };
     // As qemu-io, which names the command's first word, where flags come before all else.
     let first = arguments.first_flags.as_deref().unwrap_or(size);
     let size = arguments::size_named(size, first)?;
     let node = shell.opened()?.node.clone();
+    if size > LONGEST_DISK_BYTES {
+        return Err(CommandFailed::complaint(format!("offset({size}) exceeds maximum({LONGEST_DISK_BYTES})")));
+    }
     if shell.opened()?.image().is_sized_in_sectors() && !size.is_multiple_of(SECTOR_BYTES) {
         return Err(CommandFailed::complaint("The new size must be a multiple of 512"));
     }
@@ -71,13 +79,13 @@ async fn each_run(
     shell: &Shell,
     start: u64,
     len: u64,
+    failed: impl Fn(String) -> CommandFailed,
     mut take: impl FnMut(u64, u64, bool),
 ) -> Result<(), CommandFailed> {
     let node = shell.opened()?.node.clone();
     let (mut at, end) = (start, start + len);
     while at < end {
-        let failed = |error| CommandFailed::output(format!("is_allocated failed: {}", shell.reason(&error)));
-        let runs = node.block_status(at, end - at, MAX_RUNS).await.map_err(failed)?;
+        let runs = node.block_status(at, end - at, MAX_RUNS).await.map_err(|error| failed(shell.reason(&error)))?;
         let from = at;
         for run in runs {
             take(run.start, run.len, run.present);
@@ -98,7 +106,8 @@ pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
     let count = count.min(size.saturating_sub(offset));
     let mut sum = 0;
     if count > 0 {
-        each_run(shell, offset, count, |_, len, present| sum += if present { len } else { 0 }).await?;
+        let failed = |reason| CommandFailed::output(format!("is_allocated failed: {reason}"));
+        each_run(shell, offset, count, failed, |_, len, present| sum += if present { len } else { 0 }).await?;
     }
     shell.console.line(format_args!("{sum}/{count} bytes allocated at offset {}", text::size(offset as f64)));
     Ok(())
@@ -107,7 +116,8 @@ pub(super) async fn alloc(shell: &mut Shell, arguments: Arguments) -> Done {
 pub(super) async fn map(shell: &mut Shell) -> Done {
     let size = shell.opened()?.node.size();
     let mut runs: Vec<(u64, u64, bool)> = Vec::new();
-    each_run(shell, 0, size, |start, len, present| match runs.last_mut() {
+    let failed = |reason| CommandFailed::complaint(format!("Failed to get allocation status: {reason}"));
+    each_run(shell, 0, size, failed, |start, len, present| match runs.last_mut() {
         Some(last) if last.2 == present => last.1 += len,
         _ => runs.push((start, len, present)),
     })

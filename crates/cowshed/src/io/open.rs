@@ -158,7 +158,18 @@ async fn open_node(spec: &OpenSpec) -> Result<Arc<Node>> {
     if spec.copy_on_read && spec.read_only {
         return Err(Error::invalid_argument("Can't use copy-on-read on read-only device"));
     }
-    match spec.tree()? {
+    let tree = spec.tree()?;
+    let on = |value: &Value| value.as_bool().or_else(|| Some(value.as_str()? == "on"));
+    if tree.as_ref().and_then(|tree| tree.get("read-only")).and_then(on) == Some(true) {
+        if spec.copy_on_read {
+            return Err(Error::invalid_argument("Can't use copy-on-read on read-only device"));
+        }
+        // The overlay would need a writer below it, as in QEMU.
+        if spec.snapshot {
+            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+        }
+    }
+    match tree {
         tree if spec.snapshot => open_overlay(spec, tree).await,
         Some(tree) if spec.copy_on_read => {
             let tree = with_driver(spec, tree).await?;

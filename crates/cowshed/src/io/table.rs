@@ -368,7 +368,7 @@ pub const COMMANDS: &[ShellCommand] = &[
         short: "zap",
         least: 3,
         most: 4,
-        flags: "p",
+        flags: "p?",
         syntax: "offset len [len..]",
         about: "append write a number of bytes at a specified offset",
         details: &[ZONES],

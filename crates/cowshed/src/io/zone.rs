@@ -5,6 +5,7 @@
 use super::Shell;
 use super::arguments::{self, Arguments};
 use super::outcome::{CommandFailed, Done};
+use cowshed_types::LINE_END;
 
 fn unsupported(what: &str) -> CommandFailed {
     CommandFailed::output(format!("zone {what} failed: Operation not supported"))
@@ -26,8 +27,9 @@ pub(super) async fn manage(shell: &mut Shell, what: &str, arguments: Arguments) 
 }
 
 pub(super) async fn append(_shell: &mut Shell, arguments: Arguments) -> Done {
-    sizes(&arguments)?;
-    Err(unsupported("append"))
+    let failed = sizes(&arguments).map_or_else(|error| error, |_| unsupported("append"));
+    // As qemu-io, which names unknown flags, and goes on.
+    Err(if arguments.unknown.is_empty() { failed } else { failed.error(arguments.unknown.join(&LINE_END.to_string())) })
 }
 
 fn sizes(arguments: &Arguments) -> Result<Vec<u64>, CommandFailed> {

@@ -200,7 +200,12 @@ impl Listener {
 
     /// A socket that listens already.
     pub fn from_descriptor(fd: OwnedFd) -> Result<Listener> {
-        if !rustix::net::sockopt::socket_acceptconn(&fd).unwrap_or(false) {
+        let listens = rustix::net::sockopt::socket_acceptconn(&fd);
+        if listens == Err(rustix::io::Errno::NOTSOCK) {
+            let error = Error::os(Errno(libc::ENOTSOCK), "the descriptor is not a listening socket");
+            return Err(error.qemu("Failed to use socket activation: Unable to query remote socket address"));
+        }
+        if !listens.unwrap_or(false) {
             return Err(Error::invalid_argument("the descriptor is not a listening socket"));
         }
         // Accepting is tried when a client seems to be there, and that may have gone again.
@@ -232,6 +237,11 @@ impl Listener {
     /// file that this process opens gets that number; so this comes before it opens any.
     pub fn claim_passed() {
         drop(claimed());
+    }
+
+    /// Refuses descriptors that a service manager named, and that aren't open.
+    pub fn check_passed() -> Result<()> {
+        claimed().as_ref().map(drop).map_err(Clone::clone)
     }
 
     /// The listening sockets that a service manager passed to this process, none when it didn't. They can be taken once.

@@ -169,13 +169,13 @@ struct ConvertArgs {
 
 fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let mut args = ConvertArgs::from_arg_matches(matches)?;
-    if create_options::asks_for_help(&args.options) {
+    if create_options::asks_for_help(&args.options)? {
         let format = args.target_format.as_deref().unwrap_or("raw");
         return create_options::print_help(format, args.files.len() > 1, console);
     }
     let files = args.files.clone();
     check_values(&args)?;
-    check_combination(&args, files.len().saturating_sub(1))?;
+    check_combination(&args)?;
     let Some((target, sources)) = files.split_last().filter(|(_, sources)| !sources.is_empty()) else {
         return Err(Failure::new("Must specify image file name"));
     };
@@ -207,7 +207,10 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     options.refuses_empty = platform.is_some();
     options.has_vmware_ids = platform.is_some_and(|platform| platform.has_vmware_ids);
     options.keeps_existing = new_image::keeps_existing(args.force, console);
-    let later = check_target(&args, console.persona).and_then(|()| check_backing(&args, &options));
+    let later = check_snapshot(&args, sources)
+        .and_then(|()| check_target(&args, console.persona))
+        .and_then(|()| check_single_source(&args, sources))
+        .and_then(|()| check_backing(&args, &options));
     let cache = later.and_then(|()| cache_mode("", args.target_cache.as_ref()));
     options.target.cache = cache.map_err(|later| sources_first(console.persona, &args, &options, later))?;
     let started = Instant::now();
@@ -286,7 +289,15 @@ fn guard(args: &ConvertArgs, options: &ConvertOptions, console: &mut Console) ->
 
 /// The failure of a source that can't be opened, else `later`, the failure of the target.
 fn sources_first(persona: Persona, args: &ConvertArgs, options: &ConvertOptions, later: Failure) -> Failure {
-    work::opened_first(persona, &args.naming, &options.sources.iter().collect::<Vec<_>>(), later)
+    // QEMU looks for a snapshot by its bare name or ID only where there is one source.
+    let is_bare = args.snapshot.as_deref().is_some_and(|text| !text.starts_with("snapshot."));
+    let is_sought = options.sources.len() == 1 || !is_bare;
+    let sources: Vec<ImageSpec> = options
+        .sources
+        .iter()
+        .map(|source| ImageSpec { snapshot: source.snapshot.clone().filter(|_| is_sought), ..source.clone() })
+        .collect();
+    work::opened_first(persona, &args.naming, &sources.iter().collect::<Vec<_>>(), later)
 }
 
 /// The values that qemu-img checks while it reads the options.
@@ -298,18 +309,14 @@ fn check_values(args: &ConvertArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Refuses contradictory arguments, in qemu-img's words.
-fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Failure> {
+/// Refuses contradictory arguments, in qemu-img's words and order.
+fn check_combination(args: &ConvertArgs) -> Result<(), Failure> {
     for (wrong, message) in [
-        (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
-        (args.target_image_opts && args.target_format.is_some(), "--image-opts and --format are mutually exclusive"),
-        (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
+        (args.skip_broken_bitmaps && !args.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
         (
             !args.compress && (args.compression_level.is_some() || args.compression_window.is_some()),
             "--compression-level and --compression-window need -c",
         ),
-        (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
-        (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
         (args.copy_range_offloading && args.compress, "Cannot enable copy offloading when -c is used"),
         (args.copy_range_offloading && args.sparse_size.is_some(), "Cannot enable copy offloading when -S is used"),
         (
@@ -317,13 +324,11 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
             "Cannot enable copy offloading with --reflink=never",
         ),
         (args.copy_range_offloading && args.salvage, "Cannot use copy offloading in salvaging mode"),
-        (args.skip_broken_bitmaps && !args.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
-        (source_count > 1 && args.bitmaps, "Copying bitmaps only possible with single source"),
-        (source_count > 1 && args.snapshot.is_some(), "No support for concatenating multiple snapshot"),
-        (
-            source_count > 1 && args.backing.is_some(),
-            "Having a backing file for the target makes no sense when concatenating multiple input images",
-        ),
+        (args.target_image_opts && !args.no_create, "--target-image-opts requires use of -n flag"),
+        (args.target_is_zero && !args.no_create, "--target-is-zero requires use of -n flag"),
+        (args.no_create && !args.options.is_empty(), "-o has no effect when skipping image creation"),
+        (args.image_opts_and_format(), "--image-opts and --format are mutually exclusive"),
+        (args.target_image_opts && args.target_format.is_some(), "--image-opts and --format are mutually exclusive"),
         (
             args.target_is_zero && args.backing.is_some(),
             "Cannot use --target-is-zero when the destination image has a backing file",
@@ -334,6 +339,24 @@ fn check_combination(args: &ConvertArgs, source_count: usize) -> Result<(), Fail
         }
     }
     Ok(())
+}
+
+/// A snapshot is one source's.
+fn check_snapshot(args: &ConvertArgs, sources: &[String]) -> Result<(), Failure> {
+    match sources.len() > 1 && args.snapshot.is_some() {
+        true => Err(Failure::new("No support for concatenating multiple snapshot")),
+        false => Ok(()),
+    }
+}
+
+/// Refuses what a target of several sources can't have.
+fn check_single_source(args: &ConvertArgs, sources: &[String]) -> Result<(), Failure> {
+    let message = match (args.backing.is_some(), args.bitmaps) {
+        (true, _) => "Having a backing file for the target makes no sense when concatenating multiple input images",
+        (false, true) => "Copying bitmaps only possible with single source",
+        (false, false) => return Ok(()),
+    };
+    if sources.len() > 1 { Err(Failure::new(message)) } else { Ok(()) }
 }
 
 /// qemu-img's words for `-c` of a format without compression.

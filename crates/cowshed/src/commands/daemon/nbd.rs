@@ -249,6 +249,7 @@ impl NbdArgs {
             let message = "the option '--selinux-label' is not supported: label the socket's folder instead";
             return Err(Failure::new(message));
         }
+        Listener::check_passed()?;
         match (self.list, self.file.len()) {
             (true, _) => self.check_list()?,
             (false, 1) => {}
@@ -510,8 +511,10 @@ fn unread(file: &str, is_raw: bool, error: &Error) -> Failure {
 fn port_of(text: &str) -> Option<u16> {
     let text = text.trim_start();
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        let number = text.parse::<u64>().unwrap_or(u64::MAX);
-        return u16::try_from(number & u64::from(u16::MAX)).ok();
+        let low = text.parse::<u64>().unwrap_or(u64::MAX) & u64::from(u32::MAX);
+        // A negative number in 32 bits is the name of a service there, and none has such a name.
+        let number = u32::try_from(low).ok().filter(|number| i32::try_from(*number).is_ok())?;
+        return u16::try_from(number & u32::from(u16::MAX)).ok();
     }
     let services = std::fs::read_to_string("/etc/services").unwrap_or_default();
     services.lines().find_map(|line| {
