@@ -4,6 +4,7 @@
 //! `cargo run --release -p cowshed-bench -- [OPTION]... CASE...`, see [`USAGE`].
 
 mod bare;
+mod bare_vhost;
 mod cases;
 mod copies;
 mod driver;
@@ -90,6 +91,11 @@ fn run(arguments: Vec<String>) -> Result<(), String> {
         && option == bare::SERVE
     {
         return bare::serve(socket, files);
+    }
+    if let [option, socket, file, how @ ..] = arguments.as_slice()
+        && option == bare_vhost::SERVE
+    {
+        return bare_vhost::serve(socket, file, !how.is_empty());
     }
     let (mut settings, names) = parse(arguments)?;
     if names.iter().any(|name| name == "list") {

@@ -109,6 +109,8 @@ pub enum Outcome {
     Bounds {
         /// The server, one value a round.
         ours: Vec<Served>,
+        /// A bare server of the raw file, in a process of its own as ours is.
+        bare: Vec<Served>,
         /// The ring.
         ring: Vec<Served>,
         /// CPU time of the load's program for each request to the server, in microseconds.
@@ -276,12 +278,14 @@ fn line(result: &Outcome) -> String {
             let peak = peaks(&ours, &theirs);
             format!("{} | {} | {rate} | {cpu} | {peak} | {sizes} | {limit}", loaded(&ours), loaded(&theirs))
         }
-        Outcome::Bounds { ours, ring, driver_microseconds } => {
-            let rate = spread(quotients(ours, ring, |run| run.per_second));
-            let cpu = median(quotients(ours, ring, |run| run.cpu_microseconds));
+        Outcome::Bounds { ours, bare, ring, driver_microseconds } => {
+            let rate = |bound: &[Served]| spread(quotients(ours, bound, |run| run.per_second));
+            let cpu = |bound: &[Served]| median(quotients(ours, bound, |run| run.cpu_microseconds));
+            let rates = format!("{} × the ring's rate, {} × the bare server's", rate(ring), rate(bare));
+            let cpu = format!("{:.2}, {:.2}", cpu(ring), cpu(bare));
             let driver = median(driver_microseconds.iter().copied());
-            let (ours, ring) = (loaded(ours), loaded(ring));
-            format!("{ours}, the driver {driver:.1} µs | ring: {ring} | {rate} × the ring's rate | {cpu:.2} | –")
+            let (ours, bare, ring) = (loaded(ours), loaded(bare), loaded(ring));
+            format!("{ours}, the driver {driver:.1} µs | ring: {ring}; bare server: {bare} | {rates} | {cpu} | –")
         }
         Outcome::Scaling { one, two } => {
             let ratio = median(one.iter().zip(two).map(|(one, two)| two / one));

@@ -2,6 +2,7 @@
 //! vhost-user-blk under a driver of our own: one queue and two, the page cache and past it, and writes that allocate.
 
 use crate::Settings;
+use crate::bare_vhost;
 use crate::driver::{self, DEPTH, Kind};
 use crate::fixture;
 use crate::nbd::{Served, Server};
@@ -31,6 +32,15 @@ enum Program {
     Theirs,
 }
 
+/// The measured combinations of a server and queues, in turns.
+#[derive(Clone, Copy)]
+enum Turn {
+    Ours,
+    Theirs,
+    OursWithTwo,
+    Bare,
+}
+
 impl Disk {
     fn start(settings: &Settings, program: Program, image: &Path, bytes: u64, direct: bool) -> Result<Disk, String> {
         let (mut command, name) = match program {
@@ -53,6 +63,13 @@ impl Disk {
         );
         command.args(["--blockdev", &file, "--blockdev", &node, "--export", &export]);
         Ok(Disk { server: Server::start(command, socket.clone())?, socket, image: image.to_owned(), bytes })
+    }
+
+    /// The bare server with a raw file.
+    fn start_bare(settings: &Settings, raw: &Path, bytes: u64, direct: bool) -> Result<Disk, String> {
+        let socket = settings.folder.join("bare-driver.sock");
+        let command = bare_vhost::command(&socket, raw, direct)?;
+        Ok(Disk { server: Server::start(command, socket.clone())?, socket, image: raw.to_owned(), bytes })
     }
 
     fn run(&self, settings: &Settings, kind: Kind, queues: usize) -> Result<Served, String> {
@@ -87,7 +104,8 @@ fn is_wanted(settings: &Settings, name: &str) -> bool {
     settings.only.as_ref().is_none_or(|only| name.contains(only.as_str()))
 }
 
-/// Reads with one queue of each program in turns, and with two of ours; past the page cache also of the raw file by fio.
+/// Reads in turns: with one queue of each program and of the bare server, and with two of ours. Past the page cache fio reads the raw
+/// file, too.
 fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -> Result<Vec<Row>, String> {
     let how = if direct { "past the page cache" } else { "cached" };
     let name = format!("vhost-user-blk {how}: random 4k reads, depth {DEPTH}");
@@ -97,34 +115,35 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
     let bytes = raw.metadata().map_err(|e| format!("{}: {e}", raw.display()))?.len();
     let ours = Disk::start(settings, Program::Ours, &images[0], bytes, direct)?;
     let theirs = Disk::start(settings, Program::Theirs, &images[1], bytes, direct)?;
-    let mut runs = [Vec::new(), Vec::new(), Vec::new()];
+    let bare = Disk::start_bare(settings, raw, bytes, direct)?;
+    let turns = [Turn::Ours, Turn::Theirs, Turn::OursWithTwo, Turn::Bare];
+    let mut runs = turns.map(|_| Vec::new());
     let (mut limit, mut rings, mut driver_microseconds) = (Vec::new(), Vec::new(), Vec::new());
-    let mut one = |which: usize| -> Result<(), String> {
-        let before = cpu_nanoseconds();
-        let run = match which {
-            0 => ours.run(settings, Kind::Read, 1)?,
-            1 => theirs.run(settings, Kind::Read, 1)?,
-            _ => ours.run(settings, Kind::Read, 2)?,
-        };
-        if which == 0 {
-            driver_microseconds.push((cpu_nanoseconds() - before) as f64 / 1e3 / run.operations);
-        }
-        runs[which].push(run);
-        Ok(())
-    };
     for round in 0..settings.rounds {
-        for turn in 0..3 {
-            one((round + turn) % 3)?;
+        for number in 0..turns.len() {
+            let number = (round + number) % turns.len();
+            let before = cpu_nanoseconds();
+            let (disk, queues) = match turns[number] {
+                Turn::Ours => (&ours, 1),
+                Turn::Theirs => (&theirs, 1),
+                Turn::OursWithTwo => (&ours, 2),
+                Turn::Bare => (&bare, 1),
+            };
+            let run = disk.run(settings, Kind::Read, queues)?;
+            if let Turn::Ours = turns[number] {
+                driver_microseconds.push((cpu_nanoseconds() - before) as f64 / 1e3 / run.operations);
+            }
+            runs[number].push(run);
         }
         rings.push(ring(settings, raw, direct)?);
         if direct {
             limit.push(fio(settings, raw)?);
         }
     }
-    let [ours, theirs, two] = runs;
+    let [ours, theirs, two, bare] = runs;
     let rate = |runs: &[Served]| runs.iter().map(|run| run.per_second).collect::<Vec<_>>();
     let scaling = Outcome::Scaling { one: rate(&ours), two: rate(&two) };
-    let bounds = Outcome::Bounds { ours: ours.clone(), ring: rings, driver_microseconds };
+    let bounds = Outcome::Bounds { ours: ours.clone(), bare, ring: rings, driver_microseconds };
     let (target, outcome) = if direct {
         let target = "≥ 0.95 of fio's io_uring on the raw file";
         (target, Outcome::Beside { ours, theirs, limit: Some(limit) })
@@ -134,7 +153,7 @@ fn reads(settings: &Settings, images: &[PathBuf; 2], raw: &Path, direct: bool) -
     Ok(vec![
         Row::new(name.clone(), target, outcome),
         Row::new(format!("{name}, one and two queues"), "≥ 1.8×", scaling),
-        Row::new(format!("{name}, a bare ring on the raw file"), "CPU ≤ 1.5×", bounds),
+        Row::new(format!("{name}, a bare ring and a bare server on the raw file"), "CPU ≤ 1.5×", bounds),
     ])
 }
 
