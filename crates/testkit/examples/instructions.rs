@@ -16,9 +16,11 @@ use cowshed_image::{Node, OpenRequest, open};
 use cowshed_jobs::convert::{self, ConvertOptions};
 use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_nbd_server::{Export, Server, ServerConfig};
-use cowshed_storage::{IoBuf, Socket, rt};
+use cowshed_storage::{IoBuf, SharedMemory, Socket, rt};
 use cowshed_testkit::qemu::{Qemu, temp_dir};
 use cowshed_testkit::random::Random;
+use cowshed_vhost_user::proto::ring::RingPlace;
+use cowshed_vhost_user::simulated::serve_shared_ring;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
@@ -30,6 +32,7 @@ use std::pin::Pin;
 use std::process::{Command, ExitCode};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 const BUDGETS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/instructions.txt");
@@ -61,6 +64,8 @@ enum Kind {
     Served,
     /// The same below a limit that isn't reached.
     ServedThrottled,
+    /// By a guest, over a ring of vhost-user-blk, a window of requests at a time.
+    Ringed,
     /// Of one cluster by `convert`.
     Convert,
 }
@@ -124,6 +129,7 @@ const CASES: &[Case] = &[
         image: ("full", "qcow2"),
         kind: Kind::ServedThrottled,
     },
+    Case { name: "vhost-read", about: "`queued-read` over vhost-user", image: ("full", "qcow2"), kind: Kind::Ringed },
     Case { name: "convert", about: "64 KiB, raw to qcow2", image: ("text", "raw"), kind: Kind::Convert },
 ];
 
@@ -167,6 +173,7 @@ fn run(name: &str, folder: &Path, count: u64) -> ! {
     match case.kind {
         Kind::Convert => alone(copy(&path, &folder.join("copy"), count)),
         Kind::Served | Kind::ServedThrottled => served(&path, case.kind == Kind::ServedThrottled, count),
+        Kind::Ringed => ringed(&path, count),
         Kind::Queued | Kind::Throttled => alone(queued(&path, case.kind == Kind::Throttled, count)),
         _ => alone(requests(case, &path, count)),
     }
@@ -326,6 +333,101 @@ impl rt::Simulation for Client {
 
     fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
         Box::pin(std::future::pending())
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(1)
+    }
+}
+
+/// Serves an image to a guest of the same thread.
+fn ringed(path: &Path, count: u64) {
+    let known = (0..WINDOW).step_by(CLUSTER as usize);
+    let guest = Guest::new(known.chain((0..count).map(place)).collect());
+    let memory = guest.memory.clone();
+    rt::Local::simulated(Rc::new(guest)).block_on(async {
+        let graph = Graph::new(&cowshed_image::DRIVERS);
+        let attachment = attached(&graph, path, false).await;
+        serve_shared_ring(&attachment.queue(), memory, GUEST_RING).await.expect("a ring");
+    });
+}
+
+const GUEST_RING: RingPlace = RingPlace {
+    size: 2 * IN_FLIGHT as u16,
+    descriptors: 0,
+    available: 0x1000,
+    used: 0x2000,
+    event_index: true,
+    indirect: false,
+};
+/// Where the memory of a request is, in room of two pages for each. The data are a page, with the header before and the status behind.
+const ROOM_AT: usize = 0x4000;
+
+/// A guest that has its turn when the ring has nothing left to do: a window of requests has ended then.
+struct Guest {
+    memory: SharedMemory,
+    /// Places of requests that haven't been offered, the next one first.
+    left: RefCell<VecDeque<u64>>,
+    offered: Cell<u16>,
+    /// The look at the ring, where it waits for its time.
+    sleeper: Rc<Cell<Option<Waker>>>,
+}
+
+impl Guest {
+    fn new(places: VecDeque<u64>) -> Guest {
+        let bytes = ROOM_AT + IN_FLIGHT * 3 * BYTES as usize;
+        let memory = SharedMemory::create("guest", bytes as u64).expect("memory").0;
+        for slot in 0..IN_FLIGHT {
+            let data = Self::data(slot) as u64;
+            // One descriptor for the header, and one for data and status: flags and the next one's number come last.
+            for (part, (address, len, flags)) in
+                [(data - 16, 16, 1), (data, BYTES as u32 + 1, 2)].into_iter().enumerate()
+            {
+                let at = 16 * (2 * slot + part);
+                memory.write(at, &u64::to_le_bytes(address));
+                memory.write(at + 8, &u32::to_le_bytes(len));
+                memory.store(at + 12, flags);
+                memory.store(at + 14, 2 * slot as u16 + 1);
+            }
+        }
+        Guest { memory, left: RefCell::new(places), offered: Cell::new(0), sleeper: Rc::default() }
+    }
+
+    fn data(slot: usize) -> usize {
+        ROOM_AT + slot * 3 * BYTES as usize + BYTES as usize
+    }
+}
+
+impl rt::Simulation for Guest {
+    fn advance(&self) {
+        let used = self.memory.load(GUEST_RING.used as usize + 2);
+        assert_eq!(used, self.offered.get(), "requests that don't end");
+        let mut left = self.left.borrow_mut();
+        if left.is_empty() {
+            std::process::exit(0);
+        }
+        let window = left.len().min(IN_FLIGHT);
+        for (slot, place) in left.drain(..window).enumerate() {
+            let header = Self::data(slot) - 16;
+            self.memory.write(header + 8, &(place / 512).to_le_bytes());
+            let entry = GUEST_RING.available as usize + 4 + 2 * usize::from(self.offered.get() % GUEST_RING.size);
+            self.memory.store(entry, 2 * slot as u16);
+            self.offered.set(self.offered.get().wrapping_add(1));
+        }
+        self.memory.store(GUEST_RING.available as usize + 2, self.offered.get());
+        self.sleeper.take().expect("the ring waits").wake();
+    }
+
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        let sleeper = Rc::clone(&self.sleeper);
+        let mut slept = false;
+        Box::pin(std::future::poll_fn(move |context| {
+            if std::mem::replace(&mut slept, true) && sleeper.take().is_none() {
+                return Poll::Ready(());
+            }
+            sleeper.set(Some(context.waker().clone()));
+            Poll::Pending
+        }))
     }
 
     fn now(&self) -> Duration {

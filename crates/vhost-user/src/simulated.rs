@@ -3,6 +3,7 @@
 
 use crate::ledger::Ledger;
 use crate::line::Line;
+use crate::memory::GuestMemory;
 use crate::queue::{Running, Start, Ways};
 use cowshed_image::graph::Queue;
 use cowshed_storage::SharedMemory;
@@ -10,7 +11,7 @@ use cowshed_storage::signal::Mailbox;
 use cowshed_vhost_user_proto::inflight::UnflushedNote;
 use cowshed_vhost_user_proto::request::RequestLimits;
 use cowshed_vhost_user_proto::ring::RingPlace;
-use cowshed_vhost_user_proto::{Malformed, Memory};
+use cowshed_vhost_user_proto::{Malformed, Memory, Region};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
@@ -34,21 +35,7 @@ where
     let ledger = Ledger::default();
     let (unflushed, found) = UnflushedNote::open(unflushed, life)?;
     ledger.take_up(unflushed, found, found.write_cache.unwrap_or(true));
-    let limits = RequestLimits {
-        disk_bytes: 0,
-        block_bytes: 512,
-        read_only: false,
-        max_segments: 32,
-        max_segment_sectors: 1 << 21,
-    };
-    let ways = Ways {
-        id: "simulated".into(),
-        limits,
-        writethrough: false,
-        writeback: Arc::new(AtomicBool::new(true)),
-        ledger: Arc::new(ledger),
-        memory_of: Some(memory_of),
-    };
+    let ways = ways(ledger, memory_of);
     let start = Start {
         place,
         base: 0,
@@ -60,4 +47,43 @@ where
     };
     Running::new(start)?.serve(disk, &Mailbox::default()).await;
     Ok(())
+}
+
+/// Serves a ring in memory as front ends share it, without notes. The memory begins at the guest's address 0.
+///
+/// # Errors
+/// For a ring that breaks the protocol.
+pub async fn serve_shared_ring(disk: &Queue, memory: SharedMemory, place: RingPlace) -> Result<(), Malformed> {
+    let mut guest = GuestMemory::default();
+    let region = Region { guest_address: 0, len: memory.len() as u64, front_end_address: 0, file_offset: 0 };
+    guest.regions.add(region, memory)?;
+    let start = Start {
+        place,
+        base: 0,
+        memory: Arc::new(Mutex::new(Arc::new(guest))),
+        kick: None,
+        line: Arc::new(Line::default()),
+        notes: None,
+        ways: ways(Ledger::default(), |piece| &piece.0),
+    };
+    Running::new(start)?.serve(disk, &Mailbox::default()).await;
+    Ok(())
+}
+
+fn ways<P>(ledger: Ledger<P>, memory_of: fn(&P) -> &SharedMemory) -> Ways<P> {
+    let limits = RequestLimits {
+        disk_bytes: 0,
+        block_bytes: 512,
+        read_only: false,
+        max_segments: 32,
+        max_segment_sectors: 1 << 21,
+    };
+    Ways {
+        id: "simulated".into(),
+        limits,
+        writethrough: false,
+        writeback: Arc::new(AtomicBool::new(true)),
+        ledger: Arc::new(ledger),
+        memory_of: Some(memory_of),
+    }
 }
