@@ -215,7 +215,7 @@ impl SharedMemory {
     pub fn read(&self, at: usize, into: &mut [u8]) {
         let from = self.place(at, into.len());
         // SAFETY: both ranges have that length. They can't overlap: a mapping is no memory of Rust's.
-        unsafe { copy(from.as_ptr(), into.as_mut_ptr(), into.len()) }
+        unsafe { copy_out(from.as_ptr(), into.as_mut_ptr(), into.len()) }
     }
 
     /// Copies bytes in.
@@ -226,7 +226,7 @@ impl SharedMemory {
     pub fn write(&self, at: usize, from: &[u8]) {
         let to = self.place(at, from.len());
         // SAFETY: as in `read`.
-        unsafe { copy(from.as_ptr(), to.as_ptr(), from.len()) }
+        unsafe { copy_in(from.as_ptr(), to.as_ptr(), from.len()) }
     }
 
     /// The little-endian number at `at`; bytes written before it was are seen afterwards. One access where the address
@@ -264,29 +264,68 @@ impl SharedMemory {
     }
 }
 
-/// Copies `len` bytes, one of whose sides another process may change meanwhile.
+/// Up to this many bytes are copied word by word: descriptors, headers and entries of rings.
+#[cfg(target_arch = "x86_64")]
+const SHORT_BYTES: usize = 64;
+const WORD_BYTES: usize = size_of::<u32>();
+
+/// Copies `len` bytes from memory that another process may change meanwhile, each by one access.
 ///
 /// # Safety
 /// Both ranges must be mapped, and must not overlap.
 #[inline]
-unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+unsafe fn copy_out(shared: *const u8, own: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len > 64 {
-        // SAFETY: the caller promises the ranges. The compiler can't look into the instruction, so it assumes nothing of the bytes.
-        unsafe {
-            std::arch::asm!(
-                "rep movsb",
-                inout("rcx") len => _,
-                inout("rsi") from => _,
-                inout("rdi") to => _,
-                options(nostack, preserves_flags),
-            );
-        }
-        return;
+    if len > SHORT_BYTES {
+        // SAFETY: as the caller promises.
+        return unsafe { copy_long(shared, own, len) };
     }
-    for at in 0..len {
+    let words = if shared.cast::<u32>().is_aligned() { len / WORD_BYTES } else { 0 };
+    for at in (0..words * WORD_BYTES).step_by(WORD_BYTES) {
+        // SAFETY: within both ranges, and aligned on the shared side.
+        unsafe { own.add(at).cast::<u32>().write_unaligned(shared.add(at).cast::<u32>().read_volatile()) };
+    }
+    for at in words * WORD_BYTES..len {
         // SAFETY: within both ranges; a byte is always aligned.
-        unsafe { to.add(at).write_volatile(from.add(at).read_volatile()) };
+        unsafe { own.add(at).write(shared.add(at).read_volatile()) };
+    }
+}
+
+/// As [`copy_out`], in the other direction.
+///
+/// # Safety
+/// As there.
+#[inline]
+unsafe fn copy_in(own: *const u8, shared: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len > SHORT_BYTES {
+        // SAFETY: as the caller promises.
+        return unsafe { copy_long(own, shared, len) };
+    }
+    let words = if shared.cast::<u32>().is_aligned() { len / WORD_BYTES } else { 0 };
+    for at in (0..words * WORD_BYTES).step_by(WORD_BYTES) {
+        // SAFETY: within both ranges, and aligned on the shared side.
+        unsafe { shared.add(at).cast::<u32>().write_volatile(own.add(at).cast::<u32>().read_unaligned()) };
+    }
+    for at in words * WORD_BYTES..len {
+        // SAFETY: within both ranges; a byte is always aligned.
+        unsafe { shared.add(at).write_volatile(own.add(at).read()) };
+    }
+}
+
+/// # Safety
+/// As for [`copy_out`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy_long(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: the caller promises the ranges. The compiler can't look into the instruction, so it assumes nothing of the bytes.
+    unsafe {
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") len => _,
+            inout("rsi") from => _,
+            inout("rdi") to => _,
+            options(nostack, preserves_flags),
+        );
     }
 }
 
@@ -313,6 +352,23 @@ mod tests {
         assert_eq!((theirs.load(3999), mine.load(4099)), (0x1234, 0x1234));
         mine.store(10, 0xabcd);
         assert_eq!(mine.load(10), 0xabcd);
+    }
+
+    #[test]
+    fn copies_at_any_place_and_length_are_whole() {
+        let (memory, _file) = SharedMemory::create("test", 4096).unwrap();
+        let bytes: Vec<u8> = (1..=100).collect();
+        for at in 0..9 {
+            for len in (0..24).chain([63, 64, 65, 100]) {
+                memory.write(0, &[0xff; 120]);
+                memory.write(at, &bytes[..len]);
+                let mut back = [0; 110];
+                memory.read(at, &mut back[..len]);
+                assert_eq!(back[..len], bytes[..len], "{len} bytes at {at}");
+                memory.read(0, &mut back);
+                assert!(back[..at].iter().chain(&back[at + len..]).all(|&byte| byte == 0xff), "{len} bytes at {at}");
+            }
+        }
     }
 
     #[test]
