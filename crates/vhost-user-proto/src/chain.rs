@@ -38,6 +38,17 @@ impl<P> Default for Pieces<P> {
     }
 }
 
+impl<P> Pieces<P> {
+    /// A list of this length keeps its memory for the next chain. Most requests need less.
+    const KEPT: usize = 16;
+
+    fn clear(&mut self) {
+        self.list.clear();
+        self.list.shrink_to(Self::KEPT);
+        self.len = 0;
+    }
+}
+
 impl<P: Shared> Pieces<P> {
     /// Bytes of all pieces.
     pub fn len(&self) -> u64 {
@@ -140,6 +151,20 @@ pub struct DescriptorChain<P> {
     pub writable: Pieces<P>,
 }
 
+impl<P> Default for DescriptorChain<P> {
+    fn default() -> Self {
+        DescriptorChain { head: 0, readable: Pieces::default(), writable: Pieces::default() }
+    }
+}
+
+impl<P> DescriptorChain<P> {
+    /// Lets the memory of the request go. A short list keeps its room for the next one.
+    pub fn clear(&mut self) {
+        self.readable.clear();
+        self.writable.clear();
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Descriptor {
     address: u64,
@@ -182,9 +207,22 @@ impl<P: Shared> DescriptorChain<P> {
         head: u16,
         indirect: bool,
     ) -> (Result<(), Malformed>, DescriptorChain<P>) {
-        let mut chain = DescriptorChain { head, readable: Pieces::default(), writable: Pieces::default() };
-        let result = chain.follow(memory, table, head, indirect);
+        let mut chain = DescriptorChain::default();
+        let result = chain.walk_into(memory, table, head, indirect);
         (result, chain)
+    }
+
+    /// As [`DescriptorChain::walk`], in place of the chain before.
+    pub fn walk_into<M: Memory<Piece = P>>(
+        &mut self,
+        memory: &M,
+        table: &P,
+        head: u16,
+        indirect: bool,
+    ) -> Result<(), Malformed> {
+        self.clear();
+        self.head = head;
+        self.follow(memory, table, head, indirect)
     }
 
     fn follow<M: Memory<Piece = P>>(

@@ -164,6 +164,16 @@ impl<P: Shared> Ring<P> {
         DescriptorChain::walk(memory, &self.descriptors, head, self.indirect)
     }
 
+    /// As [`Ring::chain`], in place of another chain whose request has ended.
+    pub fn chain_into<M: Memory<Piece = P>>(
+        &self,
+        memory: &M,
+        head: u16,
+        chain: &mut DescriptorChain<P>,
+    ) -> Result<(), Malformed> {
+        chain.walk_into(memory, &self.descriptors, head, self.indirect)
+    }
+
     /// Gives a chain back, of which the device has written `written` bytes. No effect for one that isn't in flight.
     pub fn give_back(&mut self, head: u16, written: u32) {
         match self.in_flight.get_mut(usize::from(head)) {

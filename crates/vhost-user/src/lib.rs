@@ -5,7 +5,8 @@
 //! Server::start(config, listener, attachment) ─ look_at_size() … ─ stop()
 //! ```
 //! - `server`: the owner's view, and the thread that takes front ends; `session`: one front end and its messages
-//! - `queue`: the thread of one ring; `requests` carries one request out; `line` wakes its front end; `memory` is the guest's
+//! - `queue`: the thread of one ring; `slots` has its requests in flight, `requests` carries one out
+//! - `line` wakes a ring's front end; `memory` is the guest's
 //! - `ledger`: changes that die with this process
 //! - `simulated`: a ring on simulated memory, for tests
 
@@ -18,6 +19,7 @@ mod server;
 mod session;
 #[doc(hidden)]
 pub mod simulated;
+mod slots;
 #[cfg(test)]
 mod tests;
 

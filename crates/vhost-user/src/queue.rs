@@ -5,6 +5,7 @@ use crate::ledger::Ledger;
 use crate::line::Line;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
+use crate::slots::RequestSlots;
 use cowshed_image::graph::{Attachment, Queue as Disk};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::{Mailbox, Watched, lock};
@@ -13,11 +14,10 @@ use cowshed_types::{Error, Result, slip};
 use cowshed_vhost_user_proto::request::{Request, RequestLimits, Status};
 use cowshed_vhost_user_proto::ring::RingPlace;
 use cowshed_vhost_user_proto::{Inflight, Malformed, Memory, Ring};
+use futures_util::FutureExt;
 use futures_util::future::{Either, LocalBoxFuture, select};
-use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
 use std::collections::VecDeque;
-use std::future::pending;
+use std::future::{pending, poll_fn};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -191,7 +191,7 @@ pub(crate) struct Running<M: Memory = GuestMemory> {
     left: VecDeque<u16>,
     /// The driver has broken the protocol: nothing more is taken.
     is_broken: bool,
-    work: FuturesUnordered<LocalBoxFuture<'static, Ended>>,
+    slots: RequestSlots<M::Piece>,
 }
 
 async fn serve_all(disk: Disk, inbox: Arc<Mailbox<Message>>) {
@@ -229,12 +229,11 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
             }
             None => None,
         };
-        let work = FuturesUnordered::new();
         if !left.is_empty() {
             tracing::info!(export = &*start.ways.id, count = left.len(), "requests of an earlier life are carried out");
         }
         let ways = Rc::new(start.ways.clone());
-        Ok(Running { ring, start, ways, inflight, bytes: 0, left, is_broken: false, work })
+        Ok(Running { ring, start, ways, inflight, bytes: 0, left, is_broken: false, slots: RequestSlots::new() })
     }
 
     /// Serves until the order to stop. False: the thread is to end.
@@ -263,9 +262,9 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
             }
             let news = async {
                 let event = select(&mut told, &mut kick);
-                match self.work.is_empty() {
+                match self.slots.is_empty() {
                     true => News::of(event.await),
-                    false => match select(event, self.work.next()).await {
+                    false => match select(event, poll_fn(|context| self.slots.poll_ended(context))).await {
                         Either::Left((event, _)) => News::of(event),
                         Either::Right((ended, _)) => News::Ended(ended),
                     },
@@ -293,7 +292,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         loop {
             // The base of the ring is behind these.
             self.begin_left(disk);
-            match self.work.next().await {
+            match poll_fn(|context| self.slots.poll_ended(context)).await {
                 Some(ended) => self.give_back(ended),
                 None if self.left.is_empty() || self.is_broken => break,
                 None => {}
@@ -375,7 +374,8 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     }
 
     fn begin(&mut self, disk: &Disk, memory: &M, head: u16) {
-        let (result, chain) = self.ring.chain(memory, head);
+        let mut chain = self.slots.take_chain();
+        let result = self.ring.chain_into(memory, head, &mut chain);
         let ways = &self.ways;
         let limits = RequestLimits { disk_bytes: disk.size(), ..ways.limits };
         let request = match result {
@@ -388,11 +388,11 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
         match request {
             Ok(request) => {
                 self.bytes += requests::cost(&request, &chain);
-                let work = requests::run(disk.clone(), Rc::clone(ways), chain, request);
-                self.work.push(work.boxed_local());
+                self.slots.begin(disk, ways, chain, request);
             }
             Err(status) => {
                 let ended = requests::end(&chain, status, 0, 0);
+                self.slots.keep_chain(chain);
                 self.give_back(ended);
                 self.call();
             }
@@ -402,7 +402,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
     /// Lets requests go on, and returns those that have ended to the driver. True: there was one.
     fn collect(&mut self) -> bool {
         let mut any = false;
-        while let Some(Some(ended)) = self.work.next().now_or_never() {
+        while let Some(Some(ended)) = poll_fn(|context| self.slots.poll_ended(context)).now_or_never() {
             self.give_back(ended);
             any = true;
         }

@@ -8,7 +8,6 @@ use cowshed_storage::{IoBuf, SharedBufs, SharedMemory};
 use cowshed_types::{Error, ErrorKind, Result, slip};
 use cowshed_vhost_user_proto::request::{HEADER_BYTES, ID_BYTES, Request, Segment, Status, write_status};
 use cowshed_vhost_user_proto::{Cursor, DescriptorChain, Pieces, Shared};
-use std::rc::Rc;
 
 /// Longer reads and writes go in pieces of this many bytes.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
@@ -68,16 +67,16 @@ fn memory_is_lost() -> Error {
 
 /// Carries a request out and writes its status.
 pub(crate) async fn run<P: Shared>(
-    disk: Queue,
-    ways: Rc<Ways<P>>,
-    chain: DescriptorChain<P>,
+    disk: &Queue,
+    ways: &Ways<P>,
+    chain: &DescriptorChain<P>,
     request: Request,
 ) -> Ended {
-    let bytes = cost(&request, &chain);
+    let bytes = cost(&request, chain);
     let changes = matches!(request, Request::Write { .. } | Request::Discard(_) | Request::WriteZeroes(_));
     let is_durable = ways.is_durable();
     let promises = matches!(request, Request::Flush) || (changes && is_durable);
-    let there = check_memory(&chain);
+    let there = check_memory(chain);
     // The guest sees no status in memory that is lost.
     let tells_loss = there.is_ok() && promises && ways.ledger.is_lost();
     if tells_loss && slip!("loss_is_told_before_the_guest_sees_it") {
@@ -86,9 +85,9 @@ pub(crate) async fn run<P: Shared>(
     let (mut result, mut written) = match request {
         _ if there.is_err() => (there, 0),
         _ if tells_loss => (Err(lost()), 0),
-        Request::Read { offset, len } => read(&disk, &ways, &chain, offset, len).await,
-        Request::Write { offset, len } => (write(&disk, &ways, &chain, (offset, len), is_durable).await, 0),
-        Request::Flush => (flush(&disk, &ways).await, 0),
+        Request::Read { offset, len } => read(disk, ways, chain, offset, len).await,
+        Request::Write { offset, len } => (write(disk, ways, chain, (offset, len), is_durable).await, 0),
+        Request::Flush => (flush(disk, ways).await, 0),
         Request::GetId { len } => {
             let mut name = [0; ID_BYTES];
             let id = ways.id.as_bytes();
@@ -99,17 +98,17 @@ pub(crate) async fn run<P: Shared>(
             chain.writable.write(&mut chain.writable.cursor(0), &name[..len]);
             (Ok(()), len as u64)
         }
-        Request::Discard(segments) => (discard(&disk, &ways, segments, is_durable).await, 0),
-        Request::WriteZeroes(segments) => (write_zeroes(&disk, &ways, segments, is_durable).await, 0),
+        Request::Discard(segments) => (discard(disk, ways, segments, is_durable).await, 0),
+        Request::WriteZeroes(segments) => (write_zeroes(disk, ways, segments, is_durable).await, 0),
     };
     if changes && !is_durable {
         ways.ledger.note_change(|| disk.attachment().node().holds_changes());
         // The driver has switched the write cache off meanwhile, and sends no flush.
         if result.is_ok() && ways.is_durable() {
-            result = flush(&disk, &ways).await;
+            result = flush(disk, ways).await;
         }
     }
-    let status = match result.and_then(|()| check_memory(&chain)) {
+    let status = match result.and_then(|()| check_memory(chain)) {
         Ok(()) => Status::Ok,
         Err(error) => {
             written = 0;
@@ -117,7 +116,7 @@ pub(crate) async fn run<P: Shared>(
             Status::IoError
         }
     };
-    Ended { tells_loss, ..end(&chain, status, written, bytes) }
+    Ended { tells_loss, ..end(chain, status, written, bytes) }
 }
 
 /// Writes the status of a chain.

@@ -50,7 +50,7 @@ const CIRCLES: &[(&str, &[&str])] = &[
     ("qcow2", &[]),
     ("rescue", &["damaged_image", "orphans"]),
     ("storage", &["cache", "fault", "file", "medium", "remote"]),
-    ("vhost-user", &["queue", "requests", "server", "session"]),
+    ("vhost-user", &["queue", "requests", "server", "session", "slots"]),
 ];
 
 /// The modules of a crate, each with those that its code names, tests apart.
