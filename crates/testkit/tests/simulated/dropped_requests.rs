@@ -14,6 +14,7 @@ use cowshed_testkit::crash::CrashPlan;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::random::{Random, for_each_seed};
 use cowshed_testkit::scenario::{ImageDisk, Prepared, Trial};
+use cowshed_types::Result;
 use futures_util::poll;
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -63,14 +64,37 @@ fn cluster_of(byte: u8) -> IoBuf {
     IoBuf::copy_from(&[byte; CLUSTER as usize])
 }
 
+/// Memory of a guest, and the same in two pieces.
+fn guest_memory(byte: u8, len: usize) -> (SharedMemory, SharedBufs) {
+    let (memory, _) = SharedMemory::create("guest", len as u64).expect("memory");
+    memory.write(0, &vec![byte; len]);
+    let mut bufs = SharedBufs::default();
+    bufs.push(memory.part(0, len / 3));
+    bufs.push(memory.part(len / 3, len - len / 3));
+    (memory, bufs)
+}
+
 #[test]
 fn a_dropped_write_never_lands_in_the_next_owner() {
+    no_dropped_write_lands_in_the_next_owner(async |disk| disk.write(SLOW * CLUSTER, cluster_of(9)).await.0);
+}
+
+/// A ring of the kernel takes the bytes out of the guest's memory until its write ends.
+#[test]
+fn dropped_shared_write_never_lands_in_the_next_owner() {
+    no_dropped_write_lands_in_the_next_owner(async |disk| {
+        let (_, bufs) = guest_memory(9, CLUSTER as usize);
+        disk.write_shared(SLOW * CLUSTER, bufs).await.0
+    });
+}
+
+fn no_dropped_write_lands_in_the_next_owner(request: impl AsyncFn(&Node) -> Result<()>) {
     let (prepared, world, host) = slow_machine();
     world.run(async {
         let disk = ImageDisk::open(&prepared.top, true, false).await.expect("it opens").0;
         // The table is cached then, so the write reaches the disk at its first poll.
         disk.read(0, IoBuf::zeroed(512)).await.0.expect("a read");
-        let mut write = Box::pin(disk.write(SLOW * CLUSTER, cluster_of(9)));
+        let mut write = Box::pin(request(&disk));
         assert!(poll!(&mut write).is_pending());
         drop(write);
         assert_eq!(world.fault_hits(), 1, "the write did not reach the disk");
@@ -126,9 +150,7 @@ fn a_drain_waits_for_a_dropped_shared_read() {
     world.run(async {
         let guest = Guest::open(&prepared.top, "").await;
         guest.queue.read(0, IoBuf::zeroed(512)).await.0.expect("a read");
-        let (memory, _) = SharedMemory::create("guest", CLUSTER).expect("memory");
-        let mut bufs = SharedBufs::default();
-        bufs.push(memory);
+        let (_, bufs) = guest_memory(0, CLUSTER as usize);
         let mut read = Box::pin(guest.queue.read_shared(SLOW * CLUSTER, bufs));
         assert!(poll!(&mut read).is_pending());
         drop(read);
@@ -232,6 +254,11 @@ enum Kind {
     /// Several new clusters.
     Allocate,
     Durable,
+    /// The same writes, whose data stand in memory that a guest goes on changing.
+    SharedInPlace,
+    SharedCopyOnWrite,
+    SharedAllocate,
+    SharedDurable,
     Compressed,
     /// Whole clusters and parts of others.
     Zero,
@@ -251,6 +278,10 @@ const KINDS: &[Kind] = &[
     Kind::CopyOnWrite,
     Kind::Allocate,
     Kind::Durable,
+    Kind::SharedInPlace,
+    Kind::SharedCopyOnWrite,
+    Kind::SharedAllocate,
+    Kind::SharedDurable,
     Kind::Compressed,
     Kind::Zero,
     Kind::Unmap,
@@ -267,6 +298,8 @@ const KINDS: &[Kind] = &[
 const SIZE: u64 = 1 << 20;
 const BASE: Range<u64> = 256 << 10..512 << 10;
 const TOP: Range<u64> = 0..256 << 10;
+/// The bytes of a guest's memory after it gave a write up.
+const CHANGED: u8 = 0x6b;
 /// New clusters of the requests that come later, in bytes.
 const LATER: Range<u64> = 768 << 10..896 << 10;
 
@@ -275,10 +308,10 @@ impl Kind {
     fn range(self) -> Range<u64> {
         let of = |start: u64, len: u64| start..start + len;
         match self {
-            Kind::InPlace => of(SLOW * CLUSTER + 512, 2 * CLUSTER),
-            Kind::CopyOnWrite => of(BASE.start + 3 * CLUSTER + 1024, 2 * CLUSTER),
-            Kind::Allocate => of(576 << 10, 16 * CLUSTER),
-            Kind::Durable => of(SLOW * CLUSTER, 512),
+            Kind::InPlace | Kind::SharedInPlace => of(SLOW * CLUSTER + 512, 2 * CLUSTER),
+            Kind::CopyOnWrite | Kind::SharedCopyOnWrite => of(BASE.start + 3 * CLUSTER + 1024, 2 * CLUSTER),
+            Kind::Allocate | Kind::SharedAllocate => of(576 << 10, 16 * CLUSTER),
+            Kind::Durable | Kind::SharedDurable => of(SLOW * CLUSTER, 512),
             Kind::Compressed => of(SLOW * CLUSTER, 2 * CLUSTER),
             Kind::Zero | Kind::Unmap | Kind::Discard => of(SLOW * CLUSTER - 1024, 4 * CLUSTER + 512),
             Kind::Shrink => SIZE - (64 << 10)..SIZE,
@@ -290,12 +323,18 @@ impl Kind {
     fn byte(self) -> u8 {
         match self {
             Kind::InPlace | Kind::CopyOnWrite | Kind::Allocate | Kind::Durable | Kind::Compressed => 0xd5,
+            _ if self.is_shared() => 0xd5,
             _ => 0,
         }
     }
 
-    /// The request. `by_node`: not through the gate.
-    async fn request(self, guest: &Guest, world: &World, by_node: bool) {
+    fn is_shared(self) -> bool {
+        use Kind::{SharedAllocate, SharedCopyOnWrite, SharedDurable, SharedInPlace};
+        matches!(self, SharedInPlace | SharedCopyOnWrite | SharedAllocate | SharedDurable)
+    }
+
+    /// The request. `by_node`: not through the gate. `shared`: its data, where a guest's memory has it.
+    async fn request(self, guest: &Guest, world: &World, by_node: bool, shared: SharedBufs) {
         let (queue, node, range) = (&guest.queue, guest.node(), self.range());
         let (start, len) = (range.start, range.end - range.start);
         let buf = IoBuf::copy_from(&vec![self.byte(); len as usize]);
@@ -303,6 +342,11 @@ impl Kind {
         let off = Preallocation::Off;
         let result = match self {
             Kind::Durable => queue.write_durable(start, buf).await.0,
+            Kind::SharedDurable => queue.write_shared_durable(start, shared).await.0,
+            _ if self.is_shared() && by_node => node.write_shared(start, shared).await.0,
+            Kind::SharedInPlace | Kind::SharedCopyOnWrite | Kind::SharedAllocate => {
+                queue.write_shared(start, shared).await.0
+            }
             Kind::InPlace | Kind::CopyOnWrite | Kind::Allocate if by_node => node.write(start, buf).await.0,
             Kind::InPlace | Kind::CopyOnWrite | Kind::Allocate => queue.write(start, buf).await.0,
             Kind::Compressed => {
@@ -434,10 +478,16 @@ impl Case {
             write(&guest, allowed, &first, 0x11).await;
         }
         let (range, by_node) = (self.kind.range(), random.chance(50));
+        let (memory, shared) = guest_memory(self.kind.byte(), if self.kind.is_shared() { len(&range) } else { 1 });
         let ended = {
-            let mut request = Box::pin(self.kind.request(&guest, world, by_node));
+            let mut request = Box::pin(self.kind.request(&guest, world, by_node, shared));
             poll_times(request.as_mut(), self.polls).await
         };
+        if self.kind.is_shared() {
+            // A write that goes on may take these bytes; no other sector may show them.
+            memory.write(0, &vec![CHANGED; memory.len()]);
+            allowed.may_be(&range, CHANGED);
+        }
         allowed.may_be(&range, self.kind.byte());
         // A discard leaves parts of clusters as they are.
         if ended && self.kind != Kind::Discard {
@@ -496,6 +546,10 @@ impl Case {
             write(guest, allowed, &(at..at + 2 * CLUSTER), 0x77).await;
         }
     }
+}
+
+fn len(range: &Range<u64>) -> usize {
+    (range.end - range.start) as usize
 }
 
 async fn write(guest: &Guest, allowed: &mut Allowed, range: &Range<u64>, byte: u8) {
