@@ -8,7 +8,7 @@ use crate::mirror::Sync;
 use crate::{JobHandle, Progress};
 use cowshed_image::dirty::DirtyMap;
 use cowshed_image::filters::CopyBeforeWrite;
-use cowshed_image::graph::{AttachRequest, Attachment, Graph, check_apart, nodes_below};
+use cowshed_image::graph::{AttachRequest, Attachment, Grants, Graph, check_apart, nodes_below};
 use cowshed_image::node::{BitmapUse, ChildRole};
 use cowshed_image::options::BlockdevOptions;
 use cowshed_image::{DirtyBits, Node};
@@ -19,6 +19,9 @@ use std::ops::Range;
 use std::pin::pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+
+#[cfg(test)]
+mod tests;
 
 /// The pause between looks for an end, of a job that only saves overwritten parts.
 const LOOK: Duration = Duration::from_millis(50);
@@ -88,6 +91,8 @@ pub struct Backup {
     request: BackupRequest,
     filter: Arc<Node>,
     user: Arc<Attachment>,
+    /// The filter and its user.
+    grants: Grants,
     bitmap: Option<Recorded>,
     /// The ranges that the target is to have from this job, once they are chosen.
     selected: OnceLock<Vec<Range<u64>>>,
@@ -99,6 +104,17 @@ fn not_replaced(error: Error) -> Error {
         true => error,
         false => error.context("Could not replace node"),
     }
+}
+
+fn saver_of(filter: &Node) -> Result<&CopyBeforeWrite> {
+    filter.copy_before_write().ok_or_else(|| Error::internal("not the filter of a backup"))
+}
+
+/// Refuses the step that a test wants to fail.
+fn may_step() -> Result<()> {
+    #[cfg(test)]
+    tests::fail_in_turn()?;
+    Ok(())
 }
 
 impl Backup {
@@ -126,42 +142,51 @@ impl Backup {
         if request.discard_source {
             check_no_past(graph, source)?;
         }
+        let grants = Grants::new(graph);
+        let granted = Self::grant(graph, &grants, id, &request).await;
+        let (filter, user, bitmap) = grants.end(granted).await?;
+        let selected = OnceLock::new();
+        Ok(Backup { graph: Arc::clone(graph), request, filter, user, grants, bitmap, selected })
+    }
+
+    async fn grant(
+        graph: &Arc<Graph>,
+        grants: &Grants,
+        id: &str,
+        request: &BackupRequest,
+    ) -> Result<(Arc<Node>, Arc<Attachment>, Option<Recorded>)> {
+        let BackupRequest { source, target, .. } = request;
         // Writes from the moment of the start on are distinguished from earlier ones.
         let drained = graph.drain(&[source]).await;
         let bitmap = match &request.bitmap {
             Some(bitmap) => Some(Recorded::start(source, bitmap).await?),
             None => None,
         };
+        may_step()?;
         let options = BlockdevOptions::new()
             .with("driver", "copy-before-write")
             .with("discard", "unmap")
             .with("node-name", request.filter_name.as_str())
             .with("target", target.name())
             .with("on-cbw-error", if request.breaks_writes { "break-guest-write" } else { "break-snapshot" });
-        let added = graph.add(options.with("file", source.name())).await;
+        let added = grants.add(options.with("file", source.name())).await;
         let filter = added.map_err(|error| error.context("Could not create node"))?;
-        if let Err(error) = graph.replace(source, &filter).await {
-            if let Err(error) = graph.delete(filter.name()).await {
-                tracing::warn!("{error}");
-            }
-            return Err(not_replaced(error));
-        }
+        may_step()?;
+        grants.put_above(source, &filter).await.map_err(not_replaced)?;
         drop(drained);
+        may_step()?;
         let permissions = Permissions { used: PermissionSet::CONSISTENT_READ, shared: PermissionSet::ALL };
-        match graph.attach(&filter, AttachRequest::job(format!("{id}-backup"), permissions)).await {
-            Ok(user) => {
-                let backup =
-                    Backup { graph: Arc::clone(graph), request, filter, user, bitmap, selected: OnceLock::new() };
-                backup.saver()?.set_compress(backup.request.compress);
-                backup.saver()?.set_discard_source(backup.request.discard_source);
-                Ok(backup)
-            }
-            Err(error) => graph.remove_filter(&filter).await.and(Err(not_replaced(error))),
-        }
+        let user = AttachRequest::job(format!("{id}-backup"), permissions);
+        let user = grants.attach(&filter, user).await.map_err(not_replaced)?;
+        may_step()?;
+        let saver = saver_of(&filter)?;
+        saver.set_compress(request.compress);
+        saver.set_discard_source(request.discard_source);
+        Ok((filter, user, bitmap))
     }
 
     fn saver(&self) -> Result<&CopyBeforeWrite> {
-        self.filter.copy_before_write().ok_or_else(|| Error::internal("not the filter of a backup"))
+        saver_of(&self.filter)
     }
 
     /// The disk.
@@ -309,8 +334,7 @@ impl Backup {
     /// Takes the start back, before [`Backup::copy`]: the bitmap stays as it is.
     pub async fn undo(&self) -> Result<()> {
         self.saver()?.abandon();
-        let detached = self.user.detach().await;
-        detached.and(self.graph.remove_filter(&self.filter).await)
+        self.grants.take_back().await
     }
 
     async fn end_as(&self, succeeded: bool) -> Result<()> {
@@ -324,8 +348,7 @@ impl Backup {
             Some(bitmap) => self.settle_bitmap(bitmap, succeeded).await,
             None => Ok(()),
         };
-        let detached = self.user.detach().await;
-        settled.and(detached).and(self.graph.remove_filter(&self.filter).await)
+        settled.and(self.grants.take_back().await)
     }
 
     /// Takes the target's parts out of the bitmap.
@@ -384,11 +407,13 @@ impl Recorded {
     /// No request runs.
     async fn start(source: &Arc<Node>, bitmap: &BackupBitmap) -> Result<Recorded> {
         let held = source.use_bitmap(&bitmap.name).await?;
+        may_step()?;
         if bitmap.mode != BitmapMode::Never {
             source.check_bitmap_changes(&bitmap.name)?;
         }
         let before = source.bitmap_bits(&bitmap.name).await?;
         let since = source.track_dirty(before.granularity_bytes())?;
+        may_step()?;
         Ok(Recorded { held, mode: bitmap.mode, selects: bitmap.selects, before, since })
     }
 }

@@ -22,6 +22,8 @@ enum Grant {
     /// The backing node of this image takes writers.
     Lent(Arc<Node>),
     Attached(Arc<Attachment>),
+    /// A node that has no place between others yet.
+    Added(Arc<Node>),
     Filter(Arc<Node>),
     /// An image plans for a backing file of another length.
     Planned(Arc<Node>),
@@ -36,6 +38,7 @@ impl Grant {
             Grant::Lent(overlay) if overlay.backing().is_none() => Ok(()),
             Grant::Lent(overlay) => graph.share_backing(&overlay, false),
             Grant::Attached(attachment) => attachment.detach().await,
+            Grant::Added(node) => graph.delete(node.name()).await,
             Grant::Filter(filter) => graph.remove_filter(&filter).await,
             Grant::Planned(image) => {
                 let _drained = graph.drain(&[&image]).await;
@@ -94,6 +97,22 @@ impl Grants {
         let attachment = self.graph.attach(node, request).await?;
         self.given().push(Grant::Attached(Arc::clone(&attachment)));
         Ok(attachment)
+    }
+
+    /// See [`Graph::add`].
+    pub async fn add(&self, options: BlockdevOptions) -> Result<Arc<Node>> {
+        let node = self.graph.add(options).await?;
+        self.given().push(Grant::Added(Arc::clone(&node)));
+        Ok(node)
+    }
+
+    /// Puts a filter that [`Grants::add`] opened above `node` between it and its users.
+    pub async fn put_above(&self, node: &Arc<Node>, filter: &Arc<Node>) -> Result<()> {
+        self.graph.replace(node, filter).await?;
+        let mut given = self.given();
+        given.retain(|grant| !matches!(grant, Grant::Added(added) if Arc::ptr_eq(added, filter)));
+        given.push(Grant::Filter(Arc::clone(filter)));
+        Ok(())
     }
 
     /// See [`Graph::insert_filter`].
