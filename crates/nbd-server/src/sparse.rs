@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reads and their replies, in which long runs of zeroes are only mentioned.
 
+use crate::Disk;
 use crate::commands::answered;
 use crate::outbox::ReplyPart;
 use crate::session::Session;
-use crate::{Disk, DiskQueue};
 use cowshed_nbd_proto::flags::{CommandFlags, ReplyFlags};
 use cowshed_nbd_proto::{NbdErrno, ReplyStyle, Request, reply};
 use cowshed_storage::{IoBuf, rt};
+use cowshed_types::Result;
 
 /// Zeroes of a reply that are worth a chunk of their own, in bytes.
 const HOLE_BYTES: usize = 32 << 10;
@@ -18,16 +19,20 @@ const HOLE_ALIGN: usize = 4096;
 const LOOK_BYTES: usize = 1 << 20;
 
 impl<D: Disk> Session<D> {
-    /// Carries a read out and queues the reply.
-    pub(crate) async fn read(&self, request: &Request) {
-        let Ok(buf) = IoBuf::try_scratch(request.length as usize) else {
+    /// The buffer of a read. Without memory the request is refused.
+    pub(crate) fn buffer_for(&self, request: &Request) -> Option<IoBuf> {
+        let buf = IoBuf::try_scratch(request.length as usize).ok();
+        if buf.is_none() {
             self.refuse(request, NbdErrno::ENOMEM, "the server is out of memory");
-            return;
-        };
-        let (result, buf) = self.disk.read(request.offset, buf).await;
+        }
+        buf
+    }
+
+    /// Queues the reply to a read. Data that take long to look at come back: [`Self::push_long`] is for them.
+    pub(crate) fn answer_read(&self, request: &Request, result: Result<()>, buf: IoBuf) -> Option<IoBuf> {
         if let Err(error) = result {
             self.answer(request, Err(error), "reading failed");
-            return;
+            return None;
         }
         match self.terms.replies {
             ReplyStyle::Simple => {
@@ -38,8 +43,9 @@ impl<D: Disk> Session<D> {
                 self.push_data(request, request.offset, buf, ReplyFlags::DONE);
             }
             _ if buf.len() <= LOOK_BYTES => self.push_sparse(request, buf),
-            _ => Box::pin(self.push_long(request, buf)).await,
+            _ => return Some(buf),
         }
+        None
     }
 
     fn is_extended(&self) -> bool {
@@ -79,8 +85,8 @@ impl<D: Disk> Session<D> {
         }
     }
 
-    /// The same in turns with other clients of the thread.
-    async fn push_long(&self, request: &Request, mut rest: IoBuf) {
+    /// As [`Self::push_sparse`], in turns with other clients of the thread.
+    pub(crate) async fn push_long(&self, request: &Request, mut rest: IoBuf) {
         while !rest.is_empty() {
             let mut zeroes = 0;
             for piece in rest.chunks(LOOK_BYTES) {
