@@ -9,13 +9,15 @@ use serde_json::{Map, Value, json};
 /// The lines about single findings, for the error output: first repaired ones, then those that stay. One is made when
 /// it is asked for: a damaged image may have a hundred thousand.
 pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
-    let report = &outcome.report;
-    let is_dry_run = outcome.is_dry_run;
+    lines(&outcome.report, outcome.repair, outcome.is_dry_run)
+}
+
+fn lines(report: &CheckReport, repair: Repair, is_dry_run: bool) -> impl Iterator<Item = String> {
     // As in qemu-img the lines of the findings come first.
     let before = report.repaired.iter().filter(move |_| !is_dry_run).filter_map(as_found);
     let found = report.repaired.iter().chain(&report.findings).map(move |finding| match is_dry_run {
         false => finding.to_string(),
-        true => format!("{finding}{LINE_END}  repair: {}", forecast(outcome, finding)),
+        true => format!("{finding}{LINE_END}  repair: {}", forecast(report, repair, finding)),
     });
     let omitted = (report.omitted != 0).then(|| format!("{} more findings are not listed", report.omitted));
     let obstacles = report.outlook.obstacles.iter().filter(move |_| is_dry_run);
@@ -27,9 +29,7 @@ pub fn finding_lines(outcome: &CheckOutcome) -> impl Iterator<Item = String> {
 
 /// The lines about a repair that an opening of the image made.
 pub fn lines_of(report: &CheckReport) -> Vec<String> {
-    let (filename, format) = (String::new(), "qcow2".to_owned());
-    let outcome = CheckOutcome { filename, format, report: report.clone(), repair: Repair::All, is_dry_run: false };
-    finding_lines(&outcome).collect()
+    lines(report, Repair::All, false).collect()
 }
 
 /// The line that a repaired count had before its repair.
@@ -38,8 +38,8 @@ fn as_found(finding: &Finding) -> Option<String> {
     is_count.then(|| Finding { repaired: false, ..finding.clone() }.to_string())
 }
 
-fn forecast(outcome: &CheckOutcome, finding: &Finding) -> String {
-    let remedy = outcome.report.outlook.remedy(finding, outcome.repair != Repair::Leaks);
+fn forecast(report: &CheckReport, repair: Repair, finding: &Finding) -> String {
+    let remedy = report.outlook.remedy(finding, repair != Repair::Leaks);
     remedy.map_or_else(|| "none, it would stay as it is".to_owned(), |remedy| remedy.describe())
 }
 

@@ -90,7 +90,6 @@ const STILL_NAMED: &[(&str, &[&str])] = &[
     ),
     ("graph/src/options/tree.rs", &["host_cdrom", "host_device"]),
     ("jobs/src/backup.rs", &["copy-before-write"]),
-    ("jobs/src/check/report.rs", &["qcow2"]),
     ("jobs/src/commit/merge.rs", &["raw"]),
     ("jobs/src/convert/target.rs", &["raw"]),
     ("jobs/src/info.rs", &["luks", "qcow2"]),
