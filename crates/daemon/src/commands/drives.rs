@@ -69,7 +69,8 @@ impl Target {
         options.insert("node-name", name);
         let is_discarding = arguments.flag("unmap", true);
         options.insert("discard", if is_discarding { "unmap" } else { "ignore" });
-        if options.text("driver") == Some("qcow2") {
+        let driver = options.text("driver").and_then(|name| DRIVERS.schema(name));
+        if driver.is_some_and(|schema| schema.knows("backing")) {
             // The disk itself can't be the backing node: it is being written. The job doesn't read the part that the
             // copy lacks.
             let below = below.filter(|_| arguments.text("sync") == "top");

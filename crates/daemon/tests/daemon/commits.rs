@@ -64,7 +64,12 @@ pub fn expect_content(daemon: Running, top: &str, model: &[u8]) -> tempfile::Tem
 }
 
 pub fn backing_of(path: &std::path::Path) -> Value {
-    Qemu::system().info(path, "qcow2")["backing-filename"].clone()
+    backing_in(path, "qcow2")
+}
+
+/// The backing file in the header of an image of this format.
+pub fn backing_in(path: &std::path::Path, format: &str) -> Value {
+    Qemu::system().info(path, format)["backing-filename"].clone()
 }
 
 pub const OPTIONS: &[&str] =

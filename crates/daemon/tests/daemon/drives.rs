@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `drive-backup`, `drive-mirror` and `block-job-change`.
 
-use super::commits::{SIZE, backing_of, chain};
+use super::commits::{SIZE, backing_in, chain};
 use super::exports::{serving, uri};
 use super::load::Load;
 use super::running::{Running, temp_folder};
@@ -11,7 +11,8 @@ use serde_json::json;
 
 #[test]
 fn a_drive_backup_makes_its_target_and_closes_it() {
-    for (number, (sync, format)) in [("full", "qcow2"), ("full", "raw"), ("top", "qcow2")].into_iter().enumerate() {
+    let cases = [("full", "qcow2"), ("full", "raw"), ("top", "qcow2"), ("top", "qed")];
+    for (number, (sync, format)) in cases.into_iter().enumerate() {
         let (daemon, mut client, mut model) = chain("cluster_size=64k");
         let (target, before) = (daemon.path("copy"), model.clone());
         let arguments = json!({"job-id": "k", "device": "e", "target": target, "format": format, "sync": sync,
@@ -33,9 +34,24 @@ fn a_drive_backup_makes_its_target_and_closes_it() {
         assert!(qemu.content(&copy, format) == before, "{sync} {format}: not as it was");
         assert!(qemu.content(&folder.path().join("t"), "qcow2") == model, "the disk itself is wrong");
         if sync == "top" {
-            assert_eq!(backing_of(&copy), json!(folder.path().join("m")));
+            assert_eq!(backing_in(&copy, format), json!(folder.path().join("m")));
         }
     }
+}
+
+/// The target's header names the disk itself, which is being written: no node stands for it.
+#[test]
+fn the_target_of_overwritten_parts_opens_without_its_backing_file() {
+    let (daemon, mut client, _) = chain("cluster_size=64k");
+    for format in ["qcow2", "qed"] {
+        let target = daemon.path(&format!("copy.{format}"));
+        let arguments = json!({"job-id": "k", "device": "e", "target": target, "format": format, "sync": "none"});
+        client.command("drive-backup", arguments);
+        client.command("block-job-cancel", json!({"device": "k"}));
+        client.event("BLOCK_JOB_CANCELLED");
+        assert_eq!(backing_in(&target, format), json!(daemon.path("t")));
+    }
+    daemon.stop().expect("stopped in order");
 }
 
 #[test]

@@ -45,7 +45,7 @@ const STILL_NAMED: &[(&str, &[&str])] = &[
     ("create/src/schema.rs", &["luks", "qcow2", "raw"]),
     ("daemon/src/commands/block_jobs.rs", &["compress"]),
     ("daemon/src/commands/create.rs", &["qcow"]),
-    ("daemon/src/commands/drives.rs", &["qcow2", "raw"]),
+    ("daemon/src/commands/drives.rs", &["raw"]),
     ("daemon/src/commands/experimental.rs", &["luks"]),
     ("daemon/src/commands/new_file.rs", &["host_device"]),
     ("daemon/src/commands/nodes.rs", &["nbd"]),
