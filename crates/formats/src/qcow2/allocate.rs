@@ -13,7 +13,7 @@ const ONE_READ_BYTES: u64 = 256 << 10;
 /// Zero filling from this size on is asked of the file system first.
 const ZERO_RANGE_BYTES: u64 = 128 << 10;
 
-/// An allocation that is aborted when its request is dropped half-way.
+/// An allocation that is aborted where its request goes away without a commit, as with its thread's executor.
 pub(super) struct Pending<'a> {
     driver: &'a Qcow2Driver,
     allocation: Option<Allocation>,
