@@ -5,7 +5,7 @@
 //! itself. A kill in such a wait would leave a process that can't end.
 
 use crate::mount::{os_text, unmount, unmount_unused};
-use cowshed_storage::{answer_within, mounted_device};
+use cowshed_storage::{answer_within, mounted_device, spawn_apart};
 use cowshed_types::{Errno, Error, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno as Number;
@@ -49,7 +49,8 @@ impl Guard {
     pub fn start(program: &GuardProgram, path: &Path, device: u64) -> Result<Guard> {
         let pair = UnixStream::pair();
         let (orders, theirs) = pair.map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
-        let child = Command::new(&program.program)
+        let mut command = Command::new(&program.program);
+        command
             .arg0(&program.name)
             .args(&program.arguments)
             .arg(device.to_string())
@@ -59,8 +60,8 @@ impl Guard {
             .process_group(0)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn();
+            .stderr(Stdio::null());
+        let child = spawn_apart(&mut command);
         let child = child.map_err(|error| Error::io(&error, "could not start the guard of a mount"))?;
         Ok(Guard { orders, child })
     }

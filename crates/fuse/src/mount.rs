@@ -3,7 +3,9 @@
 //!
 //! A process that may mount does so itself. Others ask `fusermount3`, which has the right to.
 
-use cowshed_storage::{FUSE_DEVICE, FuseDevice, ServedMount, is_served_here, mounted_device, path_of_text};
+use cowshed_storage::{
+    FUSE_DEVICE, FuseDevice, ServedMount, is_served_here, mounted_device, path_of_text, spawn_apart,
+};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -194,15 +196,16 @@ impl Mount<'_> {
         for helper in HELPERS {
             let pair = std::os::unix::net::UnixStream::pair();
             let (ours, theirs) = pair.map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
-            let started = Command::new(helper)
+            let mut command = Command::new(helper);
+            command
                 .args(["-o", &options, "--"])
                 .arg(&self.point.path)
                 // The helper sends the session over this descriptor: its standard input.
                 .env("_FUSE_COMMFD", "0")
                 .stdin(Stdio::from(OwnedFd::from(theirs)))
                 .stdout(Stdio::null())
-                .stderr(Stdio::piped())
-                .spawn();
+                .stderr(Stdio::piped());
+            let started = spawn_apart(&mut command);
             let child = match started {
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
                 started => started.map_err(|error| Error::io(&error, format!("could not start {helper}")))?,
@@ -312,7 +315,7 @@ fn unmount_with(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> std::re
     let asked = HELPERS.iter().find_map(|helper| {
         let mut command = Command::new(helper);
         command.args(arguments).arg(path).env("LC_ALL", "C").stdin(Stdio::null()).stdout(Stdio::null());
-        ended_within(command.stderr(Stdio::piped()).spawn().ok()?, HELPER_LIMIT).ok()?
+        ended_within(spawn_apart(command.stderr(Stdio::piped())).ok()?, HELPER_LIMIT).ok()?
     });
     match asked {
         Some(output) if output.status.success() => Ok(()),

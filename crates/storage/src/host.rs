@@ -14,6 +14,7 @@ use crate::file_systems;
 use crate::identity::{FileIdentity, Listed};
 use crate::medium::Space;
 use crate::names::text_of_path;
+use crate::opening::{Opening, note_writable};
 use crate::payload::{MAX_TRANSFER, Payload};
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, ThreadPool};
@@ -89,7 +90,12 @@ enum Worker {
 impl HostFile {
     /// Opens and looks at the file; creates it if asked, but doesn't truncate it.
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
+        let opening = Opening::begin();
         let fd = open_descriptor(path, options)?;
+        if options.write {
+            note_writable();
+        }
+        drop(opening);
         let stat = rustix::fs::fstat(&fd).map_err(|error| os_error(error, "could not read the file's attributes"))?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         let is_device = match kind {

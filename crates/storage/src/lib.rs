@@ -28,6 +28,7 @@ mod medium;
 mod names;
 mod nbd_device;
 mod null;
+mod opening;
 pub mod options;
 mod payload;
 mod question;
@@ -38,6 +39,7 @@ pub mod rng;
 pub mod rt;
 mod shared;
 pub mod signal;
+mod signal_mask;
 pub mod simulated;
 pub mod socket;
 mod sys;
@@ -55,12 +57,14 @@ pub use identity::FileIdentity;
 pub use lock::{Locking, PermissionSet, Permissions};
 pub use names::{path_of_text, sync_folder_of, text_of_path};
 pub use nbd_device::{NbdCall, NbdControl, NbdDevice};
+pub use opening::{Opening, note_writable, only_opens};
 pub use options::{
     Alignment, CacheMode, DataRange, DeviceQueue, IoEngine, LayoutHints, NullOptions, OpenOptions, TransferSizes,
 };
 pub use question::answer_within;
 pub use remote::{Remote, RemoteFuture};
 pub use shared::{MappingBudget, SharedBufs, SharedMemory};
+pub use signal_mask::{SignalMask, spawn_apart};
 pub use socket::{
     Dispatch, HangUp, KeepAlive, ListenOptions, Listener, PassedFiles, Socket, SocketAddress, Want, connect_unix,
 };

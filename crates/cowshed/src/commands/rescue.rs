@@ -136,6 +136,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let mut map_file = match &args.map {
         None => None,
         Some(name) => {
+            cowshed_storage::note_writable();
             let created = std::fs::File::create_new(name);
             Some((name, created.map_err(|error| map_failed(name, &error))?))
         }

@@ -8,15 +8,14 @@ use crate::invocation::Persona;
 use crate::output::Failure;
 use crate::output::progress::{Progress, report_percent};
 use cowshed_jobs::{ImageSpec, JobHandle};
-use cowshed_storage::rt;
+use cowshed_storage::signal::lock;
+use cowshed_storage::{SignalMask, only_opens, rt};
 use cowshed_types::{Error, ErrorKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
-use std::cell::RefCell;
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 /// The time that a job may take to end once its time is over, before the process is ended.
@@ -24,6 +23,9 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// The time that a job may take to stop after a signal, before the process is ended: I/O may never return.
 const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// A Ctrl-C that comes so long after a signal is another one.
+const SECOND: Duration = Duration::from_millis(200);
 
 /// The time that the last words may take where standard error is a pipe without a reader's progress.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -82,7 +84,7 @@ fn reason(error: Error) -> Error {
     }
 }
 
-/// A job that takes less needs no thread that waits for signals: its start would take longer than they could wait.
+/// A job that takes less needs no warning that no thread waits for signals.
 const SHORT: Duration = Duration::from_millis(20);
 
 /// The message about the remains after a signal.
@@ -101,7 +103,9 @@ pub struct Foreground {
     /// The number of the signal that came; 0: none.
     signal: Arc<AtomicUsize>,
     /// The thread that heeds signals, until it is started.
-    watch: Rc<RefCell<Option<StopSignals>>>,
+    watch: Arc<Watch>,
+    /// The next Ctrl-C ends the process.
+    asked: Arc<AtomicBool>,
     /// The progress begins with the job's first report, when its images are open.
     is_late: bool,
     /// Without progress there is no line to end.
@@ -116,7 +120,25 @@ pub struct Foreground {
     takes_back: bool,
 }
 
-type StopSignals = Box<dyn FnOnce() + Send>;
+/// The work of the thread that heeds signals, until that has it.
+type Watch = Mutex<Option<Box<dyn FnOnce() + Send>>>;
+
+/// Starts the thread that heeds signals, and leaves those to it. Where it can't be started, a later attempt may.
+fn start_watch(watch: &Arc<Watch>) -> std::io::Result<()> {
+    let before = SignalMask::block_ends();
+    let taken = Arc::clone(watch);
+    let heed = move || {
+        before.set();
+        if let Some(heed) = lock(&taken).take() {
+            heed();
+        }
+    };
+    let started = std::thread::Builder::new().name("signals".to_owned()).spawn(heed);
+    if started.is_err() {
+        before.set();
+    }
+    started.map(drop)
+}
 
 impl Foreground {
     /// Progress by `-p` (`wanted`) and `-q`; `what` comes before the bar.
@@ -126,12 +148,14 @@ impl Foreground {
         let handle = JobHandle::watched(move |state| lock(&shown).update(state.offset, state.len));
         let signal = Arc::new(AtomicUsize::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
-        let watch = heed_signals(handle.clone(), Arc::clone(&signal), is_hidden)?;
+        let asked = Arc::new(AtomicBool::new(false));
+        let watch = heed_signals(handle.clone(), Arc::clone(&signal), Arc::clone(&asked), is_hidden)?;
         Ok(Self {
             handle,
             progress,
             signal,
-            watch: Rc::new(RefCell::new(Some(watch))),
+            watch: Arc::new(Mutex::new(Some(watch))),
+            asked,
             is_late: false,
             ends_begun_lines: false,
             says_end_again: false,
@@ -204,9 +228,11 @@ impl Foreground {
         if !self.is_late {
             lock(&self.progress).update(0, 1);
         }
+        // The opening of a file may hang, and keep this thread.
+        let is_watched = start_watch(&self.watch).is_ok();
         let result = watch_time(&self.handle).and_then(|()| {
             rt::block_on(async {
-                let starting = rt::spawn(start_in_time(Rc::clone(&self.watch)));
+                let starting = rt::spawn(start_in_time(Arc::clone(&self.watch), is_watched, Arc::clone(&self.asked)));
                 // Its time begins now, and nothing that can run keeps the job's calls from this thread.
                 rt::yield_now().await;
                 let result = work(self.handle.clone()).await;
@@ -269,19 +295,19 @@ pub fn opened_first(persona: Persona, naming: &NamingArgs, images: &[&ImageSpec]
     later
 }
 
-fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
-    progress.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn signal_exit_code(signal: usize) -> u8 {
     u8::try_from(SIGNAL_EXIT_BASE + signal).unwrap_or(1)
 }
 
-/// Starts the thread that heeds signals when the job isn't short.
-async fn start_in_time(watch: Rc<RefCell<Option<StopSignals>>>) {
+/// Starts the thread that heeds signals when the job isn't short, where it could not be started before.
+async fn start_in_time(watch: Arc<Watch>, is_watched: bool, asked: Arc<AtomicBool>) {
+    if is_watched {
+        return;
+    }
     rt::sleep(SHORT).await;
-    let Some(watch) = watch.take() else { return };
-    if let Err(error) = std::thread::Builder::new().name("signals".to_owned()).spawn(watch) {
+    if let Err(error) = start_watch(&watch) {
+        // From the next signal on.
+        let _ = flag::register(SIGINT, asked);
         crate::output::warning::print(&format!(
             "only a second Ctrl-C stops this: could not start a thread that watches for signals: {error}"
         ));
@@ -290,19 +316,22 @@ async fn start_in_time(watch: Rc<RefCell<Option<StopSignals>>>) {
 
 /// The first signal asks the job to stop, so that it can leave the target closed in order. It has [`STOP_GRACE`] for
 /// that; then, or on a second Ctrl-C, the process ends. Other signals may come twice: `timeout` signals its command, and
-/// then the group of both. A job that never waits for anything sees it at its next pause
-/// point; one that waits is woken by the thread. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
+/// then the group of both. So a second Ctrl-C is one that comes [`SECOND`] later. A job that never waits for anything sees
+/// the signal at its next pause point; one that waits is woken by the thread. A process that only opens something ends at
+/// once: the opening may hang. SIGUSR1 asks for the progress where none is shown, as in qemu-img.
 /// From now on signals are taken; the thread that is to run the returned watch acts on them.
-fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Result<StopSignals, Failure> {
+fn heed_signals(
+    handle: JobHandle,
+    noted: Arc<AtomicUsize>,
+    asked: Arc<AtomicBool>,
+    tells: bool,
+) -> Result<Box<dyn FnOnce() + Send>, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];
-    let asked = Arc::new(AtomicBool::new(false));
-    // Before the flag is set, or the first signal would count as the second one, too.
     let code = i32::from(signal_exit_code(SIGINT as usize));
     flag::register_conditional_shutdown(SIGINT, code, Arc::clone(&asked)).map_err(failed)?;
     for signal in stops {
         flag::register_usize(signal, Arc::clone(&noted), signal as usize).map_err(failed)?;
-        flag::register(signal, Arc::clone(&asked)).map_err(failed)?;
         flag::register(signal, handle.cancel_flag()).map_err(failed)?;
     }
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1]).map_err(failed)?;
@@ -315,11 +344,16 @@ fn heed_signals(handle: JobHandle, noted: Arc<AtomicUsize>, tells: bool) -> Resu
                 }
                 continue;
             }
+            let code = signal_exit_code(usize::try_from(signal).unwrap_or(0));
             handle.cancel();
-            std::thread::sleep(STOP_GRACE);
+            std::thread::sleep(SECOND);
+            asked.store(true, Ordering::Release);
+            if only_opens() {
+                end_process(format!("interrupted; {NOTHING}"), code);
+            }
+            std::thread::sleep(STOP_GRACE.saturating_sub(SECOND));
             let seconds = STOP_GRACE.as_secs();
-            let message = format!("interrupted, and I/O did not end within {seconds} s; {INCOMPLETE}");
-            end_process(message, signal_exit_code(usize::try_from(signal).unwrap_or(0)));
+            end_process(format!("interrupted, and I/O did not end within {seconds} s; {INCOMPLETE}"), code);
         }
     }))
 }

@@ -22,6 +22,7 @@ mod grown_vdi;
 mod hostile;
 mod in_use;
 mod instead_of_qemu_img;
+mod interrupted;
 mod io;
 mod kept_files;
 mod limits;

@@ -23,6 +23,7 @@ mod lost_streams;
 mod no_space;
 mod options;
 mod process;
+mod signals;
 mod startup;
 mod stress;
 mod stuck;

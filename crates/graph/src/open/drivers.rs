@@ -8,6 +8,7 @@ use crate::graph::Graph;
 use crate::node::Node;
 use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Schemas};
 use cowshed_layout::probe::FormatName;
+use cowshed_storage::{Opening, note_writable};
 use cowshed_types::Result;
 use std::any::Any;
 use std::sync::Arc;
@@ -142,7 +143,13 @@ impl Drivers {
     /// Opens an image with its whole chain, takes the locks, and returns its top node. A request without a graph gets one of its
     /// own, with these drivers.
     pub async fn open(&'static self, request: OpenRequest) -> Result<Arc<Node>> {
-        build::open(self, request).await
+        let _opening = Opening::begin();
+        let is_writable = request.is_writable();
+        let opened = build::open(self, request).await;
+        if is_writable && opened.is_ok() {
+            note_writable();
+        }
+        opened
     }
 }
 

@@ -26,6 +26,7 @@ use cowshed_daemon::{
 };
 use cowshed_image::graph::CORRUPTION;
 use cowshed_image::options::parse_size;
+use cowshed_storage::SignalMask;
 use cowshed_types::Error;
 use device::{DeviceLink, DeviceState};
 use logging::LogFormat;
@@ -222,7 +223,13 @@ fn stop_on_signals(control: Sender<Message>, stop_limit: Option<Duration>, devic
             std::thread::sleep(LOOK);
         }
     };
-    let started = std::thread::Builder::new().name("signals".to_owned()).spawn(watch);
+    // The control thread may hang in the opening of a file.
+    let before = SignalMask::block_ends();
+    let heed = move || {
+        before.set();
+        watch();
+    };
+    let started = std::thread::Builder::new().name("signals".to_owned()).spawn(heed);
     let failed = |error| Failure::from(Error::io(&error, "could not start a thread that watches for signals"));
     started.map(drop).map_err(failed)
 }

@@ -145,6 +145,7 @@ pub fn folder_of(target: &Path) -> PathBuf {
 pub fn beside(target: &Path) -> Result<NamedTempFile> {
     // As any new file: the user's mask counts.
     let mode = fs::Permissions::from_mode(0o666);
+    cowshed_storage::note_writable();
     let made = Builder::new().prefix(PART_START).suffix(PART_END).permissions(mode).tempfile_in(folder_of(target));
     made.map_err(|error| Error::io(&error, "could not make a file beside it").file(target.display().to_string()))
 }
