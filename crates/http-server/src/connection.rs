@@ -347,6 +347,11 @@ impl Connection<'_> {
             self.send_answer(&without_content(404, "there is nothing at this path"), None, keeps_alive).await?;
             return Ok(keeps_alive);
         };
+        // A method that no version has is no question of versions.
+        if !matches!(request.method.as_str(), "GET" | "HEAD") {
+            self.send_answer(&without_content(405, "only GET and HEAD"), None, keeps_alive).await?;
+            return Ok(keeps_alive);
+        }
         let wants_page = request.shows_pages && request.parameter(DOWNLOAD).is_none();
         let page = place.page.as_ref().filter(|_| wants_page);
         let content = page.unwrap_or(&place.content);
@@ -362,15 +367,18 @@ impl Connection<'_> {
         // All that follows is of this version, or breaks off.
         let of_source = reading.version();
         // A change since then leaves it unsettled.
-        let version = told(of_source, reading.is_settled());
+        let is_settled = reading.is_settled();
+        let version = told(of_source, is_settled);
+        // A version that may change at any time counts the writes of this process.
+        let tag = tag_of(version, is_settled && !version.may_change && reading.may_be_amid_write());
         let named = request.parameter(VERSION).filter(|_| page.is_none());
-        let mut answer = if named.is_some_and(|named| named != tag_of(version).text) {
+        let mut answer = if named.is_some_and(|named| named != tag.text) {
             without_content(412, "the content is another version by now")
         } else if page.is_none() && self.may_join_versions(request, version, reading.size(), packing.is_some()) {
             // A whole content in place of its rest would do as well, but wget takes its own rest out of that.
-            refused_rest(version)
+            refused_rest(tag)
         } else {
-            response(request, &**content, reading.size(), version)
+            response(request, &**content, reading.size(), tag)
         };
         if place.page.is_some() {
             answer.fields.push_str("Vary: Accept\r\nCache-Control: no-store\r\n");
@@ -570,13 +578,20 @@ fn told(version: Version, is_settled: bool) -> Version {
     }
 }
 
-fn tag_of(version: Version) -> Tag {
-    Tag { text: format!("{:016x}", version.number), is_weak: version.may_change }
+/// The tag of a version. While a write may be under way it is another one, which no condition relies on. The write has moved the times
+/// of the file, and its last bytes may come later.
+fn tag_of(version: Version, may_be_amid_write: bool) -> Tag {
+    let number = if may_be_amid_write { !version.number } else { version.number };
+    Tag {
+        text: format!("{number:016x}"),
+        is_weak: version.may_change || may_be_amid_write,
+        is_unsure: version.is_unsure || may_be_amid_write,
+    }
 }
 
 /// The answer to a client that would join two versions. A program that reads by pieces names the version in its address.
-fn refused_rest(version: Version) -> Answer {
-    match tag_of(version) {
+fn refused_rest(tag: Tag) -> Answer {
+    match tag {
         Tag { is_weak: true, .. } => message(412, OTHER_VERSION),
         Tag { text, .. } => message(
             412,
@@ -591,10 +606,10 @@ fn later_range(request: &Request) -> Option<LaterRange> {
     request.range.as_deref().filter(|_| request.method == "GET").and_then(LaterRange::of)
 }
 
-fn response(request: &Request, content: &dyn Content, len: u64, version: Version) -> Answer {
+fn response(request: &Request, content: &dyn Content, len: u64, tag: Tag) -> Answer {
     let about = About {
         len,
-        tag: tag_of(version),
+        tag,
         media_type: content.media_type(),
         file_name: content.file_name(),
         is_packed: content.packing().is_some(),

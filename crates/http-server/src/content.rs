@@ -55,6 +55,11 @@ pub trait Reading {
         true
     }
 
+    /// True for some seconds after a change: the write that made it may still be under way.
+    fn may_be_amid_write(&self) -> bool {
+        false
+    }
+
     /// Fails where its length, or bytes that are made without a read of the source, may be those of another source by now.
     fn check(&self) -> Result<()> {
         Ok(())
@@ -93,7 +98,11 @@ impl Reading for Queue {
     fn is_settled(&self) -> bool {
         let node = self.attachment().node();
         // The version of one that may be written to has a number of those writes.
-        !node.is_read_only() || !nodes_below(&node).iter().any(|node| node.file().is_some_and(File::was_changed_lately))
+        !node.is_read_only() || !sources_of(&node).iter().any(|node| node.file().is_some_and(File::was_changed_lately))
+    }
+
+    fn may_be_amid_write(&self) -> bool {
+        sources_of(&self.attachment().node()).iter().any(|node| node.file().is_some_and(File::may_be_amid_write))
     }
 
     fn check(&self) -> Result<()> {
@@ -107,6 +116,23 @@ impl Reading for Queue {
             (result.and_then(|()| Reading::check(self)), buf)
         })
     }
+}
+
+/// A node and everything below it that its data comes from. A disk of the past has its own data, whatever is written to the disk
+/// below it.
+fn sources_of(top: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut seen: Vec<Arc<Node>> = Vec::new();
+    let mut next = vec![Arc::clone(top)];
+    while let Some(node) = next.pop() {
+        if seen.iter().any(|known| Arc::ptr_eq(known, &node)) {
+            continue;
+        }
+        if !node.driver().shows_past() {
+            next.extend(node.children().into_iter().map(|child| child.node));
+        }
+        seen.push(node);
+    }
+    seen
 }
 
 /// Fails where another program has cut a file off that is read here: the bytes behind its end would be zeroes.
@@ -146,21 +172,27 @@ fn check_tables(node: &Arc<Node>) -> Result<()> {
 /// For contents whose version the files don't have: each process has versions of its own.
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
 
-/// The version of a node's data: the stamps of its files, and the number of writes through it. Nodes below it count where
-/// others write to them: the writes of their parent are those that were counted above, or change no data.
+/// The version of a node's data: its view of its files, their stamps, and the number of writes through it. Nodes below it count
+/// where others write to them: the writes of their parent are those that were counted above, or change no data.
 fn version_of(node: &Arc<Node>) -> Version {
     let mut hasher = Stable::default();
-    let storages = nodes_below(node).into_iter().filter_map(|node| node.storage_kind());
+    let tree = sources_of(node);
+    let names: Vec<&str> = tree.iter().map(|node| node.name()).collect();
+    let storages = tree.iter().filter_map(|node| node.storage_kind());
     let is_foreign = storages.into_iter().any(|kind| matches!(kind, StorageKind::HostDevice | StorageKind::Export));
     // A file without a stamp is no file of this machine: its kind tells.
     let tells = |file: &File| file.tells_changes() || file.change_stamp().is_none();
-    let is_unsure = is_foreign || nodes_below(node).iter().any(|node| node.file().is_some_and(|file| !tells(file)));
-    let may_change = !node.is_read_only();
+    let is_unsure = is_foreign || tree.iter().any(|node| node.file().is_some_and(|file| !tells(file)));
+    let shows_past = node.driver().shows_past();
+    let is_written = !shows_past && !node.is_read_only();
+    // A write of this process moves the times of a file when it begins, and its bytes come later.
+    let may_change = is_written || (!shows_past && tree[1..].iter().any(|below| below.has_writer_beside(&names)));
     node.size().hash(&mut hasher);
+    hash_view(&tree, &mut hasher);
     // The files that are open, whatever their names mean by now.
     let mut is_told = !may_change;
-    for node in nodes_below(node).iter().filter(|_| !may_change) {
-        match (node.file(), node.children().is_empty()) {
+    for node in tree.iter().filter(|_| !may_change) {
+        match (node.file(), node.children().is_empty() || node.driver().shows_past()) {
             (Some(file), _) => match file.change_stamp() {
                 Some(stamp) => stamp.hash(&mut hasher),
                 None => is_told = false,
@@ -171,8 +203,6 @@ fn version_of(node: &Arc<Node>) -> Version {
     }
     if !is_told {
         PROCESS.hash(&mut hasher);
-        let tree = nodes_below(node);
-        let names: Vec<&str> = tree.iter().map(|node| node.name()).collect();
         for (at, below) in tree.iter().enumerate() {
             // A writer may have come and gone since the last look.
             below.grants_to_write().hash(&mut hasher);
@@ -182,6 +212,19 @@ fn version_of(node: &Arc<Node>) -> Version {
         }
     }
     Version { number: hasher.finish(), may_change: may_change || is_unsure, is_unsure }
+}
+
+/// The places of the nodes in each other: another window of a file, or another format, is another content. Filters change no data,
+/// and jobs put them into use. A disk of the past is that of the node which keeps it.
+fn hash_view(tree: &[Arc<Node>], hasher: &mut Stable) {
+    for node in tree.iter().filter(|node| !node.is_filter()) {
+        node.driver_name().hash(hasher);
+        let part = node.driver().part_of_child(&(0..node.size()));
+        (part.start, part.end).hash(hasher);
+        if node.driver().shows_past() {
+            node.children().iter().for_each(|child| child.node.number().hash(hasher));
+        }
+    }
 }
 
 /// The number of changes that were made through a node.

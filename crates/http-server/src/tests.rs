@@ -31,6 +31,8 @@ struct Pattern {
     fails: AtomicBool,
     /// Reads find a shorter disk.
     shrinks: bool,
+    /// A write may be under way.
+    is_amid_write: AtomicBool,
     /// This number of looks finds the content changed just now.
     fresh_looks: AtomicU64,
 }
@@ -67,6 +69,10 @@ impl Reading for Open {
     fn is_settled(&self) -> bool {
         let look = |left: u64| left.checked_sub(1);
         self.0.fresh_looks.fetch_update(Ordering::SeqCst, Ordering::SeqCst, look).is_err()
+    }
+
+    fn may_be_amid_write(&self) -> bool {
+        self.0.is_amid_write.load(Ordering::SeqCst)
     }
 
     fn check(&self) -> Result<()> {
@@ -171,6 +177,11 @@ impl Client {
         response.body = vec![0; if has_body { len } else { 0 }];
         self.0.read_exact(&mut response.body).expect("the content");
         response
+    }
+
+    fn get_by(&mut self, method: &str, path: &str) -> Response {
+        self.send(&format!("{method} {path} HTTP/1.1\r\nHost: h\r\n\r\n"));
+        self.response(true)
     }
 
     fn get(&mut self, path: &str, fields: &str) -> Response {

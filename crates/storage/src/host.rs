@@ -18,6 +18,7 @@ use crate::opening::{Opening, note_writable};
 use crate::payload::{MAX_TRANSFER, Payload};
 use crate::ring::{Direction, Ring, RingOp};
 use crate::rt::{self, ThreadPool};
+use crate::stamp::is_young;
 use crate::sys::{self, SysResult};
 use crate::{Alignment, DeviceQueue, IoEngine, LayoutHints, OpenOptions};
 use cowshed_types::{Errno, Error, ErrorKind, Result};
@@ -28,6 +29,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 /// In bytes. Changes of space that are whole sectors of this size suit every block device.
 const LARGEST_SECTOR_BYTES: u64 = 4096;
@@ -54,6 +56,8 @@ pub(crate) struct HostFile {
     known: KnownData,
     /// See [`crate::File::change_stamp`].
     opened: [u64; 7],
+    /// A change soon after that could have left the same stamp.
+    opened_young: bool,
     /// See [`crate::File::tells_changes`]; the server of a file system is asked once.
     tells_changes: OnceLock<bool>,
 }
@@ -140,6 +144,7 @@ impl HostFile {
             reads_past_cache: AtomicU32::new(0),
             known: KnownData::default(),
             opened: crate::folder::stamp_of(&stat),
+            opened_young: is_young(crate::folder::stamp_of(&stat), Duration::ZERO),
             tells_changes: OnceLock::new(),
         })
     }
@@ -613,6 +618,11 @@ impl HostFile {
     /// modification, but no program sets the time of the last change of the status.
     pub(crate) fn was_changed(&self) -> bool {
         !self.is_device && self.change_stamp().is_some_and(|now| now != self.opened)
+    }
+
+    /// See [`crate::File::was_opened_young`].
+    pub(crate) fn was_opened_young(&self) -> bool {
+        self.opened_young
     }
 
     /// See [`crate::File::change_stamp`].

@@ -42,6 +42,7 @@ pub mod signal;
 mod signal_mask;
 pub mod simulated;
 pub mod socket;
+mod stamp;
 mod sys;
 mod transfer;
 mod ublk_device;

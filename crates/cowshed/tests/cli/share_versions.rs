@@ -3,7 +3,7 @@
 
 use super::share::{Share, curl, download};
 use crate::oracle::Oracle;
-use cowshed_testkit::waiting::await_that;
+use cowshed_testkit::waiting::{await_some, await_that};
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -77,9 +77,12 @@ fn programs_that_read_by_pieces_name_the_version() {
         (qemu.status.success(), nbdkit.status.success())
     };
     assert_eq!(convert(&share.url), (false, false));
-    let said = download(&oracle, &["-r", "100-199", &share.url]);
-    let said = String::from_utf8_lossy(&said).into_owned();
-    let named = said.split(' ').find(|word| word.starts_with("?version=")).expect("the version");
+    // For some seconds after the change it has none.
+    let named = await_some("the version", || {
+        let said = download(&oracle, &["-r", "100-199", &share.url]);
+        let said = String::from_utf8_lossy(&said).into_owned();
+        said.split(' ').find(|word| word.starts_with("?version=")).map(str::to_owned)
+    });
     let named = format!("{}{named}", share.url);
     assert_eq!(convert(&named), (true, true), "{named}");
     for copy in ["copy", "served"] {

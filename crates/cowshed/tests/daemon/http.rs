@@ -120,8 +120,10 @@ fn a_write_makes_another_etag_of_the_disk() {
     daemon.stop();
     let mut daemon = Serving::start(folder, &["serve", "--read-only", "-k", "n.sock", "d.qcow2", "--export", &options]);
     daemon.line();
+    // For some seconds after a change of the file the tag is weak.
+    await_that("a strong tag", || etag().starts_with('"'));
     let tag = etag();
-    assert_eq!((tag.starts_with('"'), rest(&tag)), (true, "206 100".to_owned()), "{tag}");
+    assert_eq!(rest(&tag), "206 100", "{tag}");
     daemon.stop();
     tool("qemu-io", &["-c", "write -P 67 0 4k", text(&image)]);
     let mut daemon = Serving::start(folder, &["serve", "--read-only", "-k", "n.sock", "d.qcow2", "--export", &options]);

@@ -17,6 +17,7 @@ mod guest_faults;
 mod guest_killed;
 mod guest_mount;
 mod http;
+mod http_tags;
 mod killed;
 mod load;
 mod lost_streams;

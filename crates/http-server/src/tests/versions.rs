@@ -131,3 +131,37 @@ fn a_content_that_changed_just_now_is_waited_for() {
     assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 412, "its bytes may be of another version");
     served.stop();
 }
+
+/// The write has moved the times of the file, and its last bytes come later.
+#[test]
+fn content_amid_a_write_has_a_tag_of_its_own() {
+    let served = serve(Pattern { len: 5000, is_amid_write: true.into(), ..Pattern::default() }, small());
+    let mut client = served.client();
+    let tag = |client: &mut super::Client| client.get("/disk", "").field("ETag").expect("a tag").to_owned();
+    let amid = tag(&mut client);
+    assert_eq!(amid, "W/\"ffffffffffffffff\"");
+    let statuses = |client: &mut super::Client, tag: &str| {
+        let [known, joined] = [format!("If-None-Match: {tag}"), format!("Range: bytes=5-9\r\nIf-Range: {tag}")];
+        [known, joined].map(|fields| client.get("/disk", &format!("{fields}\r\n")).status())
+    };
+    assert_eq!(statuses(&mut client, &amid), [200, 200], "it says of nothing that it is the same");
+    // Most such bytes are whole: a download goes on, then and later.
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 206);
+    served.content.is_amid_write.store(false, Ordering::SeqCst);
+    let later = tag(&mut client);
+    assert_eq!(later, "\"0000000000000000\"");
+    assert_eq!((statuses(&mut client, &amid), statuses(&mut client, &later)), ([200, 200], [304, 206]));
+    assert_eq!(client.get("/disk", "Range: bytes=1000-\r\n").status(), 206);
+    served.stop();
+}
+
+#[test]
+fn unknown_methods_are_refused_before_old_versions() {
+    let served = serve(Pattern { len: 500, ..Pattern::default() }, small());
+    for path in ["/disk", "/disk?version=0123456789abcdef"] {
+        let refused = served.client().get_by("DELETE", path);
+        assert_eq!((refused.status(), refused.field("Allow")), (405, Some("GET, HEAD")), "{path}");
+    }
+    assert_eq!(served.client().get("/disk?version=0123456789abcdef", "").status(), 412);
+    served.stop();
+}

@@ -23,7 +23,7 @@ pub fn request(data: &[u8]) {
                 assert_eq!(parse(&sent[..used - 1]), Ok(None), "the last byte ends the head");
                 let about = About {
                     len,
-                    tag: Tag { text: "v1".to_owned(), is_weak: kind & 1 != 0 },
+                    tag: Tag { text: "v1".to_owned(), is_weak: kind & 1 != 0, is_unsure: kind & 4 != 0 },
                     media_type: "application/octet-stream",
                     file_name: (kind & 4 != 0).then_some(request.path.as_str()),
                     is_packed: kind & 2 != 0,

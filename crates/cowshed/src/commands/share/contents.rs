@@ -54,6 +54,8 @@ pub struct PackedContent {
 struct Packed {
     layout: Sequential,
     version: Version,
+    /// No change since that was looked at has the same version.
+    is_sure: bool,
     /// They could not be looked for again.
     trouble: Option<Error>,
 }
@@ -70,9 +72,10 @@ impl PackedContent {
     /// `len` gets the length of the file in bytes, and follows the disk.
     pub async fn new(disk: Arc<Attachment>, file_name: String, len: Arc<AtomicU64>) -> Result<PackedContent> {
         let version = Reading::version(&disk.queue());
+        let is_sure = Reading::is_settled(&disk.queue());
         let layout = layout_of(&disk).await?;
         len.store(layout.len(), Ordering::Relaxed);
-        let packed = Mutex::new(Arc::new(Packed { layout, version, trouble: None }));
+        let packed = Mutex::new(Arc::new(Packed { layout, version, is_sure, trouble: None }));
         Ok(PackedContent { disk, packed, len, file_name })
     }
 
@@ -82,12 +85,15 @@ impl PackedContent {
 
     async fn look_again(&self) {
         let (known, version) = (self.packed(), Reading::version(&self.disk.queue()));
-        if version.number == known.version.number && known.trouble.is_none() {
+        let is_sure = Reading::is_settled(&self.disk.queue());
+        // Places that are looked for while the version is unsure would have to be looked for again.
+        let is_known = version.number == known.version.number && (known.is_sure || !is_sure);
+        if is_known && known.trouble.is_none() {
             return;
         }
         let packed = match layout_of(&self.disk).await {
-            Ok(layout) => Packed { layout, version, trouble: None },
-            Err(error) => Packed { layout: known.layout.clone(), version, trouble: Some(error) },
+            Ok(layout) => Packed { layout, version, is_sure, trouble: None },
+            Err(error) => Packed { layout: known.layout.clone(), version, is_sure, trouble: Some(error) },
         };
         self.len.store(packed.layout.len(), Ordering::Relaxed);
         *self.packed.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(packed);
@@ -123,7 +129,11 @@ impl Reading for PackedReading {
     }
 
     fn is_settled(&self) -> bool {
-        self.queue.is_settled()
+        self.packed.is_sure && self.queue.is_settled()
+    }
+
+    fn may_be_amid_write(&self) -> bool {
+        self.queue.may_be_amid_write()
     }
 
     fn check(&self) -> Result<()> {

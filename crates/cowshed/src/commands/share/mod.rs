@@ -17,10 +17,11 @@ use contents::{PackedContent, Page, Raw, Shown};
 use cowshed_codec::Codec;
 use cowshed_http_server::proto::answer::percent_encoded;
 use cowshed_http_server::{Content, Event, EventHandler, Limits, Packing, Server, ServerConfig};
-use cowshed_image::graph::{AttachRequest, Attachment};
-use cowshed_jobs::JobHandle;
+use cowshed_image::graph::{AttachRequest, Attachment, nodes_below};
+use cowshed_image::options::BlockdevOptions;
+use cowshed_jobs::{ImageSpec, JobHandle};
 use cowshed_nbd::ServerTls;
-use cowshed_storage::{IoBuf, SocketAddress, path_of_text, rt};
+use cowshed_storage::{File, IoBuf, SocketAddress, path_of_text, rt};
 use cowshed_types::{Error, Result as BlockResult};
 use downloads::Downloads;
 use page::Facts;
@@ -131,6 +132,12 @@ struct Plan {
     has_digest: bool,
 }
 
+/// The longest wait for times of the image that a change moves.
+const SETTLE_LIMIT: Duration = Duration::from_secs(3);
+
+/// Between two openings of the image meanwhile.
+const SETTLE_PAUSE: Duration = Duration::from_millis(30);
+
 /// Between two looks whether it is over.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -181,22 +188,46 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
         console.flush();
     };
     let shared = async |handle: JobHandle| {
-        let has_faults = faults.is_some();
-        let node = match faults {
-            Some(faults) => image.open_below(faults).await?,
-            None => image.open_for_reading().await?,
-        };
+        let node = open_settled(&image, faults.as_ref(), &handle).await?;
         let shared = share(&node, &plan, &handle, say).await;
-        let closed = match has_faults {
-            true => node.graph().close_all().await,
-            false => node.close().await,
-        };
+        let closed = close(&node, faults.is_some()).await;
         shared.and_then(|complete| closed.map(|()| complete))
     };
     let failed = |error: &Error| Failure::open(crate::invocation::Persona::Cowshed, file, error);
     match job.run(shared, failed)? {
         false if plan.once => Err(Failure::new("the disk was not downloaded completely")),
         _ => Ok(0),
+    }
+}
+
+/// Opens the image. Its tables stay in memory, so a later change of its files must show. Where one could have the same time as the
+/// last change, the image is opened again, for some seconds at most.
+async fn open_settled(
+    image: &ImageSpec,
+    faults: Option<&BlockdevOptions>,
+    job: &JobHandle,
+) -> BlockResult<Arc<cowshed_image::Node>> {
+    let begin = rt::now();
+    loop {
+        let node = match faults {
+            Some(faults) => image.open_below(faults.clone()).await?,
+            None => image.open_for_reading().await?,
+        };
+        let tree = nodes_below(&node);
+        let is_young = tree.iter().any(|node| node.has_tables())
+            && tree.iter().any(|node| node.file().is_some_and(File::was_opened_young));
+        if !is_young || rt::now() >= begin + SETTLE_LIMIT || job.is_cancelled() {
+            return Ok(node);
+        }
+        close(&node, faults.is_some()).await?;
+        rt::sleep(SETTLE_PAUSE).await;
+    }
+}
+
+async fn close(node: &Arc<cowshed_image::Node>, has_faults: bool) -> BlockResult<()> {
+    match has_faults {
+        true => node.graph().close_all().await,
+        false => node.close().await,
     }
 }
 
@@ -317,8 +348,16 @@ async fn content(disk: &Arc<Attachment>, plan: &Plan, len: &Arc<AtomicU64>) -> B
 
 /// Computes the digest, and puts it on the page. A content that changes or can't be read has none.
 async fn show_digest(content: Arc<dyn Content>, mut facts: Facts, page: Arc<Page>) {
-    let reading = content.open();
-    let version = reading.version();
+    // A digest of bytes that a write still changes would stay with its times.
+    let (reading, version) = loop {
+        content.follow().await;
+        let reading = content.open();
+        let version = reading.version();
+        if reading.is_settled() && !reading.may_be_amid_write() {
+            break (reading, version);
+        }
+        rt::sleep(LOOK).await;
+    };
     let mut digest = Sha256::new();
     let packing = content.packing();
     let (size, mut sent) = (reading.size(), 0);
