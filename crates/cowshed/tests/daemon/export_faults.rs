@@ -2,7 +2,7 @@
 //! Faults on demand and bad input, by the exports that a command line makes: also over HTTP, and with the figures of `top`.
 
 use super::fuse::is_mounted;
-use super::process::{COWSHED, Monitor, Serving, text};
+use super::process::{COWSHED, Killed, Monitor, Serving, text};
 use cowshed_testkit::programs::{run_to_code, tool};
 use cowshed_testkit::qemu::{peers_dir, temp_dir};
 use cowshed_testkit::waiting::await_that;
@@ -11,7 +11,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// A daemon with a disk of 16 MiB, full of 3, and these faults. It has each export that needs no driver of the kernel's but FUSE.
@@ -121,6 +121,33 @@ fn each_export_of_a_command_line_has_its_faults() {
     let shown = tool(COWSHED, &["top", "--interval", "0.01", "--count", "1", text(&folder.join("m.sock"))]);
     for export in ["d", "v", "f", "h"] {
         assert!(shown.lines().any(|line| line.split(' ').next() == Some(export)), "{export}: {shown}");
+    }
+    drop(file);
+    daemon.stop();
+}
+
+#[test]
+fn figures_of_top_count_the_reads_of_each_export() {
+    let folder = temp_dir();
+    let folder = folder.path();
+    let (daemon, _monitor) = serve(folder, &[]);
+    let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(direct).open(folder.join("m")).expect("it opens");
+    let mut command = Command::new(COWSHED);
+    command.args(["top", "--interval", "4", "--count", "2"]).arg(folder.join("m.sock")).stdout(Stdio::piped());
+    let mut top = Killed(command.spawn().expect("our own binary runs"));
+    while top.0.try_wait().expect("a child").is_none() {
+        file.read_exact_at(&mut [0; 4096], 1 << 20).expect("a read");
+        assert_eq!(range(folder, "0-65535").1, "206");
+        for export in ["nbd", "vhost"] {
+            assert!(qemu_io(folder, export, "read 0 64k").status.success(), "{export}");
+        }
+    }
+    let shown = std::io::read_to_string(top.0.stdout.take().expect("a pipe")).expect("text");
+    for export in ["d", "v", "f", "h"] {
+        let rows = shown.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let mut bytes = rows.filter(|row| row.first() == Some(&export)).map(|row| row[3]);
+        assert!(bytes.any(|bytes| bytes != "0"), "{export}: {shown}");
     }
     drop(file);
     daemon.stop();
