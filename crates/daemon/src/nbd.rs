@@ -4,6 +4,7 @@
 use crate::events::EventBus;
 use crate::inbox::Sender;
 use crate::message::{Message, StopReason};
+use crate::socket::SocketFile;
 use cowshed_image::graph::Attachment;
 use cowshed_image::node::BitmapUse;
 use cowshed_jobs::limits::BlockLimits;
@@ -124,6 +125,8 @@ pub(crate) struct ExportSpec {
 pub(crate) struct Nbd {
     server: Arc<Server<Arc<Attachment>>>,
     addresses: Vec<SocketAddress>,
+    /// See [`ListenPlace::Descriptor`].
+    is_inherited: bool,
     exports: RefCell<Vec<Exported>>,
     events: EventBus,
     tls: bool,
@@ -161,6 +164,7 @@ impl Nbd {
         if setup.held {
             server.hold();
         }
+        let is_inherited = matches!(setup.place, ListenPlace::Descriptor(_));
         let addresses = match setup.place {
             ListenPlace::Address(address) => {
                 let listeners = Listener::bind_with(&address, &setup.listen)?;
@@ -178,6 +182,7 @@ impl Nbd {
         Ok(Nbd {
             server: Arc::new(server),
             addresses,
+            is_inherited,
             exports: RefCell::default(),
             events,
             tls,
@@ -337,6 +342,17 @@ impl Nbd {
             hung.push("the NBD server".to_owned());
         }
         (result, hung)
+    }
+
+    /// As in QEMU the file of an inherited socket goes with a server that is stopped, and stays at the daemon's end.
+    pub fn remove_inherited_files(&self) {
+        for address in self.addresses.iter().filter(|_| self.is_inherited) {
+            if let SocketAddress::Unix(path) = address
+                && !path.starts_with('\0')
+            {
+                drop(SocketFile::bound(path.as_ref()));
+            }
+        }
     }
 
     /// Number of connections at the moment.

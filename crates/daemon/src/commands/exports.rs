@@ -208,6 +208,7 @@ async fn nbd_server_stop(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult
     let nbd = daemon.nbd().ok_or_else(not_running)?;
     daemon.set_nbd(None);
     let (result, hung) = nbd.stop(STOP_LIMIT, true).await;
+    nbd.remove_inherited_files();
     if !hung.is_empty() {
         tracing::warn!("the NBD server has stopped, and what hangs stays until it ends: {}", hung.join(", "));
     }
