@@ -82,7 +82,8 @@ impl BlockLimits {
     }
 
     fn of_stored(node: &Node) -> BlockLimits {
-        let stored = [ChildRole::File, ChildRole::Image, ChildRole::Test, ChildRole::Replica(0)];
+        // The data of the disk, where that isn't in the file with the metadata.
+        let stored = [ChildRole::DataFile, ChildRole::File, ChildRole::Image, ChildRole::Test, ChildRole::Replica(0)];
         let below = stored.into_iter().find_map(|role| node.child(role)).map(|child| Self::of(&child));
         let Some(below) = below else { return Self::of_protocol(node) };
         let has = |role: ChildRole| node.child(role).is_some();

@@ -12,6 +12,7 @@ use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use cowshed_daemon::client::ClientOptions;
 use cowshed_daemon::{Drive, OFFSET, Setup, Step, check_object, check_server_credentials, client_credentials};
 use cowshed_image::SnapshotName;
+use cowshed_image::options::BlockdevOptions;
 use cowshed_storage::{Listener, SocketAddress, path_of_text, text_of_path};
 use cowshed_types::Error;
 use serde_json::json;
@@ -204,9 +205,7 @@ impl NbdArgs {
                 "detect_zeroes" => {
                     check_mode("detect-zeroes", value)?;
                     if value == "unmap" && !unmaps {
-                        let message =
-                            "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap";
-                        return Err(Failure::new(message));
+                        return Err(Failure::new(UNMAPS_WITHOUT_DISCARD));
                     }
                 }
                 "offset" => drop(offset_of(value)?),
@@ -391,6 +390,14 @@ impl NbdArgs {
     fn drive(&self, file: &str) -> Result<Drive, Failure> {
         let writable = self.is_writable();
         let unopened = |error: Error| unopened(file, &error);
+        let own = match self.image_opts {
+            true => BlockdevOptions::from_image_opts(file).unwrap_or_else(|_| BlockdevOptions::new()),
+            false => BlockdevOptions::new(),
+        };
+        let discard = own.text("discard").or(self.discard.first().map(String::as_str));
+        if own.text("detect-zeroes") == Some("unmap") && !discard.is_some_and(|mode| ["unmap", "on"].contains(&mode)) {
+            return Err(unopened(Error::invalid_argument(UNMAPS_WITHOUT_DISCARD)));
+        }
         let mut drive = match self.image_opts {
             true => Drive::image_opts(NODE, file, writable).map_err(unopened)?,
             false => Drive::file(NODE, file, self.format.as_deref(), writable).map_err(unopened)?,
@@ -421,6 +428,10 @@ impl NbdArgs {
         Ok(drive)
     }
 }
+
+/// QEMU's refusal of a mode of `detect-zeroes`.
+const UNMAPS_WITHOUT_DISCARD: &str =
+    "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap";
 
 /// Bytes of the image that are left out in front. Under QEMU's name the number has no suffix.
 fn offset_of(text: &str) -> Result<u64, Failure> {
