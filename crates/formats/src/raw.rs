@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The keys of the part of its child that the disk is.
 const WINDOW_KEYS: &[&str] = &["offset", "size"];
@@ -56,7 +56,8 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let options = RawOptions::new(&draft.options);
     if options.size.is_some_and(|size| !size.is_multiple_of(512)) {
-        return Err(Error::invalid_argument("Specified size is not multiple of 512").file(child.filename()));
+        let message = "Specified size is not multiple of 512";
+        return Err(Error::invalid_argument(message).file(child.filename()).qemu(message));
     }
     let mut filename = child.filename();
     if options.offset != 0 || options.size.is_some() {
@@ -77,8 +78,10 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 /// A raw image over a child node.
 pub(crate) struct RawDriver {
     child: Below,
-    /// The child's file when the child is a plain protocol node: saves a hop on every request.
-    file: Option<File>,
+    /// The file of the child that it was opened with, where that is a plain protocol node: saves a hop on every request.
+    opened_file: Option<File>,
+    /// A reopening has put another child below it.
+    moved: AtomicBool,
     /// Changes only while no request runs.
     window: Window,
 }
@@ -98,9 +101,9 @@ impl RawDriver {
     /// A window of `child`. `offset` and `size` are in bytes; the window must lie inside the child.
     pub(crate) fn new(child: &Node, link: Arc<Link>, offset: u64, size: Option<u64>) -> Result<RawDriver> {
         Self::check_window(child, offset, size)?;
-        let file = child.file().cloned();
+        let opened_file = child.file().cloned();
         let window = Window { offset: AtomicU64::new(offset), size: AtomicU64::new(size.unwrap_or(TO_THE_END)) };
-        Ok(RawDriver { child: Below::new(link), file, window })
+        Ok(RawDriver { child: Below::new(link), opened_file, moved: AtomicBool::new(false), window })
     }
 
     /// Another window, checked. No request runs.
@@ -138,6 +141,12 @@ impl RawDriver {
         Ok(())
     }
 
+    /// The file that requests go to without a node between.
+    #[inline]
+    fn file(&self) -> Option<&File> {
+        self.opened_file.as_ref().filter(|_| !self.moved.load(Ordering::Relaxed))
+    }
+
     fn offset(&self) -> u64 {
         self.window.offset.load(Ordering::Relaxed)
     }
@@ -171,7 +180,7 @@ impl Driver for RawDriver {
 
     #[inline]
     fn map(&self, offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
-        match &self.file {
+        match self.file() {
             Some(file) => Mapped::File { file, host: self.host(offset), guard: None },
             None => Mapped::Below(&self.child, self.host(offset)),
         }
@@ -179,7 +188,7 @@ impl Driver for RawDriver {
 
     fn read(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(async move {
-            match &self.file {
+            match self.file() {
                 Some(file) => file.read_at(buf, self.host(offset)).await,
                 None => self.child.read(self.host(offset), buf).await,
             }
@@ -188,7 +197,7 @@ impl Driver for RawDriver {
 
     fn write(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(async move {
-            match &self.file {
+            match self.file() {
                 Some(file) => file.write_at(buf, self.host(offset)).await,
                 None => self.child.write(self.host(offset), buf).await,
             }
@@ -197,7 +206,7 @@ impl Driver for RawDriver {
 
     fn write_zeroes(&self, offset: u64, len: u64, flags: ZeroFlags) -> Work<'_> {
         Box::pin(async move {
-            match &self.file {
+            match self.file() {
                 Some(file) => zero_file(file, self.host(offset), len, flags).await,
                 None => self.child.write_zeroes(self.host(offset), len, flags).await,
             }
@@ -206,7 +215,7 @@ impl Driver for RawDriver {
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         Box::pin(async move {
-            match &self.file {
+            match self.file() {
                 Some(file) => discard_file(file, self.host(offset), len).await,
                 None => self.child.discard(self.host(offset), len).await,
             }
@@ -215,7 +224,7 @@ impl Driver for RawDriver {
 
     fn flush(&self) -> Work<'_> {
         Box::pin(async move {
-            match &self.file {
+            match self.file() {
                 Some(file) => file.sync().await,
                 None => self.child.flush().await,
             }
@@ -245,7 +254,7 @@ impl Driver for RawDriver {
     }
 
     fn whole_file(&self) -> Option<&File> {
-        self.file.as_ref().filter(|_| self.shows_all_of_child())
+        self.file().filter(|_| self.shows_all_of_child())
     }
 
     fn part_of_child(&self, disk: &Range<u64>) -> Range<u64> {
@@ -280,6 +289,10 @@ impl Driver for RawDriver {
     fn live_options(&self) -> Option<&dyn LiveOptions> {
         Some(self)
     }
+
+    fn moves_freely(&self) -> bool {
+        true
+    }
 }
 
 /// The window that options name: its first byte, and its length where they have one.
@@ -294,19 +307,34 @@ impl LiveOptions for RawDriver {
 
     fn check(&self, node: &Node, options: &BlockdevOptions, _discards: bool) -> Result<Apply> {
         let (offset, size) = window_of(options);
-        if window_of(&node.options()) == (offset, size) {
+        let child = self.child.node()?;
+        let other = options.text("file").filter(|name| *name != child.name());
+        let moved = other.and_then(|name| node.graph().find(name));
+        if moved.is_none() && window_of(&node.options()) == (offset, size) {
             return Ok(Box::new(|_| ()));
         }
         // An image in it, or a layer over it, has taken its size at its opening.
         if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
-            let message =
-                format!("node '{}' is in use by '{user}', so its 'offset' and 'size' can't change", node.name());
+            let message = format!(
+                "node '{}' is in use by '{user}', so its 'offset', 'size' and 'file' can't change",
+                node.name()
+            );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        RawDriver::check_window(&*self.child.node()?, offset, size)?;
+        let below = moved.as_deref().unwrap_or(&child);
+        RawDriver::check_window(below, offset, size)?;
+        if let Some(user) = node.user_names().first()
+            && moved.is_some()
+            && size.unwrap_or(below.size() - offset) < node.size()
+        {
+            let message = format!("node '{}' is in use by '{user}', and '{}' is shorter", node.name(), below.name());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        let moves = moved.is_some();
         Ok(Box::new(move |node| {
             if let Some(raw) = node.driver().downcast::<RawDriver>() {
                 raw.set_window(offset, size);
+                raw.moved.fetch_or(moves, Ordering::Release);
             }
         }))
     }

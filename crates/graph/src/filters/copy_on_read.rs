@@ -119,10 +119,6 @@ impl Filter for CopyOnRead {
         schemas::COPY_ON_READ.name
     }
 
-    fn moves_freely(&self) -> bool {
-        true
-    }
-
     fn below(&self) -> &Below {
         &self.below
     }
@@ -195,8 +191,8 @@ impl Filter for CopyOnRead {
         })
     }
 
-    fn permissions(&self, wanted: Permissions, read_only: bool) -> Permissions {
-        if read_only || wanted.used.is_empty() {
+    fn permissions(&self, wanted: Permissions, _read_only: bool) -> Permissions {
+        if wanted.used.is_empty() {
             return wanted;
         }
         // A write past the filter would be undone by a copy under way.

@@ -7,20 +7,64 @@
 use super::Graph;
 use super::owned::no_such_node;
 use super::transaction::Transaction;
-use super::writing::{check_becomes_writable, not_reopened};
-use crate::node::{Apply, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes, nodes_below};
+use super::writing::not_reopened;
+use crate::node::{Apply, Child, ChildRole, DetectZeroes, LiveOptions, Node, detect_zeroes, nodes_below};
 use crate::options::{self, BlockdevOptions};
 use cowshed_storage::{CacheMode, rt};
 use cowshed_types::{Error, ErrorKind, Result};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::cmp::Reverse;
 use std::sync::Arc;
 
 /// Options of any node that a reopen changes.
 const COMMON: &[&str] = &["read-only", "auto-read-only", "discard", "detect-zeroes", "cache"];
 
-/// Those that it also changes in a child that is described with the node.
-const OF_CHILDREN: &[&str] = &["discard", "detect-zeroes", "cache"];
+/// A node with the options that it is to have.
+struct Reopening {
+    node: Arc<Node>,
+    options: BlockdevOptions,
+    /// For a child that is reopened with its parent.
+    above: Option<TakenOver>,
+    /// It isn't described again: its own options stay, and with them what it took over before.
+    keeps: bool,
+}
+
+/// Options of a node that a child without own ones takes over, where they are said.
+#[derive(Clone, Copy, Default)]
+struct TakenOver {
+    read_only: Option<bool>,
+    direct: Option<bool>,
+    no_flush: Option<bool>,
+}
+
+impl TakenOver {
+    fn or_defaults(self) -> TakenOver {
+        let CacheMode { direct, no_flush } = self.cache();
+        TakenOver { read_only: Some(self.read_only.unwrap_or(false)), direct: Some(direct), no_flush: Some(no_flush) }
+    }
+
+    fn cache(self) -> CacheMode {
+        CacheMode { direct: self.direct.unwrap_or(false), no_flush: self.no_flush.unwrap_or(false) }
+    }
+}
+
+impl Reopening {
+    /// The options that count for this node and for those that are described with it.
+    fn taken_over(&self) -> TakenOver {
+        let above = self.above.unwrap_or_default();
+        let of_cache = |key: &str| self.options.get("cache").and_then(|cache| cache.get(key)).and_then(Value::as_bool);
+        let before = self.node.bottom_file().filter(|_| self.keeps).map(|file| file.cache_mode());
+        let own_read_only = match self.keeps {
+            true => self.node.said_read_only(),
+            false => self.options.flag("read-only"),
+        };
+        TakenOver {
+            read_only: own_read_only.or(above.read_only).or(self.keeps.then(|| self.node.is_read_only())),
+            direct: of_cache("direct").or(above.direct).or(before.map(|mode| mode.direct)),
+            no_flush: of_cache("no-flush").or(above.no_flush).or(before.map(|mode| mode.no_flush)),
+        }
+    }
+}
 
 /// One node with its new options, checked.
 struct Plan {
@@ -31,11 +75,13 @@ struct Plan {
     detect_zeroes: DetectZeroes,
     /// Applies the options of the driver.
     apply: Option<Apply>,
-    /// Files whose use of the page cache changes: the node itself, or files that are described with it.
-    caches: Vec<(Arc<Node>, CacheMode)>,
+    /// The new use of the page cache by this node's file, where that changes.
+    cache: Option<CacheMode>,
     backing: Backing,
-    /// The new child of this filter, where that changes.
+    /// The new child of this node, where that changes.
     file: Option<Arc<Node>>,
+    /// See [`Reopening`].
+    keeps: bool,
 }
 
 enum Backing {
@@ -49,12 +95,22 @@ impl Graph {
     /// is to have from now on. An option that is left out goes back to its default, but for children, `backing` and
     /// `discard`, which stay. An option that can't change is refused by name. Either all nodes are reopened or none. A
     /// future that is dropped while it waits for requests changes nothing; later, the nodes are reopened all the same.
+    ///
+    /// Children that were described with their node, and not named, are reopened with it. They take over whether they are
+    /// read-only, and the use of the page cache, where they have no such options of their own.
     pub async fn reopen(self: &Arc<Self>, list: Vec<BlockdevOptions>) -> Result<()> {
         let one_change = self.changing_named(&list.iter().flat_map(BlockdevOptions::texts).collect::<Vec<_>>()).await;
-        let mut plans = Vec::with_capacity(list.len());
-        for options in list {
-            self.plan_with_children(options, None, &mut plans)?;
+        let mut wanted = Vec::with_capacity(list.len());
+        for mut options in list {
+            let Some(name) = options.text("node-name") else {
+                return Err(Error::invalid_argument("'node-name' must be specified to reopen a node"));
+            };
+            let node = self.find(name).ok_or_else(|| no_such_node(name))?;
+            options::check_common(&mut options, "")?;
+            want(Reopening { node, options, above: None, keeps: false }, &mut wanted)?;
         }
+        let plans: Vec<Plan> = wanted.into_iter().map(|wanted| self.plan_reopen(wanted)).collect::<Result<_>>()?;
+        check_storage(&plans)?;
         let nodes: Vec<&Arc<Node>> = plans.iter().map(|plan| &plan.node).collect();
         let drained = self.drain(&nodes).await;
         let graph = Arc::clone(self);
@@ -70,17 +126,22 @@ impl Graph {
         let mut change = Transaction::default();
         let prepared = self.prepare_all(&plans, &mut change).await;
         let left = change.end(self, prepared).await?;
-        for plan in plans {
+        for plan in plans.into_iter().filter(|plan| !plan.keeps) {
+            let before = plan.node.size();
             plan.node.apply(plan.options, plan.discard, plan.detect_zeroes, plan.apply);
+            plan.node.note_size(before);
         }
-        for old in left.into_iter().filter(|old| old.is_unused()) {
-            old.close().await?;
+        for (parent, old) in left {
+            old.forget_describer(parent.name());
+            if old.is_unused() {
+                old.close().await?;
+            }
         }
         Ok(())
     }
 
-    /// All that can be refused; the children that were left.
-    async fn prepare_all(&self, plans: &[Plan], change: &mut Transaction) -> Result<Vec<Arc<Node>>> {
+    /// All that can be refused; the children that were left, each behind its parent.
+    async fn prepare_all(&self, plans: &[Plan], change: &mut Transaction) -> Result<Vec<(Arc<Node>, Arc<Node>)>> {
         for plan in in_order(plans) {
             self.prepare(plan, change).await?;
         }
@@ -89,11 +150,14 @@ impl Graph {
         for plan in plans {
             match (&plan.backing, &plan.file) {
                 (Backing::Keep, None) => {}
-                (Backing::Keep, Some(file)) => left.push(self.set_filter_child(&plan.node, file, change)?),
+                (Backing::Keep, Some(file)) => {
+                    left.push((Arc::clone(&plan.node), self.set_filter_child(&plan.node, file, change)?));
+                }
                 (backing, _) => {
                     let wanted = if let Backing::Node(node) = backing { Some(node) } else { None };
                     plan.node.check_backing(wanted).await?;
-                    left.extend(plan.node.backing());
+                    let is_other = |old: &Arc<Node>| wanted.is_none_or(|wanted| !Arc::ptr_eq(wanted, old));
+                    left.extend(plan.node.backing().filter(is_other).map(|old| (Arc::clone(&plan.node), old)));
                     self.set_backing_drained(&plan.node, wanted, change)?;
                     plan.node.note_backing().await?;
                 }
@@ -102,53 +166,10 @@ impl Graph {
         Ok(left)
     }
 
-    /// Plans for a node and for its children whose descriptions change. `above`: the use of the page cache that a child has of the node
-    /// above, key by key. It isn't an option of the child's own, and the plan of the node above changes it.
-    fn plan_with_children(
-        &self,
-        mut options: BlockdevOptions,
-        above: Option<CacheMode>,
-        plans: &mut Vec<Plan>,
-    ) -> Result<()> {
-        let own = options.get("cache").cloned();
-        if let Some(above) = above {
-            let CacheMode { direct, no_flush } = with_own(above, own.as_ref());
-            options.insert("cache", json!({"direct": direct, "no-flush": no_flush}));
-        }
-        let mut plan = self.plan_reopen(options)?;
-        let mode = with_own(CacheMode::default(), plan.options.get("cache"));
-        let (node, old) = (Arc::clone(&plan.node), plan.node.options());
-        let mut changed = Vec::new();
-        for child in node.children() {
-            let key = child.role.as_str();
-            let (Some(Value::Object(before)), Some(Value::Object(now))) = (old.get(key), plan.options.get(key)) else {
-                continue;
-            };
-            if before == now || is_same_child(&node, key, plan.options.get(key)) {
-                continue;
-            }
-            let mut now = now.clone();
-            now.insert("node-name".to_owned(), child.node.name().into());
-            now.entry("read-only").or_insert_with(|| child.node.is_read_only().into());
-            changed.push(BlockdevOptions::from_map(now)?);
-        }
-        if above.is_some() {
-            plan.caches.clear();
-            match own {
-                Some(own) => plan.options.insert("cache", own),
-                None => drop(plan.options.remove("cache")),
-            }
-        }
-        plans.push(plan);
-        changed.into_iter().try_for_each(|child| self.plan_with_children(child, Some(mode), plans))
-    }
-
     /// Checks the options of one node against its present state.
-    fn plan_reopen(&self, mut options: BlockdevOptions) -> Result<Plan> {
-        let Some(name) = options.text("node-name").map(str::to_owned) else {
-            return Err(Error::invalid_argument("'node-name' must be specified to reopen a node"));
-        };
-        let node = self.find(&name).ok_or_else(|| no_such_node(&name))?;
+    fn plan_reopen(&self, wanted: Reopening) -> Result<Plan> {
+        let taken_over = wanted.taken_over();
+        let Reopening { node, mut options, above, keeps } = wanted;
         let old = node.options();
         let driver = node.driver_name();
         let schema = self.schemas().schema(driver).ok_or_else(|| Error::internal("a node without a driver"))?;
@@ -160,12 +181,18 @@ impl Graph {
             let lost = old.iter().map(|(key, _)| key).find(is_lost);
             return Err(lost.map_or_else(|| cannot_change("driver"), |key| cannot_reset(key)));
         }
-        if self.schemas().stays_read_only(driver) {
-            // As in QEMU.
+        if !self.schemas().reopens(driver) {
             return Err(not_reopened(&node));
         }
+        let read_only = taken_over.read_only.unwrap_or(false);
+        let cache = changed_cache(&node, &options, above.is_some() || self.has_parent(&node), taken_over.cache())?;
+        if keeps {
+            // These stay as they are.
+            let (discard, detect_zeroes) = (node.discards(), DetectZeroes::default());
+            let (apply, backing, file) = (None, Backing::Keep, None);
+            return Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, cache, backing, file, keeps });
+        }
         options.insert("driver", driver);
-        let describes_file = matches!(options.get(ChildRole::File.as_str()), Some(Value::Object(_)));
         for (key, value) in old.iter() {
             // Children without an option stay. A backing file must be named.
             if is_child(key) && key != ChildRole::Backing.as_str() && options.get(key).is_none() {
@@ -176,10 +203,6 @@ impl Graph {
         let file = self.wanted_file(&node, &options)?;
         schema.check(&mut options, "")?;
         check_unchanged(&node, &old, &options)?;
-        let read_only = options.flag("read-only").unwrap_or(false);
-        if options.get("read-only").is_none() && !describes_file && node.is_read_only() && stays_read_only(&node) {
-            return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
-        }
         let discard = match options.text("discard") {
             Some(word) => matches!(word, "unmap" | "on"),
             // As in QEMU it stays as it is, other than `detect-zeroes` and `cache`.
@@ -194,47 +217,13 @@ impl Graph {
         if has_backing && options.get(ChildRole::Backing.as_str()).is_none() {
             return Err(Error::invalid_argument(format!("backing is missing for '{}'", node.name())));
         }
-        let caches = self.changed_caches(&node, &old, &options);
-        for (file, _) in caches.iter().filter(|(_, mode)| !mode.direct) {
-            // A file that can't be opened isn't reopened either.
-            options::check_aio(&file.options(), false).map_err(|error| error.file(file.filename()))?;
-        }
-        Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, caches, backing, file })
+        Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, cache, backing, file, keeps })
     }
 
-    /// The files that a node's options give another use of the page cache.
-    fn changed_caches(
-        &self,
-        node: &Arc<Node>,
-        old: &BlockdevOptions,
-        new: &BlockdevOptions,
-    ) -> Vec<(Arc<Node>, CacheMode)> {
-        let differs =
-            |(file, mode): &(Arc<Node>, CacheMode)| file.file().is_some_and(|file| file.cache_mode() != *mode);
-        let before = files_of(node, old, CacheMode::default());
-        let mut files = files_of(node, new, CacheMode::default());
-        let is_child = |node: &Arc<Node>| {
-            let has_it = |parent: &Arc<Node>| parent.children().iter().any(|child| Arc::ptr_eq(&child.node, node));
-            self.snapshot().nodes().into_iter().any(|parent| has_it(&parent))
-        };
-        files.retain(|file| match Arc::ptr_eq(&file.0, node) && is_child(node) {
-            // It may have the use of the node above.
-            true => differs(file),
-            false => !before.iter().any(|known| Arc::ptr_eq(&known.0, &file.0) && known.1 == file.1),
-        });
-        // A child that was described once takes the keys over that are given, where it has none of its own. The others stay.
-        let owned = self.owned_nodes();
-        for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
-            let is_owned = owned.iter().any(|owned| Arc::ptr_eq(owned, &child.node));
-            if let (Some(Value::String(_)), Some(file), false) =
-                (new.get(child.role.as_str()), child.node.file().filter(|_| child.node.is_on_host()), is_owned)
-            {
-                let mode = with_own(file.cache_mode(), new.get("cache"));
-                let mode = with_own(mode, child.node.options().get("cache"));
-                files.extend(Some((Arc::clone(&child.node), mode)).filter(differs));
-            }
-        }
-        files
+    /// True for a node that is stored in by another one.
+    fn has_parent(&self, node: &Arc<Node>) -> bool {
+        let has_it = |parent: &Arc<Node>| parent.children().iter().any(|child| Arc::ptr_eq(&child.node, node));
+        self.snapshot().nodes().into_iter().any(|parent| has_it(&parent))
     }
 
     fn wanted_backing(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Backing> {
@@ -246,12 +235,13 @@ impl Graph {
             Some(Value::Null) => Ok(Backing::None),
             Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_child(name))?)),
             // By its options, as it was when the node was added.
-            Some(other) if node.options().get("backing") == Some(other) => Ok(Backing::Keep),
+            Some(_) if node.backing().is_some_and(|backing| backing.is_described_by(node.name())) => Ok(Backing::Keep),
+            Some(other) if other.get("driver").is_some() => Err(cannot_change("backing.driver")),
             Some(_) => Err(cannot_change("backing")),
         }
     }
 
-    /// The node that a filter is to get below it, when the options name another one than its present child. The saved
+    /// The node that a filter or a raw image is to get below it, when the options name another one than its present child. The saved
     /// data belong to one disk, so copy-before-write stays where it is.
     fn wanted_file(&self, node: &Arc<Node>, options: &BlockdevOptions) -> Result<Option<Arc<Node>>> {
         let Some(Value::String(name)) = options.get(ChildRole::File.as_str()) else { return Ok(None) };
@@ -259,34 +249,116 @@ impl Graph {
             return Ok(None);
         }
         let found = self.find(name).ok_or_else(|| no_such_child(name))?;
-        Ok(node.driver().moves_freely().then_some(found))
+        Ok(moves_freely(node).then_some(found))
     }
 
     /// Takes the steps that can fail for reasons outside of this process.
     async fn prepare(&self, plan: &Plan, change: &mut Transaction) -> Result<()> {
+        let changes_rights = plan.node.is_read_only() != plan.read_only;
+        if plan.keeps && !changes_rights && plan.cache.is_none() {
+            return Ok(());
+        }
         plan.node.complete().await?;
-        if let Some(live) = plan.node.driver().live_options() {
+        if let Some(live) = plan.node.driver().live_options().filter(|_| !plan.keeps) {
             change.preparing(&plan.node);
             live.prepare(&plan.options, plan.discard).await?;
         }
-        for (node, mode) in &plan.caches {
-            if let Some(file) = node.file() {
-                change.set_cache_mode(file, *mode)?;
-            }
+        if let (Some(file), Some(mode)) = (plan.node.file(), plan.cache) {
+            change.set_cache_mode(file, mode)?;
         }
-        match (plan.node.is_read_only(), plan.read_only) {
-            (false, true) if plan.node.has_writer() => {
+        match (changes_rights, plan.read_only) {
+            (true, true) if plan.node.has_writer() => {
                 let message = format!("Read-only block node '{}' cannot support read-write users", plan.node.name());
                 Err(Error::new(ErrorKind::Busy, message))
             }
-            (false, true) => self.make_read_only(&plan.node, change).await,
-            (true, false) => {
-                check_becomes_writable(&plan.node)?;
-                self.make_writable(&plan.node, change).await
-            }
+            (true, true) => self.make_itself_read_only(&plan.node, change),
+            (true, false) => self.make_itself_writable(&plan.node, change).await,
             _ => Ok(()),
         }
     }
+}
+
+/// Adds a node and the children that are described with it, each once. A later description counts.
+fn want(one: Reopening, list: &mut Vec<Reopening>) -> Result<()> {
+    let taken_over = one.taken_over();
+    let mut below = Vec::new();
+    for child in one.node.children() {
+        if !child.node.is_described_by(one.node.name()) {
+            continue;
+        }
+        let (options, keeps) = match one.options.get(child.role.as_str()) {
+            _ if one.keeps => (child.node.options(), true),
+            Some(Value::Object(described)) => (BlockdevOptions::from_map(described.clone())?, false),
+            // It is left.
+            Some(Value::Null) => continue,
+            Some(Value::String(name)) if name != child.node.name() => continue,
+            _ => (child.node.options(), true),
+        };
+        // The defaults count for a child that the options leave out, such as a file that the image names.
+        let is_left_out = one.options.get(child.role.as_str()).is_none();
+        let mut above = if is_left_out { taken_over.or_defaults() } else { taken_over };
+        if child.role == ChildRole::Backing {
+            above.read_only = Some(true);
+        }
+        let above = Some(above);
+        below.push(Reopening { node: child.node, options, above, keeps });
+    }
+    match list.iter().position(|known| Arc::ptr_eq(&known.node, &one.node)) {
+        Some(_) if one.keeps => {}
+        Some(at) => list[at] = one,
+        None => list.push(one),
+    }
+    below.into_iter().try_for_each(|mut child| {
+        options::check_common(&mut child.options, "")?;
+        want(child, list)
+    })
+}
+
+/// The new use of the page cache by a node's file, where it changes. A file that can't be opened so isn't reopened either.
+fn changed_cache(
+    node: &Arc<Node>,
+    options: &BlockdevOptions,
+    is_child: bool,
+    mode: CacheMode,
+) -> Result<Option<CacheMode>> {
+    let Some(file) = node.file().filter(|_| !node.is_raw()) else { return Ok(None) };
+    let is_same = match is_child {
+        true => file.cache_mode() == mode,
+        // The setting may be one of its opening, and no option.
+        false => {
+            with_own(CacheMode::default(), node.options().get("cache"))
+                == with_own(CacheMode::default(), options.get("cache"))
+        }
+    };
+    if is_same {
+        return Ok(None);
+    }
+    if !mode.direct {
+        options::check_aio(&node.options(), false).map_err(|error| error.file(node.filename()))?;
+    }
+    Ok(Some(mode))
+}
+
+/// True where a reopen may put another node below this one, whose rights follow from those of its users.
+fn moves_freely(node: &Node) -> bool {
+    node.driver().moves_freely() && node.passes_permissions()
+}
+
+/// Refuses nodes that are to be writable on storage that is not, but for those that write nothing of their own and have no writer.
+fn check_storage(plans: &[Plan]) -> Result<()> {
+    for plan in plans.iter().filter(|plan| !plan.read_only) {
+        if plan.node.passes_permissions() && !plan.node.has_writer() {
+            continue;
+        }
+        for child in plan.node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+            let below = plan.file.as_ref().filter(|_| child.role == ChildRole::File).unwrap_or(&child.node);
+            let planned = plans.iter().find(|other| Arc::ptr_eq(&other.node, below)).map(|other| other.read_only);
+            if planned.unwrap_or(below.is_read_only()) {
+                return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The plans in the order in which they can be carried out. A node that becomes writable comes before the nodes above it, and
@@ -310,23 +382,6 @@ fn is_below(node: &Arc<Node>, above: &Arc<Node>) -> bool {
 fn with_own(above: CacheMode, own: Option<&Value>) -> CacheMode {
     let flag = |key: &str, above: bool| own.and_then(|cache| cache.get(key)).and_then(Value::as_bool).unwrap_or(above);
     CacheMode { direct: flag("direct", above.direct), no_flush: flag("no-flush", above.no_flush) }
-}
-
-/// The nodes of the files that get a node's use of the page cache, each with its own. They are the node itself, or its
-/// children that are described with it. `above`: the use of the node above.
-fn files_of(node: &Arc<Node>, options: &BlockdevOptions, above: CacheMode) -> Vec<(Arc<Node>, CacheMode)> {
-    let mode = with_own(above, options.get("cache"));
-    if !node.is_raw() && node.file().is_some() {
-        return vec![(Arc::clone(node), mode)];
-    }
-    let mut files = Vec::new();
-    for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
-        let Some(Value::Object(described)) = options.get(child.role.as_str()) else { continue };
-        if let Ok(described) = BlockdevOptions::from_map(described.clone()) {
-            files.extend(files_of(&child.node, &described, mode));
-        }
-    }
-    files
 }
 
 fn no_such_child(name: &str) -> Error {
@@ -353,13 +408,6 @@ fn is_child(key: &str) -> bool {
     ROLES.iter().any(|role| role.as_str() == key)
 }
 
-/// True for an image with metadata whose file is open for reading: it was made so together with the image. Only an
-/// option changes both.
-fn stays_read_only(node: &Node) -> bool {
-    let has_metadata = node.metadata().is_some() || node.description().is_some();
-    has_metadata && node.child(ChildRole::File).is_some_and(|file| file.is_read_only())
-}
-
 /// Refuses options that differ from the node's own and that only an open can change.
 fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOptions) -> Result<()> {
     let changeable = |key: &str| {
@@ -368,17 +416,19 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || (key == "drop-cache" && new.get(key).is_some())
             || (node.takes_backing() && key == "backing")
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
-            || (node.driver().moves_freely() && key == "file" && new.text(key).is_some())
+            || (moves_freely(node) && key == "file" && new.text(key).is_some())
     };
     let keys = || old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
     // Options of the node itself come first, and children that it didn't have.
     let is_own = |key: &&str| !is_child(key) || old.get(key).is_none();
     for key in keys().filter(is_own).chain(keys().filter(|key| !is_own(key))) {
+        // The name may be left out, and isn't given back then. Names that the graph has made are no options.
+        let is_unnamed = |name: &str| name.starts_with('#') || old.text(key) == Some(name);
         if changeable(key)
-            || key == "node-name"
+            || (key == "node-name" && new.text(key).is_none_or(is_unnamed))
             || old.get(key) == new.get(key)
             || is_same_child(node, key, new.get(key))
-            || is_live_child(key, old.get(key), new.get(key))
+            || is_described_again(node, key, new.get(key))
         {
             continue;
         }
@@ -418,16 +468,10 @@ fn cannot_reset(key: &str) -> Error {
     Error::invalid_argument(format!("Option '{key}' cannot be reset to its default value"))
 }
 
-/// A described child may change what a reopen changes in it.
-fn is_live_child(key: &str, old: Option<&Value>, new: Option<&Value>) -> bool {
-    let (true, Some(Value::Object(old)), Some(Value::Object(new))) = (is_child(key), old, new) else { return false };
-    old.keys().chain(new.keys()).all(|key| {
-        let (before, now) = (old.get(key), new.get(key));
-        before == now
-            || OF_CHILDREN.contains(&key.as_str())
-            || (key == "node-name" && now.is_none())
-            || is_live_child(key, before, now)
-    })
+/// The children of a described child that are described again have checks of their own.
+fn is_described_again(node: &Node, key: &str, value: Option<&Value>) -> bool {
+    let is_it = |child: &Child| child.role.as_str() == key && child.node.is_described_by(node.name());
+    is_child(key) && matches!(value, Some(Value::Object(_))) && node.children().iter().any(is_it)
 }
 
 /// A child may be named by its node-name where it was given by its options, and the other way round only unchanged.

@@ -67,26 +67,11 @@ impl Graph {
             if node.is_read_only() {
                 return Ok(());
             }
-            if node.has_writer() {
-                return Err(Error::new(ErrorKind::Busy, format!("node '{}' has a writer", node.name())));
-            }
-            change.stop_writing(node)?;
+            self.make_itself_read_only(node, change)?;
             for child in node.children() {
-                if child.role == ChildRole::Backing {
-                    continue;
-                }
-                // Asking for less can't meet a conflict.
-                match node.passes_permissions() {
-                    true => change.pass_permissions(node)?,
-                    false => {
-                        change.change_user(
-                            &child.node,
-                            node.name(),
-                            Edge::of(node.name(), false, false).permissions,
-                        )?;
-                    }
-                }
-                if !node.is_filter() && !child.node.has_writer() {
+                // A named file is its user's.
+                let follows = child.node.is_described_by(node.name()) || !node.passes_to_locks();
+                if child.role != ChildRole::Backing && follows && !node.is_filter() && !child.node.has_writer() {
                     // A filter has a state of its own behind that of its user: space ahead, for one.
                     if child.node.is_filter() {
                         child.node.complete().await?;
@@ -96,6 +81,25 @@ impl Graph {
             }
             Ok(())
         })
+    }
+
+    /// As [`Graph::make_read_only`], without the nodes that store it.
+    pub(super) fn make_itself_read_only(&self, node: &Arc<Node>, change: &mut Transaction) -> Result<()> {
+        if node.has_writer() {
+            return Err(Error::new(ErrorKind::Busy, format!("node '{}' has a writer", node.name())));
+        }
+        change.stop_writing(node)?;
+        for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+            // Asking for less can't meet a conflict.
+            match node.passes_permissions() {
+                true => change.pass_permissions(node)?,
+                false => {
+                    let reading = Edge::of(node.name(), false, false).permissions;
+                    change.change_user(&child.node, node.name(), reading)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// No request runs.
@@ -108,14 +112,21 @@ impl Graph {
             if !node.is_read_only() {
                 return Ok(());
             }
-            check_children(&node.children())?;
             for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
                 self.make_writable(&child.node, change).await?;
-                if !node.passes_permissions() {
-                    change.change_user(&child.node, node.name(), Edge::of(node.name(), true, false).permissions)?;
-                }
             }
-            change.start_writing(node).await
+            self.make_itself_writable(node, change).await
         })
+    }
+
+    /// As [`Graph::make_writable`], above nodes that are writable already.
+    pub(super) async fn make_itself_writable(&self, node: &Arc<Node>, change: &mut Transaction) -> Result<()> {
+        check_children(&node.children())?;
+        for child in node.children().into_iter().filter(|child| child.role != ChildRole::Backing) {
+            if !node.passes_permissions() {
+                change.change_user(&child.node, node.name(), Edge::of(node.name(), true, false).permissions)?;
+            }
+        }
+        change.start_writing(node).await
     }
 }

@@ -40,7 +40,31 @@ impl Node {
     /// it writable.
     pub fn stays_read_only(&self) -> bool {
         let mut storage = self.children().into_iter().filter(|child| child.role != ChildRole::Backing);
-        self.is_read_only() && (self.settings.stays_read_only() || storage.any(|child| child.node.stays_read_only()))
+        self.is_read_only()
+            && (self.settings.said_read_only() == Some(true) || storage.any(|child| child.node.stays_read_only()))
+    }
+
+    /// The option `read-only` of this node's own, where it has one.
+    pub(crate) fn said_read_only(&self) -> Option<bool> {
+        self.settings.said_read_only()
+    }
+
+    /// This node was described with its parent, not named there.
+    pub(crate) fn describe_by(&self, parent: &str) {
+        *self.described_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent.to_owned());
+    }
+
+    /// It has left the parent that it was described with.
+    pub(crate) fn forget_describer(&self, parent: &str) {
+        let mut describer = self.described_by.lock().unwrap_or_else(PoisonError::into_inner);
+        if describer.as_deref() == Some(parent) {
+            *describer = None;
+        }
+    }
+
+    /// True for a child that was described with this parent: it is reopened together with it.
+    pub(crate) fn is_described_by(&self, parent: &str) -> bool {
+        self.described_by.lock().unwrap_or_else(PoisonError::into_inner).as_deref() == Some(parent)
     }
 
     /// With `below` it is read-only for no other reason from now on, until it is reopened.
@@ -62,7 +86,7 @@ impl Node {
         apply: Option<Apply>,
     ) {
         self.settings.set_below_snapshot(false);
-        self.settings.set_stays_read_only(options.flag("read-only") == Some(true));
+        self.settings.set_said_read_only(options.flag("read-only"));
         self.settings.set_discards(discard);
         self.tell_file_of_discards();
         self.settings.set_detect_zeroes(detect_zeroes);

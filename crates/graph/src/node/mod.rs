@@ -150,8 +150,8 @@ pub enum DetectZeroes {
 pub struct NodeSettings {
     /// Nothing is written.
     pub read_only: bool,
-    /// An option says that nothing is written. A node above can't change that.
-    pub stays_read_only: bool,
+    /// The word of an option on that. A node above can't change it.
+    pub said_read_only: Option<bool>,
     /// Each write is followed by a flush.
     pub writethrough: bool,
     /// Discards are passed on (`discard=unmap`), else ignored.
@@ -192,6 +192,8 @@ pub struct Node {
     settings: LiveSettings,
     /// The options as they count now, for reopening.
     options: Mutex<BlockdevOptions>,
+    /// The parent that it was described with.
+    described_by: Mutex<Option<String>>,
     /// The options as the user gave them.
     given: Vec<(String, serde_json::Value)>,
     /// The users of this node (parents, exports, jobs), with their rights.
@@ -237,6 +239,9 @@ macro_rules! boxed {
 }
 pub(crate) use boxed;
 
+/// The longest disk, as QEMU's: 2^63 bytes but for one GiB.
+const MOST_BYTES: u64 = (1 << 63) - (1 << 30);
+
 /// The parts of a new node, for [`Node::new`].
 pub(crate) struct NodeParts {
     pub name: String,
@@ -256,8 +261,9 @@ pub(crate) struct NodeParts {
 impl Node {
     pub(crate) fn new(parts: NodeParts) -> Result<Arc<Node>> {
         let size = parts.driver.size();
-        if i64::try_from(size).is_err() {
-            return Err(Error::invalid_argument("the disk is too large").value(size).file(parts.filename));
+        if size > MOST_BYTES {
+            let error = Error::invalid_argument("the disk is too large").value(size).file(parts.filename);
+            return Err(error.qemu("Could not refresh total sector count: File too large"));
         }
         let told_corrupt = Arc::new(AtomicBool::new(false));
         let (reporter, node_name) = (parts.home.reporter(), parts.name.clone());
@@ -286,6 +292,7 @@ impl Node {
             children: parts.children,
             settings: LiveSettings::new(parts.settings),
             options: Mutex::new(parts.options),
+            described_by: Mutex::default(),
             given: parts.given,
             users: Mutex::default(),
             grants_to_write: AtomicU64::default(),

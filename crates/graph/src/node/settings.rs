@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 #[derive(Debug)]
 pub(crate) struct LiveSettings {
     read_only: AtomicBool,
-    /// An option says that it is read-only: only its own reopen changes that, no node above.
-    stays_read_only: AtomicBool,
+    /// The word of an option on that, as [`code_of`] has it. Only a reopen of this node changes it, no node above.
+    said_read_only: AtomicU8,
     /// It took writes until a snapshot made it read-only. This stays while jobs have it take writes again.
     below_snapshot: AtomicBool,
     discard: AtomicBool,
@@ -26,7 +26,7 @@ impl LiveSettings {
     pub(crate) fn new(settings: NodeSettings) -> LiveSettings {
         let live = LiveSettings {
             read_only: AtomicBool::new(settings.read_only),
-            stays_read_only: AtomicBool::new(settings.stays_read_only),
+            said_read_only: AtomicU8::new(code_of(settings.said_read_only)),
             below_snapshot: AtomicBool::new(false),
             discard: AtomicBool::new(settings.discard),
             detect_zeroes: AtomicU8::new(0),
@@ -49,12 +49,15 @@ impl LiveSettings {
         super::edge::note_graph_change();
     }
 
-    pub(crate) fn stays_read_only(&self) -> bool {
-        self.stays_read_only.load(Ordering::Relaxed)
+    pub(crate) fn said_read_only(&self) -> Option<bool> {
+        match self.said_read_only.load(Ordering::Relaxed) {
+            0 => None,
+            code => Some(code == code_of(Some(true))),
+        }
     }
 
-    pub(crate) fn set_stays_read_only(&self, stays: bool) {
-        self.stays_read_only.store(stays, Ordering::Release);
+    pub(crate) fn set_said_read_only(&self, said: Option<bool>) {
+        self.said_read_only.store(code_of(said), Ordering::Release);
     }
 
     pub(crate) fn is_below_snapshot(&self) -> bool {
@@ -109,6 +112,15 @@ impl LiveSettings {
     #[inline]
     pub(crate) fn is_probed_raw(&self) -> bool {
         self.probed_raw
+    }
+}
+
+/// An option that may be left out, as a number.
+fn code_of(said: Option<bool>) -> u8 {
+    match said {
+        None => 0,
+        Some(false) => 1,
+        Some(true) => 2,
     }
 }
 

@@ -172,6 +172,11 @@ impl Node {
         self.driver.passes_permissions(self.settings.locks() != LockSource::Opening)
     }
 
+    /// True where the locks of files follow from the rights of their nodes' users.
+    pub(crate) fn passes_to_locks(&self) -> bool {
+        self.settings.locks() != LockSource::Opening
+    }
+
     /// The children at which the node needs the rights of its users.
     fn passing_children(&self) -> Vec<Child> {
         let passing = |child: &Child| {
@@ -338,10 +343,15 @@ impl Node {
             Some(file) => file.measure_again()?,
             None => self.passing_children().iter().try_for_each(|child| child.node.measure_again())?,
         }
+        self.note_size(before);
+        Ok(())
+    }
+
+    /// Takes notice of a size that was another one before.
+    pub(crate) fn note_size(&self, before: u64) {
         if self.size() != before {
             self.tracking.resized(whole_sectors(self.size()));
         }
-        Ok(())
     }
 
     /// Takes back the rights that [`Node::attach`] gave to `user`. True when the node has no users any more.

@@ -424,7 +424,11 @@ impl Opener {
                         .qemu(sentence),
                 }
             })?,
-            Value::Object(map) => self.node(BlockdevOptions::from_map(map)?, place).await?,
+            Value::Object(map) => {
+                let node = self.node(BlockdevOptions::from_map(map)?, place).await?;
+                node.describe_by(&draft.name);
+                node
+            }
             other => {
                 let path = place.path.trim_end_matches('.');
                 return Err(
@@ -439,7 +443,9 @@ impl Opener {
             if has_metadata && role == ChildRole::File && node.stays_read_only() {
                 return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
             }
-            draft.settings.read_only = true;
+            // Where rights are passed on, a user that writes is refused below.
+            let passes_on = line.is_some_and(|line| line.passes_on && line.asked_at_first(true).is_some());
+            draft.settings.read_only |= !(self.locks_by_users && passes_on && node.stays_read_only());
             Edge::of(&draft.name, false, false)
         } else {
             edge
@@ -507,7 +513,7 @@ fn take_over(options: &BlockdevOptions, place: &mut TreePlace) -> Result<NodeSet
     let writethrough = place.writethrough && place.role == Role::Root;
     Ok(NodeSettings {
         read_only: !place.writable,
-        stays_read_only: options.flag("read-only") == Some(true),
+        said_read_only: options.flag("read-only"),
         writethrough,
         discard,
         detect_zeroes,

@@ -161,4 +161,8 @@ impl Schemas for Drivers {
     fn stays_read_only(&self, name: &str) -> bool {
         self.find(name).is_some_and(|line| line.stays_read_only)
     }
+
+    fn reopens(&self, name: &str) -> bool {
+        self.find(name).is_some_and(|line| line.reopens)
+    }
 }

@@ -28,7 +28,7 @@ const BLKDEBUG: DriverLine = DriverLine::new(&schemas::BLKDEBUG, |opener, draft|
 const THROTTLE: DriverLine = DriverLine::new(&schemas::THROTTLE, |opener, draft| Box::pin(throttle(opener, draft)))
     .telling(Telling::Keys(&["throttle-group"]));
 const COPY_ON_READ: DriverLine =
-    DriverLine::new(&schemas::COPY_ON_READ, |opener, draft| Box::pin(copy_on_read(opener, draft)));
+    DriverLine::new(&schemas::COPY_ON_READ, |opener, draft| Box::pin(copy_on_read(opener, draft))).never_reopened();
 const COPY_BEFORE_WRITE: DriverLine =
     DriverLine::new(&schemas::COPY_BEFORE_WRITE, |opener, draft| Box::pin(copy_before_write(opener, draft)))
         .named_as_its_disk()
@@ -92,15 +92,18 @@ async fn throttle(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 async fn copy_on_read(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    // Nothing could be copied.
-    if draft.settings.read_only {
-        return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
-    }
     let child = opener.file_child(draft).await?;
     let bottom = draft.options.text("bottom").map(str::to_owned);
-    // Above a single layer there is nothing to copy.
+    // Copies are written for readers, too. Above a single layer there is nothing to copy.
     if child.is_read_only() && bottom.as_deref() != Some(child.name()) {
         return Err(Error::new(ErrorKind::ReadOnly, "Block node is read-only"));
+    }
+    if let Some(name) = &bottom {
+        let layer = opener.graph.find(name);
+        let layer = layer.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("Bottom node '{name}' not found")))?;
+        if layer.is_filter() {
+            return Err(Error::invalid_argument(format!("Bottom node '{name}' is a filter")));
+        }
     }
     Ok((Box::new(CopyOnRead::new(below(draft), bottom)), child.filename()))
 }

@@ -65,6 +65,8 @@ pub struct DriverLine {
     pub(super) has_name_of_disk: bool,
     /// A node stays read-only once it was opened so.
     pub(super) stays_read_only: bool,
+    /// A node can be given other options while it is open.
+    pub(super) reopens: bool,
     /// Whether an image may name it.
     pub(super) mention: Mention,
 }
@@ -85,6 +87,7 @@ impl DriverLine {
             names: None,
             has_name_of_disk: false,
             stays_read_only: false,
+            reopens: true,
             mention: Mention::AsFile,
         }
     }
@@ -127,7 +130,12 @@ impl DriverLine {
     /// Keeps a node read-only that was opened so. It writes to a second node besides, and an image may have named that node for
     /// reading only. QEMU refuses to reopen the same drivers.
     pub(super) const fn staying_read_only(self) -> DriverLine {
-        DriverLine { stays_read_only: true, ..self }
+        DriverLine { stays_read_only: true, ..self.never_reopened() }
+    }
+
+    /// Refuses other options for an open node, as QEMU does.
+    pub(super) const fn never_reopened(self) -> DriverLine {
+        DriverLine { reopens: false, ..self }
     }
 
     /// Lets images name it only as `mention` says.

@@ -5,6 +5,7 @@ use super::Drivers;
 use super::build::without_format;
 use super::children::names_rules;
 use super::line::Mention;
+use crate::options::schemas::COPY_ON_READ;
 use cowshed_layout::qcow2::Header;
 use cowshed_storage::{File, OpenOptions};
 use cowshed_types::{Error, ErrorKind, Result};
@@ -133,6 +134,9 @@ impl Policy {
     /// Refuses drivers that no image needs, whatever else is allowed ([`Mention`]).
     pub(crate) fn check_drivers(&self, drivers: &Drivers, options: &Value, name: &str, image: &str) -> Result<()> {
         for driver in drivers_in(options) {
+            if driver == COPY_ON_READ.name && says_writable(options) {
+                self.check(false, "a file that is written to by", name, image)?;
+            }
             match drivers.find(driver).map(|line| line.mention) {
                 Some(Mention::Never(words)) => self.check(false, words, name, image)?,
                 // All files there are parts of the disk.
@@ -149,6 +153,18 @@ impl Policy {
         }
         let message = format!("the image names {what} '{name}', which the policy for this image doesn't allow");
         Err(Error::new(ErrorKind::PermissionDenied, message).file(image))
+    }
+}
+
+/// True when a node of an option tree is open for writing whatever the node above is.
+fn says_writable(options: &Value) -> bool {
+    match options {
+        Value::Object(map) => map.iter().any(|(key, value)| match key.as_str() {
+            "read-only" => *value == Value::Bool(false) || ["off", "no", "n", "false"].iter().any(|word| value == word),
+            _ => says_writable(value),
+        }),
+        Value::Array(nodes) => nodes.iter().any(says_writable),
+        _ => false,
     }
 }
 

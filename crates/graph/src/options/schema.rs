@@ -39,6 +39,9 @@ pub trait Schemas: Any + Sync {
 
     /// True for a driver of which a node stays read-only once it was opened so.
     fn stays_read_only(&self, name: &str) -> bool;
+
+    /// True when an open node of this driver can be given other options.
+    fn reopens(&self, name: &str) -> bool;
 }
 
 /// An option of a driver.
