@@ -40,8 +40,8 @@ use std::time::Duration;
 const BUDGETS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/instructions.txt");
 /// Above its budget by this much a case fails, in percent.
 const ABOVE_PERCENT: f64 = 2.0;
-/// The same where a server and its client take turns. Their counts differ from run to run.
-const SERVED_ABOVE_PERCENT: f64 = 5.0;
+/// The same where a server and its client take turns, and over the deep chain. Their counts differ from run to run.
+const VARIED_ABOVE_PERCENT: f64 = 5.0;
 /// Requests of the shorter run; the longer one has twice as many.
 const REQUESTS: u64 = 1000;
 const BYTES: u64 = 4096;
@@ -84,13 +84,6 @@ impl Kind {
     fn requests(self) -> u64 {
         if self == Kind::Decompress { 50 } else { REQUESTS }
     }
-
-    fn above_percent(self) -> f64 {
-        match self {
-            Kind::Served | Kind::ServedThrottled => SERVED_ABOVE_PERCENT,
-            _ => ABOVE_PERCENT,
-        }
-    }
 }
 
 struct Case {
@@ -99,6 +92,21 @@ struct Case {
     /// Name of the image in the folder, and its format.
     image: (&'static str, &'static str),
     kind: Kind,
+}
+
+impl Case {
+    /// The number of requests that the second run has more than the first. The deep chain's opening varies by 300,000
+    /// instructions: reads through it are many.
+    fn requests(&self) -> u64 {
+        if (self.image.0, self.kind) == (DEEP, Kind::Read) { 20 * REQUESTS } else { self.kind.requests() }
+    }
+
+    fn above_percent(&self) -> f64 {
+        match (self.image.0, self.kind) {
+            (DEEP, _) | (_, Kind::Served | Kind::ServedThrottled) => VARIED_ABOVE_PERCENT,
+            _ => ABOVE_PERCENT,
+        }
+    }
 }
 
 /// The uppermost image of the deep chain.
@@ -593,7 +601,7 @@ fn count(case: &Case, qemu: &Qemu, requests: u64) -> u64 {
 
 /// Instructions of one request of a case.
 fn measure(case: &Case, qemu: &Qemu) -> f64 {
-    let requests = case.kind.requests();
+    let requests = case.requests();
     let runs = [requests, 2 * requests].map(|requests| count(case, qemu, requests));
     (runs[1] as f64 - runs[0] as f64) / requests as f64
 }
@@ -645,7 +653,7 @@ fn check(names: &[&str]) -> ExitCode {
     println!("| request | instructions | budget | |\n|---|--:|--:|--:|");
     let mut is_over = false;
     for case in CASES.iter().filter(|case| names.is_empty() || names.contains(&case.name)) {
-        let (now, above) = (measure(case, &qemu), case.kind.above_percent());
+        let (now, above) = (measure(case, &qemu), case.above_percent());
         let Some(allowed) = budget(case.name).map(|budget| budget * scale) else {
             println!("| {}: {} | {now:.0} | none: record it | |", case.name, case.about);
             is_over = true;

@@ -380,5 +380,5 @@ fn a_failed_entry_of_a_bitmap_table_leaks_nothing() {
         node.close().await.expect("close");
     });
     let (_, found) = world.run(bitmaps()).expect("bitmaps");
-    assert_eq!(found[0].1, [900 << 10..(900 << 10) + 512]);
+    assert_eq!(found[0].1, [Range { start: 900 << 10, end: (900 << 10) + 512 }]);
 }
