@@ -57,7 +57,13 @@ const UNFRAMED: &[&str] = &[
 ];
 
 /// Beginnings of sentences in front of which QEMU names no file.
-const NAMELESS: [&str; 3] = ["Could not resize image: ", "output file is smaller", "Image is not in "];
+const NAMELESS: [&str; 5] = [
+    "Could not resize image: ",
+    "output file is smaller",
+    "Image is not in ",
+    "Could not refresh total sector count: ",
+    "Specified size is not multiple of 512",
+];
 
 impl Failure {
     /// A failure with exit code 1.

@@ -289,7 +289,7 @@ fn rules_come_from_a_file() {
         ("[inject-error]\nerrno = \"5\"\nerrno = \"6\"\n", "line 3: the key is given twice"),
         ("[inject-error]\nerrno = \"many\"\n", "errno"),
         ("[inject-error]\nevent = \"l2_explode\"\n", "l2_explode"),
-        ("[set-state]\nevent = \"l2_load\"\n", "new_state"),
+        ("[set-state]\nnew_state = \"2\"\n", "event"),
     ] {
         std::fs::write(&config, rules).unwrap();
         let error = refused(bench.try_open(&format!("file.config={config}")));
