@@ -110,11 +110,10 @@ async fn walk(
 
 /// Filters that stand between a format and a file: the name of the file, and of the filter, which QEMU shows in its place.
 fn names_of_filters(node: &Node, names: &mut HashMap<Arc<str>, Arc<str>>) {
-    const FILTERS: [&str; 3] = ["blkdebug", "throttle", "preallocate"];
-    let is_format = !FILTERS.contains(&node.driver_name()) && !node.is_raw();
+    let is_format = !node.is_filter() && !node.is_raw();
     for child in node.children() {
         let is_stored = matches!(child.role, ChildRole::File | ChildRole::DataFile);
-        if is_format && is_stored && FILTERS.contains(&child.node.driver_name()) {
+        if is_format && is_stored && child.node.is_filter() {
             let below = |node: &Node| node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image));
             let mut file = Arc::clone(&child.node);
             while let Some(next) = below(&file) {

@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_part_of_a_key_stays_for_the_driver_to_refuse() {
+    fn an_empty_part_of_a_key_stays() {
         assert_eq!(keyval("a..b=1,.c=2,d.=3"), json!({"a": {".b": "1"}, ".c": "2", "d": {"": "3"}}));
     }
 

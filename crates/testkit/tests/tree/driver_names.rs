@@ -89,7 +89,6 @@ const STILL_NAMED: &[(&str, &[&str])] = &[
         ],
     ),
     ("graph/src/options/tree.rs", &["host_cdrom", "host_device"]),
-    ("jobs/src/backup.rs", &["copy-before-write"]),
     ("jobs/src/commit/merge.rs", &["raw"]),
     ("jobs/src/convert/target.rs", &["raw"]),
     ("jobs/src/info.rs", &["luks", "qcow2"]),
