@@ -149,6 +149,19 @@ fn streams_with_their_directory_at_the_end_are_read() {
     assert!(said.code == Some(1) && said.err.contains("cut short"), "{}", said.err);
 }
 
+/// The flag of compressed grains is not set, and the algorithm is: QEMU goes by the algorithm.
+#[test]
+fn a_stream_without_its_flag_is_unpacked() {
+    let oracle = Oracle::new();
+    gallery(&oracle, "10M", &SMALL);
+    let path = oracle.work().join("streamOptimized.vmdk");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[10] &= !1;
+    fs::write(&path, bytes).unwrap();
+    oracle.make("compare -F vmdk source.raw streamOptimized.vmdk");
+    ours(&oracle, "compare source.raw streamOptimized.vmdk");
+}
+
 /// A disk of one extent of ESX' older sparse kind: grains of one sector. `data` is at sector `first`, and at sector 5000,
 /// which the second grain table describes. `parent`: its content id, and the name.
 fn esx(folder: &Path, name: &str, parent: (&str, &str), first: usize, data: &[u8; 512]) {

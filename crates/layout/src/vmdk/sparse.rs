@@ -123,7 +123,8 @@ impl SparseHeader {
             return Some(Err(Error::invalid_image("newline test", "another", message).offset(73)));
         }
         let algorithm = le16_at(bytes, 77)?;
-        let compressed = flags & FLAG_COMPRESSED != 0;
+        // Where the two contradict each other, packed bytes must not be taken for the disk's. QEMU goes by the algorithm alone.
+        let compressed = flags & FLAG_COMPRESSED != 0 || algorithm == COMPRESSION_DEFLATE;
         if compressed && algorithm != COMPRESSION_DEFLATE {
             let error = Error::unsupported("this compression of VMDK is unknown");
             return Some(Err(error.field("compressAlgorithm").offset(77).value(algorithm)));
@@ -284,6 +285,9 @@ mod tests {
             (header.grain(0), header.grain(1), header.grain(2)),
             (Grain::Unallocated, Grain::At(1), Grain::At(2))
         );
+        let mut packed = hosted();
+        packed[77] = 1;
+        assert!(SparseHeader::parse(&packed).unwrap().compressed, "the flag is not set");
         let header = SparseHeader::parse(&esx()).unwrap();
         assert_eq!((header.kind, header.grain_bytes(), header.directory_entries()), (SparseKind::Esx, 512, 2));
     }
