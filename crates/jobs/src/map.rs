@@ -110,10 +110,12 @@ async fn walk(
 
 /// Filters that stand between a format and a file: the name of the file, and of the filter, which QEMU shows in its place.
 fn names_of_filters(node: &Node, names: &mut HashMap<Arc<str>, Arc<str>>) {
-    let is_format = !node.is_filter() && !node.is_raw();
+    // Fault injection stands above an image.
+    let is_between = |node: &Node| node.is_filter() || node.child(ChildRole::Image).is_some();
+    let is_format = !is_between(node) && !node.is_raw();
     for child in node.children() {
         let is_stored = matches!(child.role, ChildRole::File | ChildRole::DataFile);
-        if is_format && is_stored && child.node.is_filter() {
+        if is_format && is_stored && is_between(&child.node) {
             let below = |node: &Node| node.child(ChildRole::File).or_else(|| node.child(ChildRole::Image));
             let mut file = Arc::clone(&child.node);
             while let Some(next) = below(&file) {
