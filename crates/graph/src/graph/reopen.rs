@@ -273,7 +273,9 @@ impl Graph {
             }
             (true, true) => self.make_itself_read_only(&plan.node, change),
             (true, false) => self.make_itself_writable(&plan.node, change).await,
-            _ => Ok(()),
+            // It was made complete, and takes writes again.
+            (false, false) => plan.node.begin_writing().await,
+            (false, true) => Ok(()),
         }
     }
 }
