@@ -79,6 +79,12 @@ impl Qcow2Driver {
             Err(error) if error.kind() == ErrorKind::Unsupported => {
                 file.write_at(IoBuf::zeroed(last as usize), end - last).await.0
             }
+            // A full file system gives length still. No other request makes a raw data file longer: it ends with the disk.
+            Err(error)
+                if error.kind() == ErrorKind::NoSpace && mode == Preallocation::Metadata && self.is_data_file_raw() =>
+            {
+                file.set_len(end.max(file.len())).await
+            }
             done => done,
         }
     }
