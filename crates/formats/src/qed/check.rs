@@ -67,7 +67,7 @@ impl QedWalk<'_> {
                 // A table that lies on another one is a finding. Its entries may be those of the other, and are left alone.
                 Ok(table) => {
                     if self.claim_table(qed, table.offset)? {
-                        self.clusters(qed, image, index * qed.header.l2_span_bytes(), table).await?;
+                        self.clusters(qed, image, index.saturating_mul(qed.header.l2_span_bytes()), table).await?;
                     }
                 }
                 Err(error) => {
@@ -108,7 +108,8 @@ impl QedWalk<'_> {
             counters.allocated_clusters += 1;
             counters.fragmented_clusters += u64::from(last_end.is_some_and(|end| end != offset));
             last_end = Some(offset.wrapping_add(cluster_bytes));
-            let at = disk + index * cluster_bytes;
+            // A table may be longer than any disk.
+            let at = disk.saturating_add(index * cluster_bytes);
             let place = qed.behind_header("L2 table entry", offset);
             match place.and_then(|start| image.check_data("L2 table entry", start, cluster_bytes, at)) {
                 Ok(()) => {
