@@ -113,7 +113,7 @@ fn saver_of(filter: &Node) -> Result<&CopyBeforeWrite> {
 /// Refuses the step that a test wants to fail.
 fn may_step() -> Result<()> {
     #[cfg(test)]
-    tests::fail_in_turn()?;
+    cowshed_testbase::steps::fail_in_turn(|| Error::internal("this step fails"))?;
     Ok(())
 }
 

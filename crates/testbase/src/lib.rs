@@ -4,6 +4,7 @@
 
 mod folder;
 pub mod programs;
+pub mod steps;
 pub mod waiting;
 
 pub use folder::temp_dir;

@@ -4,23 +4,8 @@
 use super::*;
 use cowshed_image::node::BitmapChange;
 use cowshed_storage::IoBuf;
-use std::cell::Cell;
+use cowshed_testbase::steps::let_pass;
 use std::path::Path;
-
-thread_local! {
-    /// Steps that succeed before one fails.
-    static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
-}
-
-pub(super) fn fail_in_turn() -> Result<()> {
-    match LEFT.get() {
-        Some(0) => Err(Error::internal("this step fails")),
-        left => {
-            LEFT.set(left.map(|left| left - 1));
-            Ok(())
-        }
-    }
-}
 
 const SIZE: u64 = 1 << 20;
 
@@ -103,9 +88,9 @@ fn a_start_that_fails_leaves_the_graph_as_it_was() {
             let fixture = Fixture::new(folder.path()).await;
             fixture.write(7).await;
             let before = fixture.state().await;
-            LEFT.set(Some(fails));
+            let_pass(Some(fails));
             let started = start(&fixture).await;
-            LEFT.set(None);
+            let_pass(None);
             let is_done = started.is_ok();
             let backup = match started {
                 Ok(backup) => backup,

@@ -9,8 +9,8 @@ use crate::node::{
 use crate::open::{BackingReference, Draft, DriverLine, Drivers, FILTERS, Opened, Opener, PROTOCOLS};
 use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType};
 use cowshed_storage::{IoBuf, rt};
-use cowshed_types::{Error, Result};
-use std::cell::Cell;
+use cowshed_testbase::steps::let_pass;
+use cowshed_types::Result;
 use std::future::{Future, ready};
 use std::path::Path;
 use std::pin::Pin;
@@ -106,21 +106,6 @@ impl BackingLink for Layered {
 
     fn link(&self, backing: Option<Arc<Node>>) {
         self.backing.set(backing);
-    }
-}
-
-thread_local! {
-    /// Steps that succeed before one fails.
-    static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
-}
-
-pub(super) fn fail_in_turn() -> Result<()> {
-    match LEFT.get() {
-        Some(0) => Err(Error::internal("this step fails")),
-        left => {
-            LEFT.set(left.map(|left| left - 1));
-            Ok(())
-        }
     }
 }
 
@@ -250,9 +235,9 @@ fn a_step_that_fails_leaves_the_graph_as_it_was() {
             let done = rt::block_on(async {
                 let fixture = Fixture::new(folder.path()).await;
                 let before = fixture.state();
-                LEFT.set(Some(fails));
+                let_pass(Some(fails));
                 let result = change(&fixture).await;
-                LEFT.set(None);
+                let_pass(None);
                 let Err(error) = result else {
                     assert_ne!(fixture.state(), before, "{name} does nothing");
                     fixture.close().await;
