@@ -26,6 +26,7 @@ impl Qcow2Driver {
         self.check_writable()?;
         let mut at = offset;
         let end = offset + len;
+        let mut length_block = None;
         while at < end && mode != Preallocation::Off {
             self.throttle_dirty().await?;
             let planned = self.try_plan(|engine| engine.begin_preallocate(GuestOffset(at), end - at)).await?;
@@ -36,7 +37,8 @@ impl Qcow2Driver {
             };
             let next = allocation.end.0;
             let rest = end.next_multiple_of(self.cluster_size()).saturating_sub(next);
-            let result = match self.prepare_space(&allocation, mode, rest).await {
+            self.give_back_length_block(&allocation, mode, &mut length_block).await;
+            let result = match self.prepare_space(&allocation, mode, rest, &mut length_block).await {
                 Ok(()) => self.engine.commit_preallocation(allocation),
                 Err(error) => {
                     self.engine.abort(allocation, true);
@@ -54,8 +56,14 @@ impl Qcow2Driver {
 
     /// Space for the clusters of an allocation, which lie inside of the file afterwards. A cycle may write their mapping at any
     /// time from then on. An image that names clusters behind the end of its file takes no writes. `rest`: the bytes
-    /// that are still to be preallocated.
-    async fn prepare_space(&self, allocation: &Allocation, mode: Preallocation, rest: u64) -> Result<()> {
+    /// that are still to be preallocated. `length_block`: the reserved bytes that give the file length for more clusters.
+    async fn prepare_space(
+        &self,
+        allocation: &Allocation,
+        mode: Preallocation,
+        rest: u64,
+        length_block: &mut Option<u64>,
+    ) -> Result<()> {
         self.fill_space(allocation, mode).await?;
         let file = self.stored_in(allocation.file);
         let end = allocation.host.0 + (allocation.end - allocation.start);
@@ -67,6 +75,7 @@ impl Qcow2Driver {
         let ahead = end.saturating_add(rest.min(LENGTH_AHEAD_BYTES));
         // A change of the length takes time. All that is asked for will be used, and where so much can't be had less may do.
         if ahead > end && file.allocate(ahead - last, last).await.is_ok() {
+            *length_block = Some(ahead - last);
             return Ok(());
         }
         match file.allocate(end - last, last).await {
@@ -86,6 +95,18 @@ impl Qcow2Driver {
                 file.set_len(end.max(file.len())).await
             }
             done => done,
+        }
+    }
+
+    /// Makes reserved bytes a hole again, once their cluster is this allocation's: before, another request may write there.
+    async fn give_back_length_block(&self, allocation: &Allocation, mode: Preallocation, block: &mut Option<u64>) {
+        let clusters = allocation.host.0..allocation.host.0 + (allocation.end - allocation.start);
+        if mode == Preallocation::Metadata
+            && let Some(block) = block.take_if(|block| clusters.contains(block))
+        {
+            let len = LENGTH_BYTES.min(self.cluster_size());
+            // Only space is lost where a hole can't be punched.
+            let _ = self.stored_in(allocation.file).punch_hole(block, len).await;
         }
     }
 
