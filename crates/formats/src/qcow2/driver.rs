@@ -14,7 +14,7 @@ use cowshed_graph::node::{
 use cowshed_graph::options::BlockdevOptions;
 use cowshed_layout::qcow2::{Header, Snapshot, SnapshotName};
 use cowshed_storage::{File, IoBuf};
-use cowshed_types::{CacheStatistics, Compression, DirtyBits, Result};
+use cowshed_types::{CacheStatistics, Compression, DirtyBits, Error, Result};
 use std::sync::Arc;
 
 /// Options that change while the image is in use.
@@ -68,6 +68,10 @@ impl Driver for Qcow2Driver {
 
     fn write_unmapped(&self, offset: u64, buf: IoBuf) -> Transfer<'_> {
         Box::pin(self.write_newly(offset, buf))
+    }
+
+    fn gains_space(&self, error: &Error) -> LocalFuture<'_, bool> {
+        Qcow2Driver::gains_space(self, error)
     }
 
     fn write_compressed(&self, clusters: Vec<(u64, IoBuf)>) -> Work<'_> {

@@ -177,7 +177,7 @@ impl Qcow2Driver {
     /// Returns freed clusters to the allocator, as far as their time has come.
     pub(super) async fn reclaim(&self) -> Result<()> {
         loop {
-            let mut reclaim = match self.plan(|engine| engine.take_reclaimable()).await {
+            let mut reclaim = match self.plan_plainly(|engine| engine.take_reclaimable()).await {
                 Err(error) if is_leaked(&error) => {
                     tell_leak(&error, self.engine.leak_reclaimable());
                     continue;
@@ -193,7 +193,7 @@ impl Qcow2Driver {
                 self.cluster_cache.forget(&reclaim.holes);
             }
             if slip!("hole_punched_after_reuse") {
-                self.plan(|engine| engine.reclaimed(&mut reclaim)).await?;
+                self.plan_plainly(|engine| engine.reclaimed(&mut reclaim)).await?;
             }
             let punches = self.punch.load(Ordering::Relaxed) && !self.file.keeps_space();
             if punches || self.shrinks.load(Ordering::Relaxed) {
@@ -211,22 +211,37 @@ impl Qcow2Driver {
         }
     }
 
-    /// True where a request failed on a full disk, which has room by now. The clusters of the request go back at once, and a
-    /// cycle frees those that wait for a flush.
+    /// True where a request failed on a full disk, which has room by now. The clusters of the request go back at once. So do
+    /// those that only waited for the end of other requests, and a cycle frees those that wait for a flush. The caller has no
+    /// pin and no lock of cycles.
     #[cold]
     pub(super) fn gains_space(&self, error: &Error) -> LocalFuture<'_, bool> {
         let is_full = error.kind() == ErrorKind::NoSpace && !slip!("full_until_a_flush");
         Box::pin(async move {
+            let waiting = self.engine.waiting_unmapped();
             is_full
                 && self.reclaim().await.is_ok()
-                && self.engine.has_freed_since_the_last_cycle()
-                && self.write_back(false).await.is_ok()
+                && match self.engine.has_freed_since_the_last_cycle() {
+                    true => self.write_back(false).await.is_ok(),
+                    false => self.engine.waiting_unmapped() < waiting,
+                }
+        })
+    }
+
+    /// The error of a plan, where no space is gained for another attempt.
+    #[cold]
+    pub(super) fn unless_space_is_gained(&self, error: Error) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            match self.gains_space(&error).await && !slip!("plans_find_no_space") {
+                true => Ok(()),
+                false => Err(error),
+            }
         })
     }
 
     async fn lower_counts(&self, reclaim: &mut Reclaim) -> Result<()> {
         loop {
-            match self.plan(|engine| engine.reclaimed(reclaim)).await {
+            match self.plan_plainly(|engine| engine.reclaimed(reclaim)).await {
                 Err(error) if is_leaked(&error) => {
                     tell_leak(&error, 1);
                     self.engine.leak_taken(reclaim);

@@ -235,8 +235,24 @@ impl Qcow2Driver {
                         tries += 1;
                         self.find_room(tries).await?;
                     }
-                    grown => grown?,
+                    Err(error) => self.unless_space_is_gained(error).await?,
+                    Ok(()) => {}
                 },
+                Err(stall) => {
+                    if let Err(error) = self.settle(stall, seen).await {
+                        self.unless_space_is_gained(error).await?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`Self::plan`], for plans that give space back: they look for none.
+    async fn plan_plainly<T>(&self, mut attempt: impl FnMut(&Engine) -> Planned<T>) -> Result<T> {
+        loop {
+            let seen = self.events.now();
+            match attempt(&self.engine) {
+                Ok(plan) => return Ok(plan),
                 Err(stall) => self.settle(stall, seen).await?,
             }
         }

@@ -47,7 +47,10 @@ impl Qcow2Driver {
             };
             self.wrote_metadata.store(true, Ordering::Relaxed);
             self.events.notify();
-            result?;
+            if let Err(error) = result {
+                self.unless_space_is_gained(error).await?;
+                continue;
+            }
             at = next;
             progress(at.min(end) - offset);
         }

@@ -21,9 +21,10 @@ impl Qcow2Driver {
         }
         let mut done = 0;
         while done < len {
-            match self.share_some(offset + done, len - done, source, source_offset + done).await? {
-                0 => break,
-                shared => done += shared,
+            match self.share_some(offset + done, len - done, source, source_offset + done).await {
+                Err(error) => self.unless_space_is_gained(error).await?,
+                Ok(0) => break,
+                Ok(shared) => done += shared,
             }
         }
         Ok(done)

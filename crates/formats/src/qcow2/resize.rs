@@ -83,6 +83,13 @@ impl Qcow2Driver {
 
     /// An L1 table that maps `size` bytes, durably.
     pub(super) async fn grow_l1(&self, size: u64) -> Result<()> {
+        while let Err(error) = self.grow_l1_now(size).await {
+            self.unless_space_is_gained(error).await?;
+        }
+        Ok(())
+    }
+
+    async fn grow_l1_now(&self, size: u64) -> Result<()> {
         let Some(growth) = self.plan(|engine| engine.begin_l1_growth(size)).await? else { return Ok(()) };
         let guard = self.cycle_lock.lock().await;
         let result = match self.write_l1(&growth).await {

@@ -97,15 +97,20 @@ impl Qcow2Driver {
     /// Writes the front of `buf`: in place as far as its clusters are COPIED, else as far as one allocation reaches.
     async fn write_some(&self, at: u64, buf: IoBuf) -> SplitBuf {
         let len = buf.len() as u64;
-        match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await {
+        let (result, part, rest) = match self.by_extents(Engine::map_overwrite, at, len, buf, Self::write_extent).await
+        {
             (Ok(0), none, rest) => {
                 let (result, part, rest) = self.write_allocating(at, rest).await;
-                match result {
-                    Err(error) if self.gains_space(&error).await => (Ok(0), none, join(Some(part), rest)),
-                    result => (result, join(Some(none), part), rest),
-                }
+                (result, join(Some(none), part), rest)
             }
             in_place => in_place,
+        };
+        match result {
+            Err(error) if self.gains_space(&error).await => {
+                let mut rest = join(Some(part), rest);
+                (Ok(0), rest.split_to(0), rest)
+            }
+            result => (result, part, rest),
         }
     }
 

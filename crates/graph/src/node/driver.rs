@@ -153,6 +153,11 @@ pub trait Driver: Any + Send + Sync {
         self.write(offset, buf)
     }
 
+    /// True where space was given back after this error of a full disk: the request may be tried again.
+    fn gains_space(&self, _error: &Error) -> LocalFuture<'_, bool> {
+        Box::pin(ready(false))
+    }
+
     /// Writes whole clusters compressed, where the driver [`Driver::compresses`].
     fn write_compressed(&self, _clusters: Vec<(u64, IoBuf)>) -> Work<'_> {
         done(Err(self.refusal()))

@@ -235,7 +235,10 @@ impl Node {
                 let guard = guard.filter(|_| !slip!("writes_in_place_unpinned"));
                 let done = file.write_at(buf, host).await;
                 drop(guard);
-                done
+                match done {
+                    (Err(error), buf) => self.write_again(error, offset, buf).await,
+                    done => done,
+                }
             }
             Mapped::Nothing => self.driver.write_unmapped(offset, buf).await,
             Mapped::Below(below, at) => below.write(at, buf).await,
@@ -250,6 +253,17 @@ impl Node {
             return (self.flush_boxed().await, buf);
         }
         (result, buf)
+    }
+
+    /// Writes once more what failed in place, where the driver has gained space for it.
+    #[cold]
+    pub(super) fn write_again(&self, error: Error, offset: u64, buf: IoBuf) -> Transfer<'_> {
+        Box::pin(async move {
+            match error.kind() == ErrorKind::NoSpace && self.driver.gains_space(&error).await {
+                true => self.driver.write(offset, buf).await,
+                false => (Err(error), buf),
+            }
+        })
     }
 
     /// Notes `len` bytes written by a job that goes through the disk once. The kernel may begin to write them before

@@ -3,12 +3,12 @@
 //! this process. All else has a copy: the guest may change its memory while a driver looks at the bytes.
 
 use super::driver::{Intent, Mapped};
-use super::{ByNode, CountedBy, DetectZeroes, Node};
+use super::{ByNode, CountedBy, DetectZeroes, LocalFuture, Node};
 use crate::stats::IoKind;
 use cowshed_storage::{IoBuf, SharedBufs};
-use cowshed_types::Result;
 #[cfg(mutants)]
 use cowshed_types::slip;
+use cowshed_types::{Error, Result};
 
 impl Node {
     /// As [`Node::read`], into shared memory. After an error it may be filled in part.
@@ -98,7 +98,10 @@ impl Node {
                 let guard = guard.filter(|_| !slip!("shared_writes_unpinned"));
                 let done = file.write_shared_at(bufs, host).await;
                 drop(guard);
-                done
+                match done {
+                    (Err(error), bufs) => (self.write_shared_again(error, offset, &bufs).await, bufs),
+                    done => done,
+                }
             }
             mapped => (self.write_copied(mapped, offset, &bufs).await, bufs),
         };
@@ -108,6 +111,22 @@ impl Node {
             return (self.flush_boxed().await, bufs);
         }
         (result, bufs)
+    }
+
+    /// As [`Node::write_again`].
+    #[cold]
+    fn write_shared_again<'a>(
+        &'a self,
+        error: Error,
+        offset: u64,
+        bufs: &'a SharedBufs,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            match IoBuf::try_copy_of(bufs) {
+                Ok(buf) => self.write_again(error, offset, buf).await.0,
+                Err(_) => Err(error),
+            }
+        })
     }
 
     async fn write_copied(&self, mapped: Mapped<'_>, offset: u64, bufs: &SharedBufs) -> Result<()> {

@@ -125,6 +125,11 @@ impl Epochs {
         self.freed.len() as u64
     }
 
+    /// Number of those that a table on the disk may have named.
+    pub(crate) fn waiting_unmapped(&self) -> u64 {
+        self.freed.iter().filter(|freed| freed.cycle > 0).count() as u64
+    }
+
     /// True where the end of a cycle would let more of them go.
     pub(crate) fn wait_for_a_cycle(&self) -> bool {
         self.freed.iter().any(|freed| freed.cycle > self.durable)

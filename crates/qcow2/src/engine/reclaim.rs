@@ -114,6 +114,11 @@ impl Engine {
         self.lock_state().epochs.waiting() > 0
     }
 
+    /// Number of references that edits of the mapping have lost, and that wait for something.
+    pub fn waiting_unmapped(&self) -> u64 {
+        self.lock_state().epochs.waiting_unmapped()
+    }
+
     /// True when freed clusters wait for a write-back cycle.
     pub fn has_freed_since_the_last_cycle(&self) -> bool {
         self.lock_state().epochs.wait_for_a_cycle()

@@ -255,6 +255,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("full_again", "clusters_of_a_failed_write_serve_the_next_at_once"),
     },
     Mutant {
+        name: "plans_find_no_space",
+        about: "a table, a compressed cluster or a bit that a full disk has no room for waits for a flush",
+        test: ("full_again", "each_request_on_a_full_disk_finds_what_was_discarded"),
+    },
+    Mutant {
         name: "full_until_a_block_of_zeroes_fits",
         about: "a block whose first write a full disk refused must be filled with zeroes before the next",
         test: ("full_again", "a_write_that_found_no_room_leaves_it_to_smaller_ones"),

@@ -3,12 +3,16 @@
 //! So does one that follows a discard.
 
 use crate::fresh_images::{IMAGE, Kind, kinds, large_blocks, opened};
-use cowshed_image::Node;
+use cowshed_image::formats::DriverOf;
+use cowshed_image::formats::qcow2::BitmapChange;
+use cowshed_image::{Node, Preallocation, ZeroFlags};
 use cowshed_simulator::{Config, PageMap, World};
 use cowshed_storage::IoBuf;
+use cowshed_testkit::audit::audit;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::scenario::{ImageDisk, Prepared};
 use cowshed_types::{ErrorKind, Result};
+use std::sync::Arc;
 
 const PAGE_BYTES: u64 = 4096;
 /// Pages that the disk has left, and those of a request that is too large.
@@ -139,4 +143,72 @@ fn a_discard_on_a_full_disk_makes_room_without_a_flush() {
         });
         world.run(disk.0.close()).expect("closed");
     }
+}
+
+/// Each request that takes space in a way of its own. The image has a second L2 table's range without a table behind 2 MiB,
+/// and clusters without space in its last 16.
+const WAYS: [&str; 7] = [
+    "a hole",
+    "a hole in parts",
+    "zeroes",
+    "compressed",
+    "a table",
+    "the state of a machine",
+    "an old sector of a bitmap",
+];
+const WIDE: u64 = 20 << 20;
+const TABLE: u64 = 2 << 20;
+
+async fn request(node: &Arc<Node>, way: &str) -> Result<()> {
+    match way {
+        "a hole" => write(node, WIDE + CLUSTER, CLUSTER, 5).await,
+        // The neighbour has its space already.
+        "a hole in parts" => write(node, WIDE + 8 * CLUSTER + 512, 2 * CLUSTER, 5).await,
+        "zeroes" => node.write_zeroes(TABLE, CLUSTER, ZeroFlags::default()).await,
+        "compressed" => node.write_compressed(vec![(TABLE, IoBuf::copy_from(&noise(1)))]).await,
+        "a table" => write(node, TABLE, CLUSTER, 5).await,
+        "the state of a machine" => node.write_vm_state(0, IoBuf::copy_from(&[5; 512])).await.0,
+        _ => write(node, WIDE - 512, 512, 5).await,
+    }
+}
+
+#[test]
+fn each_request_on_a_full_disk_finds_what_was_discarded() {
+    let mut failed = Vec::new();
+    for way in WAYS {
+        let session = vec![Op::Write { offset: 0, len: 16 * CLUSTER, texture: Texture::Random(1) }];
+        let spec = Qcow2Spec { cluster_size: CLUSTER, ..Qcow2Spec::default() };
+        let layer = Layer { format: Format::Qcow2(spec), size: WIDE, sessions: vec![session] };
+        let prepared = Prepared::new(&Chain { layers: vec![layer] });
+        let world = World::with_files(Config::new(1), &prepared.files);
+        let disk = world.run(ImageDisk::open_with(&prepared.top, true, false, "discard=unmap")).expect("the image");
+        let node = &disk.0;
+        world.run(async {
+            node.resize(WIDE + 16 * CLUSTER, Preallocation::Metadata).await.expect("it grows");
+            write(node, 31 * CLUSTER, CLUSTER, 9).await.expect("there is room");
+            write(node, WIDE - CLUSTER, CLUSTER, 9).await.expect("there is room");
+            if way.contains("bitmap") {
+                let add = BitmapChange::Add { name: "b".into(), granularity_bytes: Some(512), enabled: true };
+                node.qcow2().expect("qcow2").change_bitmaps(&[add]).await.expect("a bitmap");
+                // The bits of what is discarded have their cluster.
+                write(node, 0, CLUSTER, 9).await.expect("there is room");
+            }
+            node.flush().await.expect("flushed");
+        });
+        leave(&world, 0);
+        world.run(async {
+            assert!(request(node, way).await.is_err(), "{way}: there is no room yet");
+            node.discard(0, 8 * CLUSTER).await.unwrap_or_else(|error| panic!("{way}, a discard: {error}"));
+            if let Err(error) = request(node, way).await {
+                failed.push(format!("{way}: {error}"));
+            }
+            node.flush().await.unwrap_or_else(|error| panic!("{way}, a flush: {error}"));
+            request(node, way).await.unwrap_or_else(|error| panic!("{way}, again: {error}"));
+            node.flush().await.unwrap_or_else(|error| panic!("{way}, a flush: {error}"));
+        });
+        world.run(node.close()).expect("closed");
+        let image = world.contents(&prepared.top).expect("the image");
+        audit(&image).unwrap_or_else(|finding| panic!("{way}: {finding}"));
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
 }

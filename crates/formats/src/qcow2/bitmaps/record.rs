@@ -99,7 +99,15 @@ impl Qcow2Driver {
             self.load_bits(index).await?;
         }
         self.mark_in_use().await?;
-        let mut steps = self.steps(&ranges);
+        while let Err(error) = self.record_ranges(&ranges).await {
+            self.unless_space_is_gained(error).await?;
+        }
+        Ok(())
+    }
+
+    /// Has the file name the bits of these ranges, and then the memory.
+    async fn record_ranges(&self, ranges: &[Range<u64>]) -> Result<()> {
+        let mut steps = self.steps(ranges);
         self.place(&mut steps).await?;
         if !slip!("bits_only_in_memory")
             && let Err(error) = self.write_steps(&steps).await
