@@ -52,12 +52,8 @@ impl Writer {
             self.ensure_entry(format, (reserved.start, missing.bytes), index).await
         };
         if let Err(error) = made.await {
-            let mut state = self.state();
-            if state.next == reserved.start + bytes {
-                state.next = reserved.start;
-                state.fresh = state.fresh.max(reserved.start + bytes);
-            }
-            return Err(error);
+            let result = self.give_table_back(units, &reserved, bytes).await;
+            return result.and(Err(error));
         }
         self.state().tables.insert(missing.entry_offset, reserved.start);
         Ok(())

@@ -119,7 +119,7 @@ impl Writer {
             self.file.write_at(IoBuf::copy_from(&bytes), reserved.start).await.0
         };
         if let Err(error) = written.await {
-            let _ = self.give_back_bytes(&reserved, len).await;
+            let _ = self.give_back_bytes(units, &reserved, len).await;
             return Err(error);
         }
         let mut state = self.state();

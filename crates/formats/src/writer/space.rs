@@ -13,18 +13,31 @@ impl Writer {
     /// Takes units back whose blocks could not be written. Others may lie behind them by now.
     pub(super) async fn give_back(&self, units: &Units, reserved: &Reserved) -> Result<()> {
         let bytes = reserved.count * units.unit_bytes();
-        if self.give_back_bytes(reserved, bytes).await {
+        if self.give_back_bytes(units, reserved, bytes).await {
             return Ok(());
         }
+        self.keep_places(units, reserved.start, reserved.count)
+    }
+
+    /// The same for a table: as units, where these are no longer than its grid.
+    pub(super) async fn give_table_back(&self, units: &Units, reserved: &Reserved, bytes: u64) -> Result<()> {
+        let is_units = units.grid == units.unit_bytes() && bytes.is_multiple_of(units.grid);
+        if self.give_back_bytes(units, reserved, bytes).await || !is_units {
+            return Ok(());
+        }
+        self.keep_places(units, reserved.start, bytes / units.grid)
+    }
+
+    fn keep_places(&self, units: &Units, start: u64, count: u64) -> Result<()> {
         let mut state = self.state();
-        for index in (0..reserved.count).rev() {
-            try_push(&mut state.free, reserved.start + index * units.unit_bytes())?;
+        for index in (0..count).rev() {
+            try_push(&mut state.free, start + index * units.unit_bytes())?;
         }
         Ok(())
     }
 
     /// Takes space back that could not be written to. False where something lies behind it.
-    pub(super) async fn give_back_bytes(&self, reserved: &Reserved, bytes: u64) -> bool {
+    pub(super) async fn give_back_bytes(&self, units: &Units, reserved: &Reserved, bytes: u64) -> bool {
         let is_hole = self.make_hole(reserved.start, bytes).await;
         let mut state = self.state();
         let end = reserved.start + bytes;
@@ -34,6 +47,14 @@ impl Writer {
         state.next = reserved.start;
         if !is_hole {
             state.fresh = state.fresh.max(end);
+        }
+        // Places that others have given back before, and behind which nothing lies any more.
+        while !slip!("gaps_before_the_end") {
+            let unit = units.unit_bytes();
+            let Some(last) = state.free.iter().position(|place| place + unit == state.next) else { break };
+            // They may hold anything.
+            state.fresh = state.fresh.max(state.next);
+            state.next = state.free.remove(last);
         }
         true
     }

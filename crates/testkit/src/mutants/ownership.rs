@@ -260,6 +260,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("full_again", "each_request_on_a_full_disk_finds_what_was_discarded"),
     },
     Mutant {
+        name: "gaps_before_the_end",
+        about: "places of writes that failed side by side stay behind the last block",
+        test: ("full_again", "writes_that_fail_side_by_side_leave_no_gap"),
+    },
+    Mutant {
         name: "full_until_a_block_of_zeroes_fits",
         about: "a block whose first write a full disk refused must be filled with zeroes before the next",
         test: ("full_again", "a_write_that_found_no_room_leaves_it_to_smaller_ones"),

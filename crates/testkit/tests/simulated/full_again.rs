@@ -12,6 +12,7 @@ use cowshed_testkit::audit::audit;
 use cowshed_testkit::images::{Chain, Format, Layer, Op, Qcow2Spec, Texture};
 use cowshed_testkit::scenario::{ImageDisk, Prepared};
 use cowshed_types::{ErrorKind, Result};
+use futures_util::future::join_all;
 use std::sync::Arc;
 
 const PAGE_BYTES: u64 = 4096;
@@ -209,6 +210,50 @@ fn each_request_on_a_full_disk_finds_what_was_discarded() {
         world.run(node.close()).expect("closed");
         let image = world.contents(&prepared.top).expect("the image");
         audit(&image).unwrap_or_else(|finding| panic!("{way}: {finding}"));
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+/// The image after its last block and its first one were written, and the findings of a check. `fails`: twelve writes fail
+/// side by side in between.
+fn after_failures(kind: Kind, image: &[u8], seed: u64, fails: bool) -> (usize, Vec<String>) {
+    let world = World::new(Config::new(seed));
+    world.add_file(IMAGE, PageMap::from_bytes(image));
+    let node = world.run(opened(kind.format, true));
+    // The entries have space from here on.
+    world.run(async {
+        let last = (node.size() - 1) / kind.block_bytes * kind.block_bytes;
+        write(&node, last, 512, 9).await.expect("there is room");
+        node.flush().await.expect("flushed");
+    });
+    if fails {
+        leave(&world, 0);
+        let writes = (0..12).map(|number| write(&node, number * kind.block_bytes, 4096, 1));
+        assert!(world.run(join_all(writes)).iter().all(Result::is_err), "{}: there was room", kind.format);
+        world.set_capacity(None);
+    }
+    let findings = world.run(async {
+        write(&node, 0, 512, 2).await.expect("there is room again");
+        node.close().await.unwrap_or_else(|error| panic!("{}: {error}", kind.format));
+        let node = opened(kind.format, false).await;
+        let check = node.check_mapped(4).await.expect("tables").unwrap_or_else(|error| panic!("{error}"));
+        node.close().await.expect("closed");
+        check.map(|check| check.findings).unwrap_or_default()
+    });
+    (world.contents(IMAGE).expect("the image").to_vec().len(), findings)
+}
+
+#[test]
+fn writes_that_fail_side_by_side_leave_no_gap() {
+    let mut failed = Vec::new();
+    for (kind, image) in kinds() {
+        let (expected, _) = after_failures(kind, &image, 1, false);
+        for seed in 1..=12 {
+            let (bytes, findings) = after_failures(kind, &image, seed, true);
+            if bytes != expected || !findings.is_empty() {
+                failed.push(format!("{}, seed {seed}: {bytes} bytes, not {expected}: {findings:?}", kind.format));
+            }
+        }
     }
     assert!(failed.is_empty(), "{failed:#?}");
 }
