@@ -52,6 +52,20 @@ impl RawOptions {
     }
 }
 
+/// The name of a part of a file; `None` for all of it.
+fn name_of_window(options: &BlockdevOptions) -> Option<String> {
+    if window_of(options) == (0, None) {
+        return None;
+    }
+    let mut named = BlockdevOptions::new().with("driver", "raw");
+    for key in WINDOW_KEYS {
+        if let Some(value) = options.get(key) {
+            named.insert(*key, value.clone());
+        }
+    }
+    Some(named.with("file", options.get("file").cloned().unwrap_or(Value::Null)).to_json_name())
+}
+
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
     let child = opener.file_child(draft).await?;
     let options = RawOptions::new(&draft.options);
@@ -59,16 +73,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
         let message = "Specified size is not multiple of 512";
         return Err(Error::invalid_argument(message).file(child.filename()).qemu(message));
     }
-    let mut filename = child.filename();
-    if options.offset != 0 || options.size.is_some() {
-        let mut named = BlockdevOptions::new().with("driver", "raw");
-        for key in ["offset", "size"] {
-            if let Some(value) = draft.options.get(key) {
-                named.insert(key, value.clone());
-            }
-        }
-        filename = named.with("file", draft.options.get("file").cloned().unwrap_or(Value::Null)).to_json_name();
-    }
+    let filename = name_of_window(&draft.options).unwrap_or_else(|| child.filename());
     let link = draft.children.link(ChildRole::File).unwrap_or_default();
     let raw =
         RawDriver::new(&child, link, options.offset, options.size).map_err(|error| error.file(child.filename()))?;
@@ -168,6 +173,10 @@ impl Driver for RawDriver {
 
     fn is_raw(&self) -> bool {
         true
+    }
+
+    fn name_of_options(&self, node: &Node) -> Option<String> {
+        (!self.shows_all_of_child()).then(|| name_of_window(&node.options())).flatten()
     }
 
     fn holds_changes(&self) -> bool {
@@ -313,8 +322,7 @@ impl LiveOptions for RawDriver {
         if moved.is_none() && window_of(&node.options()) == (offset, size) {
             return Ok(Box::new(|_| ()));
         }
-        // An image in it, or a layer over it, has taken its size at its opening.
-        if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:")) {
+        if let Some(user) = node.graph().bound_user(node) {
             let message = format!(
                 "node '{}' is in use by '{user}', so its 'offset', 'size' and 'file' can't change",
                 node.name()
@@ -323,6 +331,13 @@ impl LiveOptions for RawDriver {
         }
         let below = moved.as_deref().unwrap_or(&child);
         RawDriver::check_window(below, offset, size)?;
+        // A layer over it has taken its size at its opening.
+        if let Some(user) = node.user_names().iter().find(|user| !user.starts_with("attachment:"))
+            && size.unwrap_or(below.size() - offset) != node.size()
+        {
+            let message = format!("node '{}' is in use by '{user}', so its size can't change", node.name());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
         if let Some(user) = node.user_names().first()
             && moved.is_some()
             && size.unwrap_or(below.size() - offset) < node.size()

@@ -184,3 +184,35 @@ fn thresholds_and_counts_below_a_format_see_its_writes() {
     assert!(file["stats"]["wr_bytes"].as_u64() >= Some(65536), "{file}");
     daemon.stop().expect("stopped in order");
 }
+
+/// A bitmap and a threshold leave the file that the disk is moved away from.
+#[test]
+fn observers_of_a_raw_disk_follow_it_to_another_file() {
+    let (daemon, qemu) = (Running::start(Vec::new()), Qemu::newest());
+    let mut client = daemon.client();
+    for (node, name) in [("fa", "a"), ("fb", "b")] {
+        qemu.create(&daemon.path(name), "raw", "", SIZE);
+        client.command("blockdev-add", json!({"driver": "file", "node-name": node, "filename": daemon.path(name)}));
+    }
+    client.command("blockdev-add", json!({"driver": "raw", "node-name": "r", "file": "fa"}));
+    client.command("block-dirty-bitmap-add", json!({"node": "r", "name": "b"}));
+    client.command("block-set-write-threshold", json!({"node-name": "r", "write-threshold": 4096}));
+    let moved = json!({"options": [{"driver": "raw", "node-name": "r", "file": "fb"}]});
+    client.command("blockdev-reopen", moved);
+    let socket = daemon.path("n.sock");
+    client.command("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    for node in ["fa", "r"] {
+        client.command("block-export-add", json!({"type": "nbd", "id": node, "node-name": node, "writable": true}));
+    }
+    let mut state = || {
+        let nodes = client.command("query-named-block-nodes", json!({"flat": true}));
+        let raw =
+            nodes.as_array().expect("nodes").iter().find(|node| node["node-name"] == "r").expect("the disk").clone();
+        (raw["write_threshold"].clone(), raw["dirty-bitmaps"][0]["count"].clone())
+    };
+    qemu.io(["-f", "raw", "-c", "write 1M 64k", "-c", "flush", &uri(&daemon, "fa")]).expect_ok();
+    assert_eq!(state(), (json!(4096), json!(0)), "after a write to the file that it left");
+    qemu.io(["-f", "raw", "-c", "write 1M 64k", "-c", "flush", &uri(&daemon, "r")]).expect_ok();
+    assert_eq!(state(), (json!(0), json!(65536)), "after a write to the disk");
+    daemon.stop().expect("stopped in order");
+}

@@ -424,3 +424,31 @@ fn encrypted_images_are_created_and_opened_with_their_secret() {
         assert!(said.contains("read 92160/92160") && !said.contains("verification failed"), "{said}");
     }
 }
+
+/// Its tables in memory are those of the old file. QEMU goes on with them in the new one.
+#[test]
+fn an_image_keeps_the_filter_below_it_on_its_file() {
+    let daemon = with_image();
+    Qemu::system().create(&daemon.path("b.qcow2"), "qcow2", "", 64 << 20);
+    let mut client = daemon.client();
+    for (node, name) in [("fa", "a.qcow2"), ("fb", "b.qcow2")] {
+        client.command("blockdev-add", json!({"driver": "file", "node-name": node, "filename": daemon.path(name)}));
+    }
+    client.command("object-add", json!({"qom-type": "throttle-group", "id": "g"}));
+    let filters = [json!({"driver": "throttle", "throttle-group": "g"}), json!({"driver": "preallocate"})];
+    for mut filter in filters {
+        filter["node-name"] = json!("p");
+        filter["file"] = json!("fa");
+        client.command("blockdev-add", filter.clone());
+        client.command("blockdev-add", json!({"driver": "raw", "node-name": "r", "file": "p"}));
+        client.command("blockdev-add", json!({"driver": "qcow2", "node-name": "q", "file": "r"}));
+        filter["file"] = json!("fb");
+        let refusal = client.refusal("blockdev-reopen", json!({"options": [filter]}));
+        assert_eq!(refusal, "node 'q' stores its data in 'p' and can't move to another file");
+        client.command("blockdev-del", json!({"node-name": "q"}));
+        client.command("blockdev-reopen", json!({"options": [filter]}));
+        client.command("blockdev-del", json!({"node-name": "r"}));
+        client.command("blockdev-del", json!({"node-name": "p"}));
+    }
+    daemon.stop().expect("stopped in order");
+}

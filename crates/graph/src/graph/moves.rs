@@ -2,13 +2,14 @@
 //! Putting one node in the place of another for all its users at once: replacing, inserting and removing filters,
 //! another backing file.
 
+use super::attachment::is_attachment;
 use super::drain::reaches;
 use super::files::check_backing;
 use super::owned::quoted;
 use super::transaction::Transaction;
 use super::{Attachment, Graph};
 use crate::node::{ChildLink, ChildRole, Edge, Node, nodes_below};
-use crate::options::BlockdevOptions;
+use crate::options::{BlockdevOptions, DriverKind};
 use cowshed_storage::Permissions;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -177,6 +178,34 @@ impl Graph {
         }
         change.link_backing(node, backing);
         Ok(old.filter(|old| change.release(old, name)))
+    }
+
+    /// A user of this node that keeps what it found there at its opening, by its name. An image that is stored in the node is one. A
+    /// layer above it only reads, and filters that move freely keep nothing.
+    pub fn bound_user(&self, node: &Node) -> Option<String> {
+        let is_bound = |user: &String| {
+            let Some(parent) = self.find(user) else { return true };
+            let mut edges = parent.children().into_iter().filter(|child| std::ptr::eq(&*child.node, node));
+            let follows = || parent.is_filter() && parent.driver().moves_freely() && self.bound_user(&parent).is_none();
+            edges.any(|child| child.role != ChildRole::Backing && !follows())
+        };
+        node.user_names().into_iter().filter(|user| !is_attachment(user)).find(is_bound)
+    }
+
+    /// An image with metadata of its own that is stored in this node. Its tables in memory are those of the present file.
+    pub(super) fn image_stored_in(&self, node: &Arc<Node>) -> Option<Arc<Node>> {
+        let stands_on = |parent: &Arc<Node>| {
+            let edges = parent.children().into_iter().filter(|child| child.role != ChildRole::Backing);
+            edges.into_iter().any(|child| Arc::ptr_eq(&child.node, node))
+        };
+        let is_image = |parent: &Arc<Node>| {
+            let schema = self.schemas().schema(parent.driver_name());
+            schema.is_some_and(|schema| schema.kind == DriverKind::Format) && !parent.is_raw()
+        };
+        self.snapshot().nodes().filter(stands_on).find_map(|parent| match is_image(&parent) {
+            true => Some(parent),
+            false => self.image_stored_in(&parent),
+        })
     }
 
     /// Puts a filter above another node, drained already. Returns the node that it stood on.

@@ -132,7 +132,7 @@ impl Graph {
             plan.node.note_size(before);
         }
         for (parent, old) in left {
-            old.forget_describer(parent.name());
+            old.forget_describer(&parent);
             if old.is_unused() {
                 old.close().await?;
             }
@@ -235,7 +235,7 @@ impl Graph {
             Some(Value::Null) => Ok(Backing::None),
             Some(Value::String(name)) => Ok(Backing::Node(self.find(name).ok_or_else(|| no_such_child(name))?)),
             // By its options, as it was when the node was added.
-            Some(_) if node.backing().is_some_and(|backing| backing.is_described_by(node.name())) => Ok(Backing::Keep),
+            Some(_) if node.backing().is_some_and(|backing| backing.is_described_by(node)) => Ok(Backing::Keep),
             Some(other) if other.get("driver").is_some() => Err(cannot_change("backing.driver")),
             Some(_) => Err(cannot_change("backing")),
         }
@@ -249,7 +249,20 @@ impl Graph {
             return Ok(None);
         }
         let found = self.find(name).ok_or_else(|| no_such_child(name))?;
-        Ok(moves_freely(node).then_some(found))
+        if !moves_freely(node) {
+            return Ok(None);
+        }
+        match self.image_stored_in(node) {
+            Some(image) => {
+                let message = format!(
+                    "node '{}' stores its data in '{}' and can't move to another file",
+                    image.name(),
+                    node.name()
+                );
+                Err(Error::new(ErrorKind::Busy, message))
+            }
+            None => Ok(Some(found)),
+        }
     }
 
     /// Takes the steps that can fail for reasons outside of this process.
@@ -285,7 +298,7 @@ fn want(one: Reopening, list: &mut Vec<Reopening>) -> Result<()> {
     let taken_over = one.taken_over();
     let mut below = Vec::new();
     for child in one.node.children() {
-        if !child.node.is_described_by(one.node.name()) {
+        if !child.node.is_described_by(&one.node) {
             continue;
         }
         let (options, keeps) = match one.options.get(child.role.as_str()) {
@@ -472,7 +485,7 @@ fn cannot_reset(key: &str) -> Error {
 
 /// The children of a described child that are described again have checks of their own.
 fn is_described_again(node: &Node, key: &str, value: Option<&Value>) -> bool {
-    let is_it = |child: &Child| child.role.as_str() == key && child.node.is_described_by(node.name());
+    let is_it = |child: &Child| child.role.as_str() == key && child.node.is_described_by(node);
     is_child(key) && matches!(value, Some(Value::Object(_))) && node.children().iter().any(is_it)
 }
 

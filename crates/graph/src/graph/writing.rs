@@ -70,7 +70,7 @@ impl Graph {
             self.make_itself_read_only(node, change)?;
             for child in node.children() {
                 // A named file is its user's.
-                let follows = child.node.is_described_by(node.name()) || !node.passes_to_locks();
+                let follows = child.node.is_described_by(node) || !node.passes_to_locks();
                 if child.role != ChildRole::Backing && follows && !node.is_filter() && !child.node.has_writer() {
                     // A filter has a state of its own behind that of its user: space ahead, for one.
                     if child.node.is_filter() {

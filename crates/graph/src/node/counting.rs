@@ -178,7 +178,7 @@ impl Node {
 
     /// Reports damage that a request met, once, if it is this image's own.
     fn tell_corrupt(&self, error: &Error) {
-        let own = error.file_name().is_none_or(|file| file == self.filename);
+        let own = error.file_name().is_none_or(|file| file == self.filename());
         if !own || !self.driver.tells_damage() || self.told_corrupt.swap(true, Ordering::Relaxed) {
             return;
         }

@@ -120,6 +120,11 @@ pub trait Driver: Any + Send + Sync {
         false
     }
 
+    /// The file name of a node whose options make it another disk than the file below it: a part of that file, for one.
+    fn name_of_options(&self, _node: &Node) -> Option<String> {
+        None
+    }
+
     /// Decides at once about the way of a request.
     fn map(&self, _offset: u64, _len: u64, _intent: Intent) -> Mapped<'_> {
         Mapped::Special

@@ -122,6 +122,8 @@ pub(crate) struct ChildLink {
 /// leaves no permission behind on older nodes.
 pub struct Children {
     parent: String,
+    /// Tells the parent from a later node of its name.
+    id: u64,
     links: Mutex<Vec<ChildLink>>,
     /// The edges were given back: the parent is closed.
     released: AtomicBool,
@@ -129,7 +131,14 @@ pub struct Children {
 
 impl Children {
     pub(crate) fn of(parent: &str) -> Children {
-        Children { parent: parent.to_owned(), links: Mutex::default(), released: AtomicBool::new(false) }
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        let (parent, id) = (parent.to_owned(), MADE.fetch_add(1, Ordering::Relaxed));
+        Children { parent, id, links: Mutex::default(), released: AtomicBool::new(false) }
+    }
+
+    /// Another number for each parent.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     /// Adds a child that the parent is attached to already.

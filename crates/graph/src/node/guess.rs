@@ -81,7 +81,7 @@ impl Node {
                 ),
             )
             .with_errno(Errno::EPERM)
-            .file(self.filename.clone())),
+            .file(self.filename())),
         }
     }
 }

@@ -410,7 +410,7 @@ impl Node {
         }
         if !self.driver.compresses() {
             let message = format!("driver '{}' can't write compressed data", self.driver_name());
-            return Err(Error::unsupported(message).file(self.filename.clone()));
+            return Err(Error::unsupported(message).file(self.filename()));
         }
         let start_ns = self.clock_ns();
         let spans: Vec<(u64, u64)> = clusters.iter().map(|(offset, buf)| (*offset, buf.len() as u64)).collect();
@@ -433,7 +433,7 @@ impl Node {
         self.check_writable()?;
         let sectors = whole_sectors(size);
         if i64::try_from(sectors).is_err() {
-            return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename.clone()));
+            return Err(Error::invalid_argument("the new size is too large").value(size).file(self.filename()));
         }
         let _turn = match self.settings.is_probed_raw() {
             true => Some(Box::pin(self.turn_to_resize(size)).await?),
@@ -466,11 +466,11 @@ impl Node {
     fn check_unusual(&self) -> Result<()> {
         self.check_open()?;
         if let Some(deadline) = &self.deadline {
-            deadline.check().map_err(|error| error.file(self.filename.clone()))?;
+            deadline.check().map_err(|error| error.file(self.filename()))?;
         }
         if self.settings.has_no_data() {
             let message = "the image was opened for what it says of itself, without its data file";
-            return Err(Error::invalid_argument(message).file(self.filename.clone()));
+            return Err(Error::invalid_argument(message).file(self.filename()));
         }
         Ok(())
     }
@@ -489,7 +489,7 @@ impl Node {
             "request of {len} bytes at offset {offset} is past the end of the disk ({} bytes)",
             self.size()
         ))
-        .file(self.filename.clone())
+        .file(self.filename())
     }
 
     fn check_writable(&self) -> Result<()> {
@@ -500,7 +500,7 @@ impl Node {
     }
 
     pub(super) fn read_only_error(&self) -> Error {
-        Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename.clone())
+        Error::new(ErrorKind::ReadOnly, "the image is read-only").file(self.filename())
     }
 
     /// As [`Node::check_write`]; a request that is refused counts as invalid.

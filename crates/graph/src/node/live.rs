@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Changes of a node by the graph while the node stays open. No request runs meanwhile.
 
-use super::{Apply, ChildLink, ChildRole, DetectZeroes, Edge, LockSource, Node};
+use super::edge::note_graph_change;
+use super::{Apply, ChildLink, ChildRole, Children, DetectZeroes, Edge, LockSource, Node};
 use crate::options::BlockdevOptions;
 use cowshed_types::Result;
 use std::sync::PoisonError;
@@ -16,7 +17,7 @@ impl Node {
     pub(crate) async fn complete(&self) -> Result<()> {
         // Not one that may begin before it is polled.
         let result = self.driver.complete(Box::pin(self.run_flush())).await;
-        result.map_err(|error| error.file(self.filename.clone()))
+        result.map_err(|error| error.file(self.filename()))
     }
 
     /// Refuses writes from now on and lets others write to the file as little as before. [`Node::complete`] has run.
@@ -49,22 +50,22 @@ impl Node {
         self.settings.said_read_only()
     }
 
-    /// This node was described with its parent, not named there.
-    pub(crate) fn describe_by(&self, parent: &str) {
-        *self.described_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent.to_owned());
+    /// This node was described with the parent that has these children, not named there.
+    pub(crate) fn describe_by(&self, siblings: &Children) {
+        *self.described_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(siblings.id());
     }
 
     /// It has left the parent that it was described with.
-    pub(crate) fn forget_describer(&self, parent: &str) {
+    pub(crate) fn forget_describer(&self, parent: &Node) {
         let mut describer = self.described_by.lock().unwrap_or_else(PoisonError::into_inner);
-        if describer.as_deref() == Some(parent) {
+        if *describer == Some(parent.children.id()) {
             *describer = None;
         }
     }
 
     /// True for a child that was described with this parent: it is reopened together with it.
-    pub(crate) fn is_described_by(&self, parent: &str) -> bool {
-        self.described_by.lock().unwrap_or_else(PoisonError::into_inner).as_deref() == Some(parent)
+    pub(crate) fn is_described_by(&self, parent: &Node) -> bool {
+        *self.described_by.lock().unwrap_or_else(PoisonError::into_inner) == Some(parent.children.id())
     }
 
     /// With `below` it is read-only for no other reason from now on, until it is reopened.
@@ -90,9 +91,16 @@ impl Node {
         self.settings.set_discards(discard);
         self.tell_file_of_discards();
         self.settings.set_detect_zeroes(detect_zeroes);
+        let shown = self.file().cloned();
         if let Some(apply) = apply {
             apply(self);
+            note_graph_change();
         }
+        // It may show another file, or a part of one: its observer goes along.
+        if let Some(file) = shown {
+            file.observe(self.number, None);
+        }
+        self.renew_observer();
         *self.options.lock().unwrap_or_else(PoisonError::into_inner) = options;
     }
 
@@ -117,7 +125,7 @@ impl Node {
     pub(crate) async fn begin_writing(&self) -> Result<()> {
         match self.is_read_only() {
             true => Ok(()),
-            false => self.driver.begin_writing().await.map_err(|error| error.file(self.filename.clone())),
+            false => self.driver.begin_writing().await.map_err(|error| error.file(self.filename())),
         }
     }
 

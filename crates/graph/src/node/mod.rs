@@ -10,6 +10,7 @@ mod deadline;
 mod description;
 mod driver;
 mod edge;
+mod filename;
 mod guess;
 mod home;
 mod io;
@@ -43,6 +44,7 @@ pub use driver::{done, whole_sectors};
 pub use edge::{Child, ChildRole};
 pub(crate) use edge::{ChildLink, Children};
 pub use edge::{Link, graph_changes};
+use filename::Filename;
 pub use home::{Corruption, QuorumReport, QuorumWork, ThresholdCrossed};
 pub(crate) use home::{Home, Reporter};
 pub(crate) use io::is_zero;
@@ -186,14 +188,14 @@ pub enum LockSource {
 pub struct Node {
     name: String,
     number: u64,
-    filename: String,
+    filename: Filename,
     driver: Box<dyn Driver>,
     children: Children,
     settings: LiveSettings,
     /// The options as they count now, for reopening.
     options: Mutex<BlockdevOptions>,
-    /// The parent that it was described with.
-    described_by: Mutex<Option<String>>,
+    /// The parent that it was described with ([`Children::id`]). A name could come back with another node.
+    described_by: Mutex<Option<u64>>,
     /// The options as the user gave them.
     given: Vec<(String, serde_json::Value)>,
     /// The users of this node (parents, exports, jobs), with their rights.
@@ -287,7 +289,7 @@ impl Node {
             left_behind: AtomicUsize::new(0),
             one_ended: Events::default(),
             name: parts.name,
-            filename: parts.filename,
+            filename: Filename::new(parts.filename, &*parts.driver, &parts.children),
             driver: parts.driver,
             children: parts.children,
             settings: LiveSettings::new(parts.settings),
@@ -331,7 +333,7 @@ impl Node {
 
     /// The file name for messages and for `info`; for nodes without one a `json:{…}` name.
     pub fn filename(&self) -> String {
-        self.filename.clone()
+        self.filename.text(self)
     }
 
     /// Virtual size in bytes.
@@ -479,7 +481,7 @@ impl Node {
             }
         }
         self.home.remove(&self.name);
-        result.map_err(|error| error.file(self.filename.clone()))
+        result.map_err(|error| error.file(self.filename()))
     }
 
     fn close_boxed(&self) -> LocalFuture<'_, Result<()>> {
@@ -517,7 +519,7 @@ impl Node {
 
     #[cold]
     fn was_closed(&self) -> Error {
-        Error::invalid_argument("the node was closed").file(self.filename.clone())
+        Error::invalid_argument("the node was closed").file(self.filename())
     }
 }
 
@@ -536,7 +538,7 @@ impl std::fmt::Debug for Node {
         f.debug_struct("Node")
             .field("name", &self.name)
             .field("driver", &self.driver_name())
-            .field("filename", &self.filename)
+            .field("filename", &self.filename())
             .field("size", &self.size())
             .finish_non_exhaustive()
     }

@@ -426,7 +426,7 @@ impl Opener {
             })?,
             Value::Object(map) => {
                 let node = self.node(BlockdevOptions::from_map(map)?, place).await?;
-                node.describe_by(&draft.name);
+                node.describe_by(&draft.children);
                 node
             }
             other => {
