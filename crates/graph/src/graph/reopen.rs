@@ -49,6 +49,31 @@ impl TakenOver {
 }
 
 impl Reopening {
+    /// The same node a second time, as in QEMU: what both say counts as it is said last, and what one of them says stays. The parent of
+    /// the last one passes its options on.
+    fn and_then(self, last: Reopening) -> Reopening {
+        let (keeps, above) = (self.keeps && last.keeps, last.above);
+        let options = match last.keeps {
+            true if keeps => last.options,
+            // Nothing is said of it: what it has stands behind what was said.
+            true => merged(last.said(), self.said()),
+            false => merged(self.said(), last.said()),
+        };
+        Reopening { node: self.node, options, above, keeps }
+    }
+
+    /// The options that it says, or that the node has by its own word.
+    fn said(&self) -> BlockdevOptions {
+        let mut options = self.options.clone();
+        if self.keeps {
+            match self.node.said_read_only() {
+                Some(said) => options.insert("read-only", said),
+                None => drop(options.remove("read-only")),
+            }
+        }
+        options
+    }
+
     /// The options that count for this node and for those that are described with it.
     fn taken_over(&self) -> TakenOver {
         let above = self.above.unwrap_or_default();
@@ -220,6 +245,16 @@ impl Graph {
         Ok(Plan { node, options, read_only, discard, detect_zeroes, apply, cache, backing, file, keeps })
     }
 
+    /// True for a node into which a copy-on-read filter writes what its readers ask for.
+    fn is_copied_into(&self, node: &Arc<Node>) -> bool {
+        let below = |node: &Arc<Node>| node.is_filter().then(|| node.child(ChildRole::File)).flatten();
+        let copies = |filter: &Arc<Node>| {
+            filter.copy_on_read().is_some()
+                && std::iter::successors(below(filter), below).any(|target| Arc::ptr_eq(&target, node))
+        };
+        self.snapshot().nodes().any(|filter| copies(&filter))
+    }
+
     /// True for a node that is stored in by another one.
     fn has_parent(&self, node: &Arc<Node>) -> bool {
         let has_it = |parent: &Arc<Node>| parent.children().iter().any(|child| Arc::ptr_eq(&child.node, node));
@@ -280,7 +315,7 @@ impl Graph {
             change.set_cache_mode(file, mode)?;
         }
         match (changes_rights, plan.read_only) {
-            (true, true) if plan.node.has_writer() => {
+            (true, true) if plan.node.has_writer() || self.is_copied_into(&plan.node) => {
                 let message = format!("Read-only block node '{}' cannot support read-write users", plan.node.name());
                 Err(Error::new(ErrorKind::Busy, message))
             }
@@ -293,8 +328,12 @@ impl Graph {
     }
 }
 
-/// Adds a node and the children that are described with it, each once. A later description counts.
-fn want(one: Reopening, list: &mut Vec<Reopening>) -> Result<()> {
+/// Adds a node and the children that are described with it, each once. See [`Reopening::and_then`].
+fn want(mut one: Reopening, list: &mut Vec<Reopening>) -> Result<()> {
+    let known = list.iter().position(|known| Arc::ptr_eq(&known.node, &one.node));
+    if let Some(at) = known {
+        one = list.remove(at).and_then(one);
+    }
     let taken_over = one.taken_over();
     let mut below = Vec::new();
     for child in one.node.children() {
@@ -318,15 +357,36 @@ fn want(one: Reopening, list: &mut Vec<Reopening>) -> Result<()> {
         let above = Some(above);
         below.push(Reopening { node: child.node, options, above, keeps });
     }
-    match list.iter().position(|known| Arc::ptr_eq(&known.node, &one.node)) {
-        Some(_) if one.keeps => {}
-        Some(at) => list[at] = one,
-        None => list.push(one),
-    }
+    list.insert(known.unwrap_or(list.len()), one);
     below.into_iter().try_for_each(|mut child| {
         options::check_common(&mut child.options, "")?;
         want(child, list)
     })
+}
+
+/// Both, member by member; where both have one, that of `last`.
+fn merged(first: BlockdevOptions, last: BlockdevOptions) -> BlockdevOptions {
+    fn add(to: &mut Map<String, Value>, from: &Map<String, Value>) {
+        for (key, value) in from {
+            match (to.get_mut(key), value) {
+                (Some(Value::Object(old)), Value::Object(new)) => add(old, new),
+                _ => drop(to.insert(key.clone(), value.clone())),
+            }
+        }
+    }
+    let mut both = first;
+    for (key, value) in last.iter() {
+        let value = match (both.get(key), value) {
+            (Some(Value::Object(old)), Value::Object(new)) => {
+                let mut old = old.clone();
+                add(&mut old, new);
+                Value::Object(old)
+            }
+            _ => value.clone(),
+        };
+        both.insert(key.clone(), value);
+    }
+    both
 }
 
 /// The new use of the page cache by a node's file, where it changes. A file that can't be opened so isn't reopened either.
