@@ -23,6 +23,7 @@ pub(crate) use fault::{SCHEMA as FAULT_SCHEMA, read_scenario, rules_of};
 pub(crate) use log_writes::LogOptions;
 pub use log_writes::LogWrites;
 pub use preallocate::Preallocate;
+pub(crate) use preallocate::preallocated_sizes;
 pub(crate) use replicas::{Agreement, Replicas, SHARED_BY_VOTERS, agreement_of, check_agreement};
 pub(crate) use snapshot_access::SnapshotAccess;
 pub use throttle::Throttle;

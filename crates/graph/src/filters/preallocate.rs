@@ -2,11 +2,15 @@
 //! Preallocate: a file that grows gets space ahead of its data, so that it grows seldom and in large pieces.
 
 use super::Filter;
-use crate::node::{Below, Intent, Mapped, Preallocation, Work, done};
-use crate::options::schemas;
+use crate::node::{Apply, Below, Intent, LiveOptions, Mapped, Node, Preallocation, Work, done};
+use crate::options::{BlockdevOptions, schemas};
 use cowshed_storage::{PermissionSet, Permissions};
-use cowshed_types::Result;
+use cowshed_types::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// QEMU's defaults of the options.
+const AHEAD_BYTES: u64 = 128 << 20;
+const ALIGN_BYTES: u64 = 1 << 20;
 
 /// No end of its own: the node is as long as the file below.
 const AS_THE_FILE: u64 = u64::MAX;
@@ -16,21 +20,24 @@ const AS_THE_FILE: u64 = u64::MAX;
 pub struct Preallocate {
     below: Below,
     /// Space beyond the new end, in bytes.
-    size_bytes: u64,
+    size_bytes: AtomicU64,
     /// The file's length is a multiple of this, in bytes.
-    align_bytes: u64,
+    align_bytes: AtomicU64,
     /// The length that the user knows.
     data_end: AtomicU64,
 }
 
 impl Preallocate {
-    pub(crate) fn new(below: Below, size_bytes: u64, align_bytes: u64) -> Preallocate {
+    /// With the sizes that [`preallocated_sizes`] gives.
+    pub(crate) fn new(below: Below, (size_bytes, align_bytes): (u64, u64)) -> Preallocate {
+        let (size_bytes, align_bytes) = (AtomicU64::new(size_bytes), AtomicU64::new(align_bytes));
         Preallocate { below, size_bytes, align_bytes, data_end: AtomicU64::new(AS_THE_FILE) }
     }
 
     /// The length of the file once it holds `size` bytes.
     fn ahead_of(&self, size: u64) -> Option<u64> {
-        size.checked_add(self.size_bytes)?.checked_next_multiple_of(self.align_bytes.max(1))
+        let align_bytes = self.align_bytes.load(Ordering::Relaxed).max(1);
+        size.checked_add(self.size_bytes.load(Ordering::Relaxed))?.checked_next_multiple_of(align_bytes)
     }
 
     /// Cuts reserved and unused space off the file.
@@ -47,6 +54,37 @@ impl Preallocate {
     }
 }
 
+/// The space beyond the end, and the unit of the length, in bytes.
+pub(crate) fn preallocated_sizes(options: &BlockdevOptions) -> Result<(u64, u64)> {
+    const SECTOR_BYTES: u64 = 512;
+    let align_bytes = options.number("prealloc-align").unwrap_or(ALIGN_BYTES);
+    if !align_bytes.is_multiple_of(SECTOR_BYTES) {
+        let message = "prealloc-align parameter of preallocate filter is not aligned to 512";
+        return Err(Error::invalid_argument(message));
+    }
+    Ok((options.number("prealloc-size").unwrap_or(AHEAD_BYTES), align_bytes))
+}
+
+impl LiveOptions for Preallocate {
+    fn keys(&self) -> &'static [&'static str] {
+        &["prealloc-align", "prealloc-size"]
+    }
+
+    fn can_go(&self) -> bool {
+        false
+    }
+
+    fn check(&self, _node: &Node, options: &BlockdevOptions, _discards: bool) -> Result<Apply> {
+        let (size_bytes, align_bytes) = preallocated_sizes(options)?;
+        Ok(Box::new(move |node| {
+            if let Some(filter) = node.driver().downcast::<Preallocate>() {
+                filter.size_bytes.store(size_bytes, Ordering::Relaxed);
+                filter.align_bytes.store(align_bytes, Ordering::Relaxed);
+            }
+        }))
+    }
+}
+
 impl Filter for Preallocate {
     fn name(&self) -> &'static str {
         schemas::PREALLOCATE.name
@@ -54,6 +92,15 @@ impl Filter for Preallocate {
 
     fn below(&self) -> &Below {
         &self.below
+    }
+
+    fn live_options(&self) -> Option<&dyn LiveOptions> {
+        Some(self)
+    }
+
+    /// Space ahead is cut off before a reopening.
+    fn moves_freely(&self) -> bool {
+        true
     }
 
     fn size(&self) -> u64 {

@@ -493,6 +493,10 @@ fn check_unchanged(node: &Arc<Node>, old: &BlockdevOptions, new: &BlockdevOption
             || node.driver().live_options().is_some_and(|live| live.keys().contains(&key))
             || (moves_freely(node) && key == "file" && new.text(key).is_some())
     };
+    let lasting = node.driver().live_options().filter(|live| !live.can_go()).map(LiveOptions::keys).unwrap_or_default();
+    if let Some(lost) = lasting.iter().find(|key| old.get(key).is_some() && new.get(key).is_none()) {
+        return Err(cannot_reset(lost));
+    }
     let keys = || old.iter().chain(new.iter()).map(|(key, _)| key.as_str());
     // Options of the node itself come first, and children that it didn't have.
     let is_own = |key: &&str| !is_child(key) || old.get(key).is_none();

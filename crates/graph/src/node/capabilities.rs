@@ -154,6 +154,11 @@ pub trait LiveOptions: Send + Sync {
     /// The keys of these options.
     fn keys(&self) -> &'static [&'static str];
 
+    /// A reopening may leave out an option that the node has, which goes back to its default.
+    fn can_go(&self) -> bool {
+        true
+    }
+
     /// Refuses options that `node`, which is this driver's, can't have; else returns the step that applies them.
     fn check(&self, node: &Node, options: &BlockdevOptions, discards: bool) -> Result<Apply>;
 

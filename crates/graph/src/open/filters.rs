@@ -7,8 +7,8 @@ use super::line::{DriverLine, FirstUse, Mention, Telling};
 use crate::filters::throttle::no_group;
 use crate::filters::{
     Agreement, Compress, CopyBeforeWrite, CopyOnRead, FAULT_SCHEMA, Fault, LogOptions, LogWrites, Preallocate,
-    Replicas, SHARED_BY_VOTERS, SnapshotAccess, Throttle, agreement_of, check_agreement, read_scenario, rules_of,
-    saving_options,
+    Replicas, SHARED_BY_VOTERS, SnapshotAccess, Throttle, agreement_of, check_agreement, preallocated_sizes,
+    read_scenario, rules_of, saving_options,
 };
 use crate::node::{Below, ChildRole, Home, Link, LockSource, Node, storage_of};
 use crate::options::{self, BlkdebugOptions, schemas};
@@ -123,18 +123,10 @@ async fn compress(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 }
 
 async fn preallocate(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
-    /// QEMU's defaults.
-    const AHEAD_BYTES: u64 = 128 << 20;
-    const ALIGN_BYTES: u64 = 1 << 20;
-    const SECTOR_BYTES: u64 = 512;
-    let align = draft.options.number("prealloc-align").unwrap_or(ALIGN_BYTES);
-    if !align.is_multiple_of(SECTOR_BYTES) {
-        let message = "prealloc-align parameter of preallocate filter is not aligned to 512";
-        return Err(Error::invalid_argument(message));
-    }
-    let ahead = draft.options.number("prealloc-size").unwrap_or(AHEAD_BYTES);
+    // As in QEMU its own options are looked at before the file.
+    let sizes = preallocated_sizes(&draft.options)?;
     let child = opener.file_child(draft).await?;
-    Ok((Box::new(Preallocate::new(below(draft), ahead, align)), child.filename()))
+    Ok((Box::new(Preallocate::new(below(draft), sizes)), child.filename()))
 }
 
 async fn log_writes(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
