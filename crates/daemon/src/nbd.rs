@@ -17,6 +17,7 @@ use cowshed_storage::{ListenOptions, Listener, Socket, SocketAddress};
 use cowshed_types::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -125,8 +126,8 @@ pub(crate) struct ExportSpec {
 pub(crate) struct Nbd {
     server: Arc<Server<Arc<Attachment>>>,
     addresses: Vec<SocketAddress>,
-    /// See [`ListenPlace::Descriptor`].
-    is_inherited: bool,
+    /// The names of a socket that was inherited ([`ListenPlace::Descriptor`]), as they were at the start.
+    inherited: RefCell<Vec<ManuallyDrop<SocketFile>>>,
     exports: RefCell<Vec<Exported>>,
     events: EventBus,
     tls: bool,
@@ -171,7 +172,7 @@ impl Nbd {
                 listeners.into_iter().map(|listener| server.listen_on(listener)).collect::<Result<_>>()?
             }
             ListenPlace::Descriptor(number) => {
-                let listener = Socket::copy_of_descriptor(number).and_then(Listener::from_descriptor)?;
+                let listener = Socket::inherited_descriptor(number).and_then(Listener::from_descriptor)?;
                 vec![server.listen_on(listener)?]
             }
             ListenPlace::Passed => listen_on_passed(&server)?,
@@ -179,10 +180,12 @@ impl Nbd {
         for address in &addresses {
             tracing::info!(%address, "NBD server listens");
         }
+        let inherited = addresses.iter().filter(|_| is_inherited).filter_map(name_of_socket);
+        let inherited = inherited.map(ManuallyDrop::new).collect();
         Ok(Nbd {
             server: Arc::new(server),
             addresses,
-            is_inherited,
+            inherited: RefCell::new(inherited),
             exports: RefCell::default(),
             events,
             tls,
@@ -344,15 +347,10 @@ impl Nbd {
         (result, hung)
     }
 
-    /// As in QEMU the file of an inherited socket goes with a server that is stopped, and stays at the daemon's end.
+    /// As in QEMU the file of an inherited socket goes with a server that is stopped, and stays at the daemon's end. Better: a socket that
+    /// something else has put there since stays, too.
     pub fn remove_inherited_files(&self) {
-        for address in self.addresses.iter().filter(|_| self.is_inherited) {
-            if let SocketAddress::Unix(path) = address
-                && !path.starts_with('\0')
-            {
-                drop(SocketFile::bound(path.as_ref()));
-            }
-        }
+        self.inherited.take().into_iter().map(ManuallyDrop::into_inner).for_each(drop);
     }
 
     /// Number of connections at the moment.
@@ -400,6 +398,14 @@ fn is_public(address: &SocketAddress) -> bool {
         SocketAddress::Tcp { host, .. } => {
             host.parse::<IpAddr>().map_or(true, |address| !address.to_canonical().is_loopback())
         }
+    }
+}
+
+/// The name of a socket in the file system, as it is now.
+fn name_of_socket(address: &SocketAddress) -> Option<SocketFile> {
+    match address {
+        SocketAddress::Unix(path) if !path.starts_with('\0') => SocketFile::bound(path.as_ref()).ok(),
+        _ => None,
     }
 }
 

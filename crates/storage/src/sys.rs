@@ -220,6 +220,19 @@ pub(crate) fn close_on_exec(descriptor: i32) -> SysResult<()> {
     }
 }
 
+/// A descriptor that came with the start of this process, with its only owner: all that it opens itself are not passed on by exec.
+/// `None` for those, for one that was taken before, and for one that isn't open.
+pub(crate) fn take_inherited(descriptor: i32) -> Option<OwnedFd> {
+    // SAFETY: a call on numbers.
+    let flags = unsafe { libc::fcntl(descriptor, libc::F_GETFD) };
+    if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+        return None;
+    }
+    close_on_exec(descriptor).ok()?;
+    // SAFETY: it is open, and nothing in this process has made it, so it has no owner. The flag keeps it from getting a second one.
+    Some(unsafe { OwnedFd::from_raw_fd(descriptor) })
+}
+
 /// Another descriptor of the same open file description.
 pub(crate) fn copy_descriptor(descriptor: i32) -> SysResult<OwnedFd> {
     // SAFETY: a call on numbers.

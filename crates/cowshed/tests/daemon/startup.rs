@@ -155,6 +155,36 @@ fn inherited_sockets_carry_an_nbd_server_and_a_monitor() {
     assert_eq!(greeting(&monitor), "{\"QMP\": ");
 }
 
+/// Another program may have put a socket of its own at the path before the server stops.
+#[test]
+fn a_stopped_server_closes_its_inherited_socket_alone() {
+    let arguments = "--nbd-server addr.type=fd,addr.str=3 --export type=nbd,id=e,node-name=q \
+                     --chardev socket,id=m,fd=4,server=on,wait=off --monitor chardev=m";
+    for is_replaced in [false, true] {
+        let (folder, [disk, monitor], daemon) = with_inherited("", arguments);
+        assert_eq!(greeting(&disk), "NBDMAGIC");
+        let kept = folder.path().join("kept.sock");
+        let other = is_replaced.then(|| {
+            fs::rename(&disk, &kept).expect("another name");
+            UnixListener::bind(&disk).expect("a socket of another program")
+        });
+        let mut stream = UnixStream::connect(&monitor).expect("the monitor listens");
+        let commands = b"{'execute': 'qmp_capabilities'}{'execute': 'nbd-server-stop'}";
+        stream.write_all(commands).expect("it reads");
+        let answers = BufReader::new(stream.try_clone().expect("a copy")).lines().map_while(Result::ok);
+        assert_eq!(answers.filter(|line| line.contains("\"return\"")).take(2).count(), 2);
+        assert_eq!(disk.exists(), is_replaced);
+        assert_eq!(UnixStream::connect(&disk).is_ok(), is_replaced);
+        let descriptor = fs::read_link(format!("/proc/{}/fd/3", daemon.0.id())).unwrap_or_default();
+        assert!(!descriptor.to_string_lossy().starts_with("socket:"), "{descriptor:?}");
+        if is_replaced {
+            let refused = UnixStream::connect(&kept).expect_err("its socket is closed");
+            assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+        }
+        drop(other);
+    }
+}
+
 /// Another one may be open to other people.
 #[test]
 fn a_server_listens_on_the_named_one_of_the_passed_sockets() {

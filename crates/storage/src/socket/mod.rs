@@ -94,6 +94,14 @@ impl Socket {
         copy.ok_or_else(|| Error::invalid_argument(format!("File descriptor '{number}' is not a socket")))
     }
 
+    /// As [`Self::copy_of_descriptor`], but the first one is taken, so that the socket is closed with the result. One that something else
+    /// in this process uses is copied.
+    pub fn inherited_descriptor(number: i32) -> Result<OwnedFd> {
+        // Not one that is no socket: it stays what it is.
+        let copy = Self::copy_of_descriptor(number)?;
+        Ok(sys::take_inherited(number).unwrap_or(copy))
+    }
+
     /// Connects. The addresses of a host name are tried one after the other, each for at most `timeout`.
     pub async fn connect(address: &SocketAddress, timeout: Duration) -> Result<Socket> {
         let address = address.clone();
