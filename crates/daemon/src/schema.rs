@@ -102,6 +102,8 @@ fn value_type(schema: &mut Schema, name: &str, key: &KeyType) -> Type {
         KeyType::ChildOrNull => Type::Named("BlockdevRefOrNull".to_owned()),
         KeyType::Struct(keys) => structure(schema, name, keys),
         KeyType::ChoiceOrStruct(words, keys) => {
+            // Refusals of a value name the type.
+            let name = if name.ends_with("-qcow2-overlap-check") { "Qcow2OverlapChecks" } else { name };
             let types =
                 vec![choice(schema, &format!("{name}-word"), words), structure(schema, &format!("{name}-set"), keys)];
             schema.define_other(name, Alternative::Alternate(types));

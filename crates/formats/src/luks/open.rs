@@ -19,7 +19,7 @@ const SCHEMA: DriverSchema = DriverSchema {
         Key { name: "file", value: KeyType::Child, default: REQUIRED, help: "the volume" },
         Key {
             name: "header",
-            value: KeyType::ChildOrNull,
+            value: KeyType::Child,
             default: "none",
             help: "where its header is, if that is detached",
         },

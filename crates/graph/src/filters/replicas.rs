@@ -337,7 +337,15 @@ impl Driver for Replicas {
 }
 
 /// Refuses a wrong number of votes, in QEMU's order and words, before the keys are looked at one by one.
-pub(crate) fn check_agreement(options: &BlockdevOptions) -> Result<()> {
+/// In a name of a file the copies may have their numbers as keys.
+pub(crate) fn check_agreement(options: &mut BlockdevOptions) -> Result<()> {
+    if let Some(Value::Object(numbered)) = options.get("children")
+        && !numbered.is_empty()
+    {
+        let listed: Option<Vec<Value>> = (0..numbered.len()).map(|at| numbered.get(&at.to_string()).cloned()).collect();
+        let listed = listed.ok_or_else(|| Error::invalid_argument("Option children is not a valid array"))?;
+        options.insert("children", listed);
+    }
     match options.get("children").and_then(Value::as_array) {
         Some(children) if !children.is_empty() => Ok(()),
         _ => Err(Error::invalid_argument("Number of provided children must be 1 or more")),

@@ -312,6 +312,10 @@ impl Opener {
     async fn find_driver(self: &Rc<Self>, draft: &mut Draft) -> Result<&'static DriverLine> {
         let name = match draft.options.text("driver") {
             Some(name) => name.to_owned(),
+            None if draft.options.get("driver").is_some_and(Value::is_null) => {
+                let error = Error::invalid_argument(format!("'{}driver' is null", draft.place.path));
+                return Err(error.qemu("Must specify either driver or file"));
+            }
             None if draft.place.role == Role::Storage && draft.options.text("filename").is_none() => {
                 let error = Error::invalid_argument(format!("'{}driver' or '{0}filename' is needed", draft.place.path));
                 return Err(error.qemu("Must specify either driver or file"));

@@ -52,7 +52,7 @@ const VERIFY: DriverLine = DriverLine::new(&schemas::VERIFY, |opener, draft| Box
     .reading(TWO_FILES)
     .staying_read_only();
 const QUORUM: DriverLine = DriverLine::new(&schemas::QUORUM, |opener, draft| Box::pin(quorum(opener, draft)))
-    .prepared_by(|_, draft| check_agreement(&draft.options))
+    .prepared_by(|_, draft| check_agreement(&mut draft.options))
     .asking_first(FirstUse::WhereUsersLock(SHARED_BY_VOTERS))
     .telling(Telling::Keys(&["vote-threshold", "blkverify", "rewrite-corrupted", "read-pattern"]))
     .staying_read_only();

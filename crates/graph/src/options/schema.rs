@@ -115,6 +115,10 @@ impl DriverSchema {
             if let Some(leaf) = unknown_of_cache(name, value) {
                 return Err(self.does_not_support(&format!("{name}.{leaf}"), &format!("{full}.{leaf}")));
             }
+            // Without rules it isn't known there.
+            if self.name == "blkdebug" && matches!(key.value, KeyType::List(_)) && !is_list(value) {
+                return Err(self.does_not_support(&first_leaf(name, value), &full));
+            }
             check_value(key, value, &full, name).map_err(|error| match self.unfit(key, value) {
                 Some(sentence) => error.qemu(sentence),
                 None => error,
@@ -123,9 +127,11 @@ impl DriverSchema {
         Ok(())
     }
 
-    /// As QEMU, which takes null for absent. For a backing file it means that there is none.
+    /// As QEMU, which takes null for absent. For a backing file it means that there is none. An option of parts is unknown without any.
     fn leave_out_absent(&self, options: &mut BlockdevOptions) {
-        let can_be_absent = |key: &&Key| !matches!(key.value, KeyType::ChildOrNull) && key.name != "filename";
+        let has_parts = |key: &Key| matches!(key.value, KeyType::Struct(_) | KeyType::List(_)) && key.name != "cache";
+        let can_be_absent =
+            |key: &&Key| !matches!(key.value, KeyType::ChildOrNull) && key.name != "filename" && !has_parts(key);
         for key in self.keys.iter().chain(COMMON).filter(can_be_absent) {
             if options.get(key.name).is_some_and(Value::is_null) {
                 options.remove(key.name);
@@ -221,7 +227,9 @@ pub(crate) fn check_common(options: &mut BlockdevOptions, path: &str) -> Result<
     }
     for (name, value) in options.values_mut() {
         let has_parts = value.as_object().is_some_and(|map| !map.is_empty());
-        let is_refused_later = unknown_of_cache(name, value).is_some() || (name == "cache" && !has_parts);
+        let is_refused_later = unknown_of_cache(name, value).is_some()
+            || (name == "cache" && !has_parts)
+            || (name == "driver" && value.is_null());
         if let Some(key) = COMMON.iter().find(|key| key.name == name && !is_refused_later) {
             check_value(key, value, &format!("{path}{name}"), name)?;
         }
