@@ -4,6 +4,7 @@
 
 use crate::oracle::{Oracle, words};
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -401,10 +402,13 @@ fn tables_of_many_extents_share_one_bound_of_memory() {
     let head = extent.bytes()[..TABLES_AT * 512].to_vec();
     let lines: Vec<String> = (0..1000)
         .map(|index| {
-            // The tables are holes, and are read all the same.
             let name = format!("part{index}.vmdk");
-            fs::write(work.join(&name), &head).unwrap();
-            let file = fs::OpenOptions::new().write(true).open(work.join(&name)).unwrap();
+            let file = fs::File::create(work.join(&name)).unwrap();
+            file.write_all_at(&head, 0).unwrap();
+            // A page of data in each table, so none is passed over as a hole.
+            for table in 0..TABLES {
+                file.write_all_at(&[0], ((TABLES_AT + table * TABLE_SECTORS) * 512) as u64).unwrap();
+            }
             file.set_len(((TABLES_AT + TABLES * TABLE_SECTORS) * 512) as u64).unwrap();
             format!("RW {} SESPARSE \"{name}\"", extent.header[CAPACITY])
         })
@@ -416,6 +420,82 @@ fn tables_of_many_extents_share_one_bound_of_memory() {
     let output = command.args(["-c", script, env!("CARGO_BIN_EXE_cowshed")]).current_dir(&work).output();
     let output = output.expect("it runs");
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// An extent of many tables: those of `entries`, or holes of the file.
+fn write_large(folder: &Path, tables: u64, entries: &[u64], grains: u64) {
+    let directory_sectors = (tables * 8).div_ceil(512);
+    let first_table = (DIRECTORY_AT as u64 + directory_sectors).next_multiple_of(64);
+    let first_grain = first_table + tables * TABLE_SECTORS as u64;
+    let mut extent = Extent::new(tables * SPAN_BYTES / 512);
+    extent.header[DIRECTORY_SIZE] = directory_sectors;
+    extent.header[TABLES] = first_table;
+    extent.header[GRAINS] = first_grain;
+    describe(folder, "large", &format!("RW {} SESPARSE \"large-s.vmdk\"", extent.header[CAPACITY]), None);
+    let file = fs::File::create(folder.join("large-s.vmdk")).unwrap();
+    let put = |sector: u64, words: &[u64]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        file.write_all_at(&bytes, sector * 512).unwrap();
+    };
+    put(0, &extent.header);
+    put(VOLATILE_AT as u64, &extent.volatile);
+    put(DIRECTORY_AT as u64, &(0..tables).map(table).collect::<Vec<_>>());
+    put(first_table, entries);
+    file.set_len(first_grain * 512 + grains * GRAIN_BYTES as u64).unwrap();
+}
+
+/// More than 4 Mi grains, of which none follows another one in the file.
+#[test]
+fn millions_of_grains_in_any_order_are_checked() {
+    const GRAINS: u64 = (4 << 20) + 4096;
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    let mut entries: Vec<u64> = (0..GRAINS).rev().map(grain).collect();
+    write_large(&work, GRAINS / 4096, &entries, GRAINS);
+    let said = oracle.ours(&work, &words("check large.vmdk"));
+    assert_eq!(said.code, Some(0), "{}{}", said.out, said.err);
+    entries.swap(4096, 4_000_000);
+    entries[5] = grain(GRAINS - 5000);
+    write_large(&work, GRAINS / 4096, &entries, GRAINS);
+    let said = oracle.ours(&work, &words("check large.vmdk"));
+    let all = said.out + &said.err;
+    assert!(said.code == Some(2) && all.contains("a grain of table 1 lies on a grain of table 0"), "{all}");
+    assert!(all.contains("1 errors were found"), "{all}");
+}
+
+/// 2 GiB of tables that were never written. Reading them takes 16 seconds.
+#[test]
+fn se_sparse_tables_in_holes_are_passed_over() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    write_large(&work, 1 << 16, &[grain(0)], 8);
+    for (verb, lines) in [("check", 1), ("map --output=json", 2)] {
+        let line = format!("6 {} {verb} large.vmdk", env!("CARGO_BIN_EXE_cowshed"));
+        let output = Command::new("timeout").args(words(&line)).current_dir(&work).output().expect("it runs");
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        assert!(output.status.code() == Some(0) && said.lines().count() == lines, "{verb}: {said}");
+    }
+}
+
+/// 256 MiB of a directory are more than all directories of a disk may have: none of it is read.
+#[test]
+fn a_large_directory_is_refused_before_it_is_read() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    write_large(&work, 1, &[], 0);
+    let (sectors, directory_sectors) = ((32u64 << 20) * SPAN_BYTES / 512, 1u64 << 19);
+    describe(&work, "large", &format!("RW {sectors} SESPARSE \"large-s.vmdk\""), None);
+    let file = fs::OpenOptions::new().write(true).open(work.join("large-s.vmdk")).unwrap();
+    for (word, value) in [(CAPACITY, sectors), (DIRECTORY_SIZE, directory_sectors)] {
+        file.write_all_at(&value.to_le_bytes(), word as u64 * 8).unwrap();
+    }
+    file.set_len(directory_sectors * 512 * 2).unwrap();
+    let mut command = Command::new("sh");
+    let script = "ulimit -v 262144; exec \"$0\" info large.vmdk";
+    let output = command.args(["-c", script, env!("CARGO_BIN_EXE_cowshed")]).current_dir(&work).output();
+    let output = output.expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && said.contains("grain directories together are larger"), "{said}");
 }
 
 /// A directory of 512 Ki entries that name one table: it is read once.

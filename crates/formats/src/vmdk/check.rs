@@ -2,31 +2,32 @@
 //! The check of a disk: grains and tables that are not in their file or lie on each other, and the copies of tables.
 
 use super::Vmdk;
-use super::extent::{Extent, Sparse, Storage};
+use super::extent::{Extent, Sparse, Storage, is_hole};
+use super::overlaps::GrainWalk;
 use super::se_sparse::SeSparse;
-use super::tables::TableBytes;
+use super::tables::{TableBytes, TablePlace};
 use crate::holes::Holes;
 use cowshed_graph::node::{MappedCheck, Node};
-use cowshed_layout::vmdk::{Grain, HEADER_BYTES, SECTOR_BYTES};
+use cowshed_layout::vmdk::{HEADER_BYTES, SECTOR_BYTES};
 use cowshed_storage::FileIdentity;
 use cowshed_types::memory::{try_collect, try_push};
 use cowshed_types::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// Parts of one file that are compared: 96 MiB of memory.
+/// Parts of one file with metadata: 96 MiB of memory. Tables that follow each other are one part.
 const MAX_PARTS: usize = 4 << 20;
 
 /// A part of a file that something owns, in bytes.
 #[derive(Clone, Copy)]
-struct Part {
-    from: u64,
-    to: u64,
-    owner: Owner,
+pub(super) struct Part {
+    pub from: u64,
+    pub to: u64,
+    pub owner: Owner,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Owner {
+pub(super) enum Owner {
     Header,
     Descriptor,
     Directory,
@@ -36,6 +37,18 @@ enum Owner {
     Grain(u32),
     /// Grains of this table; their numbers may be wider than 32 bits.
     GrainOf(u32),
+}
+
+impl Part {
+    /// The owner of a byte of this part. `bytes`: length of a table or a grain.
+    pub(super) fn owner_at(&self, offset: u64, bytes: u64) -> Owner {
+        let number = ((offset - self.from) / bytes) as u32;
+        match self.owner {
+            Owner::Table(first) => Owner::Table(first.saturating_add(number)),
+            Owner::Grain(first) => Owner::Grain(first.saturating_add(number)),
+            owner => owner,
+        }
+    }
 }
 
 impl fmt::Display for Owner {
@@ -52,9 +65,9 @@ impl fmt::Display for Owner {
 }
 
 /// The findings so far.
-struct Findings {
-    check: MappedCheck,
-    max: usize,
+pub(super) struct Findings {
+    pub check: MappedCheck,
+    pub max: usize,
 }
 
 impl Findings {
@@ -62,7 +75,7 @@ impl Findings {
         self.check.findings.len() >= self.max
     }
 
-    fn note(&mut self, text: String) {
+    pub(super) fn note(&mut self, text: String) {
         if !self.is_full() {
             self.check.findings.push(text);
         }
@@ -74,7 +87,7 @@ impl Findings {
         self.note(format!("ERROR: {text}"));
     }
 
-    fn corruption(&mut self, text: String) {
+    pub(super) fn corruption(&mut self, text: String) {
         self.check.counters.corruptions += 1;
         self.note(format!("ERROR: {text}"));
     }
@@ -92,13 +105,16 @@ impl Vmdk {
                     let mut inside =
                         Inside { sparse, files: &self.files, number, repeated: &repeated, findings: &mut findings };
                     inside.check_copies().await?;
-                    inside.check_apart(piece.extent.len).await?;
+                    let metadata = inside.metadata()?;
+                    let walk = GrainWalk { extent: &piece.extent, files: &self.files, repeated: &repeated };
+                    walk.check_apart(metadata, number, &mut findings).await?;
                 }
                 Storage::SeSparse(sparse) => {
                     let repeated = Repeated::of(sparse.directory())?;
                     check_places(&piece.extent, &self.files, piece.start, &repeated, &mut findings).await?;
-                    let parts = parts_of(sparse, &self.files, piece.extent.len, &repeated).await?;
-                    report_overlaps(parts, sparse.header.table_bytes(), number, &mut findings);
+                    let metadata = metadata_of(sparse, &self.files)?;
+                    let walk = GrainWalk { extent: &piece.extent, files: &self.files, repeated: &repeated };
+                    walk.check_apart(metadata, number, &mut findings).await?;
                 }
                 Storage::Flat { .. } | Storage::Zero => {}
             }
@@ -130,7 +146,7 @@ impl Vmdk {
 
 /// Entries of a directory that name a table which an entry in front of them names. These are damage, and one table behind
 /// millions of entries is looked at once.
-struct Repeated(Vec<u64>);
+pub(super) struct Repeated(Vec<u64>);
 
 impl Repeated {
     fn of<T: Copy + Ord + Default>(directory: &[T]) -> Result<Repeated> {
@@ -150,7 +166,7 @@ impl Repeated {
         Ok(Repeated(bits))
     }
 
-    fn contains(&self, index: u64) -> bool {
+    pub(super) fn contains(&self, index: u64) -> bool {
         let word = usize::try_from(index / 64).ok().and_then(|word| self.0.get(word));
         word.is_some_and(|word| word >> (index % 64) & 1 != 0)
     }
@@ -190,7 +206,8 @@ async fn check_places(
 }
 
 fn too_many_parts() -> Error {
-    Error::new(ErrorKind::Limit, format!("an extent in more than {MAX_PARTS} parts of its file is not checked"))
+    let message = format!("an extent with tables in more than {MAX_PARTS} parts of its file is not checked");
+    Error::new(ErrorKind::Limit, message)
 }
 
 /// One sparse extent.
@@ -222,10 +239,8 @@ impl Inside<'_> {
 
     /// True for a table in a hole of the file.
     async fn is_unwritten(&self, holes: &Holes, offset: u64) -> bool {
-        match self.files.get(self.sparse.file) {
-            Some(file) => holes.end_of(file, offset, self.sparse.header.table_bytes() as u64).await.is_some(),
-            None => false,
-        }
+        is_hole(self.files, holes, TablePlace { file: self.sparse.file, offset }, self.sparse.header.table_bytes())
+            .await
     }
 
     async fn table_at(&self, offset: u64) -> Result<TableBytes> {
@@ -293,14 +308,7 @@ impl Inside<'_> {
         Ok(())
     }
 
-    /// Parts of the file with two owners.
-    async fn check_apart(&mut self, extent_bytes: u64) -> Result<()> {
-        let mut parts = self.metadata()?;
-        self.add_grains(&mut parts, extent_bytes).await?;
-        report_overlaps(parts, self.sparse.header.table_bytes(), self.number, self.findings);
-        Ok(())
-    }
-
+    /// The parts of the file without grains.
     fn metadata(&self) -> Result<Vec<Part>> {
         let header = &self.sparse.header;
         let mut parts = vec![Part { from: 0, to: HEADER_BYTES as u64, owner: Owner::Header }];
@@ -327,77 +335,30 @@ impl Inside<'_> {
             u64::from(sector) * SECTOR_BYTES != *offset
         };
         for (index, offset) in first.chain(self.tables(copies).filter(other)) {
-            let is_full = parts.len() >= MAX_PARTS;
-            match parts.last_mut() {
-                Some(Part { from, to, owner: Owner::Table(first) })
-                    if *to == offset && u64::from(index.saturating_sub(*first)) * bytes == offset - *from =>
-                {
-                    *to += bytes;
-                }
-                _ if is_full => return Err(too_many_parts()),
-                _ => try_push(&mut parts, Part { from: offset, to: offset + bytes, owner: Owner::Table(index) })?,
-            }
+            add_table(&mut parts, index, offset, bytes)?;
         }
         Ok(parts)
     }
+}
 
-    /// A compressed grain counts with its first sector.
-    async fn add_grains(&self, parts: &mut Vec<Part>, extent_bytes: u64) -> Result<()> {
-        let header = &self.sparse.header;
-        let (grain_bytes, entries) = (header.grain_bytes(), u64::from(header.table_entries));
-        let bytes = if header.compressed { SECTOR_BYTES } else { grain_bytes };
-        let grains = extent_bytes.div_ceil(grain_bytes);
-        let holes = Holes::default();
-        for (index, sector) in (0u64..).zip(&self.sparse.directory) {
-            if self.repeated.contains(index) {
-                continue;
-            }
-            if self.is_unwritten(&holes, u64::from(*sector) * SECTOR_BYTES).await {
-                continue;
-            }
-            let Ok(Some(table)) = self.sparse.table(self.files, index).await else { continue };
-            for (grain, entry) in (index * entries..grains).zip(0..) {
-                let Some(found) = header.grain_at(&table, entry) else { break };
-                let Grain::At(sector) = found else { continue };
-                let from = sector * SECTOR_BYTES;
-                let is_full = parts.len() >= MAX_PARTS;
-                match parts.last_mut() {
-                    Some(last) if last.to == from && matches!(last.owner, Owner::Grain(_)) => last.to += bytes,
-                    _ if is_full => return Err(too_many_parts()),
-                    // A grain has a sector of the file for itself, so 32 bits count them.
-                    _ => try_push(parts, Part { from, to: from + bytes, owner: Owner::Grain(grain as u32) })?,
-                }
-            }
+/// Adds a table to the parts; one that follows the last in the directory and in the file makes that part longer.
+fn add_table(parts: &mut Vec<Part>, index: u32, offset: u64, bytes: u64) -> Result<()> {
+    let is_full = parts.len() >= MAX_PARTS;
+    match parts.last_mut() {
+        Some(Part { from, to, owner: Owner::Table(first) })
+            if *to == offset && u64::from(index.saturating_sub(*first)) * bytes == offset - *from =>
+        {
+            *to += bytes;
+            Ok(())
         }
-        Ok(())
+        _ if is_full => Err(too_many_parts()),
+        _ => try_push(parts, Part { from: offset, to: offset + bytes, owner: Owner::Table(index) }),
     }
 }
 
-/// Reports the parts with two owners. `table_bytes`: tables that follow each other are one part.
-fn report_overlaps(mut parts: Vec<Part>, table_bytes: usize, number: usize, findings: &mut Findings) {
-    parts.sort_unstable_by_key(|part| (part.from, part.to));
-    let mut last: Option<Part> = None;
-    for part in parts {
-        match last {
-            Some(before) if part.from < before.to => {
-                let at = part.from;
-                let other = match before.owner {
-                    Owner::Table(first) => Owner::Table(first + ((at - before.from) / table_bytes as u64) as u32),
-                    owner => owner,
-                };
-                findings.corruption(format!("extent {number}: {} lies on {other} (offset {at:#x})", part.owner));
-                if part.to > before.to {
-                    last = Some(part);
-                }
-            }
-            _ => last = Some(part),
-        }
-    }
-}
-
-/// The parts of a seSparse extent. The spaces for the journal, the bitmap of free grains and the map back have contents that are
-/// unknown, so they count as nothing.
-async fn parts_of(sparse: &SeSparse, files: &[Arc<Node>], extent_bytes: u64, repeated: &Repeated) -> Result<Vec<Part>> {
+/// The parts of a seSparse extent without its grains. The spaces for the journal, the bitmap of free grains and the map back have
+/// contents that are unknown, so they count as nothing.
+fn metadata_of(sparse: &SeSparse, files: &[Arc<Node>]) -> Result<Vec<Part>> {
     let header = &sparse.header;
     let mut parts = Vec::new();
     for (sector, bytes, owner) in [
@@ -408,32 +369,10 @@ async fn parts_of(sparse: &SeSparse, files: &[Arc<Node>], extent_bytes: u64, rep
         let from = sector * SECTOR_BYTES;
         try_push(&mut parts, Part { from, to: from + bytes, owner })?;
     }
-    let mut add = |part: Part| {
-        let is_full = parts.len() >= MAX_PARTS;
-        match parts.last_mut() {
-            Some(last) if last.to == part.from && last.owner == part.owner => last.to = part.to,
-            _ if is_full => return Err(too_many_parts()),
-            _ => try_push(&mut parts, part)?,
-        }
-        Ok(())
-    };
-    let table_bytes = header.table_bytes() as u64;
-    let mut left = extent_bytes.div_ceil(header.grain_bytes());
     for index in 0..sparse.directory().len() as u64 {
-        let grains = left.min(header.table_entries());
-        left -= grains;
         // A wrong entry is reported by the walk over the disk.
-        let Ok(Some(from)) = sparse.table_offset(files, index) else { continue };
-        add(Part { from, to: from + table_bytes, owner: Owner::Table(index as u32) })?;
-        if repeated.contains(index) {
-            continue;
-        }
-        let Some(table) = sparse.table(files, index).await? else { continue };
-        for entry in 0..grains as usize {
-            if let Some(Ok(Grain::At(sector))) = header.grain_at(&table, entry) {
-                let from = sector * SECTOR_BYTES;
-                add(Part { from, to: from + header.grain_bytes(), owner: Owner::GrainOf(index as u32) })?;
-            }
+        if let Ok(Some(from)) = sparse.table_offset(files, index) {
+            add_table(&mut parts, index as u32, from, header.table_bytes() as u64)?;
         }
     }
     Ok(parts)

@@ -76,15 +76,6 @@ impl Extent {
         }
     }
 
-    /// Length of its grain directory in bytes.
-    pub(super) fn directory_bytes(&self) -> u64 {
-        match &self.storage {
-            Storage::Sparse(sparse) => sparse.header.directory_bytes(),
-            Storage::SeSparse(sparse) => sparse.header.directory_bytes(),
-            _ => 0,
-        }
-    }
-
     /// Length of a grain in bytes, for sparse extents.
     pub(super) fn grain_bytes(&self) -> Option<u64> {
         self.units().map(|(_, grain_bytes)| grain_bytes)
@@ -211,6 +202,27 @@ impl Sparse {
 
     /// A grain table; `None` where the directory has none.
     pub(super) async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<TableBytes>> {
+        match self.table_offset(files, index)? {
+            Some(offset) => self.table_at(files, offset).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// The table at a byte of the file; `None` in a hole.
+    pub(super) async fn written_table(
+        &self,
+        files: &[Arc<Node>],
+        offset: u64,
+        holes: &Holes,
+    ) -> Result<Option<TableBytes>> {
+        match is_hole(files, holes, self.table_place(offset), self.header.table_bytes()).await {
+            true => Ok(None),
+            false => self.table_at(files, offset).await.map(Some),
+        }
+    }
+
+    /// The place of a grain table; `None` where the directory has none.
+    pub(super) fn table_offset(&self, files: &[Arc<Node>], index: u64) -> Result<Option<u64>> {
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         let Some(&sector) = self.directory.get(slot) else {
             return Err(Error::internal("the grain directory is too short").value(index));
@@ -222,14 +234,13 @@ impl Sparse {
         let file_bytes = files.get(self.file).map_or(0, |file| file.size());
         let within = |offset: &u64| offset + self.header.table_bytes() as u64 <= file_bytes;
         let copy = self.redundant.get(slot).map(|copy| u64::from(*copy) * SECTOR_BYTES);
-        let place = match within(&offset) {
-            true => offset,
-            false => copy.filter(|copy| *copy != 0 && within(copy)).ok_or_else(|| {
+        match within(&offset) {
+            true => Ok(Some(offset)),
+            false => copy.filter(|copy| *copy != 0 && within(copy)).map(Some).ok_or_else(|| {
                 let message = "a grain table is not in the file: it points after EOF";
                 Error::invalid_image("grain directory entry", sector, message)
-            })?,
-        };
-        self.table_at(files, place).await.map(Some)
+            }),
+        }
     }
 
     fn table_place(&self, offset: u64) -> TablePlace {
@@ -287,6 +298,14 @@ impl Sparse {
         })
         .await
         .map_err(|error: Error| error.offset(host))
+    }
+}
+
+/// True for a table in a hole of its file.
+pub(super) async fn is_hole(files: &[Arc<Node>], holes: &Holes, place: TablePlace, len: usize) -> bool {
+    match files.get(place.file) {
+        Some(file) => holes.end_of(file, place.offset, len as u64).await.is_some(),
+        None => false,
     }
 }
 

@@ -3,9 +3,11 @@
 //! them, `write.rs` writes to them, this file is their row.
 
 mod check;
+mod claims;
 mod extent;
 mod grains;
 mod open;
+mod overlaps;
 mod se_sparse;
 mod stream;
 mod tables;

@@ -35,6 +35,27 @@ const SPLIT_TYPES: &[&str] = &[
 /// Grain directories of a disk, all together, in bytes: 512 TiB with the usual sizes.
 const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 
+/// The grain directories of a disk, which all stay in memory, and its tables.
+#[derive(Default)]
+pub(super) struct Directories {
+    pub tables: Arc<Tables>,
+    bytes: u64,
+}
+
+impl Directories {
+    /// Refuses one more directory of `len` bytes, before it is read, where all of them together are too long.
+    pub(super) fn add(&mut self, opener: &Opener, len: u64) -> Result<()> {
+        opener.policy().check_table("grain directory", len)?;
+        self.bytes = self.bytes.saturating_add(len);
+        opener.policy().check_table("grain directories", self.bytes)?;
+        if self.bytes > MAX_DIRECTORIES_BYTES {
+            let message = format!("the grain directories together are larger than {MAX_DIRECTORIES_BYTES} bytes");
+            return Err(Error::invalid_image("grain directories", self.bytes, message));
+        }
+        Ok(())
+    }
+}
+
 /// The parent's content id of a disk without a parent.
 const NO_PARENT: u32 = u32::MAX;
 
@@ -109,7 +130,7 @@ async fn open_monolithic(opener: &Rc<Opener>, draft: &mut Draft, file: &Arc<Node
     if header.capacity_sectors == 0 && descriptor.extents.iter().any(|extent| extent.sectors > 0) {
         return open_described(opener, draft, descriptor, (Arc::clone(file), header.descriptor)).await;
     }
-    let sparse = open_sparse(opener, file, 0, header.clone(), "", &Arc::default()).await?;
+    let sparse = open_sparse(opener, file, 0, header.clone(), "", &mut Directories::default()).await?;
     let extent = Extent { len: bytes(sparse.header.capacity_sectors)?, storage: Storage::Sparse(Box::new(sparse)) };
     let home = (Arc::clone(file), header.descriptor);
     Vmdk::new(descriptor, vec![extent], vec![Arc::clone(file)], home)
@@ -149,25 +170,17 @@ async fn open_described(
         }
         draft.settings.read_only = true;
     }
-    let tables = Arc::default();
+    let mut directories = Directories::default();
     let mut extents = Vec::with_capacity(descriptor.extents.len());
     let mut files = Vec::new();
-    let mut directory_bytes = 0;
     for (index, line) in descriptor.extents.iter().enumerate() {
-        let extent = open_extent(opener, draft, file, (index, line), (&mut files, &tables)).await;
+        let extent = open_extent(opener, draft, file, (index, line), (&mut files, &mut directories)).await;
         let extent = extent.map_err(|error| {
             let words = (line.kind == ExtentKind::SeSparse).then(|| error.sentence());
             let error = error.context(format!("extent {index} of the disk"));
             // QEMU's words about a header of this kind don't say which one it is.
             words.into_iter().fold(error, Error::qemu)
         })?;
-        // Each is within the limits; so must be all of them together, they stay in memory.
-        directory_bytes += extent.directory_bytes();
-        opener.policy().check_table("grain directories", directory_bytes)?;
-        if directory_bytes > MAX_DIRECTORIES_BYTES {
-            let message = format!("the grain directories together are larger than {MAX_DIRECTORIES_BYTES} bytes");
-            return Err(Error::invalid_image("extents", index + 1, message));
-        }
         extents.push(extent);
     }
     Vmdk::new(descriptor, extents, files, home)
@@ -178,7 +191,7 @@ async fn open_extent(
     draft: &mut Draft,
     image: &Node,
     (index, line): (usize, &ExtentLine),
-    (files, tables): (&mut Vec<Arc<Node>>, &Arc<Tables>),
+    (files, directories): (&mut Vec<Arc<Node>>, &mut Directories),
 ) -> Result<Extent> {
     if line.access == Access::None {
         return Err(Error::new(ErrorKind::PermissionDenied, "the descriptor forbids to read it").field("NOACCESS"));
@@ -219,11 +232,11 @@ async fn open_extent(
                 let words = error.sentence();
                 error.context(node.filename()).qemu(words)
             };
-            let sparse = SeSparse::open(opener, &node, file, tables).await.map_err(in_extent)?;
+            let sparse = SeSparse::open(opener, &node, file, directories).await.map_err(in_extent)?;
             (sparse.header.capacity_sectors, Storage::SeSparse(Box::new(sparse)))
         }
         _ => {
-            let sparse = open_described_sparse(opener, &node, file, line, tables).await.map_err(in_file)?;
+            let sparse = open_described_sparse(opener, &node, file, line, directories).await.map_err(in_file)?;
             (sparse.header.capacity_sectors, Storage::Sparse(Box::new(sparse)))
         }
     };
@@ -240,7 +253,7 @@ async fn open_described_sparse(
     node: &Arc<Node>,
     file: usize,
     line: &ExtentLine,
-    tables: &Arc<Tables>,
+    directories: &mut Directories,
 ) -> Result<Sparse> {
     let header = SparseHeader::parse(&read(node, 0, HEADER_BYTES as u64).await?)?;
     let expected = if line.kind == ExtentKind::Sparse { SparseKind::Hosted } else { SparseKind::Esx };
@@ -248,7 +261,7 @@ async fn open_described_sparse(
         let message = "the header is of another kind than the descriptor says";
         return Err(Error::invalid_image("type", line.kind.as_str(), message));
     }
-    open_sparse(opener, node, file, header, line.kind.as_str(), tables).await
+    open_sparse(opener, node, file, header, line.kind.as_str(), directories).await
 }
 
 /// Reads the grain directory.
@@ -258,14 +271,14 @@ async fn open_sparse(
     file: usize,
     mut header: SparseHeader,
     kind: &'static str,
-    tables: &Arc<Tables>,
+    directories: &mut Directories,
 ) -> Result<Sparse> {
     let is_stream = header.directory_sector.is_none();
     if is_stream {
         header = read_footer(node, &header).await?;
     }
     let len = header.directory_bytes();
-    opener.policy().check_table("grain directory", len)?;
+    directories.add(opener, len)?;
     let primary = header.directory_sector.and_then(|sector| place_of(node, sector, len));
     let redundant = header.redundant_directory_sector.and_then(|sector| place_of(node, sector, len));
     let read_directory = async |place: Option<u64>| match place {
@@ -291,7 +304,7 @@ async fn open_sparse(
         directory,
         redundant,
         uses_copy,
-        tables: Arc::clone(tables),
+        tables: Arc::clone(&directories.tables),
         holes: Holes::default(),
     })
 }

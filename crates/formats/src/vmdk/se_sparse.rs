@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! An extent of the kind seSparse, which is only read: docs/formats/vmdk.md.
 
-use super::extent::{expect_grain, read};
+use super::extent::{expect_grain, is_hole, read};
+use super::open::Directories;
 use super::tables::{TableBytes, TablePlace, Tables};
+use crate::holes::Holes;
 use crate::mapped::RunSource;
 use cowshed_graph::node::Node;
 use cowshed_graph::open::Opener;
@@ -19,6 +21,8 @@ pub(super) struct SeSparse {
     directory: Vec<u64>,
     /// The tables of the disk in memory.
     tables: Arc<Tables>,
+    /// Where tables were never written. The extent is only read, so they stay.
+    holes: Holes,
 }
 
 /// The refusal of a writer.
@@ -29,7 +33,12 @@ pub(super) fn no_writing() -> Error {
 
 impl SeSparse {
     /// Reads the headers and the directory. `file`: the index of `node` among the files of the disk.
-    pub(super) async fn open(opener: &Opener, node: &Node, file: usize, tables: &Arc<Tables>) -> Result<SeSparse> {
+    pub(super) async fn open(
+        opener: &Opener,
+        node: &Node,
+        file: usize,
+        directories: &mut Directories,
+    ) -> Result<SeSparse> {
         let header = SeSparseHeader::parse(&read(node, 0, HEADER_BYTES as u64).await?)?;
         let place = header.volatile_sector.checked_mul(SECTOR_BYTES).filter(|place| *place < node.size());
         let volatile = match place {
@@ -40,7 +49,7 @@ impl SeSparse {
         SeSparseHeader::check_volatile(&volatile)?;
         header.check_places()?;
         let len = header.directory_bytes();
-        opener.policy().check_table("grain directory", len)?;
+        directories.add(opener, len)?;
         let place = header.directory_sector * SECTOR_BYTES;
         if place.checked_add(len).is_none_or(|end| end > node.size()) {
             let message = "the grain directory is not in the file";
@@ -48,7 +57,7 @@ impl SeSparse {
         }
         let bytes = read(node, place, len).await?;
         let directory = try_collect(bytes.as_chunks::<8>().0.iter().map(|entry| u64::from_le_bytes(*entry)))?;
-        Ok(SeSparse { file, header, directory, tables: Arc::clone(tables) })
+        Ok(SeSparse { file, header, directory, tables: Arc::clone(&directories.tables), holes: Holes::default() })
     }
 
     /// Entries of the directory.
@@ -76,22 +85,62 @@ impl SeSparse {
     /// A grain table; `None` where the directory has none.
     pub(super) async fn table(&self, files: &[Arc<Node>], index: u64) -> Result<Option<TableBytes>> {
         match self.table_offset(files, index)? {
-            Some(offset) => {
-                let place = TablePlace { file: self.file, offset };
-                self.tables.read(files, place, self.header.table_bytes()).await.map(Some)
-            }
+            Some(offset) => self.table_at(files, offset).await.map(Some),
             None => Ok(None),
         }
+    }
+
+    /// The table at a byte of the file; `None` in a hole.
+    pub(super) async fn written_table(
+        &self,
+        files: &[Arc<Node>],
+        offset: u64,
+        holes: &Holes,
+    ) -> Result<Option<TableBytes>> {
+        let place = TablePlace { file: self.file, offset };
+        match is_hole(files, holes, place, self.header.table_bytes()).await {
+            true => Ok(None),
+            false => self.table_at(files, offset).await.map(Some),
+        }
+    }
+
+    async fn table_at(&self, files: &[Arc<Node>], offset: u64) -> Result<TableBytes> {
+        let place = TablePlace { file: self.file, offset };
+        self.tables.read(files, place, self.header.table_bytes()).await
+    }
+
+    /// The number of tables from `index` on that lie in one hole of the file, or aren't there, if the first one does. It is
+    /// `most` at most.
+    async fn unwritten(&self, files: &[Arc<Node>], index: u64, most: u64) -> Option<u64> {
+        let first = self.table_offset(files, index).ok()??;
+        if self.tables.find(TablePlace { file: self.file, offset: first }).is_some() {
+            return None;
+        }
+        let len = self.header.table_bytes() as u64;
+        let end = self.holes.end_of(files.get(self.file)?, first, len).await?;
+        let is_within = |index: &u64| match self.table_offset(files, *index) {
+            Ok(Some(start)) => first <= start && start + len <= end,
+            Ok(None) => true,
+            Err(_) => false,
+        };
+        let last = index.saturating_add(most).min(self.directory.len() as u64);
+        Some((index..last).take_while(is_within).count() as u64)
     }
 
     /// One run inside one grain table: as many grains as follow each other.
     pub(super) async fn map(&self, files: &[Arc<Node>], at: u64, len: u64) -> Result<(RunSource, u64)> {
         let (grain_bytes, span) = (self.header.grain_bytes(), self.header.table_span_bytes());
+        let until_table_end = span - at % span;
+        let touched = len.saturating_sub(until_table_end).div_ceil(span).saturating_add(1);
+        if let Some(tables) = self.unwritten(files, at / span, touched).await {
+            let rest = tables.saturating_sub(1).saturating_mul(span);
+            return Ok((RunSource::Unallocated, until_table_end.saturating_add(rest).min(len)));
+        }
         let Some(table) = self.table(files, at / span).await? else {
             let next = usize::try_from(at / span + 1).unwrap_or(usize::MAX);
             let wanted = usize::try_from(len.div_ceil(span)).unwrap_or(usize::MAX);
             let more = self.directory.iter().skip(next).take(wanted).take_while(|entry| **entry == 0).count() as u64;
-            return Ok((RunSource::Unallocated, (span - at % span).saturating_add(more.saturating_mul(span)).min(len)));
+            return Ok((RunSource::Unallocated, until_table_end.saturating_add(more.saturating_mul(span)).min(len)));
         };
         let (index, skip) = ((at % span / grain_bytes) as usize, at % grain_bytes);
         let grain = |index: usize| self.header.grain_at(&table, index);
