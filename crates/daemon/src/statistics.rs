@@ -162,6 +162,8 @@ pub(crate) fn of_attachment(id: &str, attachment: &Attachment) -> Value {
     let mut stats = of_node(&node);
     stats["device"] = json!(id);
     stats["qdev"] = json!(id);
-    stats["stats"] = of_export(&attachment.statistics());
+    let counts = attachment.statistics();
+    stats["stats"] = of_export(&counts);
+    stats["x-in-flight"] = counts.in_flight.into();
     stats
 }

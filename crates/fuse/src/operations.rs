@@ -249,7 +249,12 @@ impl Work {
     /// before.
     async fn resize(&self, size: u64) -> Result<()> {
         // A job may put another node in its place while this waits.
-        while !self.resize_node(&self.node(), size).await? {}
+        let named = |error: Error| match error.kind() {
+            // As file systems say it of a length that no file of theirs has.
+            ErrorKind::InvalidArgument if size > self.disk.size() => Error::os(Errno::EFBIG, error.message()),
+            _ => error,
+        };
+        while !self.resize_node(&self.node(), size).await.map_err(named)? {}
         (self.shared.on_resize)();
         Ok(())
     }

@@ -135,7 +135,8 @@ pub(crate) fn refuse_own(path: &Path) -> Result<()> {
     match is_served_here(path) {
         true => {
             let message = "is a FUSE export of this process, which would wait for itself";
-            Err(Error::new(ErrorKind::InvalidArgument, message).with_errno(Errno(libc::EDEADLK)))
+            let words = format!("Could not open '{}': it {message}", path.display());
+            Err(Error::new(ErrorKind::InvalidArgument, message).with_errno(Errno(libc::EDEADLK)).qemu(words))
         }
         false => Ok(()),
     }

@@ -30,9 +30,9 @@ pub struct Config {
     /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
     /// Queues, each with a thread: 1 to 64. The driver makes no more than there are processors.
-    pub queues: u16,
+    pub queues: u64,
     /// Requests of a queue: 1 to 4096.
-    pub depth: u16,
+    pub depth: u64,
     /// The number of the device. Without it the driver takes the first free one.
     pub device: Option<u32>,
     /// Whether a device that waits for a server is taken over.
@@ -57,13 +57,13 @@ impl Config {
                 "parameter logical-block-size must be a power of 2 between 512 and {MAX_BLOCK_BYTES}"
             ));
         }
-        if !(1..=MAX_QUEUES).contains(&self.queues) {
+        if !(1..=u64::from(MAX_QUEUES)).contains(&self.queues) {
             return wrong(format!(
                 "num-queues is {}, and a device has 1 to {MAX_QUEUES}: one thread each",
                 self.queues
             ));
         }
-        if !(1..=MAX_DEPTH).contains(&self.depth) {
+        if !(1..=u64::from(MAX_DEPTH)).contains(&self.depth) {
             return wrong(format!("queue-size is {}, and a queue has 1 to {MAX_DEPTH} requests", self.depth));
         }
         match (self.recover, self.device) {

@@ -13,7 +13,7 @@ use cowshed_storage::{UBLK_CONTROL, UblkCall, UblkControl, UblkDriver, UblkShape
 use cowshed_types::{Errno, Error, ErrorKind, Result};
 use cowshed_ublk_proto::control::{ANY_DEVICE, INFO_BYTES, features};
 use cowshed_ublk_proto::params::PARAMS_BYTES;
-use cowshed_ublk_proto::{DeviceInfo, Limits, MAX_DEPTH, Params, SECTOR_BYTES, UblkState};
+use cowshed_ublk_proto::{DeviceInfo, Limits, MAX_DEPTH, MAX_QUEUES, Params, SECTOR_BYTES, UblkState};
 use rustix::io::Errno as Number;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -227,8 +227,9 @@ impl<D: UblkDriver> Device<D> {
     ) -> Result<Device<D>> {
         let copies = if config.unprivileged { features::UNPRIVILEGED_DEV } else { features::USER_COPY };
         let wanted = DeviceInfo {
-            queues: config.queues,
-            depth: config.depth,
+            // The check has seen to the ranges.
+            queues: u16::try_from(config.queues).unwrap_or(MAX_QUEUES),
+            depth: u16::try_from(config.depth).unwrap_or(MAX_DEPTH),
             state: UblkState::Dead,
             max_request_bytes: NEW_REQUEST_BYTES,
             device: config.device.unwrap_or(ANY_DEVICE),
@@ -312,7 +313,8 @@ impl<D: UblkDriver> Device<D> {
     }
 
     fn run_new(&mut self, config: &Config, info: &DeviceInfo) -> Result<()> {
-        if info.queues > config.queues || info.depth > config.depth || info.max_request_bytes < NEW_REQUEST_BYTES {
+        let is_larger = u64::from(info.queues) > config.queues || u64::from(info.depth) > config.depth;
+        if is_larger || info.max_request_bytes < NEW_REQUEST_BYTES {
             return Err(Error::internal("the ublk driver gives another device than it was asked for"));
         }
         // A user's commands work from the time on when the char device is that user's.

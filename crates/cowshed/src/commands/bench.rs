@@ -98,6 +98,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     args.naming.untrusted.guard(&[used], console)?;
     let persona = console.persona;
     let job = work::Foreground::new(persona, false, true, "measuring")?;
+    let job = if args.write { job } else { job.reading() };
     // qemu-img speaks also with -q.
     let is_quiet = args.quiet && persona != Persona::QemuImg;
     let is_plain = args.output == OutputFormat::Human && !is_quiet;

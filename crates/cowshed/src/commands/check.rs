@@ -131,6 +131,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     };
     let quiet = args.quiet || args.output == OutputFormat::Json;
     let job = work::Foreground::new(console.persona, args.progress, quiet, "checking")?;
+    let job = if options.repair == check::Repair::None || options.dry_run { job.reading() } else { job };
     let failed = |error: &cowshed_types::Error| Failure::open(console.persona, file, error);
     let Some(outcome) = job.run(async |handle| check::run(&options, &handle).await, failed)? else {
         let message = match console.persona {

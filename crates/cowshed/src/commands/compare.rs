@@ -87,7 +87,8 @@ fn run_checked(args: &CompareArgs, first: &str, second: &str, console: &mut Cons
     };
     work::fail_with(ERROR_EXIT_CODE);
     args.naming.untrusted.guard(&[Use::Read(&options.first), Use::Read(&options.second)], console)?;
-    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?.starting_late();
+    let job = work::Foreground::new(console.persona, args.progress, args.quiet, "comparing")?;
+    let job = job.starting_late().reading();
     let failed_at = FailedAt::default();
     let persona = console.persona;
     let failed = |error: &Error| failure(persona, [first, second], failed_at.get(), error);

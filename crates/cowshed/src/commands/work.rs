@@ -93,6 +93,9 @@ const INCOMPLETE: &str = "what was written so far is incomplete";
 /// The same where nothing remains.
 const NOTHING: &str = "nothing was made";
 
+/// The same of work that only reads.
+const READ: &str = "nothing was changed";
+
 /// The number that the shell adds to that of the signal that ended a process.
 const SIGNAL_EXIT_BASE: usize = 128;
 
@@ -114,8 +117,8 @@ pub struct Foreground {
     says_end_again: bool,
     /// Errors after which 100 % is printed all the same.
     ends_with: fn(&Error) -> bool,
-    /// The message about the remains after a signal.
-    leaves: &'static str,
+    /// The message about the remains after a signal, where it isn't [`INCOMPLETE`].
+    leaves: Arc<OnceLock<&'static str>>,
     /// Nothing remains where the error doesn't say so.
     takes_back: bool,
 }
@@ -149,7 +152,9 @@ impl Foreground {
         let signal = Arc::new(AtomicUsize::new(0));
         let is_hidden = matches!(*lock(&progress), Progress::Hidden);
         let asked = Arc::new(AtomicBool::new(false));
-        let watch = heed_signals(handle.clone(), Arc::clone(&signal), Arc::clone(&asked), is_hidden)?;
+        let leaves = Arc::default();
+        let watch =
+            heed_signals(handle.clone(), Arc::clone(&signal), Arc::clone(&asked), is_hidden, Arc::clone(&leaves))?;
         Ok(Self {
             handle,
             progress,
@@ -160,7 +165,7 @@ impl Foreground {
             ends_begun_lines: false,
             says_end_again: false,
             ends_with: |_| false,
-            leaves: INCOMPLETE,
+            leaves,
             takes_back: false,
         })
     }
@@ -195,8 +200,15 @@ impl Foreground {
 
     /// Of work whose result has its name when it is whole.
     #[must_use]
-    pub fn leaving_nothing(mut self) -> Self {
-        self.leaves = NOTHING;
+    pub fn leaving_nothing(self) -> Self {
+        self.leaves.get_or_init(|| NOTHING);
+        self
+    }
+
+    /// Of work that changes no file.
+    #[must_use]
+    pub fn reading(self) -> Self {
+        self.leaves.get_or_init(|| READ);
         self
     }
 
@@ -264,7 +276,7 @@ impl Foreground {
         result.map_err(|error| match error.kind() {
             ErrorKind::Cancelled if signal != 0 => {
                 let is_gone = self.takes_back && !error.message().starts_with(cowshed_create::INCOMPLETE);
-                let leaves = if is_gone { NOTHING } else { self.leaves };
+                let leaves = if is_gone { NOTHING } else { self.leaves.get().unwrap_or(&INCOMPLETE) };
                 Failure::new(format!("interrupted; {leaves}")).code(signal_exit_code(signal))
             }
             _ => failed(&reason(error)),
@@ -325,6 +337,7 @@ fn heed_signals(
     noted: Arc<AtomicUsize>,
     asked: Arc<AtomicBool>,
     tells: bool,
+    leaves: Arc<OnceLock<&'static str>>,
 ) -> Result<Box<dyn FnOnce() + Send>, Failure> {
     let failed = |error: std::io::Error| Failure::new(format!("could not watch for signals: {error}"));
     let stops = [SIGINT, SIGTERM, SIGHUP];
@@ -353,7 +366,8 @@ fn heed_signals(
             }
             std::thread::sleep(STOP_GRACE.saturating_sub(SECOND));
             let seconds = STOP_GRACE.as_secs();
-            end_process(format!("interrupted, and I/O did not end within {seconds} s; {INCOMPLETE}"), code);
+            let leaves = leaves.get().unwrap_or(&INCOMPLETE);
+            end_process(format!("interrupted, and I/O did not end within {seconds} s; {leaves}"), code);
         }
     }))
 }

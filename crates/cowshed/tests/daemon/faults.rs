@@ -416,6 +416,10 @@ fn a_scenario_with_one_seed_is_one_run() {
         ("{", "a scenario is a list of rules in JSON"),
         (r#"[{"op": "seek"}]"#, "rules.0.op"),
         (r#"[{"op": "read", "colour": 1}]"#, "s.json: unknown option 'rules.0.colour'"),
+        (
+            r#"[{"op": "read"}, {"op": "write", "action": "corrupt"}]"#,
+            "rule 1 has no effect: 'action': 'corrupt' is for reads",
+        ),
         // Each rule has the number of its own list.
         (r#"[{"op": "read"}, {"op": "write"}]"#, "unknown option 'rules.0.bogus'"),
     ] {

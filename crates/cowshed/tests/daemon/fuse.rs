@@ -124,6 +124,7 @@ fn a_file_has_holes_a_length_a_mode_and_times() {
     assert_eq!(bytes, [0; 4096]);
     file.set_len(DISK_BYTES).expect("a shorter disk");
     assert_eq!(errno(file.set_len(DISK_BYTES + 1)), 22);
+    assert_eq!(errno(file.set_len(1 << 62)), 27, "no image is as long");
     use rustix::fs::FallocateFlags as Flags;
     let allocate =
         |flags, offset, len| rustix::fs::fallocate(&file, flags, offset, len).map_err(|error| error.raw_os_error());
@@ -281,6 +282,24 @@ fn writes_to_a_growable_export_go_on_beside_truncations() {
     writers.into_iter().for_each(|writer| writer.join().expect("no panic"));
     daemon.stop();
     tool("qemu-img", &["check", "-q", text(&folder.join("d.qcow2"))]);
+}
+
+#[test]
+fn an_encrypted_image_is_mounted_with_its_secret() {
+    let folder = temp_dir();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("pw"), "abc").expect("a secret");
+    File::create(at("m")).expect("a mount point");
+    let (secret, image, point) = (format!("secret,id=s,file={}", text(&at("pw"))), at("e.qcow2"), at("m"));
+    let encryption = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "--object", &secret, "-o", encryption, text(&image), "1M"]);
+    let options = format!("driver=qcow2,encrypt.key-secret=s,file.filename={}", text(&image));
+    tool("qemu-io", &["--object", &secret, "-c", "write -P 5 0 64k", "--image-opts", &options]);
+    tool(COWSHED, &["mount", "--object", &secret, "--image-opts", &options, text(&point)]);
+    let mut bytes = [0; 512];
+    open(&point).read_exact_at(&mut bytes, 4096).expect("a read");
+    assert_eq!(bytes, [5; 512]);
+    tool(COWSHED, &["umount", text(&point)]);
 }
 
 #[test]

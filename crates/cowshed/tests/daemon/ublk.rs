@@ -37,6 +37,8 @@ fn a_machine_without_the_driver_is_told_how_to_get_it() {
     }
     for (more, words) in [
         (",num-queues=0", "num-queues is 0, and a device has 1 to 64"),
+        (",num-queues=100000", "num-queues is 100000, and a device has 1 to 64"),
+        (",queue-size=100000", "queue-size is 100000, and a queue has 1 to 4096 requests"),
         (",queue-size=5000", "queue-size is 5000, and a queue has 1 to 4096 requests"),
         (",logical-block-size=8192", "logical-block-size must be a power of 2 between 512 and 4096"),
         (",recover=on", "'recover' needs the number of the device, 'device-id'"),

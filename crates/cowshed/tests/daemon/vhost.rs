@@ -149,6 +149,8 @@ fn exports_that_cannot_be_say_why_in_one_line() {
         ("addr.type=unix,addr.path=v.sock,num-queues=65", "num-queues is 65, and an export has at most 64"),
         ("addr.type=unix,addr.path=v.sock,num-queues=65536", "Parameter 'num-queues' expects uint16_t"),
         ("addr.type=unix,addr.path=v.sock,logical-block-size=100", "logical-block-size"),
+        // 0 is the default.
+        ("addr.type=unix,addr.path=none/v.sock,logical-block-size=0", "No such file or directory"),
         ("addr.type=unix,addr.path=none/v.sock", "Failed to bind socket to none/v.sock: No such file or directory"),
         ("addr.type=inet,addr.host=localhost,addr.port=0", "Only socket address types 'unix' and 'fd' are supported"),
         ("addr.type=fd,addr.str=99", "File descriptor '99' is not a socket"),

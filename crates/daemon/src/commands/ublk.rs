@@ -31,14 +31,13 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
         return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
     let number = |key: &str, default: u64| arguments.number(key).map(|number| number.unwrap_or(default));
-    let short = |key: &str, default: u64| number(key, default).map(|number| u16::try_from(number).unwrap_or(u16::MAX));
     let config = Config {
         id: arguments.text("id").to_owned(),
         writable,
         writethrough: arguments.flag("writethrough", false),
         block_bytes: u32::try_from(number("logical-block-size", 512)?).unwrap_or(u32::MAX),
-        queues: short("num-queues", 1)?,
-        depth: short("queue-size", DEPTH)?,
+        queues: number("num-queues", 1)?,
+        depth: number("queue-size", DEPTH)?,
         device: arguments.number("device-id")?.map(|number| u32::try_from(number).unwrap_or(u32::MAX)),
         recover: match arguments.maybe_text("recover") {
             Some("on") => Recover::On,

@@ -28,7 +28,11 @@ pub(super) async fn add(daemon: &Rc<Daemon>, arguments: &Arguments, node: &str) 
         id: arguments.text("id").to_owned(),
         writable,
         writethrough: arguments.flag("writethrough", false),
-        block_bytes: u32::try_from(arguments.number("logical-block-size")?.unwrap_or(512)).unwrap_or(u32::MAX),
+        // 0 is the default, as in QEMU.
+        block_bytes: match arguments.number("logical-block-size")? {
+            None | Some(0) => 512,
+            Some(bytes) => u32::try_from(bytes).unwrap_or(u32::MAX),
+        },
         queues: match arguments.number("num-queues") {
             Ok(queues) => u16::try_from(queues.unwrap_or(daemon.vhost_queues.into())).map_err(|_| no_uint16())?,
             Err(_) => return Err(no_uint16()),

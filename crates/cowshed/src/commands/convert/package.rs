@@ -39,7 +39,7 @@ pub fn disk(
     console: &Console,
 ) -> Result<ova::source::ChosenDisk, Failure> {
     let [image] = options.sources.as_slice() else { return Err(Failure::new("one package at a time")) };
-    let job = work::Foreground::new(console.persona, false, true, "checking")?;
+    let job = work::Foreground::new(console.persona, false, true, "checking")?.reading();
     let target = new_image::local_path(&options.target.name);
     let is_untrusted = args.naming.untrusted.is_on();
     let choose = async |handle| {

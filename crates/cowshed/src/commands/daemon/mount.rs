@@ -103,6 +103,9 @@ struct MountArgs {
     /// Write the process's number to a file
     #[arg(long, value_name = "PATH")]
     pidfile: Option<String>,
+    /// Define an object, for example the secret of an encrypted image
+    #[arg(long = "object", value_name = "TYPE,id=ID,…")]
+    objects: Vec<String>,
     #[command(flatten)]
     faults: FaultArgs,
     #[command(flatten)]
@@ -153,8 +156,11 @@ impl MountArgs {
     }
 }
 
-fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
+fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let args = MountArgs::from_arg_matches(matches)?;
+    if super::show_object_help(&args.objects, console)? {
+        return Ok(0);
+    }
     args.untrusted.check()?;
     let [image, file] = &args.files[..] else {
         return Err(Failure::usage("Expecting an image file name and the name of the file that shows it"));
@@ -174,8 +180,9 @@ fn run(matches: &ArgMatches, _: &mut Console) -> Result<u8, Failure> {
         Others::On => "on",
         Others::Off => "off",
     }});
-    let mut steps =
-        vec![Step::drive("IMAGE", drive), Step::call("FILE", "block-export-add", "BlockExportOptions", options)];
+    let mut steps = args.objects.iter().map(|object| Step::object(object)).collect::<Result<Vec<_>, _>>()?;
+    steps.push(Step::drive("IMAGE", drive));
+    steps.push(Step::call("FILE", "block-export-add", "BlockExportOptions", options));
     if let Some(path) = &args.monitor {
         steps.push(Step::monitor_at("--monitor", MonitorAddress::Unix(path.into()), false));
     }
@@ -239,15 +246,20 @@ fn unmount(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     let server = cowshed_fuse::MountServer::of_mount(&path).filter(|_| !args.lazy);
     unmount_aloud(file, &path, args.lazy, console).map_err(|error| {
         let hint = match error.kind() {
-            ErrorKind::Busy => "--lazy unmounts it while programs have it open",
-            _ => "--lazy unmounts it all the same, and loses writes that are not synced",
+            ErrorKind::Busy => "; --lazy unmounts it while programs have it open",
+            // Another user's: no option helps.
+            ErrorKind::PermissionDenied => "",
+            _ => "; --lazy unmounts it all the same, and loses writes that are not synced",
         };
-        Failure::new(format!("{}; {hint}", error.file(file)))
+        Failure::new(format!("{}{hint}", error.file(file)))
     })?;
     match server.filter(|server| !server.has_ended_within(CLOSING_LIMIT)) {
         Some(server) => {
             let number = server.number();
-            Err(Failure::new(format!("{file}: is unmounted, but process {number} has not closed the image yet")))
+            let reason =
+                "a program has the file open, or another mount namespace (a container) has a copy of the mount";
+            let message = format!("{file}: is unmounted, but process {number} has not closed the image yet");
+            Err(Failure::new(format!("{message}: {reason}; `kill {number}` ends it in order")))
         }
         None => Ok(0),
     }

@@ -60,7 +60,7 @@ struct ServeArgs {
     /// Address for --port [default: localhost]
     #[arg(short, long, value_name = "ADDRESS")]
     bind: Option<String>,
-    /// Export a node by further means: `vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=PATH,…`. The node-name of an image is its id. vhost-user-blk has as many queues as there are processors, at most 64, or `num-queues=N`
+    /// Export a node by further means: `fuse,id=ID,node-name=NAME,mountpoint=FILE`, `http,id=ID,node-name=NAME,addr.type=inet,addr.host=HOST,addr.port=PORT`, `ublk,id=ID,node-name=NAME`, `vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=PATH,…`. The node-name of an image is its id. vhost-user-blk has as many queues as there are processors, at most 64, or `num-queues=N`
     #[arg(long = "export", value_name = "OPTIONS")]
     exports: Vec<String>,
     /// Name of the export, where there is one image
@@ -90,7 +90,7 @@ struct ServeArgs {
     /// Encrypt, with the credentials of an object
     #[arg(long, value_name = "ID")]
     tls_creds: Option<String>,
-    /// Stop when the last client goes
+    /// Stop when the last NBD client goes, whatever clients other exports have
     #[arg(long)]
     once: bool,
     /// Go into the background once it is up

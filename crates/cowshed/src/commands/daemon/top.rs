@@ -17,7 +17,7 @@ pub const VERB: Verb = Verb {
     about: "Show live what the exports of a daemon do",
     operands: "SOCKET",
     details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export it shows operations and bytes \
-              a second and their average latency, and requests in flight on average. It also shows requests that limits held back a second, \
+              a second and their average latency, and requests in flight: on average, or those of the moment where these are more. It also shows requests that limits held back a second, \
               and look-ups of the mapping that found it in memory. The last line \
               is the memory that the metadata of all images takes and may take. On a terminal the screen is drawn anew each time, and \
               q ends; one of fewer than 118 columns gets a table of 60.",
@@ -183,6 +183,8 @@ impl Nodes {
 struct Look {
     counts: [Counts; 2],
     nodes: Nodes,
+    /// Requests in flight at the look; others' daemons don't tell.
+    in_flight: u64,
 }
 
 /// The memory of all images, and its limit.
@@ -250,8 +252,9 @@ impl Width {
             );
         }
         let [read, write] = did.counts.map(|counts| counts.cells(seconds));
-        // Time spent in requests over time passed.
-        let in_flight = did.counts.iter().map(|counts| counts.time_ns as f64).sum::<f64>() / seconds / 1e9;
+        // Time spent in requests over time passed. It counts requests that have ended, and a disk may hang.
+        let average = did.counts.iter().map(|counts| counts.time_ns as f64).sum::<f64>() / seconds / 1e9;
+        let in_flight = average.max(did.in_flight as f64);
         let nodes = did.nodes.cells(seconds);
         format!("{id:<16.16} {node:<16.16} {read} {write} {in_flight:>7.1} {nodes}")
     }
@@ -263,7 +266,11 @@ fn look(monitor: &mut Monitor) -> Result<Vec<(String, String, Look)>, Failure> {
     let exports = stats.as_array().into_iter().flatten().map(|export| {
         let text = |key: &str| export[key].as_str().unwrap_or("-").to_owned();
         let counts = ["rd", "wr"].map(|kind| Counts::of(&export["stats"], kind));
-        (text("device"), text("node-name"), Look { counts, nodes: Nodes::of(export) })
+        (
+            text("device"),
+            text("node-name"),
+            Look { counts, nodes: Nodes::of(export), in_flight: export["x-in-flight"].as_u64().unwrap_or(0) },
+        )
     });
     Ok(exports.collect())
 }
@@ -310,6 +317,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
             let did = Look {
                 counts: [0, 1].map(|at| look.counts[at].since(old.counts[at])),
                 nodes: look.nodes.since(old.nodes),
+                in_flight: look.in_flight,
             };
             console.line(width.row(id, node, did, seconds));
         }
@@ -336,7 +344,7 @@ mod tests {
     #[test]
     fn the_narrow_table_fits_sixty_columns() {
         let most = Counts { operations: 9_999_999, bytes: 1023 << 30, time_ns: 9_999_999_000_000 };
-        let did = Look { counts: [most, most], nodes: Nodes { waits: 9, hits: 99, misses: 1 } };
+        let did = Look { counts: [most, most], nodes: Nodes { waits: 9, hits: 99, misses: 1 }, in_flight: 64 };
         let row = Width::Narrow.row("an-export-with-a-long-name", "node", did, 1.0);
         for line in [Width::Narrow.heading(), row.clone()] {
             assert!(line.chars().count() <= NARROW_COLUMNS, "{line}");
@@ -345,6 +353,13 @@ mod tests {
         for line in Width::Wide.heading().lines().chain([Width::Wide.row("e", "n", did, 1.0).as_str()]) {
             assert!(line.chars().count() < usize::from(WIDE_COLUMNS), "{line}");
         }
+    }
+
+    #[test]
+    fn requests_that_hang_are_in_flight() {
+        let did = Look { in_flight: 5, ..Look::default() };
+        let row = Width::Wide.row("e", "n", did, 1.0);
+        assert!(row.contains(" 5.0 "), "{row}");
     }
 
     #[test]

@@ -182,7 +182,7 @@ fn run(matches: &ArgMatches, console: &mut Console) -> Result<u8, Failure> {
     if plan.file_name.is_empty() || plan.file_name.contains(['/', '\0']) || is_folder {
         return Err(Failure::new(format!("'{}' is no name of a file", plan.file_name)));
     }
-    let job = work::Foreground::new(console.persona, false, args.quiet, "sending")?;
+    let job = work::Foreground::new(console.persona, false, args.quiet, "sending")?.reading();
     let say = |url: &str| {
         console.line(url);
         console.flush();

@@ -292,7 +292,10 @@ pub(crate) fn rules_of(options: &BlockdevOptions) -> Vec<FaultRule> {
 /// Puts the rules of the file that `scenario` names in front of those that the options give. Both are checked here, since
 /// each rule has a number of its own place.
 pub(crate) fn read_scenario(options: &mut BlockdevOptions) -> Result<()> {
-    let Some(path) = options.text("scenario").map(str::to_owned) else { return Ok(()) };
+    let Some(path) = options.text("scenario").map(str::to_owned) else {
+        let given = options.get("rules").and_then(Value::as_array);
+        return check_effect(given.map(Vec::as_slice).unwrap_or_default());
+    };
     let mut rules = scenario(&path).map_err(|error| {
         let sentence = format!("Could not use the scenario '{path}': {}", error.message());
         error.file(&path).qemu(sentence)
@@ -305,7 +308,19 @@ pub(crate) fn read_scenario(options: &mut BlockdevOptions) -> Result<()> {
         }
         Some(_) => return Err(Error::invalid_argument("'rules' is a list of rules")),
     }
+    check_effect(&rules)?;
     options.insert("rules", Value::Array(rules));
+    Ok(())
+}
+
+/// Refuses rules that can never have an effect.
+fn check_effect(rules: &[Value]) -> Result<()> {
+    for (number, rule) in rules.iter().enumerate() {
+        let why = rule.as_object().and_then(FaultRule::from_options).and_then(|rule| rule.no_effect());
+        if let Some(why) = why {
+            return Err(Error::invalid_argument(format!("rule {number} has no effect: {why}")));
+        }
+    }
     Ok(())
 }
 
@@ -324,5 +339,6 @@ fn scenario(path: &str) -> Result<Vec<Value>> {
     let mut rules: Vec<Value> = serde_json::from_str(&text)
         .map_err(|error| Error::invalid_argument(format!("a scenario is a list of rules in JSON: {error}")))?;
     check_list(RULE, &mut rules, "rules")?;
+    check_effect(&rules)?;
     Ok(rules)
 }
