@@ -17,7 +17,7 @@ pub const VERB: Verb = Verb {
     about: "Show live what the exports of a daemon do",
     operands: "SOCKET",
     details: "SOCKET is the path of a QMP monitor (cowshed serve --monitor SOCKET). For each export it shows operations and bytes \
-              a second and their average latency, and requests in flight: on average, or those of the moment where these are more. It also shows requests that limits held back a second, \
+              a second and their average latency, and requests in flight. These are the average, or those of the moment where they are more. It also shows requests that limits held back a second, \
               and look-ups of the mapping that found it in memory. The last line \
               is the memory that the metadata of all images takes and may take. On a terminal the screen is drawn anew each time, and \
               q ends; one of fewer than 118 columns gets a table of 60.",
