@@ -401,7 +401,7 @@ impl<D: UblkDriver> Device<D> {
             tracing::warn!(
                 export = config.id,
                 device = number,
-                "changes may be lost that the last server of the device had told of: the first flush will fail"
+                "changes may be lost that the last server of the device had told of: flushes will fail until the device is made anew"
             );
         }
         let common = Self::common(config, attachment, on_end, ledger, params);

@@ -2,7 +2,8 @@
 //! Whether the kernel heard of the end of changes that die with this process.
 //!
 //! A flush promises that all changes are durable whose end was reported before. A process that was killed has taken
-//! mappings along that only its memory had. The next one must not answer a flush as if they were there. A file in a
+//! mappings along that only its memory had. The next one must not answer a flush as if they were there. Each user of the
+//! device learns it from a flush of its own, so all flushes fail until the device is made anew. A file in a
 //! folder of memory notes that: it lives as long as the device does.
 
 use cowshed_storage::signal::lock;
@@ -29,15 +30,13 @@ struct LedgerState {
     is_marked: bool,
     /// Changes that ended.
     changes: u64,
-    /// Changes of an earlier life are lost, and the kernel doesn't know.
+    /// Changes of an earlier life are lost: no flush succeeds.
     is_lost: bool,
-    /// A request on its way to the kernel tells of that.
-    is_told: bool,
 }
 
 impl LedgerState {
     fn write(&mut self) {
-        let byte = if self.is_marked || self.is_lost || self.is_told { UNFLUSHED } else { CLEAN };
+        let byte = if self.is_marked || self.is_lost { UNFLUSHED } else { CLEAN };
         if let Some(note) = &self.note
             && let Err(error) = note.write_all_at(&[byte], 0)
         {
@@ -69,7 +68,7 @@ impl Ledger {
         if note.is_none() {
             tracing::warn!(
                 path = %path.display(),
-                "no note can be kept there: after a takeover of the device the first flush will fail"
+                "no note can be kept there: after a takeover of the device all flushes will fail"
             );
         }
         let mut state = LedgerState { note, ..LedgerState::default() };
@@ -123,23 +122,7 @@ impl Ledger {
         }
     }
 
-    /// True once where changes of an earlier life are lost: the kernel is to hear of it. The note says so until
-    /// [`Ledger::told_lost`].
-    pub fn take_lost(&self) -> bool {
-        let mut state = lock(&self.state);
-        let is_lost = std::mem::take(&mut state.is_lost);
-        state.is_told |= is_lost;
-        is_lost
-    }
-
-    /// The kernel has the request that tells of lost changes.
-    pub fn told_lost(&self) {
-        let mut state = lock(&self.state);
-        state.is_told = false;
-        state.write();
-    }
-
-    /// True where [`Ledger::take_lost`] would be.
+    /// Changes of an earlier life are lost: nothing may be promised.
     pub fn is_lost(&self) -> bool {
         lock(&self.state).is_lost
     }

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The thread of a queue: a task for each tag waits for its request, carries it out, and waits for the next one.
 
-use crate::requests::{self, PIECE_BYTES, RequestEnd, Ways};
+use crate::requests::{self, PIECE_BYTES, Ways};
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
 use cowshed_storage::{UblkDevice, UblkQueue, UblkShape};
 use cowshed_types::{Error, Result};
 use cowshed_ublk_proto::{Arrival, Limits, Malformed, Operation, Request, Tags};
-use futures_util::future::{Either, select};
 use rustix::io::Errno as Number;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -24,8 +22,6 @@ use std::time::Duration;
 const MAX_BYTES_IN_FLIGHT: u64 = 32 << 20;
 /// The driver refuses a command at once or not at all.
 const REFUSAL: Duration = Duration::from_millis(1);
-/// So long after an answer was begun, the driver has it.
-const ARRIVAL: Duration = Duration::from_millis(1);
 
 /// The settings that all queues of a device have in common.
 #[derive(Clone)]
@@ -150,34 +146,16 @@ impl<Q: UblkQueue> Shared<Q> {
             rt::note_request();
             let answer = self.carry_out(tag).await;
             self.tags.borrow_mut().commit(tag)?;
-            result = self.commit(tag, answer).await;
+            result = self.queue.commit(tag, answer).await;
         }
     }
 
-    /// Answers a request, and waits for the next one. A kill before the kernel has an answer makes the next server give it.
-    async fn commit(&self, tag: u16, answer: RequestEnd) -> i32 {
-        let mut next = pin!(self.queue.commit(tag, answer.result));
-        if answer.tells_loss {
-            let ledger = &self.common.ways.ledger;
-            match select(next.as_mut(), pin!(rt::sleep(ARRIVAL))).await {
-                Either::Left((result, _)) => {
-                    if result >= 0 {
-                        ledger.told_lost();
-                    }
-                    return result;
-                }
-                Either::Right(_) => ledger.told_lost(),
-            }
-        }
-        next.await
-    }
-
-    async fn carry_out(&self, tag: u16) -> RequestEnd {
+    async fn carry_out(&self, tag: u16) -> i32 {
         let request = match Request::parse(&self.queue.descriptor(tag), &self.common.limits) {
             Ok(request) => request,
             Err(error) => {
                 tracing::error!(export = &*self.common.ways.id, tag, %error, "a request that breaks the rules");
-                return RequestEnd { result: -Number::IO.raw_os_error(), tells_loss: false };
+                return -Number::IO.raw_os_error();
             }
         };
         let bytes = match request.operation {

@@ -27,15 +27,6 @@ pub(crate) struct Ways {
     pub ledger: Arc<Ledger>,
 }
 
-/// The end of a request.
-#[derive(Clone, Copy)]
-pub(crate) struct RequestEnd {
-    /// The result for the driver: bytes, or the negative number of an error.
-    pub result: i32,
-    /// It fails because changes of an earlier life are lost.
-    pub tells_loss: bool,
-}
-
 fn number_of(error: &Error) -> i32 {
     let number = match error.kind() {
         ErrorKind::Unsupported => Errno(Number::OPNOTSUPP.raw_os_error()),
@@ -51,8 +42,8 @@ fn lost() -> Error {
     Error::new(ErrorKind::Io, message)
 }
 
-/// Carries a request out.
-pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: u16, request: Request) -> RequestEnd {
+/// Carries a request out. The result for the driver: bytes, or the negative number of an error.
+pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: u16, request: Request) -> i32 {
     let Request { operation, offset, len } = request;
     let is_durable = match operation {
         Operation::Write { is_durable } | Operation::WriteZeroes { is_durable, .. } => is_durable || ways.writethrough,
@@ -60,9 +51,11 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
         Operation::Read | Operation::Flush => false,
     };
     let promises = is_durable || operation == Operation::Flush;
-    let tells_loss = promises && ways.ledger.take_lost();
+    let tells_loss = promises && ways.ledger.is_lost();
     let began = ways.ledger.begin_flush();
     let result = match operation {
+        // What has ended since is to outlive another kill.
+        Operation::Flush if tells_loss => flush(disk, ways).await.and(Err(lost())),
         _ if tells_loss => Err(lost()),
         Operation::Read => read(disk, queue, tag, offset, len).await,
         Operation::Write { .. } => write(disk, queue, tag, (offset, len), is_durable).await,
@@ -83,7 +76,7 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
     if operation.changes() && !is_durable {
         ways.ledger.note_change(|| disk.attachment().node().holds_changes());
     }
-    let result = match result {
+    match result {
         Ok(()) if matches!(operation, Operation::Read | Operation::Write { .. }) => {
             i32::try_from(len).unwrap_or(i32::MAX)
         }
@@ -92,8 +85,7 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
             tracing::warn!(export = &*ways.id, ?operation, offset, len, %error, "a request has failed");
             -number_of(&error)
         }
-    };
-    RequestEnd { result, tells_loss }
+    }
 }
 
 async fn flush(disk: &Queue, ways: &Ways) -> Result<()> {

@@ -2,7 +2,9 @@
 //! Whether the guest heard of the end of changes that die with this process.
 //!
 //! A flush promises that all changes are durable whose end was reported before. A process that was killed has taken
-//! mappings along that only its memory had. The next one must not answer a flush as if they were there.
+//! mappings along that only its memory had. The next one must not answer a flush as if they were there. Several users
+//! of the disk may have lost changes, and each learns it from a flush of its own. So all flushes fail until the guest,
+//! which has seen one fail, resets the device: what it reads from then on is what there is.
 
 use crate::memory::MemoryPiece;
 use cowshed_storage::signal::lock;
@@ -21,13 +23,15 @@ struct LedgerState<P> {
     is_marked: bool,
     /// Changes that ended.
     changes: u64,
-    /// Changes of an earlier life are lost, and the guest doesn't know.
+    /// Changes of an earlier life are lost: no flush succeeds.
     is_lost: bool,
+    /// The guest can see a flush that has failed for that.
+    is_told: bool,
 }
 
 impl<P> Default for Ledger<P> {
     fn default() -> Self {
-        Ledger(Mutex::new(LedgerState { note: None, is_marked: false, changes: 0, is_lost: false }))
+        Ledger(Mutex::new(LedgerState { note: None, is_marked: false, changes: 0, is_lost: false, is_told: false }))
     }
 }
 
@@ -93,15 +97,27 @@ impl<P: Shared> Ledger<P> {
         state.is_marked || state.changes > 0
     }
 
-    /// Changes of an earlier life are lost, and the guest is to hear of it.
+    /// Changes of an earlier life are lost: nothing may be promised.
     pub fn is_lost(&self) -> bool {
         lock(&self.0).is_lost
     }
 
-    /// The guest can see that changes are lost. A kill before this is noted makes it hear of that once more.
+    /// The guest can see that changes are lost.
     pub fn told_lost(&self) {
         let mut state = lock(&self.0);
-        state.is_lost = false;
-        state.write();
+        state.is_told = true;
+        if slip!("loss_is_told_to_one_flush_alone") {
+            state.is_lost = false;
+            state.write();
+        }
+    }
+
+    /// The guest has reset the device. A guest that sleeps does so as well, so a loss of which it has not heard stays.
+    pub fn reset(&self) {
+        let mut state = lock(&self.0);
+        if std::mem::take(&mut state.is_told) {
+            state.is_lost = false;
+            state.write();
+        }
     }
 }

@@ -210,6 +210,7 @@ impl Session<'_> {
             Message::SetInflightFd(place) => self.take_notes(place, descriptors.pop())?,
             Message::SetOwner | Message::ResetOwner => {}
             Message::ResetDevice => {
+                self.ledger.reset();
                 for ring in 0..self.rings.len() {
                     self.stop(ring).await;
                     self.rings[ring].enabled = Some(false);
@@ -450,6 +451,8 @@ impl Session<'_> {
         let place = InflightPlace { len, offset: 0, queues, ..place };
         let (memory, file) = SharedMemory::create("cowshed-inflight", len.max(1))?;
         self.notes = Some((memory, place));
+        // Front ends ask for a new region when their guest has reset the device.
+        self.ledger.reset();
         self.take_up_note()?;
         Ok(Reply { body: Some(place.encode(header.body_bytes)), descriptor: Some(file) })
     }

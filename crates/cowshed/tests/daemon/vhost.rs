@@ -331,11 +331,24 @@ fn a_guest_hears_of_changes_that_died_with_a_daemon() {
                 ((0, vec![2; 4096]), (0, vec![0; 4096])),
                 "a mapping is lost"
             );
-            assert_eq!([flush(driver), flush(driver)], [1, 0], "the guest hears of it, once");
+            assert_eq!([flush(driver), flush(driver)], [1, 1], "each user of the disk hears of it");
             write(driver, 1, 4);
         },
         false,
     );
+    live(
+        &mut |driver| {
+            assert_eq!([flush(driver), flush(driver)], [1, 1], "also from the next daemon");
+            // As front ends do when their guest resets the device.
+            driver.stop_ring(0);
+            let region = driver.notes();
+            driver.give_notes(&region);
+            driver.start_ring(0, driver.used(0));
+            assert_eq!(flush(driver), 0);
+        },
+        false,
+    );
+    notes = None;
     live(
         &mut |driver| {
             assert_eq!(

@@ -65,8 +65,8 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("vhost", "a_kill_between_any_two_steps_loses_nothing_and_repeats_nothing"),
     },
     Mutant {
-        name: "loss_is_told_before_the_guest_sees_it",
-        about: "a vhost-user back end forgets that changes are lost before the guest can see that a flush has failed",
+        name: "loss_is_told_to_one_flush_alone",
+        about: "a vhost-user back end forgets that changes are lost as soon as one flush has failed",
         test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
     },
     Mutant {

@@ -244,6 +244,7 @@ impl Guest {
                 self.read(place, read);
             }
             Pending::Flush { covered } if status == 0 => {
+                assert_eq!(self.failed_flushes, 0, "a flush promises what is lost: the guest has reset nothing");
                 for (cell, covered) in self.cells.iter_mut().zip(covered) {
                     let known = cell.ended - cell.newer.len();
                     if let Some(last) = covered.checked_sub(known + 1) {
