@@ -54,7 +54,7 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
     let tells_loss = promises && ways.ledger.is_lost();
     let began = ways.ledger.begin_flush();
     let result = match operation {
-        // What has ended since is to outlive another kill.
+        // Changes that have ended since outlive another kill.
         Operation::Flush if tells_loss => flush(disk, ways).await.and(Err(lost())),
         _ if tells_loss => Err(lost()),
         Operation::Read => read(disk, queue, tag, offset, len).await,

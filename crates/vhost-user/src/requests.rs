@@ -81,7 +81,7 @@ pub(crate) async fn run<P: Shared>(
     let tells_loss = there.is_ok() && promises && ways.ledger.is_lost();
     let (mut result, mut written) = match request {
         _ if there.is_err() => (there, 0),
-        // What has ended since is to outlive another kill.
+        // Changes that have ended since outlive another kill.
         Request::Flush if tells_loss => (flush(disk, ways).await.and(Err(lost())), 0),
         _ if tells_loss => (Err(lost()), 0),
         Request::Read { offset, len } => read(disk, ways, chain, offset, len).await,
