@@ -115,10 +115,6 @@ impl DriverSchema {
             if let Some(leaf) = unknown_of_cache(name, value) {
                 return Err(self.does_not_support(&format!("{name}.{leaf}"), &format!("{full}.{leaf}")));
             }
-            // Without rules it isn't known there.
-            if self.name == "blkdebug" && matches!(key.value, KeyType::List(_)) && !is_list(value) {
-                return Err(self.does_not_support(&first_leaf(name, value), &full));
-            }
             check_value(key, value, &full, name).map_err(|error| match self.unfit(key, value) {
                 Some(sentence) => error.qemu(sentence),
                 None => error,
