@@ -348,7 +348,6 @@ fn a_guest_hears_of_changes_that_died_with_a_daemon() {
         },
         false,
     );
-    notes = None;
     live(
         &mut |driver| {
             assert_eq!(
