@@ -3,6 +3,7 @@
 
 use crate::oracle::{Oracle, words};
 use crate::written_edges::io;
+use cowshed_testkit::qemu::Qemu;
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -451,6 +452,42 @@ fn a_discard_of_nothing_leaves_the_content_id() {
     assert!(large == fs::read(oracle.work().join("large.vmdk")).unwrap());
     io(&oracle, "vmdk", "base.vmdk", &["discard 0 64k"]);
     assert!(oracle.refused("map top.vmdk").contains("was changed since"));
+}
+
+/// A client of an export reads what it wrote, before the tables are in the file.
+#[test]
+fn a_stream_is_read_while_it_is_written() {
+    let oracle = Oracle::new();
+    let commands = [
+        "write -P 2 64k 64k",
+        "read -P 2 64k 64k",
+        "read -P 0 0 64k",
+        "write -P 3 64k 64k",
+        "write -P 3 1k 1k",
+        "map",
+        "flush",
+        "read -P 2 80k 1k",
+        "discard 64k 64k",
+        "write -z 64k 64k",
+        "read -P 2 64k 64k",
+        "write -P 5 33M 128k",
+        "read -P 5 33M 128k",
+        "read -P 0 32M 1M",
+        "write -P 7 40895k 65k",
+        "map",
+    ];
+    let run = |program: &mut Command| {
+        oracle.make("create -q -f vmdk -o subformat=streamOptimized a.vmdk 40M");
+        let commands = commands.iter().flat_map(|command| ["-c", *command]);
+        let output = program.current_dir(oracle.work()).args(["-f", "vmdk"]).args(commands).arg("a.vmdk").output();
+        let said = String::from_utf8_lossy(&output.expect("it runs").stdout).into_owned();
+        said.lines().filter(|line| !line.contains("ops;")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let ours_said = run(Command::new(env!("CARGO_BIN_EXE_cowshed")).arg("qemu-io"));
+    oracle.make("convert -f vmdk -O raw a.vmdk ours.raw");
+    ours(&oracle, "check -f vmdk a.vmdk");
+    assert_eq!(ours_said, run(&mut Command::new(Qemu::newest().program("qemu-io"))));
+    oracle.make("compare -f raw -F vmdk ours.raw a.vmdk");
 }
 
 /// The header leads to the tables of the flush until others are whole.

@@ -259,6 +259,18 @@ impl Sparse {
         let Some(Grain::At(sector)) = grain else {
             return Err(Error::internal("a packed grain went away").offset(block));
         };
+        self.unpack_at(files, sector, block, extent_bytes).await
+    }
+
+    /// The packed grain at a sector of the file, which begins at byte `block` of the extent.
+    pub(super) async fn unpack_at(
+        &self,
+        files: &[Arc<Node>],
+        sector: u64,
+        block: u64,
+        extent_bytes: u64,
+    ) -> Result<Vec<u8>> {
+        let grain_bytes = self.header.grain_bytes();
         let file = files.get(self.file).ok_or_else(|| Error::internal("an extent has no file"))?;
         let host = sector * SECTOR_BYTES;
         let bad = |field: &'static str, value: u64, message: &str| {

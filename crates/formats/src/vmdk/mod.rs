@@ -259,7 +259,15 @@ impl MappedFormat for Vmdk {
     fn unpack(&self, block: u64) -> LocalFuture<'_, Result<Vec<u8>>> {
         Box::pin(async move {
             let piece = self.piece(block)?;
-            piece.extent.unpack(&self.files, block - piece.start).await
+            let at = block - piece.start;
+            match (self.stream(), &piece.extent.storage) {
+                (Some(stream), Storage::Sparse(sparse)) if stream.is_changed().await => {
+                    let sector =
+                        stream.grain(at).await.ok_or_else(|| Error::internal("a grain went away").offset(at))?;
+                    sparse.unpack_at(&self.files, sector, at, piece.extent.len).await
+                }
+                _ => piece.extent.unpack(&self.files, at).await,
+            }
         })
     }
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Writes to stream-optimised disks: compressed grains one behind the other, each once. The tables, the footer and the
-//! mark of the end follow at a flush, or when the disk is closed. Without them the disk can't be read.
+//! mark of the end follow at a flush, or when the disk is closed. Without them another opening can't read the disk.
 //!
 //! A stream that grows behind a flush stays readable: until its next end is durable, its header leads to the directory
 //! of the last one.
 
+use crate::mapped::RunSource;
 use cowshed_codec::Codec;
 use cowshed_layout::vmdk::{SECTOR_BYTES, SparseHeader, stream_end, stream_grain};
 use cowshed_storage::{File, IoBuf, rt};
 use cowshed_types::memory::try_push;
-use cowshed_types::{Compression, Error, Result, slip};
+use cowshed_types::{Compression, Error, ErrorKind, Result, slip};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex as AsyncMutex;
 use std::collections::BTreeMap;
@@ -19,6 +20,11 @@ pub(super) struct StreamHeader {
     pub bytes: Vec<u8>,
     /// False: the file has one with another place of the directory.
     pub is_in_file: bool,
+}
+
+fn twice(at: u64) -> Error {
+    let message = "Could not write to allocated cluster for streamOptimized";
+    Error::new(ErrorKind::Io, message).hint(": a grain is written once").offset(at)
 }
 
 /// The part that writes to a disk without grains.
@@ -31,6 +37,8 @@ pub(super) struct StreamWriter {
 }
 
 struct StreamState {
+    /// Of a table.
+    entries: u64,
     codec: Codec,
     /// The sector that the next grain goes to.
     next: u64,
@@ -51,19 +59,52 @@ struct GrainTable {
     written: Option<u32>,
 }
 
+impl StreamState {
+    /// The sector of grain `number`.
+    fn grain(&self, number: u64) -> Option<u64> {
+        let table = self.tables.get(&(number / self.entries))?;
+        let sector = table.grains.get((number % self.entries) as usize)?;
+        (*sector != 0).then_some(u64::from(*sector))
+    }
+
+    /// The first grain from `number` on that was written, or `end`.
+    fn next_grain(&self, number: u64, end: u64) -> u64 {
+        let tables = self.tables.range(number / self.entries..end.div_ceil(self.entries));
+        let numbers = tables.flat_map(|(table, _)| table * self.entries..(table + 1) * self.entries);
+        numbers.filter(|at| *at >= number && *at < end).find(|at| self.grain(*at).is_some()).unwrap_or(end)
+    }
+}
+
 impl StreamWriter {
     /// `first`: the sector where grains begin.
     pub(super) fn new(file: File, header: SparseHeader, new: StreamHeader, len: u64, first: u64) -> StreamWriter {
         let (codec, has_header) = (Codec::new(Compression::Zlib), new.is_in_file);
         let tables = BTreeMap::new();
-        let state =
-            AsyncMutex::new(StreamState { codec, next: first, tables, is_open: false, has_header, footer: None });
+        let entries = u64::from(header.table_entries);
+        let state = StreamState { entries, codec, next: first, tables, is_open: false, has_header, footer: None };
+        let state = AsyncMutex::new(state);
         StreamWriter { file, header, header_bytes: new.bytes, len, state }
     }
 
     /// True once a grain was written: the tables of the file know nothing of it.
     pub(super) async fn is_changed(&self) -> bool {
         !self.state.lock().await.tables.is_empty()
+    }
+
+    /// The sector of the grain that begins at byte `at` of the disk, if it was written.
+    pub(super) async fn grain(&self, at: u64) -> Option<u64> {
+        self.state.lock().await.grain(at / self.header.grain_bytes())
+    }
+
+    /// The place of byte `at` of the disk, and for how many of the `len` bytes from there it holds.
+    pub(super) async fn place(&self, at: u64, len: u64) -> (RunSource, u64) {
+        let (grain_bytes, state) = (self.header.grain_bytes(), self.state.lock().await);
+        let first = at / grain_bytes;
+        let (place, next) = match state.grain(first) {
+            Some(_) => (RunSource::Packed { block: first * grain_bytes }, first + 1),
+            None => (RunSource::Unallocated, state.next_grain(first, (at + len).div_ceil(grain_bytes))),
+        };
+        (place, (next * grain_bytes - at).min(len))
     }
 
     /// True where the file has no tables of grains that were written. A request that runs may change that.
@@ -79,7 +120,7 @@ impl StreamWriter {
             let is_whole = at.is_multiple_of(grain_bytes) && (grain.len() as u64 == grain_bytes || end == self.len);
             if !is_whole || grain.len() as u64 > grain_bytes {
                 let message = "a stream-optimised VMDK disk takes whole grains, each once: convert writes them";
-                return Err(Error::unsupported(message).offset(*at));
+                return Err(Error::invalid_argument(message).offset(*at));
             }
         }
         let codec = self.state.lock().await.codec;
@@ -108,8 +149,7 @@ impl StreamWriter {
             let entries = u64::from(self.header.table_entries);
             let (table, index) = (number / entries, (number % entries) as usize);
             if state.tables.get(&table).is_some_and(|table| table.grains[index] != 0) {
-                let message = "a grain of a stream-optimised VMDK disk can't be written twice";
-                return Err(Error::unsupported(message).offset(at));
+                return Err(twice(at));
             }
             let sector = start + run.len() as u64 / SECTOR_BYTES;
             let sector = u32::try_from(sector).map_err(|_| Error::unsupported("a VMDK extent can be no longer"))?;
@@ -169,8 +209,7 @@ impl StreamWriter {
                 number >= first && number < end && table.grains[*index] != 0
             };
             if (0..table.grains.len()).any(|index| written(&index)) {
-                let message = "a grain of a stream-optimised VMDK disk can't be written twice";
-                return Err(Error::unsupported(message).offset(at));
+                return Err(twice(at));
             }
         }
         Ok(())

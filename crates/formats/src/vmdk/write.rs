@@ -297,10 +297,7 @@ impl Vmdk {
                 let grains = self.grains(sparse, &piece.extent, piece.start);
                 writer.place(&grains, image, at, len).await
             }
-            (_, Some(ExtentWriter::Stream(stream))) if stream.is_changed().await => {
-                let message = "a stream-optimised VMDK disk is read after it is closed, not while it is written";
-                Err(Error::unsupported(message).offset(piece.start + at))
-            }
+            (_, Some(ExtentWriter::Stream(stream))) if stream.is_changed().await => Ok(stream.place(at, len).await),
             _ => piece.extent.map(&self.files, at, len).await,
         }
     }
@@ -524,8 +521,12 @@ impl MappedWriter for Vmdk {
 
     fn discard(&self, offset: u64, len: u64) -> Work<'_> {
         Box::pin(async move {
-            self.open_writer()?;
+            let writer = self.open_writer()?;
             for (index, at, len) in self.parts(offset, len) {
+                // A grain is written once, and stays.
+                if matches!(writer.extents[index], ExtentWriter::Stream(_)) {
+                    continue;
+                }
                 // Where there is nothing, nothing changes, and the disk stays the parent of its overlays.
                 let (mut from, end) = (at, at + len);
                 while from < end {
