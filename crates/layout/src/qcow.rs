@@ -72,8 +72,10 @@ impl QcowHeader {
         let version = be32_at(bytes, 4)?;
         if version != 1 {
             let message = "this version is none of the driver 'qcow'";
-            let sentence =
-                format!("qcow (v1) does not support qcow version {version}{LINE_END}Try the 'qcow2' driver instead.");
+            let mut sentence = format!("qcow (v1) does not support qcow version {version}");
+            if matches!(version, 2 | 3) {
+                sentence += &format!("{LINE_END}Try the 'qcow2' driver instead.");
+            }
             return Some(Err(refused("version", 4, version, message).qemu(sentence)));
         }
         let (name_offset, name_bytes) = (be64_at(bytes, 8)?, be32_at(bytes, 16)?);
@@ -95,6 +97,10 @@ impl QcowHeader {
         l2_bits: u32,
         l1_offset: u64,
     ) -> Result<Self> {
+        if size <= 1 {
+            let message = "a qcow disk has at least 2 bytes";
+            return Err(wrong("size", 24, size, message).qemu("Image size is too small (must be at least 2 bytes)"));
+        }
         if !(9..=16).contains(&cluster_bits) {
             return Err(wrong("cluster_bits", 32, cluster_bits, "the cluster size is not from 512 bytes to 64 KiB"));
         }

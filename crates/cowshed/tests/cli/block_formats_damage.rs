@@ -278,6 +278,12 @@ fn qcow() {
     fs::write(oracle.work().join("bad"), large).unwrap();
     assert!(oracle.refused("info -f qcow bad").contains("Image too large"));
     refuse_foreign(&oracle, "qcow", &good, (7, &[3], "does not support qcow version 3"));
+    for size in [0, 1] {
+        refuse_foreign(&oracle, "qcow", &good, (24, &[0, 0, 0, 0, 0, 0, 0, size], "Image size is too small"));
+    }
+    fs::write(oracle.work().join("bad"), [&good[..4], &[0, 0, 0, 4], &good[8..]].concat()).unwrap();
+    oracle.compare("info -f qcow bad");
+    oracle.verdict();
     let l1 = good[47] as usize;
     refuse_reading(&oracle, "qcow", &good, (l1, &[0, 0, 0, 9], "points after EOF"));
     refuse_reading(&oracle, "qcow", &good, (l1, &[0, 0, 0, 0, 0, 0, 0, 9], "lies on the header"));
