@@ -297,7 +297,7 @@ fn an_encrypted_image_is_mounted_with_its_secret() {
     tool("qemu-io", &["--object", &secret, "-c", "write -P 5 0 64k", "--image-opts", &options]);
     tool(COWSHED, &["mount", "--object", &secret, "--image-opts", &options, text(&point)]);
     let mut bytes = [0; 512];
-    open(&point).read_exact_at(&mut bytes, 4096).expect("a read");
+    File::open(&point).and_then(|file| file.read_exact_at(&mut bytes, 4096)).expect("a read");
     assert_eq!(bytes, [5; 512]);
     tool(COWSHED, &["umount", text(&point)]);
 }
