@@ -267,8 +267,9 @@ impl ChainMap {
     async fn next_part(&self, image: &Qcow2Driver, at: u64, end: u64) -> (u64, u8) {
         let granule = at >> self.granule_bits;
         if self.entry(granule) as u8 == UNKNOWN {
-            // An error may lie beside the range. A read of the layers meets it if it matters.
-            let _ = self.look_up(image, granule).await;
+            // An error may lie beside the range. A read of the layers meets it if it matters. In a box: the future of
+            // each read would hold the room for a look-up, and be moved with it.
+            let _ = Box::pin(self.look_up(image, granule)).await;
         }
         let owner = self.owner_below(granule);
         let mut next = granule + 1;
