@@ -26,18 +26,26 @@ enum Fate {
 fn build(root: &Path, places: &BTreeMap<&'static str, TestModule>) -> BTreeMap<String, PathBuf> {
     // The whole workspace, so that packages of others have the features of every other build.
     let mut command = cargo(root, "mutants", &["test", "--workspace", "--locked", "--no-run"]);
-    let programs: BTreeSet<&str> = places.values().map(|place| place.program.as_str()).collect();
-    for program in programs {
+    let (unit, integration): (Vec<&TestModule>, Vec<_>) = places.values().partition(|place| place.is_unit);
+    for program in integration.iter().map(|place| place.program.as_str()).collect::<BTreeSet<_>>() {
         command.args(["--test", program]);
+    }
+    if !unit.is_empty() {
+        command.arg("--lib");
     }
     let output = command.stdin(Stdio::null()).output().expect("cargo runs");
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "the mutants do not build:\n{text}");
-    // `Executable tests/NAME.rs (PATH)` or `Executable tests/NAME/main.rs (PATH)`
+    // `Executable tests/NAME.rs (PATH)` or `Executable tests/NAME/main.rs (PATH)`, and `Executable unittests src/lib.rs (PATH)` with
+    // the library's name in the path.
     let program = |line: &str| {
-        let (file, path) = line.trim().strip_prefix("Executable tests/")?.split_once(".rs (")?;
-        let name = file.strip_suffix("/main").unwrap_or(file);
-        Some((name.to_owned(), root.join(path.strip_suffix(')')?)))
+        let (file, path) = line.trim().strip_prefix("Executable ")?.split_once(".rs (")?;
+        let path = root.join(path.strip_suffix(')')?);
+        let name = match file.strip_prefix("tests/") {
+            Some(name) => name.strip_suffix("/main").unwrap_or(name),
+            None => path.file_name()?.to_str()?.rsplit_once('-')?.0,
+        };
+        Some((name.to_owned(), path))
     };
     let mut built = BTreeMap::new();
     for (name, file) in text.lines().filter_map(program) {

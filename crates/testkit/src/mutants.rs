@@ -20,7 +20,7 @@ pub struct Mutant {
     /// The broken rule.
     pub about: &'static str,
     /// The test that fails: its module below `tests/`, and the name of the function. The folder of its crate comes
-    /// before the module, unless that is this one: `nbd/outages`.
+    /// before the module, unless that is this one: `nbd/outages`. Unit tests are in `CRATE/src/FOLDER/MODULE`.
     pub test: (&'static str, &'static str),
 }
 
@@ -29,28 +29,37 @@ pub struct Mutant {
 pub struct TestModule {
     /// The folder of its crate in `crates/`.
     pub krate: &'static str,
-    /// The test program that holds it: `tests/PROGRAM/MODULE.rs`, or `tests/PROGRAM.rs`.
+    /// The test program that holds it: `tests/PROGRAM/MODULE.rs`, or `tests/PROGRAM.rs`. For unit tests the name of the library.
     pub program: String,
+    /// They are unit tests of the library.
+    pub is_unit: bool,
     /// The prefix of its functions' names: `MODULE::`, or nothing where the program is one file.
     pub prefix: String,
     /// Its file.
     pub file: PathBuf,
 }
 
-/// Looks for the module that the first part of [`Mutant::test`] names, in the sources at `root`.
+/// Looks for the module that the first part of [`Mutant::test`] names, in the sources at `root`. `CRATE/src/FOLDER/MODULE` names
+/// unit tests.
 pub fn place_of(root: &Path, test: &'static str) -> Option<TestModule> {
     let (krate, module) = test.split_once('/').unwrap_or(("testkit", test));
+    if let Some(unit) = module.strip_prefix("src/") {
+        let file = root.join("crates").join(krate).join(format!("{module}.rs"));
+        let (program, prefix) =
+            (format!("cowshed_{}", krate.replace('-', "_")), format!("{}::", unit.replace('/', "::")));
+        return file.is_file().then_some(TestModule { krate, program, is_unit: true, prefix, file });
+    }
     let tests = root.join("crates").join(krate).join("tests");
     let file = tests.join(format!("{module}.rs"));
     if file.is_file() {
-        return Some(TestModule { krate, program: module.to_owned(), prefix: String::new(), file });
+        return Some(TestModule { krate, program: module.to_owned(), is_unit: false, prefix: String::new(), file });
     }
     let mut programs: Vec<PathBuf> = std::fs::read_dir(&tests).ok()?.flatten().map(|entry| entry.path()).collect();
     programs.sort();
     programs.into_iter().find_map(|folder| {
         let file = folder.join(format!("{module}.rs"));
         let program = folder.file_name()?.to_str()?.to_owned();
-        file.is_file().then(|| TestModule { krate, program, prefix: format!("{module}::"), file })
+        file.is_file().then(|| TestModule { krate, program, is_unit: false, prefix: format!("{module}::"), file })
     })
 }
 

@@ -77,7 +77,7 @@ pub(super) const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "changes_of_a_cycle_count_as_written",
         about: "a vhost-user back end notes no changes that a flush of tables is still writing",
-        test: ("vhost", "a_flush_after_a_kill_promises_nothing_that_is_lost"),
+        test: ("vhost-user/src/tests/notes", "a_write_that_ends_during_write_back_is_noted"),
     },
     Mutant {
         name: "entries_of_new_blocks_count_as_written",
