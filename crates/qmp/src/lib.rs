@@ -10,6 +10,7 @@ mod order;
 mod parse;
 mod schema;
 mod session;
+mod size;
 mod stream;
 mod types;
 
@@ -18,5 +19,6 @@ pub use error::{ErrorClass, QmpError, QmpResult};
 pub use json::{MAX_DEPTH, parse_json};
 pub use schema::{Schema, Strictness};
 pub use session::{Command, Incoming, Session};
+pub use size::size_of_text;
 pub use stream::{JsonStream, MAX_TEXT_BYTES};
 pub use types::{Alternative, ObjectType, SchemaMember, Type};

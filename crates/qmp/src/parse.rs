@@ -114,6 +114,7 @@ fn value(text: &str) -> Option<Type> {
         "int" => Type::Int,
         "uint32" => Type::Uint32,
         "uint64" => Type::Uint64,
+        "size" => Type::Size,
         "number" => Type::Number,
         "bool" => Type::Bool,
         "null" => Type::Null,

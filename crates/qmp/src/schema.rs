@@ -5,6 +5,7 @@
 use crate::error::{QmpError, QmpResult};
 use crate::order::ordered;
 use crate::parse::{self, Arguments, Definition};
+use crate::size::size_of_text;
 use crate::types::{Alternative, ObjectType, SchemaMember, Type};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -218,9 +219,9 @@ impl Schema {
             }
             (Type::Null, Value::Null) => Ok(Value::Null),
             (Type::Int, Value::Number(number)) if number.is_i64() => Ok(Value::Number(number)),
-            (Type::Uint64, Value::Number(number)) if number.is_u64() => Ok(Value::Number(number)),
+            (Type::Uint64 | Type::Size, Value::Number(number)) if number.is_u64() => Ok(Value::Number(number)),
             // As QEMU takes it: the number of 64 bits that is stored in the same way.
-            (Type::Uint64, Value::Number(number)) if number.is_i64() => {
+            (Type::Uint64 | Type::Size, Value::Number(number)) if number.is_i64() => {
                 Ok(number.as_i64().map(i64::cast_unsigned).into())
             }
             (Type::Uint32, value) => {
@@ -237,6 +238,9 @@ impl Schema {
             (Type::Int | Type::Uint64, Value::String(text)) if texts => number_of(&text, of).ok_or_else(|| {
                 with_more(format!("Parameter '{path}' expects integer"), format_args!(", not '{text}'"))
             }),
+            (Type::Size, Value::String(text)) if texts => size_of_text(&text)
+                .map(Value::from)
+                .ok_or_else(|| with_more(format!("Parameter '{path}' expects size"), format_args!(", not '{text}'"))),
             (Type::List(element), Value::Array(items)) => {
                 let items = items.into_iter().enumerate();
                 let check = |(index, item)| {
@@ -287,7 +291,7 @@ impl Schema {
     }
 
     fn wrong_type(&self, of: &Type, path: &str) -> QmpError {
-        if *of == Type::Uint64 {
+        if matches!(of, Type::Uint64 | Type::Size) {
             return QmpError::generic(format!("Parameter '{path}' expects uint64"));
         }
         let expected = match (of, self.json_type(of)) {
@@ -303,7 +307,7 @@ impl Schema {
     fn json_type(&self, of: &Type) -> Option<&'static str> {
         Some(match of {
             Type::Str => "string",
-            Type::Int | Type::Uint32 | Type::Uint64 | Type::Number => "number",
+            Type::Int | Type::Uint32 | Type::Uint64 | Type::Size | Type::Number => "number",
             Type::Bool => "boolean",
             Type::Null => "null",
             Type::List(_) => "array",

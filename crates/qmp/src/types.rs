@@ -12,6 +12,8 @@ pub enum Type {
     Uint32,
     /// `uint64`: an `int` without sign.
     Uint64,
+    /// `size`: a `uint64` that texts may write with a suffix ([`crate::size_of_text`]).
+    Size,
     /// `number`
     Number,
     /// `bool`
@@ -62,7 +64,7 @@ impl Type {
     pub fn name(&self) -> String {
         match self {
             Type::Str => "str".into(),
-            Type::Int | Type::Uint32 | Type::Uint64 => "int".into(),
+            Type::Int | Type::Uint32 | Type::Uint64 | Type::Size => "int".into(),
             Type::Number => "number".into(),
             Type::Bool => "bool".into(),
             Type::Null => "null".into(),

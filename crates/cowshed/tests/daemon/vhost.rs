@@ -149,6 +149,10 @@ fn exports_that_cannot_be_say_why_in_one_line() {
         ("addr.type=unix,addr.path=v.sock,num-queues=65", "num-queues is 65, and an export has at most 64"),
         ("addr.type=unix,addr.path=v.sock,num-queues=65536", "Parameter 'num-queues' expects uint16_t"),
         ("addr.type=unix,addr.path=v.sock,logical-block-size=100", "logical-block-size"),
+        // Of the command line alone it takes suffixes, as QEMU's does.
+        ("addr.type=unix,addr.path=none/v.sock,logical-block-size=4k", "No such file or directory"),
+        ("addr.type=unix,addr.path=v.sock,logical-block-size=1.5k", "must be a power of 2 between 512 and 2097152"),
+        ("addr.type=unix,addr.path=v.sock,logical-block-size=4q", "Parameter 'logical-block-size' expects size"),
         // 0 is the default.
         ("addr.type=unix,addr.path=none/v.sock,logical-block-size=0", "No such file or directory"),
         ("addr.type=unix,addr.path=none/v.sock", "Failed to bind socket to none/v.sock: No such file or directory"),

@@ -45,11 +45,11 @@ enum BlockExportRemoveMode: safe hard
 enum BlockExportType: nbd vhost-user-blk fuse http ublk
 enum FuseExportAllowOther: off on auto
 object BlockExportOptionsNbd: name?: str, description?: str, allocation-depth?: bool, bitmaps?: [BlockDirtyBitmapOrStr]
-object BlockExportOptionsVhostUserBlk: addr: SocketAddress, logical-block-size?: uint64, num-queues?: int
+object BlockExportOptionsVhostUserBlk: addr: SocketAddress, logical-block-size?: size, num-queues?: int
 object BlockExportOptionsFuse: mountpoint: str, growable?: bool, allow-other?: FuseExportAllowOther
 object BlockExportOptionsHttp: addr: SocketAddress, path?: str, tls-creds?: str
 enum UblkExportRecover: off on auto
-object BlockExportOptionsUblk: device-id?: uint32, num-queues?: uint32, queue-size?: uint32, logical-block-size?: uint64
+object BlockExportOptionsUblk: device-id?: uint32, num-queues?: uint32, queue-size?: uint32, logical-block-size?: size
   , recover?: UblkExportRecover, unprivileged?: bool
 alternate BlockExportIothreads: str, [str]
 object BlockExportOptions: type: BlockExportType, id: str, fixed-iothread?: bool, iothread?: BlockExportIothreads, node-name: str
