@@ -22,6 +22,9 @@ use std::time::{Duration, Instant};
 /// The type of our file systems in lists of mounts.
 pub const FILE_SYSTEM: &str = "fuse.cowshed";
 
+/// QEMU's sentence. The library that it mounts with writes the cause to the standard error; here it follows.
+const NOT_MOUNTED: &str = "Failed to mount FUSE session to export";
+
 /// Programs that mount for users, by their preference.
 const HELPERS: &[&str] = &["fusermount3", "fusermount"];
 
@@ -156,7 +159,7 @@ impl Mount<'_> {
         let mounted = rustix::mount::mount("cowshed", target, FILE_SYSTEM, flags, Some(&*options));
         mounted.map_err(|error| {
             let error = os_error(error, "could not mount on it").file(shown(&self.point.path));
-            error.qemu("Failed to mount FUSE session to export")
+            error.qemu(NOT_MOUNTED)
         })?;
         Ok((session, allows_other))
     }
@@ -176,12 +179,13 @@ impl Mount<'_> {
                 Asked::NoHelper => {
                     let message = format!("{}, and {} is not installed", refusal.message(), HELPERS[0]);
                     let error = Error::new(ErrorKind::PermissionDenied, message).with_errno(refusal.errno());
-                    return Err(error.file(shown(&self.point.path)).qemu("Failed to mount FUSE session to export"));
+                    let sentence = format!("{NOT_MOUNTED}: {} is not installed", HELPERS[0]);
+                    return Err(error.file(shown(&self.point.path)).qemu(sentence));
                 }
             }
         }
         let error = Error::new(ErrorKind::PermissionDenied, format!("could not mount on it: {said}"));
-        Err(error.file(shown(&self.point.path)).qemu("Failed to mount FUSE session to export"))
+        Err(error.file(shown(&self.point.path)).qemu(format!("{NOT_MOUNTED}: {said}")))
     }
 
     fn ask_helper(&self, allows_other: bool) -> Result<Asked> {
@@ -281,7 +285,7 @@ fn no_device(errno: Errno) -> Error {
         true => "could not open the FUSE device",
         false => "there is no FUSE on this machine (modprobe fuse)",
     };
-    Error::os(errno, doing).file(FUSE_DEVICE).qemu("Failed to mount FUSE session to export")
+    Error::os(errno, doing).file(FUSE_DEVICE).qemu(format!("{NOT_MOUNTED}: {FUSE_DEVICE}"))
 }
 
 pub(crate) fn shown(path: &Path) -> String {

@@ -611,12 +611,21 @@ fn a_machine_without_fuse_is_told_how_to_get_it() {
     let folder = temp_dir();
     qcow2(folder.path());
     File::create(folder.path().join("m")).expect("a mount point");
-    let script = "cd \"$0\" && mkdir dev && mount -t tmpfs none dev
+    let script = "cd \"$0\" && mkdir -p dev && mount -t tmpfs none dev
         for name in null zero full random urandom; do touch dev/$name; mount --bind /dev/$name dev/$name; done
-        mount --rbind dev /dev && exec \"$1\" mount d.qcow2 m";
-    let said = run_to_code("unshare", &["-rm", "sh", "-c", script, text(folder.path()), COWSHED], &[1]);
-    let words = "/dev/fuse: there is no FUSE on this machine (modprobe fuse): No such file or directory";
-    assert!(said.contains(words) && said.lines().count() == 1, "{said}");
+        mount --rbind dev /dev && exec \"$1\" ";
+    for (command, words) in [
+        ("mount d.qcow2 m", "/dev/fuse: there is no FUSE on this machine (modprobe fuse): No such file or directory"),
+        (
+            "qemu-storage-daemon --blockdev qcow2,node-name=d,file.driver=file,file.filename=d.qcow2 \
+             --export fuse,id=e,node-name=d,mountpoint=m",
+            "Failed to mount FUSE session to export: /dev/fuse: No such file or directory",
+        ),
+    ] {
+        let script = format!("{script}{command}");
+        let said = run_to_code("unshare", &["-rm", "sh", "-c", &script, text(folder.path()), COWSHED], &[1]);
+        assert!(said.contains(words) && said.lines().count() == 1, "{said}");
+    }
     tool("qemu-io", &["-c", "write 0 512", text(&folder.path().join("d.qcow2"))]);
 }
 
