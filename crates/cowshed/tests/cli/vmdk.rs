@@ -227,6 +227,32 @@ fn esx_kinds_are_read() {
     assert_eq!(fs::read(work.join("disk.raw")).unwrap(), joined);
 }
 
+/// QEMU writes to them, and leaves the free sector of the header as it is.
+#[test]
+fn extents_with_the_older_header_of_esx_can_only_be_read() {
+    let oracle = Oracle::new();
+    let work = oracle.work();
+    esx(&work, "esx", ("ffffffff", ""), 5, &[7; 512]);
+    let files = || ["esx.vmdk", "esx-delta.vmdk"].map(|name| fs::read(work.join(name)).unwrap());
+    let before = files();
+    oracle.make("create -q -f raw source.raw 4M");
+    oracle.make("create -q -f qcow2 -F vmdk -b esx.vmdk top.qcow2");
+    oracle.io(&["write -P 5 1M 64k"], "top.qcow2");
+    for line in ["convert -n -O vmdk source.raw esx.vmdk", "commit top.qcow2"] {
+        let said = oracle.ours(&work, &words(line));
+        let named =
+            said.err.contains("esx-delta.vmdk") && said.err.contains("extents of the kind vmfsSparse can only be read");
+        assert!(said.code == Some(1) && named, "{line}: {}", said.err);
+    }
+    assert!(files() == before, "the disk was changed");
+    ours(&oracle, "check esx.vmdk");
+    ours(&oracle, "convert -O raw esx.vmdk out.raw");
+    // QEMU's write puts a grain where ESX puts its next one.
+    oracle.io(&["write -P 5 0 512"], "esx.vmdk");
+    let after = files();
+    assert!(after[1].len() > before[1].len() && after[1][28..32] == before[1][28..32], "the free sector stays");
+}
+
 #[test]
 fn writing_is_refused_and_harms_nothing() {
     let oracle = Oracle::new();

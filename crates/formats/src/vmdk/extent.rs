@@ -99,6 +99,17 @@ impl Extent {
         }
     }
 
+    /// Its file; none where it has none.
+    pub(super) fn file<'a>(&self, files: &'a [Arc<Node>]) -> Option<&'a Arc<Node>> {
+        let index = match &self.storage {
+            Storage::Flat { file, .. } => *file,
+            Storage::Sparse(sparse) => sparse.file,
+            Storage::SeSparse(sparse) => sparse.file,
+            Storage::Zero => return None,
+        };
+        files.get(index)
+    }
+
     /// QEMU's `VmdkExtentInfo`; none for extents without a file.
     pub(super) fn info(&self, files: &[Arc<Node>]) -> Option<Value> {
         let (file, kind) = match &self.storage {

@@ -123,8 +123,24 @@ impl Vmdk {
         Ok(true)
     }
 
-    /// Refuses a disk whose changes VMware tracks: a write that the record lacks is missing in the next incremental backup.
-    fn check_not_tracked(&self) -> Result<()> {
+    /// Refuses what a writer would harm:
+    ///
+    /// - a disk whose changes VMware tracks: a write that the record lacks is missing in the next incremental backup;
+    /// - an extent with the header "COWD": ESX puts its next grain at the free sector that the header notes, over a grain of ours.
+    fn check_may_change(&self) -> Result<()> {
+        let is_of_esx = |piece: &DiskExtent| match &piece.extent.storage {
+            Storage::Sparse(sparse) => sparse.header.kind == SparseKind::Esx,
+            _ => false,
+        };
+        if let Some(piece) = self.pieces.iter().find(|piece| is_of_esx(piece)) {
+            let message = "extents of the kind vmfsSparse can only be read: ESX would write its next grain over new ones; \
+                           convert the disk to write to it";
+            let error = Error::new(ErrorKind::ReadOnly, message).field("magic").value("COWD");
+            return Err(match piece.extent.file(&self.files) {
+                Some(file) => error.file(file.filename()),
+                None => error,
+            });
+        }
         let is_tracked = |piece: &DiskExtent| match &piece.extent.storage {
             Storage::Sparse(sparse) => {
                 sparse.header.kind == SparseKind::Hosted
@@ -303,7 +319,7 @@ impl MappedFormat for Vmdk {
             if self.pieces.iter().any(|piece| matches!(piece.extent.storage, Storage::SeSparse(_))) {
                 return Err(se_sparse::no_writing());
             }
-            self.check_not_tracked()?;
+            self.check_may_change()?;
             match self.writer.get() {
                 Some(writer) => writer.begin_again(self).await,
                 None => {
