@@ -260,6 +260,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: ("full_again", "each_request_on_a_full_disk_finds_what_was_discarded"),
     },
     Mutant {
+        name: "failed_header_is_believed_old",
+        about: "after a failed write of the header the image goes on with the old one, whatever the file has",
+        test: ("failed_headers", "an_image_goes_on_with_the_header_of_its_file"),
+    },
+    Mutant {
         name: "gaps_before_the_end",
         about: "places of writes that failed side by side stay behind the last block",
         test: ("full_again", "writes_that_fail_side_by_side_leave_no_gap"),

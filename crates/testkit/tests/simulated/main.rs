@@ -19,6 +19,7 @@ mod crash_toy;
 mod drained_jobs;
 mod dropped_formats;
 mod dropped_requests;
+mod failed_headers;
 mod failure_shapes;
 mod fresh_images;
 mod full_again;

@@ -2,7 +2,6 @@
 //! Changing the set of bitmaps: all that is new goes to free clusters, and one change of the header switches to it.
 
 use super::super::Qcow2Driver;
-use super::record::has_no_room;
 use super::{BitmapState, StoredBitmap};
 use cowshed_layout::qcow2::bitmap::{BitmapTableEntry, FLAG_IN_USE};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_BITMAP_JOURNAL, AUTOCLEAR_BITMAPS};
@@ -72,11 +71,12 @@ impl Qcow2Driver {
                 }
             }
         }
+        let before = self.header();
         if let Err(error) = self.switch_bitmaps(&maps, directory, in_use, size).await {
-            match has_no_room(&error) {
-                // It is the old one, which refers to none of them.
+            match self.header() == before {
+                // It refers to none of them.
                 true => self.engine.free_metadata(space.taken),
-                // The header may be the old one or the new, and bitmaps of the new one would miss what is written.
+                // Bitmaps of the new one would miss what is written.
                 false => self.abandon(),
             }
             return Err(error);
