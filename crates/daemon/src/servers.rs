@@ -16,6 +16,11 @@ use std::time::Duration;
 /// So long the removal of an export is waited for; a longer one goes on by itself.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(7);
 
+/// So long an export is waited for at the end before the next one is stopped beside it, by its part of the limit.
+const HEAD_STARTS_IN_LIMIT: u32 = 8;
+/// At the end each export gets so long, whatever others have taken.
+const LEAST_PATIENCE: Duration = Duration::from_millis(100);
+
 /// The name of the type.
 pub(crate) const VHOST_USER_BLK: &str = "vhost-user-blk";
 
@@ -146,10 +151,12 @@ impl Servers {
         detached
     }
 
-    /// Ends all of them, the newest first. Returns the first error, and the exports that did not end within `limit`.
+    /// Ends all of them, the newest first; one that hangs keeps the next ones no longer than a moment. Returns the first error, and
+    /// the exports that did not end within `limit`.
     pub async fn stop(self: &Rc<Self>, limit: Duration, detaches: bool) -> (Result<()>, Vec<String>) {
         let end = rt::now() + limit;
-        let (mut result, mut hung) = (Ok(()), Vec::new());
+        let remaining = || end.saturating_sub(rt::now());
+        let (mut result, mut hung, mut late) = (Ok(()), Vec::new(), Vec::new());
         let entries: Vec<(Exported, Rc<dyn ExportServer>)> = {
             let list = self.list.borrow();
             list.iter().rev().map(|entry| (entry.export.clone(), Rc::clone(&entry.server))).collect()
@@ -160,7 +167,7 @@ impl Servers {
                 continue;
             }
             let exports = Rc::clone(self);
-            let task = rt::spawn(async move {
+            let mut task = rt::spawn(async move {
                 match detaches {
                     true => exports.take_away(&*server, export).await,
                     false => {
@@ -169,7 +176,13 @@ impl Servers {
                     }
                 }
             });
-            match within(end.saturating_sub(rt::now()), task).await {
+            match within((limit / HEAD_STARTS_IN_LIMIT).min(remaining()), &mut task).await {
+                Some(stopped) => result = result.and(stopped),
+                None => late.push((shown, task)),
+            }
+        }
+        for (shown, task) in late {
+            match within(remaining().max(LEAST_PATIENCE), task).await {
                 Some(stopped) => result = result.and(stopped),
                 None => hung.push(shown),
             }

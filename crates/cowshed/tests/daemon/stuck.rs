@@ -235,6 +235,31 @@ fn a_daemon_ends_though_a_disk_never_answers() {
     }
 }
 
+/// The newest export is the first that is stopped.
+#[test]
+fn an_export_that_hangs_leaves_the_others_their_end() {
+    let mut bench = Bench::start(&["--stop-timeout", "4"]);
+    let (at, mut monitor) = (|name: &str| bench.folder.path().join(name), bench.monitor());
+    std::fs::write(at("m"), []).expect("a mount point");
+    let socket = json!({"type": "unix", "path": at("v.sock")});
+    let guest = json!({"type": "vhost-user-blk", "id": "guest", "node-name": "disk", "addr": socket});
+    monitor.command("block-export-add", guest);
+    let file = json!({"type": "fuse", "id": "file", "node-name": "remote", "mountpoint": at("m"), "writable": true});
+    monitor.command("block-export-add", file);
+    bench.server.signal("STOP");
+    let copy = ["if=/dev/zero", "bs=4k", "count=1", "conv=notrunc", "status=none"];
+    let output = format!("of={}", at("m").display());
+    let client = Command::new("dd").args(copy).arg(output).stderr(Stdio::null()).spawn();
+    let client = Killed(client.expect("dd must be installed (coreutils)"));
+    bench.await_request("file");
+    bench.daemon.signal("TERM");
+    await_that("the daemon ends", || bench.daemon.child().try_wait().expect("a child").is_some());
+    let log = bench.daemon.log();
+    assert!(log.contains("export 'file' did not end") && !log.contains("'guest'"), "{log}");
+    assert!(!bench.path().join("v.sock").exists(), "a socket is left behind");
+    drop(client);
+}
+
 /// Every daemon whose disk is on a server that has fallen silent ends within its own limit, and a little.
 #[test]
 fn the_limit_for_stopping_holds_under_every_name() {

@@ -57,7 +57,7 @@ async fn use_disk(disk: &ImageDisk, written: &mut Vec<u64>) -> Option<()> {
     disk.0.flush().await.ok()
 }
 
-/// What the node says of its image.
+/// The image by its node.
 #[derive(Debug, PartialEq, Eq)]
 struct Told {
     size: u64,
