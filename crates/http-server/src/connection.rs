@@ -607,12 +607,17 @@ fn later_range(request: &Request) -> Option<LaterRange> {
 }
 
 fn response(request: &Request, content: &dyn Content, len: u64, tag: Tag) -> Answer {
+    let mut random = [0; 16];
+    if getrandom::fill(&mut random).is_err() {
+        return message(503, "the system has no random numbers");
+    }
     let about = About {
         len,
         tag,
         media_type: content.media_type(),
         file_name: content.file_name(),
         is_packed: content.packing().is_some(),
+        boundary: u128::from_ne_bytes(random),
     };
     answer(request, &about)
 }

@@ -47,6 +47,8 @@ pub struct About<'a> {
     pub file_name: Option<&'a str>,
     /// The body is packed on the way: `len` is not its length.
     pub is_packed: bool,
+    /// A random number for the separator between several ranges. A stranger may have written the content, and must not know it.
+    pub boundary: u128,
 }
 
 /// A response: its head, and the parts behind it.
@@ -68,10 +70,6 @@ pub enum AnswerPart {
     /// A range of the content.
     Part(Range<u64>),
 }
-
-/// The separator between the parts of a response with several ranges. The content is no text, so it can't be looked for
-/// there; the lengths in the parts' heads give their ends.
-const BOUNDARY: &str = "cowshed-byteranges-7f3a91c4";
 
 /// The reason phrase of a status code.
 pub fn phrase(status: u16) -> &'static str {
@@ -175,18 +173,20 @@ fn content(request: &Request, about: &About<'_>, is_head: bool) -> Answer {
 
 /// The response with several ranges (RFC 9110, 14.6).
 fn several(mut fields: String, parts: &[Range<u64>], about: &About<'_>) -> Answer {
+    // The content isn't searched for it (RFC 2046, 5.1.1): one of 2^128 numbers is not there by chance.
+    let boundary = format!("cowshed-{:032x}", about.boundary);
     let mut body = Vec::new();
     let mut len = 0;
     for part in parts {
         let range = content_range(part, about.len);
-        let head = format!("\r\n--{BOUNDARY}\r\nContent-Type: {}\r\nContent-Range: {range}\r\n\r\n", about.media_type);
+        let head = format!("\r\n--{boundary}\r\nContent-Type: {}\r\nContent-Range: {range}\r\n\r\n", about.media_type);
         len += head.len() as u64 + (part.end - part.start);
         body.extend([AnswerPart::Text(head), AnswerPart::Part(part.clone())]);
     }
-    let end = format!("\r\n--{BOUNDARY}--\r\n");
+    let end = format!("\r\n--{boundary}--\r\n");
     len += end.len() as u64;
     body.push(AnswerPart::Text(end));
-    field(&mut fields, "Content-Type", format_args!("multipart/byteranges; boundary={BOUNDARY}"));
+    field(&mut fields, "Content-Type", format_args!("multipart/byteranges; boundary={boundary}"));
     field(&mut fields, "Content-Length", len);
     Answer { status: 206, fields, body }
 }
@@ -228,7 +228,7 @@ mod tests {
 
     fn about(len: u64) -> About<'static> {
         let tag = Tag { text: "v1".into(), is_weak: false, is_unsure: false };
-        About { len, tag, media_type: "application/octet-stream", file_name: None, is_packed: false }
+        About { len, tag, media_type: "application/octet-stream", file_name: None, is_packed: false, boundary: 7 }
     }
 
     fn get() -> Request {

@@ -27,6 +27,7 @@ pub fn request(data: &[u8]) {
                     media_type: "application/octet-stream",
                     file_name: (kind & 4 != 0).then_some(request.path.as_str()),
                     is_packed: kind & 2 != 0,
+                    boundary: u128::from(kind),
                 };
                 respond(&request, &about);
                 sent = &sent[used..];
