@@ -16,14 +16,14 @@ use std::time::Duration;
 const REPORT_AFTER: Duration = Duration::from_secs(5);
 
 /// A command between its arrival and its answer.
-pub(crate) struct Running {
+pub(crate) struct RunningCommand {
     pub name: String,
     since: Duration,
     /// It waits for its turn, and has done nothing yet.
     pub waits_for_turn: Cell<bool>,
 }
 
-impl Running {
+impl RunningCommand {
     pub fn seconds(&self) -> u64 {
         rt::now().saturating_sub(self.since).as_secs()
     }
@@ -33,18 +33,18 @@ impl Running {
 pub(crate) struct Commands {
     /// So long a command waits for its turn before it is refused.
     turn_limit: Duration,
-    running: RefCell<Vec<Rc<Running>>>,
+    running: RefCell<Vec<Rc<RunningCommand>>>,
     turns: Turns,
     tasks: RefCell<Vec<JoinHandle<()>>>,
 }
 
 /// Takes the command off the list when it ends.
-pub(crate) struct Listed<'a> {
+pub(crate) struct ListedCommand<'a> {
     commands: &'a Commands,
-    running: Rc<Running>,
+    running: Rc<RunningCommand>,
 }
 
-impl Drop for Listed<'_> {
+impl Drop for ListedCommand<'_> {
     fn drop(&mut self) {
         self.commands.running.borrow_mut().retain(|known| !Rc::ptr_eq(known, &self.running));
     }
@@ -56,10 +56,11 @@ impl Commands {
     }
 
     /// Lists a command until the guard is dropped, and reports it when it takes long.
-    pub fn begin(&self, name: &str) -> Listed<'_> {
-        let running = Rc::new(Running { name: name.to_owned(), since: rt::now(), waits_for_turn: Cell::new(false) });
+    pub fn begin(&self, name: &str) -> ListedCommand<'_> {
+        let running =
+            Rc::new(RunningCommand { name: name.to_owned(), since: rt::now(), waits_for_turn: Cell::new(false) });
         self.running.borrow_mut().push(Rc::clone(&running));
-        Listed { commands: self, running }
+        ListedCommand { commands: self, running }
     }
 
     /// Runs a command's work to its end, with a line in the log when that takes long.
@@ -74,13 +75,13 @@ impl Commands {
     }
 
     /// The commands that run, the oldest first.
-    pub fn list(&self) -> Vec<Rc<Running>> {
+    pub fn list(&self) -> Vec<Rc<RunningCommand>> {
         self.running.borrow().clone()
     }
 
     /// Waits until no other command changes the nodes of this one. After too long a wait the error names the command in
     /// the way.
-    pub async fn turn<'a>(&'a self, listed: &Listed<'_>, scope: Scope<'_>) -> QmpResult<Turn<'a>> {
+    pub async fn turn<'a>(&'a self, listed: &ListedCommand<'_>, scope: CommandScope<'_>) -> QmpResult<Turn<'a>> {
         listed.running.waits_for_turn.set(true);
         let name = &listed.running.name;
         let turn = within(self.turn_limit, self.turns.take(name, scope.clone())).await;
@@ -127,12 +128,12 @@ impl Commands {
 /// The names that a command is about, with the function that adds those of everything connected with them. Without names it is
 /// about everything.
 #[derive(Clone)]
-pub(crate) struct Scope<'a> {
+pub(crate) struct CommandScope<'a> {
     pub names: BTreeSet<String>,
     pub connected: &'a dyn Fn(&BTreeSet<String>) -> BTreeSet<String>,
 }
 
-impl Scope<'_> {
+impl CommandScope<'_> {
     fn reach(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
         (self.connected)(names)
     }
@@ -180,7 +181,7 @@ pub(crate) struct Turn<'a> {
 }
 
 impl Turns {
-    async fn take(&self, command: &str, scope: Scope<'_>) -> Turn<'_> {
+    async fn take(&self, command: &str, scope: CommandScope<'_>) -> Turn<'_> {
         let turn = {
             let mut queue = self.0.borrow_mut();
             let id = queue.next_id;
@@ -214,7 +215,7 @@ impl Turns {
     }
 
     /// The name of a command that runs and has something in common with this scope.
-    fn in_the_way(&self, scope: &Scope<'_>) -> Option<String> {
+    fn in_the_way(&self, scope: &CommandScope<'_>) -> Option<String> {
         let queue = self.0.borrow();
         queue.tickets.iter().find(|ticket| ticket.runs && scope.meets(ticket)).map(|ticket| ticket.command.clone())
     }
@@ -250,8 +251,8 @@ mod tests {
         names.clone()
     }
 
-    fn scope(names: &[&str]) -> Scope<'static> {
-        Scope { names: names.iter().map(|name| (*name).to_owned()).collect(), connected: &alone }
+    fn scope(names: &[&str]) -> CommandScope<'static> {
+        CommandScope { names: names.iter().map(|name| (*name).to_owned()).collect(), connected: &alone }
     }
 
     #[test]

@@ -108,11 +108,11 @@ pub(crate) trait BlockFormat: Send + Sync {
         None
     }
     /// The place of a block's entry: its table, and its index there.
-    fn slot(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<(Table, u64)>> {
+    fn slot(&self, _file: &ImageFile, block: u64) -> impl Future<Output = Result<(FileTable, u64)>> {
         async move { Err(Error::internal("this format allocates no blocks").value(block)) }
     }
     /// The second place of the entry, in a copy of the table.
-    fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(Table, u64)>>> {
+    fn second_slot(&self, _file: &ImageFile, _block: u64) -> impl Future<Output = Result<Option<(FileTable, u64)>>> {
         async { Ok(None) }
     }
     /// Where tables are found by a table: the missing table that the entry of a block would be in.
@@ -249,7 +249,7 @@ pub(crate) struct Grown {
 
 /// A table in the file, whole; offset and length in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Table {
+pub(crate) struct FileTable {
     /// The name of its offset in messages.
     pub field: &'static str,
     pub offset: u64,
@@ -269,7 +269,7 @@ pub(crate) struct MissingTable {
     pub blocks: u64,
 }
 
-impl Table {
+impl FileTable {
     /// Whether bytes of the file are in this table.
     pub(crate) fn overlaps(&self, offset: u64, bytes: u64) -> bool {
         self.bytes > 0 && offset < self.offset.saturating_add(self.bytes) && self.offset < offset.saturating_add(bytes)
@@ -388,7 +388,7 @@ impl ImageFile {
     }
 
     /// Refuses a table that isn't all in the file.
-    pub(crate) fn check_table(&self, table: &Table) -> Result<()> {
+    pub(crate) fn check_table(&self, table: &FileTable) -> Result<()> {
         match table.offset.checked_add(table.bytes) {
             Some(end) if end <= self.len() => Ok(()),
             _ => {
@@ -410,7 +410,7 @@ impl ImageFile {
     }
 
     /// The entry `index` of a table.
-    pub(crate) async fn entry<const N: usize>(&self, table: Table, index: u64) -> Result<[u8; N]> {
+    pub(crate) async fn entry<const N: usize>(&self, table: FileTable, index: u64) -> Result<[u8; N]> {
         let position = index.saturating_mul(N as u64);
         if position.saturating_add(N as u64) > table.bytes {
             return Err(Error::internal("a table is too short").field(table.field).value(index));
@@ -421,7 +421,7 @@ impl ImageFile {
     }
 
     /// The page of a table that byte `position` of the table is in, and where there.
-    async fn page_of(&self, table: &Table, position: u64) -> Result<(Arc<IoBuf>, usize)> {
+    async fn page_of(&self, table: &FileTable, position: u64) -> Result<(Arc<IoBuf>, usize)> {
         self.check_table(table)?;
         let start = position / PAGE_BYTES * PAGE_BYTES;
         let page = self.page(table.offset + start, table.bytes.saturating_sub(start).min(PAGE_BYTES)).await?;

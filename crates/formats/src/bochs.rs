@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Growing images of Bochs, for reading: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BlockFormat, FILE_KEY, FileTable, ImageFile, finish};
 use super::mapped::RunSource;
 use cowshed_graph::node::Description;
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -24,7 +24,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Bochs {
     header: BochsHeader,
-    catalog: Table,
+    catalog: FileTable,
 }
 
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -35,7 +35,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn load(file: &ImageFile) -> Result<Bochs> {
     let header = BochsHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
-    let catalog = Table { field: "catalog", offset: header.catalog_offset, bytes: header.catalog_bytes() };
+    let catalog = FileTable { field: "catalog", offset: header.catalog_offset, bytes: header.catalog_bytes() };
     file.check_table(&catalog)?;
     Ok(Bochs { header, catalog })
 }
@@ -68,7 +68,7 @@ impl BlockFormat for Bochs {
             return Ok((RunSource::Zero, file.same::<4>(self.catalog, index, (at, len, extent_bytes)).await?));
         };
         let skip = at % extent_bytes;
-        let bits = Table { field: "bitmap", offset: bitmap, bytes: self.header.bitmap_bytes };
+        let bits = FileTable { field: "bitmap", offset: bitmap, bytes: self.header.bitmap_bytes };
         file.check_table(&bits)?;
         let last = (skip + len.min(extent_bytes - skip)).div_ceil(SECTOR_BYTES);
         let mut sector = skip / SECTOR_BYTES;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compressed loop images of Linux, for reading: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BlockFormat, FILE_KEY, FileTable, ImageFile, finish};
 use super::mapped::{LARGE_BYTES, RunSource, zeroed};
 use cowshed_codec::inflate_zlib;
 use cowshed_graph::node::Description;
@@ -24,7 +24,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Cloop {
     header: CloopHeader,
-    table: Table,
+    table: FileTable,
 }
 
 async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
@@ -35,7 +35,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn load(file: &ImageFile) -> Result<Cloop> {
     let header = CloopHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
-    let table = Table { field: "offsets", offset: HEADER_BYTES as u64, bytes: header.table_bytes() };
+    let table = FileTable { field: "offsets", offset: HEADER_BYTES as u64, bytes: header.table_bytes() };
     file.check_table(&table)?;
     Ok(Cloop { header, table })
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Parallels' format: docs/formats/block-formats.md.
 
-use super::blocks::{BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BlockFormat, FILE_KEY, FileTable, ImageFile, finish};
 use super::mapped::{RunSource, no_such_bitmap};
-use super::survey::Survey;
+use super::survey::BlockSurvey;
 use super::units::Units;
 use cowshed_graph::node::{BitmapStatus, Description, MappedCheck};
 use cowshed_graph::open::{BackingReference, Draft, DriverLine, Opened, Opener};
@@ -25,7 +25,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Parallels {
     header: ParallelsHeader,
-    bat: Table,
+    bat: FileTable,
     marks: AsyncMutex<Marks>,
 }
 
@@ -56,7 +56,7 @@ async fn load(file: &ImageFile) -> Result<Parallels> {
     let needed = header.size.div_ceil(header.cluster_bytes) * ENTRY_BYTES;
     let (offset, there) = (HEADER_BYTES as u64, file.len().saturating_sub(HEADER_BYTES as u64));
     let bytes = (u64::from(header.entries) * ENTRY_BYTES).min(there / ENTRY_BYTES * ENTRY_BYTES).max(needed);
-    let bat = Table { field: "nb_bat_entries", offset, bytes };
+    let bat = FileTable { field: "nb_bat_entries", offset, bytes };
     file.check_table(&bat)?;
     let marks = Marks { is_in_use: header.is_in_use, has_extension: header.extension_sector != 0 };
     Ok(Parallels { header, bat, marks: AsyncMutex::new(marks) })
@@ -181,7 +181,7 @@ impl BlockFormat for Parallels {
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         let cluster_bytes = self.header.cluster_bytes;
-        let mut survey = Survey::of(self, file, cluster_bytes, max).await?;
+        let mut survey = BlockSurvey::of(self, file, cluster_bytes, max).await?;
         let (is_in_use, has_extension) = {
             let marks = self.marks.lock().await;
             (marks.is_in_use, marks.has_extension)
@@ -281,7 +281,7 @@ impl BlockFormat for Parallels {
         Some(Units { file: 0, block_bytes, head, first, grid, tail, is_at_end: false })
     }
 
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         Ok((self.bat, block))
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! qcow, version 1: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, FileTable, ImageFile, MissingTable, finish};
 use super::mapped::RunSource;
 use super::units::{Units, check_metadata};
 use cowshed_codec::Codec;
@@ -47,7 +47,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Qcow {
     header: QcowHeader,
-    l1: Table,
+    l1: FileTable,
     backing_name: Option<String>,
     /// Of an encrypted image, where there is a key.
     cipher: Option<Arc<SectorsOf>>,
@@ -65,7 +65,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn load(file: &ImageFile) -> Result<Qcow> {
     let header = QcowHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
-    let l1 = Table { field: "l1_table_offset", offset: header.l1_offset, bytes: header.l1_bytes() };
+    let l1 = FileTable { field: "l1_table_offset", offset: header.l1_offset, bytes: header.l1_bytes() };
     file.check_table(&l1)?;
     let backing_name = match header.backing_name {
         Some(place) => Some(file.name("backing_file_offset", place).await?).filter(|name| !name.is_empty()),
@@ -93,7 +93,7 @@ fn cipher_of(opener: &Opener, draft: &Draft, is_encrypted: bool) -> Result<Optio
 
 impl Qcow {
     /// The cluster that byte `at` is in, and where its entry is. `None`: its L2 table isn't there.
-    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<(QcowCluster, Table, u64)>> {
+    async fn cluster(&self, file: &ImageFile, at: u64) -> Result<Option<(QcowCluster, FileTable, u64)>> {
         let span = self.header.l2_span_bytes();
         let offset = u64::from_be_bytes(file.entry(self.l1, at / span).await?);
         if offset == 0 {
@@ -102,7 +102,7 @@ impl Qcow {
         if offset < HEADER_BYTES as u64 {
             return Err(Error::invalid_image("L1 table entry", offset, "an L2 table lies on the header"));
         }
-        let l2 = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+        let l2 = FileTable { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
         let index = at % span / self.header.cluster_bytes();
         debug_assert!(index < l2.bytes / ENTRY_BYTES);
         let cluster = self.header.cluster(u64::from_be_bytes(file.entry(l2, index).await?));
@@ -136,7 +136,7 @@ impl Qcow {
     }
 
     /// For how many of the `len` bytes from byte `at` of the disk on there is no cluster, where there is none for `at`.
-    async fn unallocated(&self, file: &ImageFile, found: (Table, u64), at: u64, len: u64) -> Result<u64> {
+    async fn unallocated(&self, file: &ImageFile, found: (FileTable, u64), at: u64, len: u64) -> Result<u64> {
         let to_table = |entry| {
             let offset = u64::from_be_bytes(entry);
             Some(offset).filter(|offset| *offset == 0 || *offset >= HEADER_BYTES as u64)
@@ -283,7 +283,7 @@ impl BlockFormat for Qcow {
                 at += file.same::<8>(self.l1, index, (at, rest, span)).await?;
                 continue;
             }
-            let table = Table { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
+            let table = FileTable { field: "L1 table entry", offset, bytes: self.header.l2_bytes() };
             file.check_table(&table)?;
             try_push(&mut parts, (offset, offset + table.bytes))?;
             at += rest.min(span);
@@ -312,7 +312,7 @@ impl BlockFormat for Qcow {
         Ok(parts)
     }
 
-    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         let at = block * self.header.cluster_bytes();
         let found = self.cluster(file, at).await?;
         let (_, table, index) = found.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;

@@ -3,7 +3,7 @@
 
 mod check;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, MissingTable, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, FileTable, ImageFile, MissingTable, finish};
 use super::mapped::RunSource;
 use super::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, MappedCheck};
@@ -31,7 +31,7 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Qed {
     header: QedHeader,
-    l1: Table,
+    l1: FileTable,
     backing: Mutex<BackingFile>,
     /// Size of the disk in bytes.
     size: AtomicU64,
@@ -59,7 +59,7 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 
 async fn load(file: &ImageFile) -> Result<Qed> {
     let header = QedHeader::parse(&file.read(0, HEADER_BYTES).await?)?;
-    let l1 = Table { field: "l1_table_offset", offset: header.l1_offset, bytes: header.table_bytes };
+    let l1 = FileTable { field: "l1_table_offset", offset: header.l1_offset, bytes: header.table_bytes };
     file.check_table(&l1)?;
     let backing_name = match header.backing_name {
         Some(place) => Some(file.name("backing_filename_offset", place).await?).filter(|name| !name.is_empty()),
@@ -102,13 +102,13 @@ impl Qed {
     }
 
     /// The L2 table for byte `at` of the disk.
-    async fn l2(&self, file: &ImageFile, at: u64) -> Result<Option<Table>> {
+    async fn l2(&self, file: &ImageFile, at: u64) -> Result<Option<FileTable>> {
         let entry = u64::from_le_bytes(file.entry(self.l1, at / self.header.l2_span_bytes()).await?);
         if entry == 0 {
             return Ok(None);
         }
         let offset = self.aligned("L1 table entry", entry)?;
-        Ok(Some(Table { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
+        Ok(Some(FileTable { field: "L1 table entry", offset, bytes: self.header.table_bytes }))
     }
 
     /// The next entry of the L1 table from `index` on that isn't 0, also behind the disk's end: its number and its value.
@@ -300,14 +300,14 @@ impl BlockFormat for Qed {
         while let Some((index, entry)) = self.next_table(file, from).await? {
             from = index + 1;
             let offset = self.aligned("L1 table entry", entry)?;
-            file.check_table(&Table { field: "L1 table entry", offset, bytes: self.header.table_bytes })?;
+            file.check_table(&FileTable { field: "L1 table entry", offset, bytes: self.header.table_bytes })?;
             try_push(&mut parts, (offset, offset + self.header.table_bytes))?;
         }
         check_metadata(&mut parts, "L1 table entry")?;
         Ok(parts)
     }
 
-    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         let at = block * self.header.cluster_bytes;
         let table = self.l2(file, at).await?.ok_or_else(|| Error::internal("an L2 table is missing").offset(at))?;
         Ok((table, block % self.header.table_entries()))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Bitmaps of differencing disks: which sectors of a block are in the image, and which ones in its parent.
 
-use super::blocks::{ImageFile, Table};
+use super::blocks::{FileTable, ImageFile};
 use super::mapped::RunSource;
 use cowshed_types::{Error, Result};
 
@@ -9,7 +9,7 @@ use cowshed_types::{Error, Result};
 #[derive(Clone, Copy)]
 pub(crate) struct SectorMap {
     /// The place of the bitmap.
-    pub table: Table,
+    pub table: FileTable,
     /// Length of a sector in bytes.
     pub sector_bytes: u64,
     /// The first sector of a byte has the highest bit.

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 /// The result of a look at every block of a disk.
 #[derive(Default)]
-pub(crate) struct Survey {
+pub(crate) struct BlockSurvey {
     pub check: MappedCheck,
     /// Allocated blocks that follow an allocated one on the disk, and not in the file: without those behind a gap, which
     /// count as fragmented, too.
@@ -58,26 +58,26 @@ impl Used {
     }
 }
 
-impl Survey {
+impl BlockSurvey {
     /// Looks every block up. A wrong entry, or a block in two places of the disk, is a corruption.
     pub(crate) async fn of<F: BlockFormat>(
         format: &F,
         file: &ImageFile,
         block_bytes: u64,
         max: usize,
-    ) -> Result<Survey> {
-        let mut survey = Survey::before(format, block_bytes, max);
+    ) -> Result<BlockSurvey> {
+        let mut survey = BlockSurvey::before(format, block_bytes, max);
         survey.add_blocks(format, file, block_bytes).await?;
         Ok(survey)
     }
 
     /// Before any block is looked up. At most `max` findings are noted.
-    pub(crate) fn before<F: BlockFormat>(format: &F, block_bytes: u64, max: usize) -> Survey {
+    pub(crate) fn before<F: BlockFormat>(format: &F, block_bytes: u64, max: usize) -> BlockSurvey {
         let used = match format.units() {
             Some(units) if units.grid != block_bytes => Used::Anywhere(HashMap::new()),
             _ => Used::default(),
         };
-        Survey { used, max, ..Survey::default() }
+        BlockSurvey { used, max, ..BlockSurvey::default() }
     }
 
     /// Looks every block up.

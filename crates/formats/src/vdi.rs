@@ -3,10 +3,10 @@
 
 mod growth;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, Grown, ImageFile, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, FileTable, Grown, ImageFile, finish};
 use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
-use super::survey::Survey;
+use super::survey::BlockSurvey;
 use super::units::Units;
 use super::writer::Usage;
 use cowshed_crypto::luks::fill_random;
@@ -62,12 +62,12 @@ struct Vdi {
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     size: u64,
-    map: Table,
+    map: FileTable,
     data_offset: u64,
 }
 
-fn table(offset: u64, blocks: u64) -> Table {
-    Table { field: "offset_bmap", offset, bytes: blocks * ENTRY_BYTES }
+fn table(offset: u64, blocks: u64) -> FileTable {
+    FileTable { field: "offset_bmap", offset, bytes: blocks * ENTRY_BYTES }
 }
 
 impl Vdi {
@@ -225,7 +225,7 @@ impl BlockFormat for Vdi {
     }
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
-        let mut survey = Survey::of(self, file, self.header.block_bytes, max).await?;
+        let mut survey = BlockSurvey::of(self, file, self.header.block_bytes, max).await?;
         let allocated = survey.check.counters.allocated_clusters;
         if survey.check.findings.is_empty() && allocated != u64::from(self.header.allocated) {
             let counted = self.header.allocated;
@@ -240,7 +240,7 @@ impl BlockFormat for Vdi {
         Some(Units { file: 0, block_bytes, head, first, grid: block_bytes, tail, is_at_end: false })
     }
 
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         Ok((self.shape().map, block))
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VHD, which QEMU calls vpc: docs/formats/block-formats.md.
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, FileTable, ImageFile, finish};
 use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
 use super::sector_map::SectorMap;
@@ -79,10 +79,10 @@ const MAX_DIFFERENCE_SECONDS: u64 = 2;
 struct Dynamic {
     header: VpcDynamicHeader,
     /// The place of the header.
-    place: Table,
-    table: Table,
+    place: FileTable,
+    table: FileTable,
     /// The table with the entries that the disk doesn't need: nothing else may lie there.
-    whole_table: Table,
+    whole_table: FileTable,
     /// Where blocks may begin.
     first: u64,
     /// The bytes of the footer at the end.
@@ -193,10 +193,10 @@ async fn load(file: &ImageFile, calculation: Option<SizeField>) -> Result<Vpc> {
     // sizes in the footer.
     let needed = footer.size.div_ceil(header.block_bytes) * ENTRY_BYTES;
     let whole_table =
-        Table { field: "table_offset", offset: header.table_offset, bytes: header.table_bytes().max(needed) };
-    let place = Table { field: "data_offset", offset: header_offset, bytes: DYNAMIC_HEADER_BYTES as u64 };
+        FileTable { field: "table_offset", offset: header.table_offset, bytes: header.table_bytes().max(needed) };
+    let place = FileTable { field: "data_offset", offset: header_offset, bytes: DYNAMIC_HEADER_BYTES as u64 };
     let there = file.len().saturating_sub(header.table_offset) / ENTRY_BYTES * ENTRY_BYTES;
-    let table = Table { bytes: whole_table.bytes.min(there).max(needed), ..whole_table };
+    let table = FileTable { bytes: whole_table.bytes.min(there).max(needed), ..whole_table };
     file.check_table(&table)?;
     if whole_table.overlaps(place.offset, place.bytes) {
         let message = "the block allocation table overlaps the header of the dynamic disk";
@@ -324,7 +324,7 @@ impl BlockFormat for Vpc {
         file.check_data("block allocation table entry", start + skip, len, at)?;
         let data = RunSource::Data { file: 0, host: start + skip };
         if self.parent.is_some() {
-            let table = Table { field: "sector bitmap", offset: unit, bytes: header.bitmap_bytes() };
+            let table = FileTable { field: "sector bitmap", offset: unit, bytes: header.bitmap_bytes() };
             let map = SectorMap { table, sector_bytes: SECTOR_BYTES, is_high_first: true };
             return map.place(file, skip, len, data).await;
         }
@@ -345,7 +345,7 @@ impl BlockFormat for Vpc {
         })
     }
 
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         let dynamic = self.dynamic.as_ref().ok_or_else(|| Error::internal("a fixed disk has no table"))?;
         Ok((dynamic.table, block))
     }

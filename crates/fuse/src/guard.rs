@@ -40,13 +40,13 @@ pub struct GuardProgram {
 
 /// A guard that runs.
 #[derive(Debug)]
-pub(crate) struct Guard {
+pub(crate) struct MountGuard {
     orders: UnixStream,
     child: Child,
 }
 
-impl Guard {
-    pub fn start(program: &GuardProgram, path: &Path, device: u64) -> Result<Guard> {
+impl MountGuard {
+    pub fn start(program: &GuardProgram, path: &Path, device: u64) -> Result<MountGuard> {
         let pair = UnixStream::pair();
         let (orders, theirs) = pair.map_err(|error| Error::io(&error, "could not make a pair of sockets"))?;
         let mut command = Command::new(&program.program);
@@ -63,7 +63,7 @@ impl Guard {
             .stderr(Stdio::null());
         let child = spawn_apart(&mut command);
         let child = child.map_err(|error| Error::io(&error, "could not start the guard of a mount"))?;
-        Ok(Guard { orders, child })
+        Ok(MountGuard { orders, child })
     }
 
     /// Syncs and unmounts, and waits for the end of both.

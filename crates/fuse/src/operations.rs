@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carries one request out.
 
-use crate::server::Shared;
+use crate::server::MountState;
 use cowshed_fuse_proto::request::Changes;
 use cowshed_fuse_proto::{Operation, reply};
 use cowshed_image::graph::{AttachRequest, Queue, images_below};
@@ -42,7 +42,7 @@ mod seek {
 }
 
 /// The result of a request: bytes that stand for themselves, data of the disk, or the number of an error.
-pub(crate) type Outcome = std::result::Result<Given, Errno>;
+pub(crate) type FuseOutcome = std::result::Result<Given, Errno>;
 
 #[derive(Debug)]
 pub(crate) enum Given {
@@ -65,14 +65,14 @@ fn number_of(error: &Error) -> Errno {
 }
 
 /// A request on its way.
-pub(crate) struct Work {
-    pub shared: Arc<Shared>,
+pub(crate) struct RequestWork {
+    pub shared: Arc<MountState>,
     pub disk: Queue,
 }
 
-impl Work {
+impl RequestWork {
     /// Carries a request out; a write has its data in `data`.
-    pub async fn run(self, operation: Operation, data: Option<IoBuf>) -> Outcome {
+    pub async fn run(self, operation: Operation, data: Option<IoBuf>) -> FuseOutcome {
         let result = match operation {
             Operation::Read { offset, len } => return self.read(offset, len).await.map_err(|error| number_of(&error)),
             Operation::Write { offset, flags, .. } => {
@@ -143,7 +143,7 @@ impl Work {
         }
     }
 
-    async fn write(&self, offset: u64, mut data: IoBuf, flags: u32) -> Outcome {
+    async fn write(&self, offset: u64, mut data: IoBuf, flags: u32) -> FuseOutcome {
         let growable = self.shared.config.growable;
         if !growable && flags & APPENDS != 0 && !data.is_empty() {
             // The kernel may know another length than the disk has. Behind the end there is no room.
@@ -208,7 +208,7 @@ impl Work {
         result.map(|()| Vec::new())
     }
 
-    async fn set_attributes(&self, changes: &Changes) -> Outcome {
+    async fn set_attributes(&self, changes: &Changes) -> FuseOutcome {
         if changes.size.is_some() && !self.shared.config.writable {
             return Err(errno(Number::ROFS));
         }
@@ -230,7 +230,7 @@ impl Work {
         size == 0 && !changes.through_descriptor && !self.shared.config.growable
     }
 
-    /// Makes the disk at least `end` bytes long. The caller holds [`Shared::resizing`].
+    /// Makes the disk at least `end` bytes long. The caller holds [`MountState::resizing`].
     async fn grow(&self, end: u64) -> Result<()> {
         let wanted = match self.node().is_sized_in_sectors() {
             true => end.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(end),
@@ -270,7 +270,7 @@ impl Work {
         others.any(|other| images.iter().any(|image| Arc::ptr_eq(image, &other)))
     }
 
-    /// As [`Work::resize`]; false where the export has another node than `node` by the time that it may do so.
+    /// As [`RequestWork::resize`]; false where the export has another node than `node` by the time that it may do so.
     async fn resize_node(&self, node: &Arc<Node>, size: u64) -> Result<bool> {
         if size < node.size() && self.is_shared() {
             return Err(Error::new(ErrorKind::Busy, "clients of another export may use what a shorter disk lacks"));
@@ -303,7 +303,7 @@ impl Work {
         given_back.and(result)
     }
 
-    async fn allocate(&self, offset: u64, len: u64, mode: u32) -> Outcome {
+    async fn allocate(&self, offset: u64, len: u64, mode: u32) -> FuseOutcome {
         let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok()).ok_or(errno(Number::FBIG))?;
         let size = self.disk.size();
         let keeps_size = mode & allocate::KEEP_SIZE != 0;
@@ -352,7 +352,7 @@ impl Work {
         }
     }
 
-    async fn seek(&self, offset: u64, whence: u32) -> Outcome {
+    async fn seek(&self, offset: u64, whence: u32) -> FuseOutcome {
         let wants_data = match whence {
             seek::DATA => true,
             seek::HOLE => false,

@@ -2,8 +2,8 @@
 //! A request on its way to its reply.
 
 use crate::caller::is_dying;
-use crate::operations::{Given, Outcome};
-use crate::server::Shared;
+use crate::operations::{FuseOutcome, Given};
+use crate::server::MountState;
 use cowshed_fuse_proto::{Operation, RequestHeader, reply};
 use cowshed_storage::FuseDevice;
 use cowshed_types::Errno;
@@ -28,18 +28,18 @@ pub(crate) struct RunningRequest {
     /// Its caller may have to go, and the kernel says nothing of that (again).
     is_watched: bool,
     is_answered: bool,
-    shared: Arc<Shared>,
+    shared: Arc<MountState>,
     device: FuseDevice,
-    work: LocalBoxFuture<'static, Outcome>,
+    work: LocalBoxFuture<'static, FuseOutcome>,
 }
 
 impl RunningRequest {
     pub fn new(
         header: &RequestHeader,
         operation: Operation,
-        shared: Arc<Shared>,
+        shared: Arc<MountState>,
         device: FuseDevice,
-        work: LocalBoxFuture<'static, Outcome>,
+        work: LocalBoxFuture<'static, FuseOutcome>,
     ) -> RunningRequest {
         let bytes = match operation {
             Operation::Read { len, .. } | Operation::Write { len, .. } => u64::from(len),
@@ -102,7 +102,7 @@ impl RunningRequest {
         }
     }
 
-    fn answer(&mut self, outcome: &Outcome) {
+    fn answer(&mut self, outcome: &FuseOutcome) {
         if !std::mem::replace(&mut self.is_answered, true) {
             answer(&self.shared, &self.device, self.unique, outcome);
         }
@@ -120,7 +120,7 @@ impl Future for RunningRequest {
 }
 
 /// Sends a reply.
-pub(crate) fn answer(shared: &Shared, device: &FuseDevice, unique: u64, outcome: &Outcome) {
+pub(crate) fn answer(shared: &MountState, device: &FuseDevice, unique: u64, outcome: &FuseOutcome) {
     let sent = match outcome {
         Ok(Given::Fields(fields)) => {
             device.send(&[IoSlice::new(&reply::header(unique, 0, fields.len())), IoSlice::new(fields)])

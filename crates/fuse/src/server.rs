@@ -2,9 +2,9 @@
 //! The export as its owner sees it.
 
 use crate::attributes::FileAttributes;
-use crate::guard::{Guard, GuardProgram};
+use crate::guard::{GuardProgram, MountGuard};
 use crate::mount::{AllowOther, Mount, MountPoint, shown, unmount};
-use crate::session::{self, End};
+use crate::session::{self, SessionEnd};
 use cowshed_fuse_proto::reply;
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt::{self, PollLimit};
@@ -51,7 +51,7 @@ pub type OnUnmount = Box<dyn FnOnce() + Send>;
 pub type OnResize = Box<dyn Fn() + Send + Sync>;
 
 /// The part of a server that the owner and the threads share.
-pub(crate) struct Shared {
+pub(crate) struct MountState {
     pub config: ServerConfig,
     pub attachment: Arc<Attachment>,
     pub attributes: FileAttributes,
@@ -70,7 +70,7 @@ pub(crate) struct Shared {
     pub on_resize: OnResize,
 }
 
-impl Shared {
+impl MountState {
     /// True where no thread has anything but reads to end.
     pub(crate) fn has_reads_alone(&self) -> bool {
         self.threads.look(|threads| self.reading.load(Ordering::SeqCst) >= *threads)
@@ -133,13 +133,13 @@ impl Orders {
 
 /// A disk that is served as a file. Usable from any thread.
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<MountState>,
     path: PathBuf,
     /// Gone with the threads: the kernel ends requests that wait for an answer then.
     session: Mutex<Option<FuseDevice>>,
     /// Number of the file system.
     device: u64,
-    guard: Mutex<Option<Guard>>,
+    guard: Mutex<Option<MountGuard>>,
     known_size: Mutex<u64>,
     served: Mutex<Option<ServedMount>>,
 }
@@ -164,8 +164,8 @@ impl Server {
         let mount =
             Mount { point, writable: config.writable, allow_other: config.allow_other, max_read: MAX_REQUEST_BYTES };
         let mounted = mount.mount()?;
-        let guard = config.guard.as_ref().map(|program| Guard::start(program, &mounted.path, mounted.device));
-        let shared = Arc::new(Shared {
+        let guard = config.guard.as_ref().map(|program| MountGuard::start(program, &mounted.path, mounted.device));
+        let shared = Arc::new(MountState {
             attributes: FileAttributes::new(config.writable, mounted.allows_other),
             attachment,
             is_unflushed: AtomicBool::new(false),
@@ -263,7 +263,7 @@ impl Server {
     }
 
     /// On a thread of its own: processes that hold the file may write to it until the last moment.
-    async fn unmount(&self, guard: Option<Guard>) {
+    async fn unmount(&self, guard: Option<MountGuard>) {
         let ended: Arc<Watched<bool>> = Arc::default();
         let (path, told) = (self.path.clone(), Arc::clone(&ended));
         let work = move || {
@@ -292,7 +292,7 @@ impl Drop for Server {
 }
 
 /// Counts a thread, also where it panics.
-struct Running(Arc<Shared>);
+struct Running(Arc<MountState>);
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -306,7 +306,7 @@ impl Drop for Running {
     }
 }
 
-fn serve(shared: &Arc<Shared>, device: FuseDevice) {
+fn serve(shared: &Arc<MountState>, device: FuseDevice) {
     let id = shared.config.id.clone();
     let outcome = rt::block_on(async {
         rt::poll_up_to(shared.config.poll_limit.clone());
@@ -314,8 +314,10 @@ fn serve(shared: &Arc<Shared>, device: FuseDevice) {
         session::serve(Arc::clone(shared), device).await
     });
     match outcome {
-        Ok(End::Told | End::Unmounted) => return,
-        Ok(End::Failed(errno)) => tracing::error!(export = id, errno = errno.0, "no more requests of the kernel"),
+        Ok(SessionEnd::Told | SessionEnd::Unmounted) => return,
+        Ok(SessionEnd::Failed(errno)) => {
+            tracing::error!(export = id, errno = errno.0, "no more requests of the kernel")
+        }
         Err(error) => tracing::error!(export = id, %error, "no more requests of the kernel"),
     }
     // A request may be left that woke this thread alone, so the others end, too. The owner hears of it.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The thread that takes requests of the kernel.
 
-use crate::operations::{Given, Outcome, Work};
+use crate::operations::{FuseOutcome, Given, RequestWork};
 use crate::running::{RunningRequest, answer};
-use crate::server::{MAX_REQUEST_BYTES, Order, Shared};
+use crate::server::{MAX_REQUEST_BYTES, MountState, Order};
 use cowshed_fuse_proto::request::{HEADER_BYTES, MAX_FIELDS_BYTES};
 use cowshed_fuse_proto::{
     InitReply, MAJOR, MIN_BUFFER_BYTES, MIN_MINOR, Malformed, Operation, RequestHeader, WRITE_HEAD_BYTES, features,
@@ -48,7 +48,7 @@ const READ_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The end of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub(crate) enum SessionEnd {
     /// An order of the owner.
     Told,
     /// The file system is not mounted any more.
@@ -80,7 +80,7 @@ struct Intake {
 }
 
 struct Session {
-    shared: Arc<Shared>,
+    shared: Arc<MountState>,
     device: FuseDevice,
     disk: Queue,
     intake: Intake,
@@ -93,7 +93,7 @@ struct Session {
 }
 
 /// Serves until the end.
-pub(crate) async fn serve(shared: Arc<Shared>, device: FuseDevice) -> Result<End> {
+pub(crate) async fn serve(shared: Arc<MountState>, device: FuseDevice) -> Result<SessionEnd> {
     let disk = shared.attachment.queue();
     let data = IoBuf::try_scratch(MAX_REQUEST_BYTES as usize + MIN_BUFFER_BYTES)?;
     let intake = Intake { head: [0; WRITE_HEAD_BYTES], data };
@@ -109,7 +109,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, device: FuseDevice) -> Result<End
     };
     let end = session.run().await;
     session.running.extend(std::mem::take(&mut session.postponed));
-    if matches!(end, End::Unmounted) {
+    if matches!(end, SessionEnd::Unmounted) {
         session.leave_reads().await;
     }
     while session.running.next().await.is_some() {}
@@ -123,13 +123,13 @@ fn wait(device: &FuseDevice) -> Ready {
 }
 
 /// Waits for the end, or for more interrupts than `seen`.
-fn orders(shared: &Arc<Shared>, seen: u64) -> Orders {
+fn orders(shared: &Arc<MountState>, seen: u64) -> Orders {
     let shared = Arc::clone(shared);
     async move { shared.orders.wait(|orders| orders.since(seen)).await }.boxed_local()
 }
 
 impl Session {
-    async fn run(&mut self) -> End {
+    async fn run(&mut self) -> SessionEnd {
         let shared = Arc::clone(&self.shared);
         let device = self.device.clone();
         let (mut told, mut ready) = (orders(&shared, 0), wait(&device));
@@ -137,7 +137,7 @@ impl Session {
             if let Some(order) = told.as_mut().now_or_never() {
                 match self.obey(order) {
                     Some(seen) => told = orders(&shared, seen),
-                    None => return End::Told,
+                    None => return SessionEnd::Told,
                 }
             }
             if self.look.as_mut().is_some_and(|look| look.now_or_never().is_some()) {
@@ -157,11 +157,11 @@ impl Session {
             match poll_fn(|context| self.news(context, &mut told, &mut ready)).await {
                 News::Order(order) => match self.obey(order) {
                     Some(seen) => told = orders(&shared, seen),
-                    None => return End::Told,
+                    None => return SessionEnd::Told,
                 },
                 // One wait for many rounds: it is renewed only when it has ended.
                 News::Request(Ok(())) => ready = wait(&device),
-                News::Request(Err(errno)) => return End::Failed(errno),
+                News::Request(Err(errno)) => return SessionEnd::Failed(errno),
                 News::Ended(bytes) => self.bytes -= bytes,
                 News::Look => self.look_at_callers(),
             }
@@ -263,10 +263,10 @@ impl Session {
     }
 
     /// Takes the available requests and begins them. True: there was something.
-    async fn take(&mut self) -> std::result::Result<bool, End> {
+    async fn take(&mut self) -> std::result::Result<bool, SessionEnd> {
         #[cfg(test)]
         if tests::FAILS.load(std::sync::atomic::Ordering::SeqCst) {
-            return Err(End::Failed(Errno(Number::IO.raw_os_error())));
+            return Err(SessionEnd::Failed(Errno(Number::IO.raw_os_error())));
         }
         let mut count = 0;
         while count < MAX_AT_ONCE && self.has_room() {
@@ -275,8 +275,8 @@ impl Session {
             match received {
                 Ok(received) => self.begin(received).await,
                 Err(Errno(errno)) if errno == Number::AGAIN.raw_os_error() => break,
-                Err(Errno(errno)) if errno == Number::NODEV.raw_os_error() => return Err(End::Unmounted),
-                Err(errno) => return Err(End::Failed(errno)),
+                Err(Errno(errno)) if errno == Number::NODEV.raw_os_error() => return Err(SessionEnd::Unmounted),
+                Err(errno) => return Err(SessionEnd::Failed(errno)),
             }
             count += 1;
         }
@@ -324,7 +324,7 @@ impl Session {
             },
             _ => None,
         };
-        let work = Work { shared: Arc::clone(&self.shared), disk: self.disk.clone() };
+        let work = RequestWork { shared: Arc::clone(&self.shared), disk: self.disk.clone() };
         let work = work.run(operation, data).boxed_local();
         let running = RunningRequest::new(&header, operation, Arc::clone(&self.shared), self.device.clone(), work);
         let is_read = matches!(operation, Operation::Read { .. });
@@ -389,7 +389,7 @@ impl Session {
         any
     }
 
-    fn answer(&self, unique: u64, outcome: Outcome) {
+    fn answer(&self, unique: u64, outcome: FuseOutcome) {
         answer(&self.shared, &self.device, unique, &outcome);
     }
 }
@@ -403,7 +403,7 @@ fn wanted(growable: bool) -> u64 {
     }
 }
 
-fn init(major: u32, minor: u32, accepted: u64, max_readahead: u32) -> Outcome {
+fn init(major: u32, minor: u32, accepted: u64, max_readahead: u32) -> FuseOutcome {
     if major > MAJOR {
         return Ok(Given::Fields(reply::older_version()));
     }

@@ -2,7 +2,7 @@
 //! Carrying requests out and wording the replies.
 
 use crate::budget::Permit;
-use crate::intake::{Job, Work};
+use crate::intake::{IntakeRequest, IntakeWork};
 use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::{Disk, DiskQueue};
@@ -18,24 +18,24 @@ pub(crate) const CACHE_PIECE_BYTES: u64 = 1 << 20;
 
 impl<D: Disk> Session<D> {
     /// Carries a request out and queues the reply.
-    pub(crate) async fn carry_out(&self, job: Job) {
-        let Job { request, work, permit } = job;
+    pub(crate) async fn carry_out(&self, job: IntakeRequest) {
+        let IntakeRequest { request, work, permit } = job;
         permit.iter().for_each(Permit::begin_work);
         match work {
-            Work::Fail(errno, why) => {
+            IntakeWork::Fail(errno, why) => {
                 self.disk.count_invalid(request.command);
                 self.refuse(&request, errno, why);
             }
-            Work::Write(buf) => {
+            IntakeWork::Write(buf) => {
                 let result = self.write(&request, buf).await;
                 self.answer(&request, result, "writing failed");
             }
-            Work::Done(result) => self.answer(&request, result, "writing failed"),
-            Work::Answered => {}
+            IntakeWork::Done(result) => self.answer(&request, result, "writing failed"),
+            IntakeWork::Answered => {}
             // Rare requests are in boxes: each request moves its whole future.
-            Work::Status(contexts) => Box::pin(self.status(&request, &contexts)).await,
+            IntakeWork::Status(contexts) => Box::pin(self.status(&request, &contexts)).await,
             // No future of its own, which each read would move once more.
-            Work::Plain if request.command == Command::Read => {
+            IntakeWork::Plain if request.command == Command::Read => {
                 if let Some(buf) = self.buffer_for(&request) {
                     let (result, buf) = self.disk.read(request.offset, buf).await;
                     if let Some(long) = self.answer_read(&request, result, buf) {
@@ -43,7 +43,7 @@ impl<D: Disk> Session<D> {
                     }
                 }
             }
-            Work::Plain => {
+            IntakeWork::Plain => {
                 let result = Box::pin(self.plain(&request)).await;
                 self.answer(&request, result, "the request failed");
             }

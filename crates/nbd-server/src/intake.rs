@@ -28,21 +28,21 @@ pub(crate) struct Intake {
     /// No further request comes.
     pub ended: bool,
     /// All requests up to the client's goodbye, received after its end was known.
-    last: Option<VecDeque<Job>>,
+    last: Option<VecDeque<IntakeRequest>>,
 }
 
 /// A request that is to be carried out, or answered with an error.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct IntakeRequest {
     pub request: Request,
-    pub work: Work,
+    pub work: IntakeWork,
     /// For the data of the request.
     pub permit: Option<Permit>,
 }
 
 /// A message from the client.
 enum Taken {
-    Job(Job),
+    Job(IntakeRequest),
     /// The client's goodbye.
     Goodbye,
     /// Nothing more comes.
@@ -50,7 +50,7 @@ enum Taken {
 }
 
 #[derive(Debug)]
-pub(crate) enum Work {
+pub(crate) enum IntakeWork {
     /// A request by its own fields.
     Plain,
     /// A write of this.
@@ -87,7 +87,7 @@ impl Intake {
     }
 
     /// The next request with its data, which may begin at once; `None` at the end.
-    pub(crate) async fn next<D: Disk>(&mut self, session: &Session<D>) -> Result<Option<Job>> {
+    pub(crate) async fn next<D: Disk>(&mut self, session: &Session<D>) -> Result<Option<IntakeRequest>> {
         let life = &session.life;
         let mut job = match &mut self.last {
             Some(last) => match last.pop_front() {
@@ -125,14 +125,14 @@ impl Intake {
     /// The client sends nothing more: receives the rest, with `first` before it. A goodbye at its end means that the
     /// client wants all of it done. Without one the client has dropped the connection, has perhaps made another, and
     /// repeats the requests without a reply there. Then none of this may begin.
-    async fn gather<D: Disk>(&mut self, session: &Session<D>, first: Job) -> Result<Option<Job>> {
+    async fn gather<D: Disk>(&mut self, session: &Session<D>, first: IntakeRequest) -> Result<Option<IntakeRequest>> {
         let mut last = VecDeque::new();
         let limit_bytes = session.budget.limit_bytes();
         let mut bytes = 0;
         loop {
             match self.take(session, Purpose::Gather).await {
                 Ok(Taken::Job(job)) => {
-                    if let Work::Write(buf) = &job.work {
+                    if let IntakeWork::Write(buf) = &job.work {
                         bytes += buf.len() as u64;
                     }
                     last.push_back(job);
@@ -177,7 +177,7 @@ impl Intake {
         let export = &stay.served.export;
         if let Err((errno, why)) = judge(&request, terms, disk.size(), export.is_read_only()) {
             self.receiver.skip(stream, payload_bytes).await?;
-            return Ok(Taken::Job(Job { request, work: Work::Fail(errno, why), permit: None }));
+            return Ok(Taken::Job(IntakeRequest { request, work: IntakeWork::Fail(errno, why), permit: None }));
         }
         match request.command {
             Command::Write => {
@@ -192,17 +192,17 @@ impl Intake {
                 }
                 let Ok(buf) = IoBuf::try_scratch(payload_bytes as usize) else {
                     self.receiver.skip(stream, payload_bytes).await?;
-                    let work = Work::Fail(NbdErrno::ENOMEM, "the server is out of memory");
-                    return Ok(Taken::Job(Job { request, work, permit: Some(permit) }));
+                    let work = IntakeWork::Fail(NbdErrno::ENOMEM, "the server is out of memory");
+                    return Ok(Taken::Job(IntakeRequest { request, work, permit: Some(permit) }));
                 };
                 let buf = self.payload(session, buf, permit.is_shared()).await?;
-                Ok(Taken::Job(Job { request, work: Work::Write(buf), permit: Some(permit) }))
+                Ok(Taken::Job(IntakeRequest { request, work: IntakeWork::Write(buf), permit: Some(permit) }))
             }
             Command::BlockStatus => {
                 let (request, work) = self.status(stream, terms, disk, request, payload_bytes).await?;
                 self.begin(session, purpose, request, work).await
             }
-            _ => self.begin(session, purpose, request, Work::Plain).await,
+            _ => self.begin(session, purpose, request, IntakeWork::Plain).await,
         }
     }
 
@@ -212,22 +212,22 @@ impl Intake {
         session: &Session<D>,
         purpose: Purpose,
         request: Request,
-        work: Work,
+        work: IntakeWork,
     ) -> Result<Taken> {
         let bytes = memory_of(&request, &work);
         if purpose == Purpose::Gather || bytes == 0 {
-            return Ok(Taken::Job(Job { request, work, permit: None }));
+            return Ok(Taken::Job(IntakeRequest { request, work, permit: None }));
         }
         let may_be_some = || request.command == Command::Read && !session.life.is_ending();
         let Some(permit) = session.budget.take_some(bytes, may_be_some).await else { return Ok(Taken::End) };
         let work = match permit.bytes() < bytes {
             true => {
                 Box::pin(session.read_in_pieces(&request)).await?;
-                Work::Answered
+                IntakeWork::Answered
             }
             false => work,
         };
-        Ok(Taken::Job(Job { request, work, permit: Some(permit) }))
+        Ok(Taken::Job(IntakeRequest { request, work, permit: Some(permit) }))
     }
 
     /// Receives the data of a write. `is_shared`: into memory that others may wait for.
@@ -266,12 +266,12 @@ impl Intake {
         disk: &impl DiskQueue,
         mut request: Request,
         payload_bytes: u64,
-    ) -> Result<(Request, Work)> {
+    ) -> Result<(Request, IntakeWork)> {
         let known = terms.contexts.len() as u32;
         if !request.flags.contains(CommandFlags::PAYLOAD_LEN) {
-            return Ok((request, Work::Status((0..known).collect())));
+            return Ok((request, IntakeWork::Status((0..known).collect())));
         }
-        let invalid = |why| Work::Fail(NbdErrno::EINVAL, why);
+        let invalid = |why| IntakeWork::Fail(NbdErrno::EINVAL, why);
         if payload_bytes == 0 || payload_bytes > StatusFilter::MAX_BYTES {
             self.receiver.skip(stream, payload_bytes).await?;
             return Ok((request, invalid("the payload of the block status has an impossible length")));
@@ -291,21 +291,21 @@ impl Intake {
         }
         request.length = filter.effect_bytes;
         let work = match judge_range(&request, terms, disk.size()) {
-            Ok(()) => Work::Status(filter.contexts),
-            Err((errno, why)) => Work::Fail(errno, why),
+            Ok(()) => IntakeWork::Status(filter.contexts),
+            Err((errno, why)) => IntakeWork::Fail(errno, why),
         };
         Ok((request, work))
     }
 }
 
 /// The memory that a request takes at most, in bytes, that of its reply included.
-fn memory_of(request: &Request, work: &Work) -> u64 {
+fn memory_of(request: &Request, work: &IntakeWork) -> u64 {
     match work {
-        Work::Plain if request.command == Command::Read => request.length,
-        Work::Plain if request.command == Command::Cache => request.length.min(CACHE_PIECE_BYTES),
-        Work::Status(contexts) => status_bytes(request, contexts.len()),
-        Work::Write(buf) => buf.len() as u64,
-        Work::Plain | Work::Done(_) | Work::Answered | Work::Fail(..) => 0,
+        IntakeWork::Plain if request.command == Command::Read => request.length,
+        IntakeWork::Plain if request.command == Command::Cache => request.length.min(CACHE_PIECE_BYTES),
+        IntakeWork::Status(contexts) => status_bytes(request, contexts.len()),
+        IntakeWork::Write(buf) => buf.len() as u64,
+        IntakeWork::Plain | IntakeWork::Done(_) | IntakeWork::Answered | IntakeWork::Fail(..) => 0,
     }
 }
 

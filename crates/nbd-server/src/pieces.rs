@@ -6,7 +6,7 @@
 
 use crate::budget::{PIECE_BYTES, Permit};
 use crate::commands::answered;
-use crate::intake::{Intake, Job, Work};
+use crate::intake::{Intake, IntakeRequest, IntakeWork};
 use crate::outbox::ReplyPart;
 use crate::session::Session;
 use crate::sparse::leading_zeroes;
@@ -94,7 +94,7 @@ impl Intake {
         session: &Session<D>,
         request: Request,
         permit: Permit,
-    ) -> Result<Option<Job>> {
+    ) -> Result<Option<IntakeRequest>> {
         let Session { stream, disk, life, stay, .. } = session;
         let is_durable = session.is_durable(&request);
         let mut done = 0;
@@ -121,7 +121,7 @@ impl Intake {
             rt::yield_now().await;
         }
         self.receiver.skip(stream, request.length - done).await?;
-        Ok(Some(Job { request, work: Work::Done(outcome), permit: Some(permit) }))
+        Ok(Some(IntakeRequest { request, work: IntakeWork::Done(outcome), permit: Some(permit) }))
     }
 
     /// The rest of a write that has begun, of which `begin` has been received.
@@ -130,7 +130,7 @@ impl Intake {
         session: &Session<D>,
         rest: Request,
         begin: &[u8],
-    ) -> Result<Option<Job>> {
+    ) -> Result<Option<IntakeRequest>> {
         // Long enough for peers that keep the pool to be cut off.
         let limit = session.stall_limit.saturating_mul(2).saturating_add(END_PATIENCE);
         let Some(permit) = session.budget.take_aside(rest.length, limit).await else { return Ok(None) };
@@ -139,7 +139,7 @@ impl Intake {
         whole.copy_from_slice(begin);
         let tail = self.payload(session, tail, permit.is_shared()).await?;
         match whole.unsplit(tail) {
-            Ok(()) => Ok(Some(Job { request: rest, work: Work::Write(whole), permit: Some(permit) })),
+            Ok(()) => Ok(Some(IntakeRequest { request: rest, work: IntakeWork::Write(whole), permit: Some(permit) })),
             Err(_) => Err(Error::internal("the parts of a split buffer did not join")),
         }
     }

@@ -34,12 +34,12 @@ pub(crate) enum QueueMessage<D: Disk> {
 }
 
 /// The owner's end of a queue.
-pub(crate) struct Queue<D: Disk> {
+pub(crate) struct QueueHandle<D: Disk> {
     mailbox: Arc<Mailbox<QueueMessage<D>>>,
     ended: Arc<Watched<bool>>,
 }
 
-impl<D: Disk> std::fmt::Debug for Queue<D> {
+impl<D: Disk> std::fmt::Debug for QueueHandle<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Queue")
     }
@@ -54,10 +54,10 @@ impl Drop for Ending {
     }
 }
 
-impl<D: Disk> Queue<D> {
+impl<D: Disk> QueueHandle<D> {
     /// Starts all threads of a server.
-    pub(crate) fn start_all(registry: &Arc<Registry<D>>) -> Result<Vec<Queue<D>>> {
-        let mut queues: Vec<Queue<D>> = Vec::new();
+    pub(crate) fn start_all(registry: &Arc<Registry<D>>) -> Result<Vec<QueueHandle<D>>> {
+        let mut queues: Vec<QueueHandle<D>> = Vec::new();
         for number in 0..registry.config.queues {
             match Self::start(registry, number) {
                 Ok(queue) => queues.push(queue),
@@ -70,7 +70,7 @@ impl<D: Disk> Queue<D> {
         Ok(queues)
     }
 
-    fn start(registry: &Arc<Registry<D>>, number: usize) -> Result<Queue<D>> {
+    fn start(registry: &Arc<Registry<D>>, number: usize) -> Result<QueueHandle<D>> {
         let mailbox: Arc<Mailbox<QueueMessage<D>>> = Arc::default();
         let ended = Arc::new(Watched::new(false));
         let (registry, inbox, ending) = (Arc::clone(registry), Arc::clone(&mailbox), Ending(Arc::clone(&ended)));
@@ -88,7 +88,7 @@ impl<D: Disk> Queue<D> {
             })
             .map_err(|error| Error::io(&error, "could not start a thread"))?;
         match is_prepared.recv() {
-            Ok(outcome) => outcome.map(|()| Queue { mailbox, ended }),
+            Ok(outcome) => outcome.map(|()| QueueHandle { mailbox, ended }),
             Err(_) => Err(Error::internal("a queue's thread ended at once")),
         }
     }

@@ -4,7 +4,7 @@
 use crate::admission::Connections;
 use crate::config::ServerConfig;
 use crate::pool::PoolStats;
-use crate::queue::{self, Queue, QueueMessage};
+use crate::queue::{self, QueueHandle, QueueMessage};
 use crate::registry::Registry;
 use crate::signal::lock;
 use crate::{Disk, DiskQueue, Export, ExportInfo, Removal};
@@ -21,7 +21,7 @@ use std::time::Duration;
 pub struct Server<D: Disk> {
     registry: Arc<Registry<D>>,
     /// Empty once it was stopped.
-    queues: Mutex<Vec<Queue<D>>>,
+    queues: Mutex<Vec<QueueHandle<D>>>,
     next_queue: Arc<AtomicUsize>,
 }
 
@@ -30,7 +30,7 @@ impl<D: Disk> Server<D> {
     pub fn new(config: ServerConfig) -> Result<Server<D>> {
         config.check()?;
         let registry = Arc::new(Registry::new(config));
-        let queues = Queue::start_all(&registry)?;
+        let queues = QueueHandle::start_all(&registry)?;
         Ok(Server { registry, queues: Mutex::new(queues), next_queue: Arc::default() })
     }
 
@@ -54,7 +54,7 @@ impl<D: Disk> Server<D> {
     pub fn listen_on(&self, listener: Listener) -> Result<SocketAddress> {
         let address = listener.address().clone();
         let queues = lock(&self.queues);
-        let mailboxes = queues.iter().map(Queue::mailbox).collect();
+        let mailboxes = queues.iter().map(QueueHandle::mailbox).collect();
         let first = queues.first().ok_or_else(stopped)?;
         first.send(QueueMessage::Listen { listener, mailboxes, next: Arc::clone(&self.next_queue) });
         Ok(address)

@@ -8,7 +8,7 @@
 use crate::Disk;
 use crate::budget::Budget;
 use crate::config::Limits;
-use crate::intake::{Intake, Job};
+use crate::intake::{Intake, IntakeRequest};
 use crate::life::Life;
 use crate::negotiation::NegotiatedOptions;
 use crate::outbox::Outbox;
@@ -143,7 +143,7 @@ impl<D: Disk> Session<D> {
         .await
     }
 
-    async fn next_job(&self) -> Option<Job> {
+    async fn next_job(&self) -> Option<IntakeRequest> {
         self.idle.set(self.idle.get() + 1);
         if let Some(waker) = self.waits_alone.take() {
             waker.wake();

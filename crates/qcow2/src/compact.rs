@@ -7,7 +7,7 @@ use cowshed_types::without;
 
 /// The layout of a slice's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
+pub(crate) struct SliceLayout {
     /// Words of an entry: 1, or 2 with extended L2 entries.
     pub(crate) entry_words: usize,
     pub(crate) cluster_bits: u32,
@@ -58,7 +58,7 @@ pub(crate) enum Compact {
 
 impl Compact {
     /// A compact form that takes at most three quarters of the array, if there is one.
-    pub(crate) fn of(words: &[u64], shape: Shape) -> Option<Compact> {
+    pub(crate) fn of(words: &[u64], shape: SliceLayout) -> Option<Compact> {
         if without!("compact_slices") {
             return None;
         }
@@ -81,7 +81,7 @@ impl Compact {
 
     /// The word at `index` of the array.
     #[inline]
-    pub(crate) fn word(&self, index: usize, shape: Shape) -> u64 {
+    pub(crate) fn word(&self, index: usize, shape: SliceLayout) -> u64 {
         let (at, is_entry) = match shape.entry_words {
             1 => (index as u32, true),
             _ => ((index / 2) as u32, index.is_multiple_of(2)),
@@ -115,7 +115,7 @@ impl Compact {
 }
 
 /// The runs of a slice, unless there are more than `most`.
-fn runs(words: &[u64], shape: Shape, most: usize) -> Option<Vec<EntryRun>> {
+fn runs(words: &[u64], shape: SliceLayout, most: usize) -> Option<Vec<EntryRun>> {
     let mut runs: Vec<EntryRun> = Vec::new();
     for (index, entry) in words.chunks_exact(shape.entry_words).enumerate() {
         let index = index as u32;
@@ -157,7 +157,7 @@ impl Packed {
 /// Bits 9 to 55: where a host offset is.
 const HOST: u64 = 0x00ff_ffff_ffff_fe00;
 
-fn packed(words: &[u64], shape: Shape, most_bytes: usize) -> Option<Packed> {
+fn packed(words: &[u64], shape: SliceLayout, most_bytes: usize) -> Option<Packed> {
     let pairs = || {
         let entries = words.chunks_exact(shape.entry_words);
         entries.map(|entry| (entry[0], entry.get(1).copied().unwrap_or(0)))
@@ -198,11 +198,11 @@ mod tests {
     use super::*;
 
     const COPIED: u64 = 1 << 63;
-    const STANDARD: Shape = Shape { entry_words: 1, cluster_bits: 16 };
-    const EXTENDED: Shape = Shape { entry_words: 2, cluster_bits: 16 };
+    const STANDARD: SliceLayout = SliceLayout { entry_words: 1, cluster_bits: 16 };
+    const EXTENDED: SliceLayout = SliceLayout { entry_words: 2, cluster_bits: 16 };
 
     #[track_caller]
-    fn round_trip(words: &[u64], shape: Shape) -> Option<usize> {
+    fn round_trip(words: &[u64], shape: SliceLayout) -> Option<usize> {
         let compact = Compact::of(words, shape)?;
         for (index, word) in words.iter().enumerate() {
             assert_eq!(compact.word(index, shape), *word, "word {index} of {compact:?}");

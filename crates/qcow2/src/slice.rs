@@ -5,7 +5,7 @@
 //! version odd, edits, and makes it even again. A reader that saw the version change reads again. A regular slice is kept
 //! in a compact form instead, which is never edited. The holder of the lock puts an array in its place first.
 
-use crate::compact::{Compact, Shape};
+use crate::compact::{Compact, SliceLayout};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 /// A part of an L2 table.
@@ -16,7 +16,7 @@ pub(crate) struct Slice {
     pub(crate) referenced: AtomicBool,
     /// An array that has no compact form as it is now.
     is_irregular: AtomicBool,
-    shape: Shape,
+    shape: SliceLayout,
     /// Number of words.
     len: usize,
     form: Form,
@@ -32,18 +32,18 @@ enum Form {
 const COMPACT_BYTES: usize = 64;
 
 impl Slice {
-    fn new(shape: Shape, len: usize, form: Form) -> Slice {
+    fn new(shape: SliceLayout, len: usize, form: Form) -> Slice {
         let (version, referenced) = (AtomicU64::new(0), AtomicBool::new(true));
         Slice { version, referenced, is_irregular: AtomicBool::new(false), shape, len, form }
     }
 
-    fn array(shape: Shape, words: impl Iterator<Item = u64>) -> Slice {
+    fn array(shape: SliceLayout, words: impl Iterator<Item = u64>) -> Slice {
         let words: Box<[AtomicU64]> = words.map(AtomicU64::new).collect();
         Slice::new(shape, words.len(), Form::Words(words))
     }
 
     /// From the big-endian bytes of a table, compact where that saves memory.
-    pub(crate) fn from_bytes(bytes: &[u8], shape: Shape) -> Self {
+    pub(crate) fn from_bytes(bytes: &[u8], shape: SliceLayout) -> Self {
         let words: Vec<u64> =
             bytes.chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap_or_default())).collect();
         match Compact::of(&words, shape) {
@@ -57,7 +57,7 @@ impl Slice {
     }
 
     /// All entries zero.
-    pub(crate) fn zeroed(words: usize, shape: Shape) -> Self {
+    pub(crate) fn zeroed(words: usize, shape: SliceLayout) -> Self {
         Slice::array(shape, std::iter::repeat_n(0, words))
     }
 
@@ -147,7 +147,7 @@ impl Slice {
 mod tests {
     use super::*;
 
-    const SHAPE: Shape = Shape { entry_words: 1, cluster_bits: 16 };
+    const SHAPE: SliceLayout = SliceLayout { entry_words: 1, cluster_bits: 16 };
 
     /// Miri takes a thousand times as long.
     const EDITS: u64 = if cfg!(miri) { 100 } else { 100_000 };

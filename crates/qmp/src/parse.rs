@@ -20,13 +20,13 @@ pub(crate) enum Definition {
     Object(ObjectType),
     Other(Alternative),
     /// Its arguments and its result, which is absent if `None`.
-    Command(Arguments, Option<Type>),
+    Command(ArgumentsType, Option<Type>),
     Event(ObjectType),
 }
 
 /// The arguments of a command.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Arguments {
+pub(crate) enum ArgumentsType {
     /// Members of its own.
     Inline(ObjectType),
     /// An object type by name.
@@ -64,8 +64,8 @@ fn definition(line: &str) -> Option<(String, Definition)> {
                 None => (rest, None),
             };
             let arguments = match arguments.strip_prefix('(') {
-                Some(named) => Arguments::Named(named.strip_suffix(')')?.trim().to_owned()),
-                None => Arguments::Inline(object(body(arguments)?)?),
+                Some(named) => ArgumentsType::Named(named.strip_suffix(')')?.trim().to_owned()),
+                None => ArgumentsType::Inline(object(body(arguments)?)?),
             };
             Definition::Command(arguments, returns)
         }

@@ -4,7 +4,7 @@
 
 use crate::error::{QmpError, QmpResult};
 use crate::order::ordered;
-use crate::parse::{self, Arguments, Definition};
+use crate::parse::{self, ArgumentsType, Definition};
 use crate::size::size_of_text;
 use crate::types::{Alternative, ObjectType, SchemaMember, Type};
 use serde_json::{Map, Value, json};
@@ -69,8 +69,8 @@ impl Schema {
                 }
                 Definition::Command(arguments, returns) => {
                     let arguments = match arguments {
-                        Arguments::Named(name) => name,
-                        Arguments::Inline(object) => {
+                        ArgumentsType::Named(name) => name,
+                        ArgumentsType::Inline(object) => {
                             self.objects.insert(inline_name(&name), object);
                             inline_name(&name)
                         }

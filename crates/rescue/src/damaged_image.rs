@@ -3,7 +3,7 @@
 
 use crate::header::{self, Fields};
 use crate::orphans::is_plausible;
-use crate::place::{Places, Shape, Source, places};
+use crate::place::{EntryRules, Places, Source, places};
 use crate::{Doubt, Loss, Overrides};
 use cowshed_codec::Codec;
 use cowshed_image::Node;
@@ -25,7 +25,7 @@ const HEAD_BYTES: u64 = 2 << 20;
 pub struct DamagedImage {
     pub(super) image: Arc<Node>,
     pub(super) fields: Fields,
-    pub(super) shape: Shape,
+    pub(super) shape: EntryRules,
     pub(super) l1: Vec<u64>,
     /// Where the active L1 table starts and its entries, while a snapshot's is read.
     pub(super) active_l1: Option<(Option<u64>, u64)>,
@@ -89,7 +89,7 @@ impl DamagedImage {
             format!("bytes {:#x} to {:#x} can't be read: {}", range.start, range.end, loss.detail().unwrap_or_default())
         }));
         let data_len = if fields.data_file { 0 } else { len };
-        let shape = Shape {
+        let shape = EntryRules {
             geometry: fields.geometry,
             version: fields.version,
             data_file: fields.data_file,

@@ -2,7 +2,7 @@
 //! Tables that nothing leads to any more: clusters that are in no known use and whose bytes make sense as an L2 table.
 
 use crate::damaged_image::{DamagedImage, L1Target, salvage};
-use crate::place::Shape;
+use crate::place::EntryRules;
 use cowshed_layout::qcow2::{
     BitmapTableEntry, L1Entry, L2Entry, Parsed, RefcountTableEntry, SubclusterBitmap, bitmap, limits, snapshot,
 };
@@ -232,7 +232,7 @@ impl DamagedImage {
 }
 
 /// The entries of a table that aren't 0, with their bitmaps.
-fn entries<'a>(shape: &Shape, table: &'a [u8]) -> impl Iterator<Item = (u64, Option<u64>)> + use<'a> {
+fn entries<'a>(shape: &EntryRules, table: &'a [u8]) -> impl Iterator<Item = (u64, Option<u64>)> + use<'a> {
     let words = table.as_chunks::<8>().0;
     let stride = if shape.geometry.extended_l2() { 2 } else { 1 };
     words.chunks_exact(stride).filter_map(|entry| {
@@ -245,7 +245,7 @@ fn entries<'a>(shape: &Shape, table: &'a [u8]) -> impl Iterator<Item = (u64, Opt
 
 /// True for bytes that make sense as the L2 table at `offset`. Every entry is valid, none points to the table or to the
 /// header, and no two point to one cluster. At least one points to a cluster.
-pub(super) fn is_plausible(shape: &Shape, offset: u64, table: &[u8]) -> bool {
+pub(super) fn is_plausible(shape: &EntryRules, offset: u64, table: &[u8]) -> bool {
     let mut targets = HashSet::new();
     let mut pointers = 0;
     for (raw, bitmap) in entries(shape, table) {
@@ -298,7 +298,7 @@ struct Candidate {
 const TARGETS_MAX: usize = 64;
 
 impl Candidate {
-    fn new(shape: &Shape, offset: u64, table: &[u8]) -> Self {
+    fn new(shape: &EntryRules, offset: u64, table: &[u8]) -> Self {
         let mut orphan = Orphan { offset, kind: OrphanKind::Unclear, entries: 0, first_target: u64::MAX };
         let mut targets = Vec::new();
         for (raw, bitmap) in entries(shape, table) {

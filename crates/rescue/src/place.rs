@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// The properties of an image that decide how entries are read.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct EntryRules {
     pub geometry: Geometry,
     pub version: u32,
     /// Guest data are in an external data file.
@@ -41,14 +41,14 @@ pub(super) struct Places {
 }
 
 impl Places {
-    fn whole(shape: &Shape, source: Source, doubt: Option<Doubt>) -> Self {
+    fn whole(shape: &EntryRules, source: Source, doubt: Option<Doubt>) -> Self {
         let len = shape.geometry.cluster_size();
         Places { parts: std::iter::once((0..len, source)).collect(), doubt }
     }
 }
 
 /// Reads an entry; `bitmap` with extended entries.
-pub(super) fn places(shape: &Shape, raw: u64, bitmap: Option<u64>) -> Places {
+pub(super) fn places(shape: &EntryRules, raw: u64, bitmap: Option<u64>) -> Places {
     let entry = L2Entry(raw);
     if let Some(descriptor) = entry.compressed_descriptor(shape.geometry.cluster_bits()) {
         return Places::whole(shape, compressed(shape, descriptor), None);
@@ -70,7 +70,7 @@ pub(super) fn places(shape: &Shape, raw: u64, bitmap: Option<u64>) -> Places {
     Places::whole(shape, data(shape, offset, 0), doubt)
 }
 
-fn compressed(shape: &Shape, descriptor: CompressedDescriptor) -> Source {
+fn compressed(shape: &EntryRules, descriptor: CompressedDescriptor) -> Source {
     if shape.data_file {
         return Source::Lost(Loss::CompressedInDataFile);
     }
@@ -83,7 +83,7 @@ fn compressed(shape: &Shape, descriptor: CompressedDescriptor) -> Source {
     Source::Compressed(descriptor)
 }
 
-fn data(shape: &Shape, offset: u64, within: u64) -> Source {
+fn data(shape: &EntryRules, offset: u64, within: u64) -> Source {
     if shape.geometry.in_cluster(offset) != 0 {
         return Source::Lost(Loss::Unaligned);
     }
@@ -100,13 +100,13 @@ fn data(shape: &Shape, offset: u64, within: u64) -> Source {
 }
 
 /// A whole image doesn't end inside of data; one that was cut off may.
-fn tail_doubt(shape: &Shape, offset: u64, end: u64) -> Option<Doubt> {
+fn tail_doubt(shape: &EntryRules, offset: u64, end: u64) -> Option<Doubt> {
     let end = offset.saturating_add(end);
     (!shape.data_file && offset < shape.data_len && end > shape.data_len).then_some(Doubt::FileEndsInside)
 }
 
 fn subclusters(
-    shape: &Shape,
+    shape: &EntryRules,
     offset: u64,
     allocated: bool,
     bitmap: SubclusterBitmap,
@@ -142,9 +142,9 @@ fn subclusters(
 mod tests {
     use super::*;
 
-    fn shape(extended: bool, version: u32) -> Shape {
+    fn shape(extended: bool, version: u32) -> EntryRules {
         let geometry = Geometry::new(16, 4, extended).expect("a geometry");
-        Shape { geometry, version, data_file: false, file_len: 0x10_8000, data_len: 0x10_8000 }
+        EntryRules { geometry, version, data_file: false, file_len: 0x10_8000, data_len: 0x10_8000 }
     }
 
     fn single(raw: u64) -> (Source, Option<Doubt>) {

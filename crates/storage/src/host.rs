@@ -11,7 +11,7 @@ use crate::blocklock::BlockGuard;
 use crate::cache::LiveAlignment;
 use crate::data_cache::KnownData;
 use crate::file_systems;
-use crate::identity::{FileIdentity, Listed};
+use crate::identity::{FileIdentity, ListedFile};
 use crate::medium::Space;
 use crate::names::text_of_path;
 use crate::opening::{Opening, note_writable};
@@ -38,7 +38,7 @@ const LARGEST_SECTOR_BYTES: u64 = 4096;
 #[derive(Debug)]
 pub(crate) struct HostFile {
     fd: Arc<OwnedFd>,
-    listed: Listed,
+    listed: ListedFile,
     engine: IoEngine,
     is_device: bool,
     /// See [`HostFile::space_block_bytes`].
@@ -132,7 +132,7 @@ impl HostFile {
         let (is_direct, alignment) = (AtomicBool::new(options.cache.direct), LiveAlignment::new(alignment));
         Ok(HostFile {
             fd: Arc::new(fd),
-            listed: Listed::new(FileIdentity::of(&stat), text_of_path(path)),
+            listed: ListedFile::new(FileIdentity::of(&stat), text_of_path(path)),
             engine,
             is_device,
             space_block_bytes: space_block_bytes.max(1),

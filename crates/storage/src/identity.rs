@@ -64,16 +64,16 @@ fn open_files() -> MutexGuard<'static, OpenFiles> {
 
 /// The place of an open file on the list; given back when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Listed {
+pub(crate) struct ListedFile {
     identity: FileIdentity,
     number: u64,
 }
 
-impl Listed {
-    pub(crate) fn new(identity: FileIdentity, name: String) -> Listed {
+impl ListedFile {
+    pub(crate) fn new(identity: FileIdentity, name: String) -> ListedFile {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         open_files().entry(identity).or_default().push(OpenFile { number, name });
-        Listed { identity, number }
+        ListedFile { identity, number }
     }
 
     pub(crate) fn identity(&self) -> FileIdentity {
@@ -87,7 +87,7 @@ impl Listed {
     }
 }
 
-impl Drop for Listed {
+impl Drop for ListedFile {
     fn drop(&mut self) {
         let mut open = open_files();
         let Some(files) = open.get_mut(&self.identity) else { return };

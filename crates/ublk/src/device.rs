@@ -2,9 +2,9 @@
 //! The device: its coming, its takeover from a server that has died, its going.
 
 use crate::config::{Config, Recover};
-use crate::ledger::Ledger;
-use crate::queue::{self, Common};
-use crate::requests::Ways;
+use crate::ledger::DeviceLedger;
+use crate::queue::{self, QueueSettings};
+use crate::requests::DeviceRules;
 use cowshed_image::Node;
 use cowshed_image::graph::Attachment;
 use cowshed_storage::rt;
@@ -86,7 +86,7 @@ pub(crate) struct Device<D: UblkDriver> {
     pub number: u32,
     features: u64,
     params: Params,
-    common: Common,
+    common: QueueSettings,
 }
 
 /// Gives commands about one device.
@@ -269,7 +269,7 @@ impl<D: UblkDriver> Device<D> {
         // By the number alone it can be taken away again.
         let number =
             info.map_or_else(|_| u32::from_ne_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]), |i| i.device);
-        let ledger = Ledger::begin(&config.notes, number);
+        let ledger = DeviceLedger::begin(&config.notes, number);
         let common = Self::common(config, attachment, on_end, ledger, params);
         let mut device = Device { driver, number, features: info.map_or(0, |info| info.features), params, common };
         let started = info.map_err(|error| Error::internal(format!("the ublk driver gives a wrong answer: {error}")));
@@ -290,11 +290,15 @@ impl<D: UblkDriver> Device<D> {
         config: &Config,
         attachment: &Arc<Attachment>,
         on_end: Arc<dyn Fn() + Send + Sync>,
-        ledger: Ledger,
+        ledger: DeviceLedger,
         params: Params,
-    ) -> Common {
-        Common {
-            ways: Ways { id: config.id.as_str().into(), writethrough: config.writethrough, ledger: Arc::new(ledger) },
+    ) -> QueueSettings {
+        QueueSettings {
+            ways: DeviceRules {
+                id: config.id.as_str().into(),
+                writethrough: config.writethrough,
+                ledger: Arc::new(ledger),
+            },
             limits: Limits {
                 max_request_bytes: params.max_request_bytes,
                 block_bytes: params.block_bytes,
@@ -396,7 +400,7 @@ impl<D: UblkDriver> Device<D> {
                 Err(_) => std::thread::sleep(PAUSE),
             }
         }
-        let ledger = Ledger::take_up(&config.notes, number);
+        let ledger = DeviceLedger::take_up(&config.notes, number);
         if ledger.is_lost() {
             tracing::warn!(
                 export = config.id,

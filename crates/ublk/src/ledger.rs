@@ -18,7 +18,7 @@ const UNFLUSHED: u8 = b'u';
 
 /// The changes of a device.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct DeviceLedger {
     path: PathBuf,
     state: Mutex<LedgerState>,
 }
@@ -60,9 +60,9 @@ fn open(path: &Path, flags: OFlags) -> Option<File> {
     (is_file && status.st_uid == rustix::process::geteuid().as_raw()).then(|| File::from(fd))
 }
 
-impl Ledger {
+impl DeviceLedger {
     /// The ledger of a new device.
-    pub fn begin(folder: &Path, device: u32) -> Ledger {
+    pub fn begin(folder: &Path, device: u32) -> DeviceLedger {
         let path = path_of(folder, device);
         let note = open(&path, OFlags::CREATE);
         if note.is_none() {
@@ -73,11 +73,11 @@ impl Ledger {
         }
         let mut state = LedgerState { note, ..LedgerState::default() };
         state.write();
-        Ledger { path, state: Mutex::new(state) }
+        DeviceLedger { path, state: Mutex::new(state) }
     }
 
     /// The ledger of a device whose server has died. Without a note of that one its changes count as lost.
-    pub fn take_up(folder: &Path, device: u32) -> Ledger {
+    pub fn take_up(folder: &Path, device: u32) -> DeviceLedger {
         let path = path_of(folder, device);
         let note = open(&path, OFlags::empty());
         let mut byte = [UNFLUSHED];
@@ -86,7 +86,7 @@ impl Ledger {
         let note = note.or_else(|| open(&path, OFlags::CREATE));
         let mut state = LedgerState { note, is_lost, ..LedgerState::default() };
         state.write();
-        Ledger { path, state: Mutex::new(state) }
+        DeviceLedger { path, state: Mutex::new(state) }
     }
 
     /// The device is gone.
@@ -108,7 +108,7 @@ impl Ledger {
         }
     }
 
-    /// The state that [`Ledger::end_flush`] needs from the beginning of a flush.
+    /// The state that [`DeviceLedger::end_flush`] needs from the beginning of a flush.
     pub fn begin_flush(&self) -> u64 {
         lock(&self.state).changes
     }

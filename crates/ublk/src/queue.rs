@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The thread of a queue: a task for each tag waits for its request, carries it out, and waits for the next one.
 
-use crate::requests::{self, PIECE_BYTES, Ways};
+use crate::requests::{self, DeviceRules, PIECE_BYTES};
 use cowshed_image::graph::{Attachment, Queue};
 use cowshed_storage::rt::{self, PollLimit};
 use cowshed_storage::signal::Watched;
@@ -25,8 +25,8 @@ const REFUSAL: Duration = Duration::from_millis(1);
 
 /// The settings that all queues of a device have in common.
 #[derive(Clone)]
-pub(crate) struct Common {
-    pub ways: Ways,
+pub(crate) struct QueueSettings {
+    pub ways: DeviceRules,
     pub limits: Limits,
     pub attachment: Arc<Attachment>,
     pub poll_limit: PollLimit,
@@ -37,7 +37,7 @@ pub(crate) struct Common {
 }
 
 /// Counts a thread, also where it panics.
-struct Running(Common);
+struct Running(QueueSettings);
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -54,7 +54,7 @@ impl Drop for Running {
 /// Starts the thread of a queue. It reports that the driver has all of its tags, or the fault.
 pub(crate) fn spawn<D: UblkDevice>(
     device: &Arc<D>,
-    common: &Common,
+    common: &QueueSettings,
     shape: UblkShape,
     prepared: SyncSender<Result<()>>,
 ) -> Result<()> {
@@ -80,7 +80,7 @@ pub(crate) fn spawn<D: UblkDevice>(
 
 /// The state that the tasks of a thread share.
 struct Shared<Q> {
-    common: Common,
+    common: QueueSettings,
     queue: Q,
     disk: Queue,
     tags: RefCell<Tags>,
@@ -88,7 +88,7 @@ struct Shared<Q> {
     refused: Cell<Option<i32>>,
 }
 
-async fn serve<Q: UblkQueue>(common: &Common, queue: Q, depth: u16, prepared: SyncSender<Result<()>>) {
+async fn serve<Q: UblkQueue>(common: &QueueSettings, queue: Q, depth: u16, prepared: SyncSender<Result<()>>) {
     rt::poll_up_to(common.poll_limit.clone());
     rt::sleep_exactly();
     let disk = common.attachment.queue();

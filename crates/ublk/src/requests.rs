@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carries one request out.
 
-use crate::ledger::Ledger;
+use crate::ledger::DeviceLedger;
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::{IoBuf, UblkQueue};
@@ -18,13 +18,13 @@ const TOLD: [Number; 5] = [Number::NOSPC, Number::OPNOTSUPP, Number::TIMEDOUT, N
 
 /// The way of carrying requests out: the same for all of a device.
 #[derive(Clone)]
-pub(crate) struct Ways {
+pub(crate) struct DeviceRules {
     /// The export's name.
     pub id: Arc<str>,
     /// Each change is durable before it is answered.
     pub writethrough: bool,
     /// Changes that die with this process.
-    pub ledger: Arc<Ledger>,
+    pub ledger: Arc<DeviceLedger>,
 }
 
 fn number_of(error: &Error) -> i32 {
@@ -43,7 +43,7 @@ fn lost() -> Error {
 }
 
 /// Carries a request out. The result for the driver: bytes, or the negative number of an error.
-pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: u16, request: Request) -> i32 {
+pub(crate) async fn run(disk: &Queue, ways: &DeviceRules, queue: &impl UblkQueue, tag: u16, request: Request) -> i32 {
     let Request { operation, offset, len } = request;
     let is_durable = match operation {
         Operation::Write { is_durable } | Operation::WriteZeroes { is_durable, .. } => is_durable || ways.writethrough,
@@ -88,7 +88,7 @@ pub(crate) async fn run(disk: &Queue, ways: &Ways, queue: &impl UblkQueue, tag: 
     }
 }
 
-async fn flush(disk: &Queue, ways: &Ways) -> Result<()> {
+async fn flush(disk: &Queue, ways: &DeviceRules) -> Result<()> {
     let began = ways.ledger.begin_flush();
     disk.flush().await?;
     ways.ledger.end_flush(began);

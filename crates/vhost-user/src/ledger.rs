@@ -15,7 +15,7 @@ use std::sync::Mutex;
 
 /// The changes of one session.
 #[derive(Debug)]
-pub(crate) struct Ledger<P = MemoryPiece>(Mutex<LedgerState<P>>);
+pub(crate) struct SessionLedger<P = MemoryPiece>(Mutex<LedgerState<P>>);
 
 #[derive(Debug)]
 struct LedgerState<P> {
@@ -29,9 +29,15 @@ struct LedgerState<P> {
     is_told: bool,
 }
 
-impl<P> Default for Ledger<P> {
+impl<P> Default for SessionLedger<P> {
     fn default() -> Self {
-        Ledger(Mutex::new(LedgerState { note: None, is_marked: false, changes: 0, is_lost: false, is_told: false }))
+        SessionLedger(Mutex::new(LedgerState {
+            note: None,
+            is_marked: false,
+            changes: 0,
+            is_lost: false,
+            is_told: false,
+        }))
     }
 }
 
@@ -43,7 +49,7 @@ impl<P: Shared> LedgerState<P> {
     }
 }
 
-impl<P: Shared> Ledger<P> {
+impl<P: Shared> SessionLedger<P> {
     /// Writes to this note from now on, whose content was `found`. The facts of another note before it stay: a reset of the guest
     /// brings a new one.
     pub fn take_up(&self, note: UnflushedNote<P>, found: NoteState, write_cache: bool) {
@@ -77,7 +83,7 @@ impl<P: Shared> Ledger<P> {
         }
     }
 
-    /// The state that [`Ledger::end_flush`] needs from the beginning of a flush.
+    /// The state that [`SessionLedger::end_flush`] needs from the beginning of a flush.
     pub fn begin_flush(&self) -> u64 {
         lock(&self.0).changes
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The thread of a ring, or of several.
 
-use crate::ledger::Ledger;
+use crate::ledger::SessionLedger;
 use crate::line::Line;
 use crate::memory::{GuestMemory, MemoryPiece};
 use crate::requests::{self, Ended};
@@ -32,7 +32,7 @@ const LOOK_PAUSE: Duration = Duration::from_micros(100);
 
 /// The way of carrying requests out: the same for all rings of a session.
 #[derive(Clone, Debug)]
-pub(crate) struct Ways<P = MemoryPiece> {
+pub(crate) struct RingRules<P = MemoryPiece> {
     /// The export's name.
     pub id: Arc<str>,
     /// The limits by which requests are checked; the size is looked up for each.
@@ -42,12 +42,12 @@ pub(crate) struct Ways<P = MemoryPiece> {
     /// The driver's own switch.
     pub writeback: Arc<AtomicBool>,
     /// Changes that die with this process.
-    pub ledger: Arc<Ledger<P>>,
+    pub ledger: Arc<SessionLedger<P>>,
     /// The memory of a piece, where the kernel may fill and take it; `None`: all data has a copy.
     pub memory_of: Option<fn(&P) -> &SharedMemory>,
 }
 
-impl<P> Ways<P> {
+impl<P> RingRules<P> {
     pub fn is_durable(&self) -> bool {
         self.writethrough || !self.writeback.load(Ordering::Acquire)
     }
@@ -66,7 +66,7 @@ pub(crate) struct Start<M: Memory = GuestMemory> {
     pub line: Arc<Line>,
     /// The notes of its requests in flight.
     pub notes: Option<M::Piece>,
-    pub ways: Ways<M::Piece>,
+    pub ways: RingRules<M::Piece>,
 }
 
 pub(crate) enum Message<M: Memory = GuestMemory> {
@@ -84,7 +84,7 @@ pub(crate) enum Message<M: Memory = GuestMemory> {
 
 /// The owner's end of a ring's server, which shares its thread with others where there are more rings than threads.
 #[derive(Debug)]
-pub(crate) struct Queue {
+pub(crate) struct RingHandle {
     mailbox: Arc<Mailbox<Message>>,
     /// The thread has ended.
     ended: Arc<Watched<bool>>,
@@ -105,17 +105,17 @@ impl Drop for Ending {
     }
 }
 
-impl Queue {
+impl RingHandle {
     /// Starts a thread that serves `count` rings.
     pub fn spawn(
         name: String,
         count: usize,
         attachment: &Arc<Attachment>,
         poll_limit: &PollLimit,
-    ) -> Result<Vec<Queue>> {
+    ) -> Result<Vec<RingHandle>> {
         let ended: Arc<Watched<bool>> = Arc::default();
-        let queues: Vec<Queue> =
-            (0..count).map(|_| Queue { mailbox: Arc::default(), ended: Arc::clone(&ended) }).collect();
+        let queues: Vec<RingHandle> =
+            (0..count).map(|_| RingHandle { mailbox: Arc::default(), ended: Arc::clone(&ended) }).collect();
         let inboxes: Vec<_> = queues.iter().map(|queue| Arc::clone(&queue.mailbox)).collect();
         let (attachment, poll_limit, ending) = (Arc::clone(attachment), poll_limit.clone(), Ending(ended));
         let (prepared, is_prepared) = std::sync::mpsc::sync_channel(1);
@@ -180,11 +180,11 @@ impl Queue {
 }
 
 /// A ring that runs.
-pub(crate) struct Running<M: Memory = GuestMemory> {
+pub(crate) struct RunningRing<M: Memory = GuestMemory> {
     ring: Ring<M::Piece>,
     start: Start<M>,
     /// Those of the start, for the requests of this thread.
-    ways: Rc<Ways<M::Piece>>,
+    ways: Rc<RingRules<M::Piece>>,
     inflight: Option<Inflight<M::Piece>>,
     bytes: u64,
     /// Requests of an earlier life that have not begun.
@@ -197,7 +197,7 @@ pub(crate) struct Running<M: Memory = GuestMemory> {
 async fn serve_all(disk: Disk, inbox: Arc<Mailbox<Message>>) {
     loop {
         match inbox.receive().await {
-            Message::Start(start, outcome) => match Running::new(*start) {
+            Message::Start(start, outcome) => match RunningRing::new(*start) {
                 Ok(running) => {
                     outcome.change(|outcome| *outcome = Some(Ok(())));
                     if !running.serve(&disk, &inbox).await {
@@ -215,8 +215,8 @@ async fn serve_all(disk: Disk, inbox: Arc<Mailbox<Message>>) {
     }
 }
 
-impl<M: Memory<Piece: Clone + 'static>> Running<M> {
-    pub(crate) fn new(start: Start<M>) -> Result<Running<M>, Malformed> {
+impl<M: Memory<Piece: Clone + 'static>> RunningRing<M> {
+    pub(crate) fn new(start: Start<M>) -> Result<RunningRing<M>, Malformed> {
         let memory = Arc::clone(&lock(&start.memory));
         let mut ring = Ring::new(&*memory, &start.place, start.base)?;
         let mut left = VecDeque::new();
@@ -233,7 +233,7 @@ impl<M: Memory<Piece: Clone + 'static>> Running<M> {
             tracing::info!(export = &*start.ways.id, count = left.len(), "requests of an earlier life are carried out");
         }
         let ways = Rc::new(start.ways.clone());
-        Ok(Running { ring, start, ways, inflight, bytes: 0, left, is_broken: false, slots: RequestSlots::new() })
+        Ok(RunningRing { ring, start, ways, inflight, bytes: 0, left, is_broken: false, slots: RequestSlots::new() })
     }
 
     /// Serves until the order to stop. False: the thread is to end.

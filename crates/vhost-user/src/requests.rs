@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Carries out one request.
 
-use crate::queue::Ways;
+use crate::queue::RingRules;
 use cowshed_image::ZeroFlags;
 use cowshed_image::graph::Queue;
 use cowshed_storage::{IoBuf, SharedBufs, SharedMemory};
@@ -68,7 +68,7 @@ fn memory_is_lost() -> Error {
 /// Carries a request out and writes its status.
 pub(crate) async fn run<P: Shared>(
     disk: &Queue,
-    ways: &Ways<P>,
+    ways: &RingRules<P>,
     chain: &DescriptorChain<P>,
     request: Request,
 ) -> Ended {
@@ -128,7 +128,7 @@ pub(crate) fn end<P: Shared>(chain: &DescriptorChain<P>, status: Status, written
 /// A range of the memory of a request, where the kernel may fill or take it. `None`: the data has a copy, because a page of the
 /// memory may be late. The disk's locks would wait for it, and other clients with them. Very many pieces have a copy, too. Otherwise
 /// `cursor` goes on.
-fn shared<P: Shared>(ways: &Ways<P>, pieces: &Pieces<P>, cursor: &mut Cursor, len: u64) -> Option<SharedBufs> {
+fn shared<P: Shared>(ways: &RingRules<P>, pieces: &Pieces<P>, cursor: &mut Cursor, len: u64) -> Option<SharedBufs> {
     let memory_of = ways.memory_of?;
     let (mut bufs, mut fits, mut behind) = (SharedBufs::default(), true, *cursor);
     // In range of `usize`: at most PIECE_BYTES.
@@ -148,7 +148,7 @@ fn shared<P: Shared>(ways: &Ways<P>, pieces: &Pieces<P>, cursor: &mut Cursor, le
 
 async fn read<P: Shared>(
     disk: &Queue,
-    ways: &Ways<P>,
+    ways: &RingRules<P>,
     chain: &DescriptorChain<P>,
     offset: u64,
     len: u64,
@@ -180,7 +180,7 @@ async fn read<P: Shared>(
 
 async fn write<P: Shared>(
     disk: &Queue,
-    ways: &Ways<P>,
+    ways: &RingRules<P>,
     chain: &DescriptorChain<P>,
     (offset, len): (u64, u64),
     is_durable: bool,
@@ -220,14 +220,19 @@ async fn write<P: Shared>(
     Ok(())
 }
 
-async fn discard<P: Shared>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>, is_durable: bool) -> Result<()> {
+async fn discard<P: Shared>(disk: &Queue, ways: &RingRules<P>, segments: Vec<Segment>, is_durable: bool) -> Result<()> {
     for segment in segments {
         disk.discard(segment.offset, segment.len).await?;
     }
     complete(disk, ways, is_durable).await
 }
 
-async fn write_zeroes<P: Shared>(disk: &Queue, ways: &Ways<P>, segments: Vec<Segment>, is_durable: bool) -> Result<()> {
+async fn write_zeroes<P: Shared>(
+    disk: &Queue,
+    ways: &RingRules<P>,
+    segments: Vec<Segment>,
+    is_durable: bool,
+) -> Result<()> {
     for segment in segments {
         let flags = ZeroFlags { may_unmap: segment.unmap, no_fallback: false };
         disk.write_zeroes(segment.offset, segment.len, flags).await?;
@@ -235,7 +240,7 @@ async fn write_zeroes<P: Shared>(disk: &Queue, ways: &Ways<P>, segments: Vec<Seg
     complete(disk, ways, is_durable).await
 }
 
-async fn complete<P: Shared>(disk: &Queue, ways: &Ways<P>, is_durable: bool) -> Result<()> {
+async fn complete<P: Shared>(disk: &Queue, ways: &RingRules<P>, is_durable: bool) -> Result<()> {
     match is_durable {
         true => flush(disk, ways).await,
         false => Ok(()),
@@ -243,7 +248,7 @@ async fn complete<P: Shared>(disk: &Queue, ways: &Ways<P>, is_durable: bool) -> 
 }
 
 /// Makes all changes durable that have ended.
-async fn flush<P: Shared>(disk: &Queue, ways: &Ways<P>) -> Result<()> {
+async fn flush<P: Shared>(disk: &Queue, ways: &RingRules<P>) -> Result<()> {
     let began = ways.ledger.begin_flush();
     if !slip!("vhost_flush_promises_without_a_sync") {
         disk.flush().await?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The export as its owner sees it, and the thread that takes front ends.
 
-use crate::queue::Queue;
+use crate::queue::RingHandle;
 use crate::session;
 use cowshed_image::graph::{Attachment, images_below};
 use cowshed_storage::rt::{self, PollLimit};
@@ -69,10 +69,10 @@ impl ServerConfig {
 
 /// The state that the owner and the control thread share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct BackendState {
     pub config: ServerConfig,
     pub attachment: Arc<Attachment>,
-    pub queues: Vec<Queue>,
+    pub queues: Vec<RingHandle>,
     /// The guest's switch of the write cache, which outlives front ends: they send it only where it changes.
     pub writeback: Arc<AtomicBool>,
     /// The number of this back end's life in the notes that outlive it.
@@ -92,7 +92,7 @@ pub(crate) struct Shared {
 /// A disk that is served to one front end at a time. Usable from any thread.
 #[derive(Debug)]
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<BackendState>,
     address: SocketAddress,
 }
 
@@ -104,7 +104,7 @@ impl Server {
         let queues = spread(threads, config.queues.into());
         let mut images: Vec<_> = images_below(&attachment.node()).iter().map(|image| image.number()).collect();
         images.sort_unstable();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(BackendState {
             writeback: Arc::new(AtomicBool::new(!config.writethrough)),
             // Changes in memory are the images': an export that comes back finds them, also one of another node above.
             life: LIVES.hash_one((std::process::id(), images)),
@@ -125,7 +125,7 @@ impl Server {
             rt::block_on(accept_all(&serving, listener));
         };
         if let Err(error) = std::thread::Builder::new().name("vhost-control".to_owned()).spawn(serve) {
-            shared.queues.iter().for_each(Queue::end);
+            shared.queues.iter().for_each(RingHandle::end);
             return Err(Error::io(&error, "could not start a thread"));
         }
         Ok(Server { shared, address })
@@ -172,16 +172,16 @@ impl Drop for Server {
 }
 
 /// Starts the threads of the rings, with as many rings each as they have to serve.
-fn spawn_threads(config: &ServerConfig, attachment: &Arc<Attachment>) -> Result<Vec<Vec<Queue>>> {
+fn spawn_threads(config: &ServerConfig, attachment: &Arc<Attachment>) -> Result<Vec<Vec<RingHandle>>> {
     let queues = usize::from(config.queues);
     let count = queues.min(config.threads.max(1));
-    let mut threads: Vec<Vec<Queue>> = Vec::new();
+    let mut threads: Vec<Vec<RingHandle>> = Vec::new();
     for number in 0..count {
         let rings = queues / count + usize::from(number < queues % count);
-        match Queue::spawn(format!("vhost-queue-{number}"), rings, attachment, &config.poll_limit) {
+        match RingHandle::spawn(format!("vhost-queue-{number}"), rings, attachment, &config.poll_limit) {
             Ok(served) => threads.push(served),
             Err(error) => {
-                threads.iter().flatten().for_each(Queue::end);
+                threads.iter().flatten().for_each(RingHandle::end);
                 return Err(error);
             }
         }
@@ -190,23 +190,23 @@ fn spawn_threads(config: &ServerConfig, attachment: &Arc<Attachment>) -> Result<
 }
 
 /// The queues in their order: neighbours have different threads, so that a guest that uses the first ones uses all threads.
-fn spread(threads: Vec<Vec<Queue>>, count: usize) -> Vec<Queue> {
+fn spread(threads: Vec<Vec<RingHandle>>, count: usize) -> Vec<RingHandle> {
     let mut threads: Vec<_> = threads.into_iter().map(Vec::into_iter).collect();
     let rounds = count.div_ceil(threads.len().max(1));
     (0..rounds).flat_map(|_| threads.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()).collect()
 }
 
 /// Ends the rings' threads with that of their control, also by a panic.
-struct Ending(Arc<Shared>);
+struct Ending(Arc<BackendState>);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        self.0.queues.iter().for_each(Queue::end);
+        self.0.queues.iter().for_each(RingHandle::end);
         self.0.ended.change(|ended| *ended = true);
     }
 }
 
-async fn accept_all(shared: &Arc<Shared>, listener: Listener) {
+async fn accept_all(shared: &Arc<BackendState>, listener: Listener) {
     let id = &shared.config.id;
     let mut session: Option<rt::JoinHandle<()>> = None;
     loop {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One front end: the agreed features, its memory, its rings.
 
-use crate::ledger::Ledger;
+use crate::ledger::SessionLedger;
 use crate::line::{Line, SignalWatch};
 use crate::memory::{GuestMemory, MemoryPiece};
-use crate::queue::{MemoryNow, Start, Ways};
-use crate::server::Shared;
+use crate::queue::{MemoryNow, RingRules, Start};
+use crate::server::BackendState;
 use cowshed_image::node::Node;
 use cowshed_storage::rt::{self, within};
 use cowshed_storage::signal::lock;
@@ -55,7 +55,7 @@ struct RingSetup {
 }
 
 struct Session<'a> {
-    shared: &'a Shared,
+    shared: &'a BackendState,
     features: u64,
     protocol: u64,
     regions: GuestMemory,
@@ -64,7 +64,7 @@ struct Session<'a> {
     notes: Option<(SharedMemory, InflightPlace)>,
     /// This front end has sent the switch of the write cache.
     has_switched: bool,
-    ledger: Arc<Ledger>,
+    ledger: Arc<SessionLedger>,
     channel: Rc<RefCell<Option<Socket>>>,
     /// The front end has gone.
     has_left: bool,
@@ -92,7 +92,7 @@ fn refused(error: Malformed) -> Error {
 }
 
 /// Serves a front end until it goes. All its rings have stopped then.
-pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
+pub(crate) async fn run(shared: &Arc<BackendState>, socket: Socket) -> Result<()> {
     let channel: Rc<RefCell<Option<Socket>>> = Rc::default();
     // The announced sizes begin here, not where the task runs first: the disk may have another size by then.
     let (known, looks) = (shared.attachment.size(), shared.looks.look(|looks| *looks));
@@ -128,7 +128,12 @@ pub(crate) async fn run(shared: &Arc<Shared>, socket: Socket) -> Result<()> {
 }
 
 /// Tells the front end of each new size of the disk.
-async fn announce_sizes(shared: Arc<Shared>, channel: Rc<RefCell<Option<Socket>>>, mut known: u64, mut looks: u64) {
+async fn announce_sizes(
+    shared: Arc<BackendState>,
+    channel: Rc<RefCell<Option<Socket>>>,
+    mut known: u64,
+    mut looks: u64,
+) {
     loop {
         looks = shared.looks.wait(|now| (*now != looks).then_some(*now)).await;
         let size = shared.attachment.size();
@@ -356,7 +361,7 @@ impl Session<'_> {
         }
     }
 
-    fn ways(&self) -> Ways {
+    fn ways(&self) -> RingRules {
         let config = &self.shared.config;
         let limits = RequestLimits {
             disk_bytes: 0,
@@ -365,7 +370,7 @@ impl Session<'_> {
             max_segments: MAX_RANGES,
             max_segment_sectors: MAX_RANGE_SECTORS,
         };
-        Ways {
+        RingRules {
             id: config.id.as_str().into(),
             limits,
             // A driver without flushes can't make anything durable by itself.

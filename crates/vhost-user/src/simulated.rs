@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A ring on memory that a test simulates: a back end without sockets, threads and descriptors.
 
-use crate::ledger::Ledger;
+use crate::ledger::SessionLedger;
 use crate::line::Line;
 use crate::memory::GuestMemory;
-use crate::queue::{Running, Start, Ways};
+use crate::queue::{RingRules, RunningRing, Start};
 use cowshed_image::graph::Queue;
 use cowshed_storage::SharedMemory;
 use cowshed_storage::signal::Mailbox;
@@ -32,7 +32,7 @@ pub async fn serve_ring<M>(
 where
     M: Memory<Piece: Clone + 'static>,
 {
-    let ledger = Ledger::default();
+    let ledger = SessionLedger::default();
     let (unflushed, found) = UnflushedNote::open(unflushed, life)?;
     ledger.take_up(unflushed, found, found.write_cache.unwrap_or(true));
     let ways = ways(ledger, memory_of);
@@ -45,7 +45,7 @@ where
         notes: Some(notes),
         ways,
     };
-    Running::new(start)?.serve(disk, &Mailbox::default()).await;
+    RunningRing::new(start)?.serve(disk, &Mailbox::default()).await;
     Ok(())
 }
 
@@ -64,13 +64,13 @@ pub async fn serve_shared_ring(disk: &Queue, memory: SharedMemory, place: RingPl
         kick: None,
         line: Arc::new(Line::default()),
         notes: None,
-        ways: ways(Ledger::default(), |piece| &piece.0),
+        ways: ways(SessionLedger::default(), |piece| &piece.0),
     };
-    Running::new(start)?.serve(disk, &Mailbox::default()).await;
+    RunningRing::new(start)?.serve(disk, &Mailbox::default()).await;
     Ok(())
 }
 
-fn ways<P>(ledger: Ledger<P>, memory_of: fn(&P) -> &SharedMemory) -> Ways<P> {
+fn ways<P>(ledger: SessionLedger<P>, memory_of: fn(&P) -> &SharedMemory) -> RingRules<P> {
     let limits = RequestLimits {
         disk_bytes: 0,
         block_bytes: 512,
@@ -78,7 +78,7 @@ fn ways<P>(ledger: Ledger<P>, memory_of: fn(&P) -> &SharedMemory) -> Ways<P> {
         max_segments: 32,
         max_segment_sectors: 1 << 21,
     };
-    Ways {
+    RingRules {
         id: "simulated".into(),
         limits,
         writethrough: false,

@@ -2,7 +2,7 @@
 //! Slots of the requests in flight. The future of a request and the lists of its chain serve the next request, too. So a ring that has
 //! been as deep before allocates none of them.
 
-use crate::queue::Ways;
+use crate::queue::RingRules;
 use crate::requests::{self, Ended};
 use cowshed_image::graph::Queue as Disk;
 use cowshed_vhost_user_proto::request::Request;
@@ -79,7 +79,7 @@ impl<P: Shared + 'static> RequestSlots<P> {
     }
 
     /// Begins a request; it goes on in [`RequestSlots::poll_ended`].
-    pub fn begin(&mut self, disk: &Disk, ways: &Rc<Ways<P>>, chain: DescriptorChain<P>, request: Request) {
+    pub fn begin(&mut self, disk: &Disk, ways: &Rc<RingRules<P>>, chain: DescriptorChain<P>, request: Request) {
         self.in_flight += 1;
         if let Some(number) = self.free.pop() {
             let slot = &self.kept[number];

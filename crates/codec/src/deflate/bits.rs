@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sends bits, the first one in the lowest bit of the first byte (RFC 1951, section 3.1.1).
 
-/// Bits in front of a buffer of fixed size. The caller has asked for [`Bits::has_room`] before. Bits without room are
+/// Bits in front of a buffer of fixed size. The caller has asked for [`BitWriter::has_room`] before. Bits without room are
 /// dropped, and the position stays behind the end.
-pub(super) struct Bits<'a> {
+pub(super) struct BitWriter<'a> {
     out: &'a mut [u8],
     /// Bytes sent.
     at: usize,
@@ -12,9 +12,9 @@ pub(super) struct Bits<'a> {
     count: u32,
 }
 
-impl<'a> Bits<'a> {
+impl<'a> BitWriter<'a> {
     pub(super) fn new(out: &'a mut [u8]) -> Self {
-        Bits { out, at: 0, pending: 0, count: 0 }
+        BitWriter { out, at: 0, pending: 0, count: 0 }
     }
 
     /// True when `bits` more bits fit.
@@ -56,7 +56,7 @@ impl<'a> Bits<'a> {
         self.flush_bytes();
     }
 
-    /// Sends whole bytes. Only after [`Bits::align`].
+    /// Sends whole bytes. Only after [`BitWriter::align`].
     pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
         if let Some(place) = self.out.get_mut(self.at..self.at + bytes.len()) {
             place.copy_from_slice(bytes);

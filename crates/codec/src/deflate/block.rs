@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Blocks: where one ends and the next begins, and how each is sent (RFC 1951, section 3.2).
 
-use super::bits::Bits;
+use super::bits::BitWriter;
 use super::huffman::{Code, MAX_SYMBOLS};
 use super::matches::{MAX_MATCH, MIN_MATCH, Match};
 use std::ops::Range;
@@ -23,7 +23,7 @@ const CHUNK_TOKENS: usize = 1024;
 const BLOCK_BITS: u64 = 640;
 
 /// A literal byte or a match.
-pub(super) enum Token {
+pub(super) enum DeflateToken {
     Literal(u8),
     Match(Match),
 }
@@ -134,14 +134,14 @@ impl Blocks {
     }
 
     #[inline(always)]
-    pub(super) fn push(&mut self, token: Token) {
+    pub(super) fn push(&mut self, token: DeflateToken) {
         match token {
-            Token::Literal(byte) => {
+            DeflateToken::Literal(byte) => {
                 self.chunk.literals[usize::from(byte)] += 1;
                 self.tokens.push(byte.into());
                 self.bytes += 1;
             }
-            Token::Match(Match { len, dist }) => {
+            DeflateToken::Match(Match { len, dist }) => {
                 self.chunk.literals[257 + usize::from(LENGTH_CODES[len])] += 1;
                 self.chunk.distances[distance_code(dist)] += 1;
                 self.tokens.push((dist as u32) << 16 | MATCH_FLAG | len as u32);
@@ -182,7 +182,7 @@ impl Blocks {
     pub(super) fn send(&mut self, source: &[u8], out: &mut [u8]) -> Option<usize> {
         self.end_chunk();
         self.end_block(self.chunk_start);
-        let mut bits = Bits::new(out);
+        let mut bits = BitWriter::new(out);
         for (index, block) in self.done.iter().enumerate() {
             let last = index + 1 == self.done.len();
             send_block(&mut bits, block, &self.tokens[block.tokens.clone()], &source[block.bytes.clone()], last)?;
@@ -192,7 +192,7 @@ impl Blocks {
 }
 
 /// Sends a block in the shortest of the three ways.
-fn send_block(bits: &mut Bits, block: &Block, tokens: &[u32], source: &[u8], last: bool) -> Option<()> {
+fn send_block(bits: &mut BitWriter, block: &Block, tokens: &[u32], source: &[u8], last: bool) -> Option<()> {
     let histogram = &block.histogram;
     let dynamic = Dynamic::of(histogram);
     let extra = histogram.extra_bits();
@@ -224,7 +224,7 @@ fn send_block(bits: &mut Bits, block: &Block, tokens: &[u32], source: &[u8], las
     Some(())
 }
 
-fn send_stored(bits: &mut Bits, source: &[u8], last: bool) -> Option<()> {
+fn send_stored(bits: &mut BitWriter, source: &[u8], last: bool) -> Option<()> {
     let mut parts = source.chunks(STORED_BYTES).peekable();
     while let Some(part) = parts.next() {
         let aligned = 3 + (8 - (bits.unaligned() + 3) % 8) % 8;
@@ -241,7 +241,7 @@ fn send_stored(bits: &mut Bits, source: &[u8], last: bool) -> Option<()> {
     Some(())
 }
 
-fn send_tokens(bits: &mut Bits, tokens: &[u32], literals: &Code, distances: &Code) {
+fn send_tokens(bits: &mut BitWriter, tokens: &[u32], literals: &Code, distances: &Code) {
     for token in tokens {
         if token & MATCH_FLAG == 0 {
             let code = literals.packed[*token as usize & 0xff];
@@ -306,7 +306,7 @@ impl Dynamic {
         14 + 3 * self.run_code_count as u64 + self.run_code.cost_bits(&self.run_frequencies) + extra
     }
 
-    fn send_header(&self, bits: &mut Bits) {
+    fn send_header(&self, bits: &mut BitWriter) {
         bits.push(self.literal_count as u64 - 257, 5);
         bits.push(self.distance_count as u64 - 1, 5);
         bits.push(self.run_code_count as u64 - 4, 4);

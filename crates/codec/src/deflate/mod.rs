@@ -10,7 +10,7 @@ mod block;
 mod huffman;
 mod matches;
 
-use block::{Blocks, Token};
+use block::{Blocks, DeflateToken};
 use matches::{Effort, Finder, MAX_MATCH, MIN_MATCH, Match, PADDING};
 
 /// The choice of matches.
@@ -102,7 +102,7 @@ impl Encoder {
                 });
                 let Some((next, step)) = better else { break };
                 for _ in 0..step {
-                    self.blocks.push(Token::Literal(self.data[pos]));
+                    self.blocks.push(DeflateToken::Literal(self.data[pos]));
                     pos += 1;
                     seen -= 1;
                 }
@@ -123,10 +123,10 @@ impl Encoder {
     /// `seen` positions.
     fn take(&mut self, pos: usize, found: Match, seen: usize) -> usize {
         if found.len == 0 {
-            self.blocks.push(Token::Literal(self.data[pos]));
+            self.blocks.push(DeflateToken::Literal(self.data[pos]));
             return 1;
         }
-        self.blocks.push(Token::Match(found));
+        self.blocks.push(DeflateToken::Match(found));
         for inner in pos + seen..pos + found.len {
             self.finder.skip(&self.data, inner);
         }

@@ -7,18 +7,18 @@
 use super::{ALL_SYMBOLS, CUT_OFF, Refusal};
 
 /// Bits of a part of a block, read from its end.
-pub(super) struct Bits<'a> {
+pub(super) struct BackwardBits<'a> {
     bytes: &'a [u8],
     /// Bits that aren't read yet.
     left: usize,
 }
 
-impl<'a> Bits<'a> {
+impl<'a> BackwardBits<'a> {
     /// The upper `spare` bits of the last byte aren't used; at most 7.
     pub(super) fn new(bytes: &'a [u8], spare: u32) -> Result<Self, Refusal> {
         let unused = bytes.last().map_or(0, |&last| u32::from(last) << spare.min(8) >> 8);
         match (bytes.len() * 8).checked_sub(spare as usize) {
-            Some(left) if spare < 8 && unused == 0 => Ok(Bits { bytes, left }),
+            Some(left) if spare < 8 && unused == 0 => Ok(BackwardBits { bytes, left }),
             _ => Err("a part of a block ends in a wrong way"),
         }
     }
@@ -105,7 +105,7 @@ impl Reader {
     pub(super) fn next<const STATES: usize>(
         &mut self,
         values: &Values<STATES>,
-        bits: &mut Bits,
+        bits: &mut BackwardBits,
     ) -> Result<u32, Refusal> {
         let FseState { symbol, next, bits: count } = *values.states.get(self.state).ok_or("a state is out of range")?;
         let taken = bits.take(count + symbol.extra_bits)?;

@@ -11,7 +11,7 @@ use cowshed_types::Result;
 mod entropy;
 mod lzvn;
 
-use entropy::{Bits, Reader, Symbol, Values};
+use entropy::{BackwardBits, Reader, Symbol, Values};
 
 /// The end of a stream.
 const END: [u8; 4] = *b"bvx$";
@@ -221,14 +221,14 @@ impl Block {
         if self.matches > MOST_MATCHES || self.literals > MOST_LITERALS {
             return Err("a block has too many literals or matches");
         }
-        let literals = Bits::new(input.take(self.literal_bytes)?, self.literal_spare)?;
-        let matches = Bits::new(input.take(self.match_bytes)?, self.match_spare)?;
+        let literals = BackwardBits::new(input.take(self.literal_bytes)?, self.literal_spare)?;
+        let matches = BackwardBits::new(input.take(self.match_bytes)?, self.match_spare)?;
         let literals = self.literals(literals)?;
         output.block(self.len, |output| self.matches(matches, &literals, output))
     }
 
     /// Four streams take turns at the bits.
-    fn literals(&self, mut bits: Bits) -> Result<Vec<u8>, Refusal> {
+    fn literals(&self, mut bits: BackwardBits) -> Result<Vec<u8>, Refusal> {
         if self.literals == 0 {
             return Ok(Vec::new());
         }
@@ -246,7 +246,7 @@ impl Block {
     }
 
     /// Each match has its literals in front.
-    fn matches(&self, mut bits: Bits, mut literals: &[u8], output: &mut Output) -> Result<(), Refusal> {
+    fn matches(&self, mut bits: BackwardBits, mut literals: &[u8], output: &mut Output) -> Result<(), Refusal> {
         if self.matches == 0 {
             return Ok(());
         }

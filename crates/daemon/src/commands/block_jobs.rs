@@ -3,7 +3,7 @@
 
 use super::names;
 use super::{Arguments, Group, change, failed, nothing};
-use crate::jobs::{Closing, Job, JobFilter, JobSpec, Needed, Work, run_backup, run_merge, run_mirror, run_stream};
+use crate::jobs::{Closing, Job, JobFilter, JobSpec, JobWork, Needed, run_backup, run_merge, run_mirror, run_stream};
 use crate::state::Daemon;
 use crate::warnings::report_unit;
 use cowshed_image::Node;
@@ -54,7 +54,7 @@ command blockdev-backup(BlockdevBackup)
 
 /// The names that commands of jobs have in common, checked.
 #[derive(Clone)]
-pub(super) struct Common {
+pub(super) struct JobArguments {
     pub id: String,
     pub speed: u64,
     auto_finalize: bool,
@@ -69,8 +69,8 @@ enum Checks {
     IdLater,
 }
 
-impl Common {
-    pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<Common> {
+impl JobArguments {
+    pub fn of(daemon: &Daemon, arguments: &Arguments) -> QmpResult<JobArguments> {
         Self::checked(daemon, arguments, Checks::Id)
     }
 
@@ -81,7 +81,7 @@ impl Common {
         }
     }
 
-    fn checked(daemon: &Daemon, arguments: &Arguments, checks: Checks) -> QmpResult<Common> {
+    fn checked(daemon: &Daemon, arguments: &Arguments, checks: Checks) -> QmpResult<JobArguments> {
         // As in QEMU, where a disk's name serves too, and a node's doesn't.
         let device = arguments.maybe_text("device").filter(|device| daemon.find_export(device).is_some());
         let id = arguments.maybe_text("job-id").or(device).unwrap_or_default().to_owned();
@@ -90,7 +90,7 @@ impl Common {
             Self::check_unused(daemon, &id)?;
         }
         let speed = speed(arguments).inspect_err(|_| Self::was_there(daemon, &id))?;
-        Ok(Common {
+        Ok(JobArguments {
             id,
             speed,
             auto_finalize: arguments.flag("auto-finalize", true),
@@ -123,7 +123,7 @@ impl Common {
     }
 
     pub fn spec(self, kind: &'static str, nodes: Vec<Arc<Node>>, on_error: (OnError, OnError)) -> JobSpec {
-        let Common { id, speed, auto_finalize, auto_dismiss } = self;
+        let JobArguments { id, speed, auto_finalize, auto_dismiss } = self;
         JobSpec { id, kind, auto_finalize, auto_dismiss, speed, nodes, readable: Vec::new(), on_error }
     }
 }
@@ -200,7 +200,7 @@ pub(super) async fn prepare_mirror(
     }
     options.target_is_zero = arguments.flag("target-is-zero", false);
     options.replaces = replaced(daemon, arguments, source)?.or_else(|| Some(Arc::clone(disk)));
-    let common = Common::of(daemon, arguments)?;
+    let common = JobArguments::of(daemon, arguments)?;
     let blocking = arguments.maybe_text("copy-mode") == Some("write-blocking");
     let (name, _generated) = blocking.then(|| filter_name(daemon, arguments)).unzip();
     options.write_blocking = name;
@@ -319,18 +319,18 @@ async fn block_commit(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
             ..MirrorOptions::default()
         };
         let filter = named_filter(&daemon, &arguments, "mirror_top", &top)?;
-        let common = Common::of(&daemon, &arguments)?;
+        let common = JobArguments::of(&daemon, &arguments)?;
         let mirror = Mirror::commit(&daemon.graph, &common.id, (&top, &base), options).await;
         let mirror = mirror.map_err(|error| common.not_started(&daemon, error))?;
         let spec = common.spec("commit", mirror.nodes(), (policy, policy));
         return MirrorPrepared { mirror, spec, filter }.start(&daemon, None);
     };
-    let common = Common::of(&daemon, &arguments)?;
+    let common = JobArguments::of(&daemon, &arguments)?;
     daemon.jobs.check_free_but_for_backups(&overlay)?;
     let backing_file = arguments.maybe_text("backing-file").map(str::to_owned);
     let mask_protocol = arguments.flag("backing-mask-protocol", false);
     let filter = named_filter(&daemon, &arguments, "commit_top", &top)
-        .inspect_err(|_| Common::was_there(&daemon, &common.id))?;
+        .inspect_err(|_| JobArguments::was_there(&daemon, &common.id))?;
     // As in QEMU the job holds the disk that was named, and not the layer above the top.
     let lent = if Arc::ptr_eq(&overlay, &device) { Vec::new() } else { vec![Arc::clone(&overlay)] };
     let request = MergeRequest { overlay, top, base, backing_file, mask_protocol };
@@ -365,7 +365,7 @@ async fn block_stream(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Val
     let free = arguments.maybe_text("filter-node-name").map(|name| daemon.graph.hold_name(name).map(drop));
     free.transpose().map_err(|error| failed(error.context("Could not create node")))?;
     let (filter_name, _generated) = filter_name(&daemon, &arguments);
-    let common = Common::of(&daemon, &arguments)?;
+    let common = JobArguments::of(&daemon, &arguments)?;
     let has_nothing = match (layers.get(1), &base) {
         (Some(next), Some(base)) => Arc::ptr_eq(next, base),
         (next, _) => next.is_none(),
@@ -439,7 +439,7 @@ async fn blockdev_backup(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
 
 /// A backup whose arguments are right.
 pub(super) struct BackupPlan {
-    common: Common,
+    common: JobArguments,
     request: BackupRequest,
     policies: (OnError, OnError),
     /// The filter's name, until the filter has it.
@@ -491,7 +491,7 @@ pub(super) async fn plan_backup(daemon: &Daemon, arguments: &Arguments) -> QmpRe
         bitmap,
     };
     let policies = (on_error(arguments, "on-source-error"), on_error(arguments, "on-target-error"));
-    let common = Common::checked(daemon, arguments, Checks::IdLater)?;
+    let common = JobArguments::checked(daemon, arguments, Checks::IdLater)?;
     Ok(BackupPlan { common, request, policies, _generated: generated })
 }
 
@@ -573,7 +573,7 @@ impl BackupPlan {
     fn check(&self, daemon: &Daemon) -> QmpResult<()> {
         daemon.jobs.check_readable(&self.request.source)?;
         daemon.jobs.check_disk_free(&self.request.target)?;
-        Common::check_unused(daemon, &self.common.id)
+        JobArguments::check_unused(daemon, &self.common.id)
     }
 
     /// Its job alone: what follows in the transaction fails.
@@ -610,12 +610,12 @@ impl BackupPlan {
 }
 
 impl BackupStarted {
-    pub(super) fn work(self) -> Work {
+    pub(super) fn work(self) -> JobWork {
         (Rc::clone(&self.job), Box::pin(run_backup(self.job, self.backup)))
     }
 
     /// Its work; its target goes with it.
-    pub(super) fn work_and_close(self, daemon: &Rc<Daemon>, closing: Closing) -> Work {
+    pub(super) fn work_and_close(self, daemon: &Rc<Daemon>, closing: Closing) -> JobWork {
         let needed = Needed { parts: self.backup.gives_up_parts(), whole: self.backup.gives_up_whole() };
         let closing = Closing { needed, ..closing };
         let work = run_backup(Rc::clone(&self.job), self.backup);

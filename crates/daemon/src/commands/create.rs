@@ -4,7 +4,7 @@
 use super::names;
 use super::snapshot::free_name;
 use super::{Arguments, Group, command, nothing};
-use crate::jobs::{Finish, JobSpec};
+use crate::jobs::{JobFinish, JobSpec};
 use crate::state::Daemon;
 use cowshed_create::schema::monitor_rules_of;
 use cowshed_create::{CreateRequest, MonitorRules, path_of_name, prepare};
@@ -131,7 +131,7 @@ async fn blockdev_create(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<
         handle.set_progress(1, 1);
         created
     };
-    let finish = Finish::new(|_| Box::pin(async { Ok(()) }));
+    let finish = JobFinish::new(|_| Box::pin(async { Ok(()) }));
     jobs.start(Rc::clone(&job), async move { (work.await, finish) });
     if ends_at_once {
         job.await_end().await;

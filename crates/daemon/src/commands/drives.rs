@@ -6,7 +6,7 @@ use super::block_jobs::{BackupPlan, BackupStarted, mirror_sync, plan_backup, pre
 use super::names;
 use super::new_file::{NewFile, plain_name};
 use super::{Arguments, Group, change, failed, free_name, new_file, nothing};
-use crate::jobs::{Closing, Needed, Work};
+use crate::jobs::{Closing, JobWork, Needed};
 use crate::state::Daemon;
 use cowshed_create::CreateRequest;
 use cowshed_image::DRIVERS;
@@ -196,7 +196,7 @@ impl DrivePlan {
 }
 
 impl DriveStarted {
-    pub(super) fn work(self, daemon: &Rc<Daemon>) -> Work {
+    pub(super) fn work(self, daemon: &Rc<Daemon>) -> JobWork {
         self.backup.work_and_close(daemon, self.target.with_job(daemon))
     }
 

@@ -4,7 +4,7 @@
 use super::bitmaps::node_of;
 use super::create::assignment;
 use super::{Arguments, Group, change, command, failed, names, nothing};
-use crate::jobs::{Finish, JobSpec};
+use crate::jobs::{JobFinish, JobSpec};
 use crate::state::Daemon;
 use cowshed_create::schema::amended_options_of;
 use cowshed_image::Node;
@@ -87,7 +87,7 @@ async fn amend(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult<Value> {
             error.qemu(sentence)
         })
     };
-    let finish = Finish::new(|_| Box::pin(async { Result::Ok(()) }));
+    let finish = JobFinish::new(|_| Box::pin(async { Result::Ok(()) }));
     daemon.jobs.start(Rc::clone(&job), async move { (work.await, finish) });
     if ends_at_once {
         job.await_end().await;

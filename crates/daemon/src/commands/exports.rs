@@ -85,21 +85,22 @@ async fn nbd_server_start(daemon: Rc<Daemon>, arguments: Arguments) -> QmpResult
     let most = arguments.number("max-connections")?.unwrap_or(0);
     let most = usize::try_from(most).map_err(|_| too_large("max-connections"))?;
     let patience = arguments.number("handshake-max-seconds")?;
-    let access = Access { tls_creds: arguments.maybe_text("tls-creds"), tls_authz: arguments.maybe_text("tls-authz") };
+    let access =
+        TlsAccess { tls_creds: arguments.maybe_text("tls-creds"), tls_authz: arguments.maybe_text("tls-authz") };
     start_nbd(&daemon, place, access, most, patience)?;
     nothing()
 }
 
 /// The permitted clients: ids of objects.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Access<'a> {
+pub(crate) struct TlsAccess<'a> {
     /// Credentials of the server.
     pub tls_creds: Option<&'a str>,
     /// The check of certificates.
     pub tls_authz: Option<&'a str>,
 }
 
-impl Access<'_> {
+impl TlsAccess<'_> {
     /// A check of names without certificates would let every client in.
     fn check(&self, daemon: &Daemon) -> QmpResult<()> {
         let (Some(_), creds) = (self.tls_authz, self.tls_creds) else { return Ok(()) };
@@ -120,7 +121,7 @@ impl Access<'_> {
 pub(crate) fn start_nbd(
     daemon: &Rc<Daemon>,
     (place, listen): (ListenPlace, ListenOptions),
-    access: Access<'_>,
+    access: TlsAccess<'_>,
     max_connections: usize,
     handshake_seconds: Option<u64>,
 ) -> QmpResult<()> {

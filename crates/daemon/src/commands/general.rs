@@ -5,7 +5,7 @@ use super::{Arguments, Group, command, nothing};
 use crate::message::StopReason;
 use crate::state::Daemon;
 use crate::version::version;
-use crate::waiting::Running;
+use crate::waiting::RunningCommand;
 use cowshed_qmp::{ErrorClass, QmpError, QmpResult};
 use serde_json::{Value, json};
 use std::rc::Rc;
@@ -54,7 +54,7 @@ async fn query_qmp_schema(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResul
 /// The commands that have not ended, with how long they have run; this one is left out.
 async fn query_running(daemon: Rc<Daemon>, _arguments: Arguments) -> QmpResult<Value> {
     let running = daemon.commands.list().into_iter().filter(|one| one.name != "x-query-running");
-    let about = |one: Rc<Running>| json!({"name": one.name, "seconds": one.seconds(), "waits-for-turn": one.waits_for_turn.get()});
+    let about = |one: Rc<RunningCommand>| json!({"name": one.name, "seconds": one.seconds(), "waits-for-turn": one.waits_for_turn.get()});
     Ok(running.map(about).collect())
 }
 

@@ -29,7 +29,7 @@ mod vhost;
 
 pub(crate) use arguments::Arguments;
 pub(crate) use chardevs::REFUSED_BACKENDS;
-pub(crate) use exports::{Access, start_nbd};
+pub(crate) use exports::{TlsAccess, start_nbd};
 pub(crate) use objects::{NO_IDENTIFIER, NO_TYPE, check_kind};
 pub(crate) use snapshot::free_name;
 pub(crate) use stats::set_budget;
@@ -38,7 +38,7 @@ pub(crate) use throttle::throttle_export;
 use crate::failure::failed;
 use crate::monitor_properties::MonitorProperties;
 use crate::state::Daemon;
-use crate::waiting::{Scope, Turn};
+use crate::waiting::{CommandScope, Turn};
 use cowshed_image::node::LocalFuture;
 use cowshed_qmp::{Command, QmpError, QmpResult};
 use serde_json::{Map, Value, json};
@@ -119,7 +119,7 @@ pub(crate) async fn run(daemon: &Rc<Daemon>, command: Command, monitor: Arc<Moni
         let turn = match find(&name).is_some_and(|found| found.is_change) {
             true => {
                 let names = names::named(daemon, &arguments);
-                Some(daemon.commands.turn(&listed, Scope { names, connected: &connected }).await?)
+                Some(daemon.commands.turn(&listed, CommandScope { names, connected: &connected }).await?)
             }
             false => None,
         };

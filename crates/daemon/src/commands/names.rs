@@ -16,17 +16,17 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The object that an argument names.
-pub(super) enum Named {
+pub(super) enum NamedObject {
     Export(Exported),
     Node(Arc<Node>),
 }
 
-impl Named {
+impl NamedObject {
     /// The node of that name, or the one that the export serves now.
     pub fn node(&self) -> Arc<Node> {
         match self {
-            Named::Export(export) => export.attachment.node(),
-            Named::Node(node) => Arc::clone(node),
+            NamedObject::Export(export) => export.attachment.node(),
+            NamedObject::Node(node) => Arc::clone(node),
         }
     }
 
@@ -50,27 +50,27 @@ impl Named {
 }
 
 /// The export with the id `device`, or else the node with the name `node`. A name that isn't given is empty.
-pub(super) fn lookup(daemon: &Daemon, device: Option<&str>, node: Option<&str>) -> QmpResult<Named> {
+pub(super) fn lookup(daemon: &Daemon, device: Option<&str>, node: Option<&str>) -> QmpResult<NamedObject> {
     let (device, node) = (device.unwrap_or_default(), node.unwrap_or_default());
     if let Some(export) = daemon.find_export(device) {
-        return Ok(Named::Export(export));
+        return Ok(NamedObject::Export(export));
     }
     daemon.inactive.check(device)?;
     daemon.inactive.check(node)?;
     let not_found = || QmpError::generic(format!("Cannot find device='{device}' nor node-name='{node}'"));
     let behind_filter = || daemon.jobs.behind_filter(node).map(|(below, _)| below);
-    daemon.graph.find(node).or_else(behind_filter).map(Named::Node).ok_or_else(not_found)
+    daemon.graph.find(node).or_else(behind_filter).map(NamedObject::Node).ok_or_else(not_found)
 }
 
 /// The export with this id, or else the node with this name.
-pub(super) fn device(daemon: &Daemon, name: &str) -> QmpResult<Named> {
+pub(super) fn device(daemon: &Daemon, name: &str) -> QmpResult<NamedObject> {
     lookup(daemon, Some(name), Some(name))
 }
 
 /// As [`device`], for commands that take no node with another node above it.
-pub(super) fn root(daemon: &Daemon, name: &str) -> QmpResult<Named> {
+pub(super) fn root(daemon: &Daemon, name: &str) -> QmpResult<NamedObject> {
     let found = device(daemon, name)?;
-    if let Named::Node(node) = &found
+    if let NamedObject::Node(node) = &found
         && !is_root(daemon, node)
     {
         return Err(QmpError::generic("Need a root block node"));
@@ -81,7 +81,7 @@ pub(super) fn root(daemon: &Daemon, name: &str) -> QmpResult<Named> {
 /// The image that a job is to work on. A filter that a job has put in names it for no other job.
 pub(super) fn for_job(daemon: &Daemon, name: &str) -> QmpResult<Arc<Node>> {
     let found = device(daemon, name)?;
-    if let Named::Node(node) = &found
+    if let NamedObject::Node(node) = &found
         && node.is_filter()
     {
         daemon.jobs.check_free(node)?;

@@ -385,7 +385,7 @@ fn prepare_blockdev(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Pre
 async fn prepare_sync(daemon: &Rc<Daemon>, arguments: &Arguments) -> QmpResult<Prepared> {
     let (device, name) = (arguments.maybe_text("device"), arguments.maybe_text("node-name"));
     let named = names::lookup(daemon, device, name)?;
-    let node = if matches!(named, names::Named::Export(_)) { named.disk(daemon) } else { named.node() };
+    let node = if matches!(named, names::NamedObject::Export(_)) { named.disk(daemon) } else { named.node() };
     if name.is_some() && arguments.maybe_text("snapshot-node-name").is_none() {
         return Err(QmpError::generic("New overlay node-name missing"));
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Statistics and latency histograms.
 
-use super::names::{self, Named};
+use super::names::{self, NamedObject};
 use super::nodes::newest_first;
 use super::{Arguments, Group, command, failed, nothing};
 use crate::nbd::Exported;
@@ -103,8 +103,8 @@ enum Observed {
 
 fn observed(daemon: &Daemon, id: &str) -> QmpResult<Observed> {
     match names::device(daemon, id) {
-        Ok(Named::Export(export)) => Ok(Observed::Export(export)),
-        Ok(Named::Node(node)) => Ok(Observed::Node(node)),
+        Ok(NamedObject::Export(export)) => Ok(Observed::Export(export)),
+        Ok(NamedObject::Node(node)) => Ok(Observed::Node(node)),
         Err(_) => Err(QmpError::new(ErrorClass::DeviceNotFound, format!("Device '{id}' not found"))),
     }
 }

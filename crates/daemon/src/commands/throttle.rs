@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `block_set_io_throttle`: limits for an export or a node, with a throttle filter put in where there is none.
 
-use super::names::{self, Named};
+use super::names::{self, NamedObject};
 use super::{Arguments, Group, change, failed, nothing};
 use crate::state::Daemon;
 use cowshed_image::Node;
@@ -37,8 +37,8 @@ enum Target {
 
 fn target(daemon: &Daemon, name: &str) -> QmpResult<Target> {
     match names::device(daemon, name) {
-        Ok(Named::Export(export)) => Ok(Target::Export(export.attachment)),
-        Ok(Named::Node(node)) => Ok(Target::Node(node)),
+        Ok(NamedObject::Export(export)) => Ok(Target::Export(export.attachment)),
+        Ok(NamedObject::Node(node)) => Ok(Target::Node(node)),
         Err(_) => Err(QmpError::new(cowshed_qmp::ErrorClass::DeviceNotFound, format!("Device '{name}' not found"))),
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Jobs that end together (`completion-mode` `grouped`): all of them complete, or none does.
 
-use super::{Finish, Job, Jobs, LOOK, Status};
+use super::{Job, JobFinish, Jobs, LOOK, Status};
 use cowshed_storage::rt;
 use cowshed_types::{Error, ErrorKind, Result};
 use std::cell::{Cell, RefCell};
@@ -19,15 +19,15 @@ pub(super) struct JobGroup {
 struct Arrival {
     job: Rc<Job>,
     result: Result<()>,
-    finish: Finish,
+    finish: JobFinish,
 }
 
 impl Arrival {
     /// Makes the job's copies durable.
     async fn flushed(self) -> Arrival {
-        let Arrival { job, finish: Finish { flush, end }, .. } = self;
+        let Arrival { job, finish: JobFinish { flush, end }, .. } = self;
         let result = flush().await;
-        Arrival { job, result, finish: Finish::new(end) }
+        Arrival { job, result, finish: JobFinish::new(end) }
     }
 }
 
@@ -68,7 +68,7 @@ impl JobGroup {
     }
 
     /// The work of a job has ended. The last one ends them all.
-    pub async fn arrive(&self, jobs: &Jobs, job: Rc<Job>, result: Result<()>, finish: Finish) {
+    pub async fn arrive(&self, jobs: &Jobs, job: Rc<Job>, result: Result<()>, finish: JobFinish) {
         match result.is_ok() {
             true if self.has_failed.get() => {}
             true => job.enter(Status::Waiting),

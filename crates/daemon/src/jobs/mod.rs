@@ -8,7 +8,7 @@ mod group;
 mod work;
 
 pub(crate) use filter::JobFilter;
-pub(crate) use finish::Finish;
+pub(crate) use finish::JobFinish;
 use group::JobGroup;
 pub(crate) use work::{Closing, Needed, run_backup, run_merge, run_mirror, run_stream};
 
@@ -456,7 +456,7 @@ impl Judge for Job {
 }
 
 /// A job and its work, whose result has the steps that end it.
-pub(crate) type Work = (Rc<Job>, LocalFuture<'static, (Result<()>, Finish)>);
+pub(crate) type JobWork = (Rc<Job>, LocalFuture<'static, (Result<()>, JobFinish)>);
 
 /// The description of a new job.
 pub(crate) struct JobSpec {
@@ -562,7 +562,7 @@ impl Jobs {
 
     /// As [`Jobs::start`] of backups that begin at one moment: QEMU shows that it stops them for a moment to put their filters
     /// in, the newest first. They end together where they are `grouped`.
-    pub async fn start_backups(self: &Rc<Self>, backups: Vec<Work>, grouped: bool) {
+    pub async fn start_backups(self: &Rc<Self>, backups: Vec<JobWork>, grouped: bool) {
         if grouped {
             JobGroup::join(backups.iter().map(|(job, _)| Rc::clone(job)).collect());
         }
@@ -583,13 +583,13 @@ impl Jobs {
     }
 
     /// Runs a job's work as a task, and its life around it. The work's result has the steps that end it, well or not.
-    pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
+    pub fn start(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, JobFinish)> + 'static) {
         job.enter(Status::Running);
         self.spawn(job, work);
     }
 
     /// As [`Jobs::start`] of a job that is running already.
-    fn spawn(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, Finish)> + 'static) {
+    fn spawn(self: &Rc<Self>, job: Rc<Job>, work: impl Future<Output = (Result<()>, JobFinish)> + 'static) {
         let jobs = Rc::clone(self);
         let id = job.id.clone();
         let task = rt::spawn(async move {

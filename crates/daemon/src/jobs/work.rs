@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The work of the jobs, with the steps that end it.
 
-use super::{Finish, Job, LOOK, Status, Wish};
+use super::{Job, JobFinish, LOOK, Status, Wish};
 use cowshed_image::Node;
 use cowshed_image::graph::Graph;
 use cowshed_image::node::LocalFuture;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Copies until both are the same, then goes on doing so until the user's decision.
-pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>, Finish) {
+pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>, JobFinish) {
     let handle = job.handle.clone();
     let mut result = Ok(());
     let mut is_ready = false;
@@ -43,7 +43,7 @@ pub(crate) async fn run_mirror(job: Rc<Job>, mirror: Rc<Mirror>) -> (Result<()>,
         }
     }
     let pivot = job.wish.get() == Wish::Complete;
-    let finish = Finish::new(move |complete| {
+    let finish = JobFinish::new(move |complete| {
         Box::pin(async move {
             let finished = match complete {
                 true => mirror.finish(pivot, &job.handle).await,
@@ -65,7 +65,7 @@ macro_rules! copy_once {
         let result = $work.copy(&$job.handle, &*$job).await;
         let work = Rc::new($work);
         let copied = Rc::clone(&work);
-        let finish = Finish::new(move |complete| {
+        let finish = JobFinish::new(move |complete| {
             Box::pin(async move {
                 match complete {
                     true => work.finish().await,
@@ -78,21 +78,21 @@ macro_rules! copy_once {
 }
 
 /// Takes layers out of the middle of a chain.
-pub(crate) async fn run_merge(job: Rc<Job>, merge: Merge) -> (Result<()>, Finish) {
+pub(crate) async fn run_merge(job: Rc<Job>, merge: Merge) -> (Result<()>, JobFinish) {
     copy_once!(job, merge)
 }
 
 /// Takes over the data of the layers below an image.
-pub(crate) async fn run_stream(job: Rc<Job>, stream: StreamJob) -> (Result<()>, Finish) {
+pub(crate) async fn run_stream(job: Rc<Job>, stream: StreamJob) -> (Result<()>, JobFinish) {
     copy_once!(job, stream)
 }
 
 /// Copies a disk as it was at the start.
-pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, Finish) {
+pub(crate) async fn run_backup(job: Rc<Job>, backup: Backup) -> (Result<()>, JobFinish) {
     let result = backup.copy(&job.handle, &*job).await;
     let backup = Rc::new(backup);
     let target = Rc::clone(&backup);
-    let finish = Finish::new(move |complete| {
+    let finish = JobFinish::new(move |complete| {
         Box::pin(async move {
             match complete {
                 true => backup.complete().await,
@@ -131,16 +131,16 @@ impl Closing {
     /// where that is not whole.
     pub async fn after(
         self,
-        work: impl Future<Output = (Result<()>, Finish)>,
+        work: impl Future<Output = (Result<()>, JobFinish)>,
         job: Rc<Job>,
         graph: Arc<Graph>,
-    ) -> (Result<()>, Finish) {
+    ) -> (Result<()>, JobFinish) {
         let (result, finish) = work.await;
         let is_part = job.leaves_a_part(&result) && !self.needed.parts;
-        let Finish { flush, end } = finish;
+        let JobFinish { flush, end } = finish;
         let has_failed = Rc::new(Cell::new(false));
         let (of_flush, flushing_job) = (Rc::clone(&has_failed), Rc::clone(&job));
-        let finish = Finish::new(move |complete| {
+        let finish = JobFinish::new(move |complete| {
             Box::pin(async move {
                 let finished = end(complete).await;
                 let has_failed = has_failed.get() || (complete && job.leaves_a_part(&finished));

@@ -24,16 +24,16 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const FIRST_ATTEMPT_LIMIT: Duration = Duration::from_secs(1);
 
 /// A connected stream socket of any family: its calls are the same for all of them.
-pub(super) struct Connection(UnixStream);
+pub(super) struct StreamSocket(UnixStream);
 
-impl Connection {
-    pub fn unix(stream: UnixStream) -> Connection {
-        Connection(stream)
+impl StreamSocket {
+    pub fn unix(stream: UnixStream) -> StreamSocket {
+        StreamSocket(stream)
     }
 
-    pub fn tcp(stream: TcpStream) -> io::Result<Connection> {
+    pub fn tcp(stream: TcpStream) -> io::Result<StreamSocket> {
         stream.set_nodelay(true)?;
-        Ok(Connection(OwnedFd::from(stream).into()))
+        Ok(StreamSocket(OwnedFd::from(stream).into()))
     }
 
     /// The same connection once more, to end it.
@@ -100,7 +100,7 @@ pub(super) fn unknown_host(address: &impl fmt::Display, error: &io::Error) -> Op
 
 impl ClientAddress {
     /// Connects, each address of a host within `limit`; with the connection's name for `query-chardev`.
-    fn connect(&self, limit: Duration) -> Result<(Connection, String)> {
+    fn connect(&self, limit: Duration) -> Result<(StreamSocket, String)> {
         let failed = |error: io::Error, place: String| {
             let sentence = unknown_host(&place, &error).unwrap_or_else(|| format!("Failed to connect to '{place}'"));
             Error::io(&error, format!("could not connect to '{place}'")).qemu(sentence)
@@ -109,17 +109,17 @@ impl ClientAddress {
             ClientAddress::Unix(path) => {
                 let stream = UnixAddr::from_pathname(path).and_then(|address| connect_unix(&address, limit));
                 let stream = stream.map_err(|error| failed(error, path.display().to_string()))?;
-                Ok((Connection::unix(stream), self.to_string()))
+                Ok((StreamSocket::unix(stream), self.to_string()))
             }
             ClientAddress::Tcp { host, port } => {
                 let failed = |error: io::Error| failed(error, format!("{host}:{port}"));
                 let stream = connect_tcp(host, *port, limit).map_err(failed)?;
                 let (own, peer) = (stream.local_addr().map_err(failed)?, stream.peer_addr().map_err(failed)?);
-                Ok((Connection::tcp(stream).map_err(failed)?, format!("tcp:{own} <-> {peer}")))
+                Ok((StreamSocket::tcp(stream).map_err(failed)?, format!("tcp:{own} <-> {peer}")))
             }
             ClientAddress::Passed(number) => {
                 let descriptor = Socket::copy_of_descriptor(*number)?;
-                Ok((Connection::unix(descriptor.into()), self.to_string()))
+                Ok((StreamSocket::unix(descriptor.into()), self.to_string()))
             }
         }
     }
@@ -140,7 +140,7 @@ fn connect_tcp(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> 
 #[derive(Default)]
 struct ChardevState {
     /// Made, and not taken by a monitor yet.
-    waiting: Option<Connection>,
+    waiting: Option<StreamSocket>,
     /// The name of the connection that is there.
     connected: Option<String>,
     /// The connection that the monitor has taken, to end it.
@@ -159,7 +159,7 @@ pub struct Outgoing {
 
 impl ChardevState {
     /// The connection that waits, for the last monitor.
-    fn take(&mut self, own: u64) -> Option<Connection> {
+    fn take(&mut self, own: u64) -> Option<StreamSocket> {
         let connection = if self.monitors == own { self.waiting.take() } else { None }?;
         self.line = connection.line().ok();
         Some(connection)

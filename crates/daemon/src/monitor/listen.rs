@@ -2,7 +2,7 @@
 //! Where monitors listen.
 
 use super::client::InputEnd;
-use super::connection::{Calling, Connection, unknown_host};
+use super::connection::{Calling, StreamSocket, unknown_host};
 use super::{MonitorContext, serve};
 use crate::message::Message;
 use crate::socket::{SocketFile, bind_unix};
@@ -275,9 +275,11 @@ fn accept(listener: &Listener, context: &MonitorContext, stopped: &AtomicBool, p
     let (newcomers, mut number) = (Arc::new(Newcomers::default()), 0);
     loop {
         let connection = match listener {
-            Listener::Unix(listener) => listener.accept().map(|(stream, _)| (Connection::unix(stream), String::new())),
+            Listener::Unix(listener) => {
+                listener.accept().map(|(stream, _)| (StreamSocket::unix(stream), String::new()))
+            }
             Listener::Tcp(listener) => {
-                listener.accept().and_then(|(stream, peer)| Ok((Connection::tcp(stream)?, format!(" <-> {peer}"))))
+                listener.accept().and_then(|(stream, peer)| Ok((StreamSocket::tcp(stream)?, format!(" <-> {peer}"))))
             }
         };
         if stopped.load(Ordering::SeqCst) {

@@ -419,7 +419,7 @@ impl Step {
             What::Drive(drive) => return drive.add(daemon).await,
             What::Refused(error) => return Err(error.file(self.option)),
             What::Serve { address, tls, authz, max_connections, handshake_seconds, by_ids } => {
-                let access = commands::Access { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
+                let access = commands::TlsAccess { tls_creds: tls.as_deref(), tls_authz: authz.as_deref() };
                 commands::start_nbd(
                     daemon,
                     (address.into(), ListenOptions::default()),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs of entries: equal ones, blocks that follow each other, and all entries of a hole of the file.
 
-use super::{ImageFile, Table};
+use super::{FileTable, ImageFile};
 use cowshed_types::Result;
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ impl ImageFile {
     /// for each `block_bytes`.
     pub(crate) async fn same<const N: usize>(
         &self,
-        table: Table,
+        table: FileTable,
         index: u64,
         (at, len, block_bytes): (u64, u64, u64),
     ) -> Result<u64> {
@@ -39,8 +39,8 @@ impl ImageFile {
     /// leads to; 0 for nowhere, `None` for a wrong one.
     pub(crate) async fn unallocated(
         &self,
-        (directory, slot): (Table, u64),
-        (table, index): (Table, u64),
+        (directory, slot): (FileTable, u64),
+        (table, index): (FileTable, u64),
         (at, len, block_bytes): (u64, u64, u64),
         place: impl Fn([u8; 8]) -> Option<u64>,
     ) -> Result<u64> {
@@ -69,7 +69,7 @@ impl ImageFile {
     /// counts within one page of the table. `index`: the entry of the first block.
     pub(crate) async fn blocks_in_a_row(
         &self,
-        table: Table,
+        table: FileTable,
         index: u64,
         (host, block_bytes, most): (u64, u64, u64),
         place: impl Fn([u8; 8]) -> Option<u64>,
@@ -84,7 +84,7 @@ impl ImageFile {
     }
 
     /// True for a table in a hole of the file: it is as if it had been read, and has no entries.
-    pub(crate) async fn is_unwritten(&self, table: &Table) -> bool {
+    pub(crate) async fn is_unwritten(&self, table: &FileTable) -> bool {
         self.hole_end(table.offset, table.bytes).await.is_some()
     }
 

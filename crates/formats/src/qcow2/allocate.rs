@@ -14,14 +14,14 @@ const ONE_READ_BYTES: u64 = 256 << 10;
 const ZERO_RANGE_BYTES: u64 = 128 << 10;
 
 /// An allocation that is aborted where its request goes away without a commit, as with its thread's executor.
-pub(super) struct Pending<'a> {
+pub(super) struct PendingAllocation<'a> {
     driver: &'a Qcow2Driver,
     allocation: Option<Allocation>,
 }
 
-impl<'a> Pending<'a> {
+impl<'a> PendingAllocation<'a> {
     pub(super) fn new(driver: &'a Qcow2Driver, allocation: Allocation) -> Self {
-        Pending { driver, allocation: Some(allocation) }
+        PendingAllocation { driver, allocation: Some(allocation) }
     }
 
     pub(super) fn allocation(&self) -> Option<&Allocation> {
@@ -34,7 +34,7 @@ impl<'a> Pending<'a> {
     }
 }
 
-impl Drop for Pending<'_> {
+impl Drop for PendingAllocation<'_> {
     fn drop(&mut self) {
         // After a panic the engine must not be touched: a second panic here would end the process.
         if let Some(allocation) = self.allocation.take().filter(|_| !std::thread::panicking()) {
@@ -65,7 +65,7 @@ impl Qcow2Driver {
         let bytes = allocation.data_end - allocation.data_start;
         let data = buf.split_to(bytes as usize);
         let lacking = self.lacks_ahead(&allocation);
-        let mut pending = Pending::new(self, allocation);
+        let mut pending = PendingAllocation::new(self, allocation);
         if let Some(ahead) = lacking {
             Box::pin(self.reserve_ahead(ahead)).await;
         }

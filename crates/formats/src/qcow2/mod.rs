@@ -83,7 +83,7 @@ pub struct Qcow2Driver {
     max_decompressed_bytes: u64,
     cluster_cache: Arc<cluster_cache::ClusterCache>,
     ahead: Arc<readahead::Ahead>,
-    membership: shared_metadata::Membership,
+    membership: shared_metadata::MetadataShare,
     /// The header as it is on disk.
     header: Mutex<Header>,
     writable: AtomicBool,

@@ -4,7 +4,7 @@
 use super::cleaner::clean_each;
 use super::encryption;
 use super::readahead::Ahead;
-use super::shared_metadata::Core;
+use super::shared_metadata::SharedMetadata;
 use super::{Cipher, OpenContext, Qcow2Driver};
 use crate::Qcow2RuntimeOptions;
 use arc_swap::ArcSwapOption;
@@ -90,7 +90,7 @@ impl Qcow2Driver {
             config.other_metadata.extend(snapshots_to_keep(&context.file, &header, inactive_l2).await?);
         }
         let punch = context.options.pass_discard_request;
-        let core = Core::of(&context.file, config, &l1, !context.writable && !context.check)?;
+        let core = SharedMetadata::of(&context.file, config, &l1, !context.writable && !context.check)?;
         if core.is_new {
             core.engine.join_budget(Budget::process_wide());
             if !rt::is_simulated() && context.options.cache_clean_interval_s > 0 {

@@ -2,7 +2,7 @@
 //! Reads: one extent goes straight to the file; several are read side by side.
 
 use super::extent_io::MapSpan;
-use super::readahead::{DecodeGuard, Next};
+use super::readahead::{DecodeGuard, ReadaheadStep};
 use super::{Cipher, Qcow2Driver, cluster_cache};
 use cowshed_graph::encryption::{SECTOR_BYTES, decrypt};
 use cowshed_graph::node::{Intent, Mapped};
@@ -193,13 +193,13 @@ impl Qcow2Driver {
             self.read_ahead(guest);
         }
         let turn = match next {
-            Next::Copy(cluster) => {
+            ReadaheadStep::Copy(cluster) => {
                 let wanted = skip..skip + out.len();
                 out.copy_from_slice(&cluster[wanted]);
                 cluster_cache::release(cluster);
                 return (Ok(()), out);
             }
-            Next::Decompress(turn) => turn,
+            ReadaheadStep::Decompress(turn) => turn,
         };
         // In a box: a read of a kept cluster doesn't move the state that only this needs.
         Box::pin(self.decompress(turn, (host, len), skip, out)).await

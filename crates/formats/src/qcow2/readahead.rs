@@ -84,7 +84,7 @@ impl Drop for DecodeGuard {
 }
 
 /// The next step of a reader of a compressed cluster.
-pub(super) enum Next {
+pub(super) enum ReadaheadStep {
     /// It is here.
     Copy(Arc<Vec<u8>>),
     /// No reader has it.
@@ -137,10 +137,10 @@ impl Ahead {
         cluster_cache: &ClusterCache,
         place: CompressedRange,
         whole: bool,
-    ) -> Next {
+    ) -> ReadaheadStep {
         loop {
             if let Some(cluster) = cluster_cache.get(place.0, place.1, whole) {
-                return Next::Copy(cluster);
+                return ReadaheadStep::Copy(cluster);
             }
             let seen = self.ended.now();
             let turn = match self.busy.load(Ordering::SeqCst) {
@@ -150,12 +150,15 @@ impl Ahead {
             };
             // Again, after the look at the decompression in progress: it puts the cluster in before it ends.
             if let Some(cluster) = cluster_cache.get(place.0, place.1, whole) {
-                return Next::Copy(cluster);
+                return ReadaheadStep::Copy(cluster);
             }
             match turn {
                 Some(decompression) => {
                     self.requests.fetch_add(1, Ordering::SeqCst);
-                    return Next::Decompress(DecodeGuard { ahead: Arc::clone(self), _decompression: decompression });
+                    return ReadaheadStep::Decompress(DecodeGuard {
+                        ahead: Arc::clone(self),
+                        _decompression: decompression,
+                    });
                 }
                 None => self.ended.wait(seen).await,
             }

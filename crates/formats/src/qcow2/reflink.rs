@@ -2,7 +2,7 @@
 //! Whole clusters whose blocks come from another file, shared with it by the file system.
 
 use super::Qcow2Driver;
-use super::allocate::Pending;
+use super::allocate::PendingAllocation;
 use cowshed_storage::File;
 use cowshed_types::{GuestOffset, Result};
 use std::sync::atomic::Ordering;
@@ -36,7 +36,7 @@ impl Qcow2Driver {
         let Some(allocation) = self.try_plan(|engine| engine.begin_allocate(GuestOffset(at), len, false)).await? else {
             return Ok(0);
         };
-        let mut pending = Pending::new(self, allocation);
+        let mut pending = PendingAllocation::new(self, allocation);
         let Some(allocation) = pending.allocation() else { return Ok(0) };
         let is_plain = !allocation.encrypted
             && allocation.start == allocation.data_start

@@ -13,18 +13,18 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// The parts that belong together: the mapping, its waiting requests, and the clusters decompressed by it.
-pub(super) struct Core {
+pub(super) struct SharedMetadata {
     pub(super) engine: Arc<Engine>,
     pub(super) events: Arc<Events>,
     pub(super) cluster_cache: Arc<ClusterCache>,
     /// The core was made for this image; no other one had it.
     pub(super) is_new: bool,
-    pub(super) membership: Membership,
+    pub(super) membership: MetadataShare,
 }
 
 /// One image's part in a core that others may share, for as long as it keeps writers out.
 #[derive(Debug, Default)]
-pub(super) struct Membership(Mutex<Option<Key>>);
+pub(super) struct MetadataShare(Mutex<Option<Key>>);
 
 /// The same file, understood in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -54,15 +54,21 @@ fn known() -> MutexGuard<'static, HashMap<Key, SharedEngine>> {
 
 impl SharedEngine {
     /// The core, with one member more.
-    fn join(&mut self, key: Key) -> Option<Core> {
+    fn join(&mut self, key: Key) -> Option<SharedMetadata> {
         let (engine, events, cluster_cache) =
             (self.engine.upgrade()?, self.events.upgrade()?, self.cluster_cache.upgrade()?);
         self.members += 1;
-        Some(Core { engine, events, cluster_cache, is_new: false, membership: Membership(Mutex::new(Some(key))) })
+        Some(SharedMetadata {
+            engine,
+            events,
+            cluster_cache,
+            is_new: false,
+            membership: MetadataShare(Mutex::new(Some(key))),
+        })
     }
 }
 
-impl Membership {
+impl MetadataShare {
     /// Leaves: the image no longer keeps writers out. A core without members is shared no more.
     pub(super) fn leave(&self) {
         let Some(key) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
@@ -87,32 +93,32 @@ impl Membership {
     }
 }
 
-impl Drop for Membership {
+impl Drop for MetadataShare {
     fn drop(&mut self) {
         self.leave();
     }
 }
 
-impl Core {
-    fn new(config: EngineConfig, l1: &[u64]) -> Result<Core> {
-        Ok(Core {
+impl SharedMetadata {
+    fn new(config: EngineConfig, l1: &[u64]) -> Result<SharedMetadata> {
+        Ok(SharedMetadata {
             engine: Arc::new(Engine::new(config, l1)?),
             events: Arc::default(),
             cluster_cache: Arc::new(ClusterCache::new()),
             is_new: true,
-            membership: Membership::default(),
+            membership: MetadataShare::default(),
         })
     }
 
     /// The core of an image in `file`: an existing one, where the image has no writers.
-    pub(super) fn of(file: &File, config: EngineConfig, l1: &[u64], is_read_only: bool) -> Result<Core> {
+    pub(super) fn of(file: &File, config: EngineConfig, l1: &[u64], is_read_only: bool) -> Result<SharedMetadata> {
         let is_quiet = !without!("mapping_of_a_base_once")
             && is_read_only
             && !rt::is_simulated()
             && !file.is_device()
             && file.faults().is_none();
         let Some(identity) = file.identity().filter(|_| is_quiet && file.permissions() == Permissions::READ) else {
-            return Core::new(config, l1);
+            return SharedMetadata::new(config, l1);
         };
         let key = Key {
             identity,
@@ -129,8 +135,8 @@ impl Core {
             return Ok(core);
         }
         // The membership comes last: one that an error drops would wait for the lock held here.
-        let mut core = Core::new(config, l1)?;
-        core.membership = Membership(Mutex::new(Some(key)));
+        let mut core = SharedMetadata::new(config, l1)?;
+        core.membership = MetadataShare(Mutex::new(Some(key)));
         let (engine, events) = (Arc::downgrade(&core.engine), Arc::downgrade(&core.events));
         known.insert(
             key,

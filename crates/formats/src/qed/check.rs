@@ -2,8 +2,8 @@
 //! The check of a QED image, with the counts of QEMU's: each was compared with those of its program on damaged images.
 
 use super::Qed;
-use crate::blocks::{ImageFile, Table};
-use crate::survey::Survey;
+use crate::blocks::{FileTable, ImageFile};
+use crate::survey::BlockSurvey;
 use cowshed_graph::node::MappedCheck;
 use cowshed_layout::qed::{ENTRY_BYTES, QedCluster};
 use cowshed_storage::{File, IoBuf};
@@ -15,7 +15,7 @@ impl Qed {
     /// Looks at all tables and their clusters; at most `max` findings are noted, and all are counted.
     pub(super) async fn survey(&self, image: &ImageFile, max: usize) -> Result<MappedCheck> {
         let cluster_bytes = self.header.cluster_bytes;
-        let mut walk = QedWalk { survey: Survey::before(self, cluster_bytes, max), repaired: None, cleared: 0 };
+        let mut walk = QedWalk { survey: BlockSurvey::before(self, cluster_bytes, max), repaired: None, cleared: 0 };
         walk.tables(self, image).await?;
         let mut survey = walk.survey;
         let in_use = self.header.header_clusters + survey.used();
@@ -27,7 +27,7 @@ impl Qed {
 
     /// Clears entries that lead to no cluster of the file, and returns their number. Their clusters are lost already.
     pub(super) async fn clear_entries(&self, image: &ImageFile) -> Result<u64> {
-        let survey = Survey::before(self, self.header.cluster_bytes, 0);
+        let survey = BlockSurvey::before(self, self.header.cluster_bytes, 0);
         let file = image.storage();
         let mut walk = QedWalk { survey, repaired: Some(&file), cleared: 0 };
         walk.tables(self, image).await?;
@@ -49,7 +49,7 @@ impl Qed {
 
 /// A walk over all tables, in the order of the disk.
 struct QedWalk<'a> {
-    survey: Survey,
+    survey: BlockSurvey,
     /// Where wrong entries are cleared. `None`: they are findings.
     repaired: Option<&'a File>,
     cleared: u64,
@@ -62,7 +62,7 @@ impl QedWalk<'_> {
         while let Some((index, entry)) = qed.next_table(image, from).await? {
             from = index + 1;
             let table = qed.behind_header(FIELD, entry);
-            let table = table.map(|offset| Table { field: FIELD, offset, bytes: qed.header.table_bytes });
+            let table = table.map(|offset| FileTable { field: FIELD, offset, bytes: qed.header.table_bytes });
             match table.and_then(|table| image.check_table(&table).map(|()| table)) {
                 // A table that lies on another one is a finding. Its entries may be those of the other, and are left alone.
                 Ok(table) => {
@@ -90,7 +90,7 @@ impl QedWalk<'_> {
     }
 
     /// Looks at the clusters of an L2 table. `disk`: the first byte of the disk that it describes.
-    async fn clusters(&mut self, qed: &Qed, image: &ImageFile, disk: u64, l2: Table) -> Result<()> {
+    async fn clusters(&mut self, qed: &Qed, image: &ImageFile, disk: u64, l2: FileTable) -> Result<()> {
         if image.is_unwritten(&l2).await {
             return Ok(());
         }

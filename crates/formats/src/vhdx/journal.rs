@@ -25,7 +25,7 @@ const SECTOR: u64 = LOG_SECTOR_BYTES as u64;
 const MAX_SEQUENCE_NUMBER: u64 = u64::MAX - (1 << 32);
 
 /// The part of an image that keeps it whole.
-pub(super) struct Journal {
+pub(super) struct LogWriter {
     state: AsyncMutex<JournalState>,
     /// The headers show that this opening has changed the image.
     is_changed: AtomicBool,
@@ -59,11 +59,11 @@ fn new_guid() -> Result<Guid> {
     Ok(Guid::random(bytes))
 }
 
-impl Journal {
+impl LogWriter {
     /// The journal of an image with this header, the first one or the second.
-    pub(super) fn new(header: VhdxHeader, slot: usize) -> Journal {
+    pub(super) fn new(header: VhdxHeader, slot: usize) -> LogWriter {
         let data_guid = Mutex::new(header.data_guid);
-        Journal {
+        LogWriter {
             state: AsyncMutex::new(JournalState { header, slot, log: None }),
             is_changed: AtomicBool::new(false),
             data_guid,

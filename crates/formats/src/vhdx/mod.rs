@@ -3,12 +3,12 @@
 
 mod journal;
 
-use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, ImageFile, Table, finish};
+use super::blocks::{BACKING_KEY, BlockFormat, FILE_KEY, FileTable, ImageFile, finish};
 use super::mapped::RunSource;
 use super::parents::{check_identity, parent_of};
 use super::patches::Patches;
 use super::sector_map::SectorMap;
-use super::survey::Survey;
+use super::survey::BlockSurvey;
 use super::units::Units;
 use super::writer::Usage;
 use cowshed_graph::node::Node;
@@ -22,7 +22,7 @@ use cowshed_layout::vhdx::{
 };
 use cowshed_storage::File;
 use cowshed_types::{Error, ErrorKind, Repair, Result};
-use journal::Journal;
+use journal::LogWriter;
 use std::rc::Rc;
 
 const SCHEMA: DriverSchema = DriverSchema {
@@ -37,10 +37,10 @@ pub(crate) const DRIVER: DriverLine = DriverLine::new(&SCHEMA, |opener, draft| B
 
 struct Vhdx {
     disk: VhdxDisk,
-    bat: Table,
+    bat: FileTable,
     /// Where no data can be: the region of the BAT, the metadata, the log.
-    taken: [Table; 3],
-    journal: Journal,
+    taken: [FileTable; 3],
+    journal: LogWriter,
     /// The log held changes when the image was opened.
     had_log: bool,
     parent: Option<VhdxParent>,
@@ -63,8 +63,8 @@ async fn open(opener: &Rc<Opener>, draft: &mut Draft) -> Opened {
 async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
     check_signature(&file.read(0, 8).await?)?;
     let (header, slot) = read_header(file).await?;
-    let log = Table { field: "LogOffset", offset: header.log_offset, bytes: header.log_bytes };
-    let journal = Journal::new(header.clone(), slot);
+    let log = FileTable { field: "LogOffset", offset: header.log_offset, bytes: header.log_bytes };
+    let journal = LogWriter::new(header.clone(), slot);
     let mut had_log = false;
     if !header.log_guid.is_zero()
         && let Some(replay) = read_log(file, &header, &log).await?
@@ -80,7 +80,7 @@ async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
     }
     let regions = read_regions(file).await?;
     let (offset, len) = regions.metadata;
-    let metadata = Table { field: "FileOffset", offset, bytes: len };
+    let metadata = FileTable { field: "FileOffset", offset, bytes: len };
     file.check_table(&metadata)?;
     let table = MetadataTable::parse(&file.read(offset, METADATA_TABLE_BYTES).await?, offset, len)?;
     let item = async |item| {
@@ -99,13 +99,13 @@ async fn load(file: &mut ImageFile, is_written: bool) -> Result<Vhdx> {
         true => Some(read_parent(file, offset, &table).await?),
         false => None,
     };
-    let bat = Table { field: "FileOffset", offset: regions.bat.0, bytes: disk.entries() * ENTRY_BYTES };
+    let bat = FileTable { field: "FileOffset", offset: regions.bat.0, bytes: disk.entries() * ENTRY_BYTES };
     if bat.bytes > regions.bat.1 {
         let message = format!("the block allocation table is too short for a disk of {} bytes", disk.size);
         return Err(Error::invalid_image("Length", regions.bat.1, message));
     }
     file.check_table(&bat)?;
-    let bat_region = Table { bytes: regions.bat.1, ..bat };
+    let bat_region = FileTable { bytes: regions.bat.1, ..bat };
     Ok(Vhdx { disk, bat, taken: [bat_region, metadata, log], journal, had_log, parent })
 }
 
@@ -139,7 +139,7 @@ async fn read_regions(file: &ImageFile) -> Result<VhdxRegions> {
 }
 
 /// The changes in the log, which is newer than the tables.
-async fn read_log(file: &ImageFile, header: &VhdxHeader, log: &Table) -> Result<Option<Replay>> {
+async fn read_log(file: &ImageFile, header: &VhdxHeader, log: &FileTable) -> Result<Option<Replay>> {
     file.check_table(log)?;
     if log.bytes > MAX_LOG_BYTES {
         let message = format!("a log of more than {MAX_LOG_BYTES} bytes that has to be carried out is not supported");
@@ -165,7 +165,7 @@ async fn read_log(file: &ImageFile, header: &VhdxHeader, log: &Table) -> Result<
 }
 
 /// Refuses to write where there is no room for a log.
-fn check_log(file: &ImageFile, log: &Table) -> Result<()> {
+fn check_log(file: &ImageFile, log: &FileTable) -> Result<()> {
     if log.bytes == 0 {
         return Err(Error::invalid_image("LogLength", 0, "the image has no log: it can't be written to"));
     }
@@ -237,7 +237,7 @@ impl BlockFormat for Vhdx {
         let VhdxBlock::At(offset) = VhdxBlock::of(bitmap) else {
             return wrong("a block is there in part, and the bitmap of its sectors is missing");
         };
-        let table = Table { field: "sector bitmap", offset, bytes: UNIT_BYTES };
+        let table = FileTable { field: "sector bitmap", offset, bytes: UNIT_BYTES };
         let map = SectorMap { table, sector_bytes: self.disk.sector_bytes, is_high_first: false };
         let chunk_bytes = self.disk.chunk_ratio * block_bytes;
         match map.run(file, at % chunk_bytes, len).await? {
@@ -261,12 +261,12 @@ impl BlockFormat for Vhdx {
 
     async fn check(&self, file: &ImageFile, max: usize) -> Result<Option<MappedCheck>> {
         // Blocks begin at multiples of 1 MiB, not of their length.
-        Ok(Some(Survey::of(self, file, self.disk.block_bytes, max).await?.without_totals()))
+        Ok(Some(BlockSurvey::of(self, file, self.disk.block_bytes, max).await?.without_totals()))
     }
 
     /// The log was carried out when the image was opened; it counts as one corruption, as in QEMU.
     async fn repair(&self, file: &ImageFile, _what: Repair, max: usize) -> Result<Option<MappedCheck>> {
-        let mut check = Survey::of(self, file, self.disk.block_bytes, max).await?.without_totals();
+        let mut check = BlockSurvey::of(self, file, self.disk.block_bytes, max).await?.without_totals();
         check.counters.corruptions_fixed = u64::from(self.had_log);
         Ok(Some(check))
     }
@@ -305,7 +305,7 @@ impl BlockFormat for Vhdx {
         Ok(parts)
     }
 
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         Ok((self.bat, self.disk.entry_of(block)))
     }
 

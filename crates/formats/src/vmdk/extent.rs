@@ -2,7 +2,7 @@
 //! One extent: from an offset inside it to the place of its bytes.
 
 use super::se_sparse::SeSparse;
-use super::tables::{TableBytes, TablePlace, Tables};
+use super::tables::{GrainTables, TableBytes, TablePlace};
 use crate::holes::Holes;
 use crate::mapped::RunSource;
 use cowshed_graph::node::Node;
@@ -52,7 +52,7 @@ pub(super) struct Sparse {
     /// The first directory is not in the file.
     pub uses_copy: bool,
     /// The tables of the disk in memory.
-    pub tables: Arc<Tables>,
+    pub tables: Arc<GrainTables>,
     /// Where tables were never written.
     pub holes: Holes,
 }

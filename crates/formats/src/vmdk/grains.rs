@@ -2,7 +2,7 @@
 //! A sparse extent as `formats/writer.rs` sees it: where its metadata are, and the entries of its grains in both directories.
 
 use super::extent::Sparse;
-use crate::blocks::{BlockFormat, ImageFile, Table};
+use crate::blocks::{BlockFormat, FileTable, ImageFile};
 use crate::mapped::RunSource;
 use crate::units::{Units, check_metadata};
 use cowshed_graph::node::{Description, Node};
@@ -23,11 +23,11 @@ pub(super) struct Grains<'a> {
 }
 
 impl Grains<'_> {
-    fn table(&self, sector: Option<&u32>, block: u64) -> Result<Table> {
+    fn table(&self, sector: Option<&u32>, block: u64) -> Result<FileTable> {
         let bytes = self.sparse.header.table_bytes() as u64;
         match sector.copied().filter(|sector| *sector != 0) {
             Some(sector) => {
-                Ok(Table { field: "grain directory entry", offset: u64::from(sector) * SECTOR_BYTES, bytes })
+                Ok(FileTable { field: "grain directory entry", offset: u64::from(sector) * SECTOR_BYTES, bytes })
             }
             None => {
                 let message = "the grain table for a new grain is missing: such a disk can't be written to there";
@@ -37,7 +37,7 @@ impl Grains<'_> {
     }
 
     /// The place of a grain's entry, by one of the directories.
-    pub(super) fn slot_in(&self, directory: &[u32], block: u64) -> Result<(Table, u64)> {
+    pub(super) fn slot_in(&self, directory: &[u32], block: u64) -> Result<(FileTable, u64)> {
         let entries = u64::from(self.sparse.header.table_entries);
         let table = usize::try_from(block / entries).ok().and_then(|index| directory.get(index));
         Ok((self.table(table, block)?, block % entries))
@@ -137,11 +137,11 @@ impl BlockFormat for Grains<'_> {
         self.metadata(file.len())
     }
 
-    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    async fn slot(&self, _file: &ImageFile, block: u64) -> Result<(FileTable, u64)> {
         self.slot_in(&self.sparse.directory, block)
     }
 
-    async fn second_slot(&self, _file: &ImageFile, block: u64) -> Result<Option<(Table, u64)>> {
+    async fn second_slot(&self, _file: &ImageFile, block: u64) -> Result<Option<(FileTable, u64)>> {
         match self.sparse.redundant.is_empty() || self.sparse.redundant == self.sparse.directory {
             true => Ok(None),
             // A copy that is missing is not made.

@@ -3,7 +3,7 @@
 
 use super::extent::{Extent, Sparse, Storage, le32_entries, read};
 use super::se_sparse::{SeSparse, no_writing};
-use super::tables::Tables;
+use super::tables::GrainTables;
 use super::{SCHEMA, Vmdk};
 use crate::holes::Holes;
 use crate::mapped::{MappedDriver, MappedFormat};
@@ -38,7 +38,7 @@ const MAX_DIRECTORIES_BYTES: u64 = 64 << 20;
 /// The grain directories of a disk, which all stay in memory, and its tables.
 #[derive(Default)]
 pub(super) struct Directories {
-    pub tables: Arc<Tables>,
+    pub tables: Arc<GrainTables>,
     bytes: u64,
 }
 

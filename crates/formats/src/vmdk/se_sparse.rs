@@ -3,7 +3,7 @@
 
 use super::extent::{expect_grain, is_hole, read};
 use super::open::Directories;
-use super::tables::{TableBytes, TablePlace, Tables};
+use super::tables::{GrainTables, TableBytes, TablePlace};
 use crate::holes::Holes;
 use crate::mapped::RunSource;
 use cowshed_graph::node::Node;
@@ -20,7 +20,7 @@ pub(super) struct SeSparse {
     /// The entries as they are in the file. One that is wrong is an error where it counts.
     directory: Vec<u64>,
     /// The tables of the disk in memory.
-    tables: Arc<Tables>,
+    tables: Arc<GrainTables>,
     /// Where tables were never written. The extent is only read, so they stay.
     holes: Holes,
 }

@@ -24,7 +24,7 @@ pub(super) struct TablePlace {
 
 /// Grain tables by their places. Where there is no more room, the half that was used longest ago leaves.
 #[derive(Default)]
-pub(super) struct Tables(Mutex<TablesInside>);
+pub(super) struct GrainTables(Mutex<TablesInside>);
 
 #[derive(Default)]
 struct TablesInside {
@@ -40,7 +40,7 @@ struct KeptTable {
     table: TableBytes,
 }
 
-impl Tables {
+impl GrainTables {
     /// The table at a place, from memory or from its file. All of it must be in the file.
     pub(super) async fn read(&self, files: &[Arc<Node>], place: TablePlace, len: usize) -> Result<TableBytes> {
         if let Some(table) = self.find(place) {
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn tables_of_all_extents_share_one_bound() {
-        let tables = Tables::default();
+        let tables = GrainTables::default();
         let table = Arc::new(vec![0; 32 << 10]);
         for offset in 0..1000 {
             for file in 0..4 {
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn the_tables_of_a_changed_file_are_forgotten() {
-        let tables = Tables::default();
+        let tables = GrainTables::default();
         let table = Arc::new(vec![0; 2048]);
         let places = [0, 1].map(|file| TablePlace { file, offset: 512 });
         for place in places {

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
-use tree::{HostFile, Tree};
+use tree::{FolderFile, Tree};
 
 const SCHEMA: DriverSchema = DriverSchema {
     name: "vvfat",
@@ -76,7 +76,7 @@ struct Vvfat {
     /// In order, without gaps from the first cluster on; with their contents.
     chains: Vec<ClusterChain>,
     contents: Vec<Content>,
-    files: Vec<HostFile>,
+    files: Vec<FolderFile>,
     open: Mutex<VecDeque<(usize, Arc<File>)>>,
 }
 
@@ -232,7 +232,7 @@ impl Vvfat {
     }
 
     /// A file, open. Refused once it is another one than the folder was read with.
-    async fn file(&self, index: usize) -> Result<(Arc<File>, &HostFile)> {
+    async fn file(&self, index: usize) -> Result<(Arc<File>, &FolderFile)> {
         let open = || self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.files.get(index).ok_or_else(|| Error::internal("a file of the folder went away"))?;
         let kept = open().iter().find(|(kept, _)| *kept == index).map(|(_, file)| Arc::clone(file));

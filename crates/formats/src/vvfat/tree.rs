@@ -16,7 +16,7 @@ const MAX_ENTRIES: usize = 128 << 10;
 const MAX_DEPTH: usize = 64;
 
 /// A file of the host.
-pub(super) struct HostFile {
+pub(super) struct FolderFile {
     /// Below the folder.
     pub path: PathBuf,
     /// Length in bytes.
@@ -47,7 +47,7 @@ struct Directory {
 /// A tree of folders. The first one is the root.
 pub(super) struct Tree {
     directories: Vec<Directory>,
-    files: Vec<HostFile>,
+    files: Vec<FolderFile>,
     /// The entries that were left out, a sentence each.
     pub warnings: Vec<String>,
 }
@@ -57,7 +57,7 @@ pub(super) struct Laid {
     /// The root folder, where it isn't in clusters.
     pub root: Vec<u8>,
     pub contents: Vec<(ClusterChain, Content)>,
-    pub files: Vec<HostFile>,
+    pub files: Vec<FolderFile>,
 }
 
 impl Tree {
@@ -130,7 +130,7 @@ impl Tree {
                     EntryKind::Link => top.status_beneath(&path).ok().filter(|about| about.kind == EntryKind::File),
                     _ => None,
                 };
-                let file = file.map(|about| HostFile { path: path.clone(), len: about.len, stamp: about.stamp });
+                let file = file.map(|about| FolderFile { path: path.clone(), len: about.len, stamp: about.stamp });
                 let Some(file) = file else {
                     left_out.push(path);
                     continue;

@@ -3,7 +3,7 @@
 //! entry that leads to it comes after a barrier behind them.
 
 use super::Writer;
-use crate::blocks::{BlockFormat, ImageFile, Table};
+use crate::blocks::{BlockFormat, FileTable, ImageFile};
 use crate::units::Units;
 use crate::writer::Usage;
 use cowshed_types::memory::try_push;
@@ -66,13 +66,18 @@ impl Writer {
     }
 
     /// The place of a block's entry, which [`Self::prepare_slot`] has seen to.
-    pub(super) async fn slot<F: BlockFormat>(&self, format: &F, image: &ImageFile, block: u64) -> Result<(Table, u64)> {
+    pub(super) async fn slot<F: BlockFormat>(
+        &self,
+        format: &F,
+        image: &ImageFile,
+        block: u64,
+    ) -> Result<(FileTable, u64)> {
         let Some(missing) = format.missing_table(image, block).await? else {
             return format.slot(image, block).await;
         };
         let offset = self.state().tables.get(&missing.entry_offset).copied();
         let offset = offset.ok_or_else(|| Error::internal("the entry of a new block has no table").value(block))?;
-        Ok((Table { field: missing.field, offset, bytes: missing.bytes }, block % missing.blocks))
+        Ok((FileTable { field: missing.field, offset, bytes: missing.bytes }, block % missing.blocks))
     }
 
     /// Has the entries lead to new tables, which are durable.

@@ -2,7 +2,7 @@
 //! Attachments: the connections of exports and jobs with nodes of the graph. Requests go to the node that is at the
 //! attachment's place now.
 
-use super::changes::Scope;
+use super::changes::ChangeScope;
 use super::gate::Gate;
 use super::queue::Queue;
 use super::{Drained, Graph};
@@ -198,7 +198,7 @@ impl Attachment {
         let flushes = flushes && self.is_writable() && !slip!("no_flush_at_detach");
         // Before the turn: a flush that never ends would keep every other change of the graph waiting.
         let first = if flushes { node.flush().await } else { Ok(()) };
-        let _one_change = self.graph.changing_in(Scope::Attachment(Arc::downgrade(self))).await;
+        let _one_change = self.graph.changing_in(ChangeScope::Attachment(Arc::downgrade(self))).await;
         // A change that ran meanwhile may have moved the attachment, with the node closed, or have stopped writes to the node
         // for a time.
         let was_changing = node.is_closed() || matches!(&first, Err(error) if error.kind() == ErrorKind::ReadOnly);

@@ -19,7 +19,7 @@ pub(super) struct Changes {
 
 /// The nodes that a change names.
 #[derive(Clone)]
-pub(super) enum Scope {
+pub(super) enum ChangeScope {
     All,
     Nodes(Vec<Weak<Node>>),
     /// The node of an attachment, which may change while the attachment waits.
@@ -31,7 +31,7 @@ type Reach = Option<BTreeSet<usize>>;
 
 struct Ticket {
     id: u64,
-    scope: Scope,
+    scope: ChangeScope,
     /// The change runs, and reached these nodes at its begin.
     began_with: Option<Reach>,
 }
@@ -79,12 +79,12 @@ impl Ticket {
     }
 }
 
-impl Scope {
+impl ChangeScope {
     fn reach(&self, nodes: &GraphSnapshot) -> Reach {
         let named: Vec<Arc<Node>> = match self {
-            Scope::All => return None,
-            Scope::Nodes(nodes) => nodes.iter().filter_map(Weak::upgrade).collect(),
-            Scope::Attachment(attachment) => attachment.upgrade().map(|one| one.node()).into_iter().collect(),
+            ChangeScope::All => return None,
+            ChangeScope::Nodes(nodes) => nodes.iter().filter_map(Weak::upgrade).collect(),
+            ChangeScope::Attachment(attachment) => attachment.upgrade().map(|one| one.node()).into_iter().collect(),
         };
         Some(connected(nodes, &named).iter().map(|node| Arc::as_ptr(node) as usize).collect())
     }
@@ -124,7 +124,7 @@ impl Graph {
 
     /// Waits until no other change runs that reaches a node which these nodes reach.
     pub(super) async fn changing<'a>(self: &Arc<Self>, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> OneChange {
-        self.changing_in(Scope::Nodes(nodes.into_iter().map(Arc::downgrade).collect())).await
+        self.changing_in(ChangeScope::Nodes(nodes.into_iter().map(Arc::downgrade).collect())).await
     }
 
     /// As [`Graph::changing`], for the nodes with these names, as far as there are any.
@@ -134,7 +134,7 @@ impl Graph {
     }
 
     /// As [`Graph::changing`], with this scope.
-    pub(super) async fn changing_in(self: &Arc<Self>, scope: Scope) -> OneChange {
+    pub(super) async fn changing_in(self: &Arc<Self>, scope: ChangeScope) -> OneChange {
         let id = self.changes.next_id.fetch_add(1, Ordering::Relaxed);
         self.changes.list().push(Ticket { id, scope, began_with: None });
         // From here on: a future that is dropped leaves no ticket behind.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The parts that a graph holds itself: nodes that were added by name, and the list of attachments.
 
-use super::changes::Scope;
+use super::changes::ChangeScope;
 use super::{AttachRequest, Attachment, Graph};
 use crate::node::{MONITOR, Node};
 use cowshed_storage::rt;
@@ -145,7 +145,7 @@ impl Graph {
     /// Closes every node that was added by name, users first. The first error is returned, after all were tried. Once it has
     /// begun, it ends even when the future is dropped.
     pub async fn close_all(self: &Arc<Self>) -> Result<()> {
-        let one_change = self.changing_in(Scope::All).await;
+        let one_change = self.changing_in(ChangeScope::All).await;
         let graph = Arc::clone(self);
         rt::to_completion(async move {
             let _one_change = one_change;

@@ -26,7 +26,7 @@ pub type Transfer<'a> = LocalFuture<'a, (Result<()>, IoBuf)>;
 pub type Work<'a> = LocalFuture<'a, Result<()>>;
 
 /// A guard that keeps a mapped range from getting another owner. It is held until the I/O there is done.
-pub(crate) type Guard<'a> = Option<CountGuard<'a>>;
+pub(crate) type RangeGuard<'a> = Option<CountGuard<'a>>;
 
 /// The reason for which a range is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub enum Mapped<'a> {
         /// Offset of the range in it, in bytes.
         host: u64,
         /// Held until the I/O there is done.
-        guard: Guard<'a>,
+        guard: RangeGuard<'a>,
     },
     /// It reads as zeroes.
     Zeroes,

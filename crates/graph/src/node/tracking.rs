@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 pub(super) struct Tracking {
     active: AtomicBool,
     maps: Mutex<Vec<Weak<DirtyMap>>>,
-    named: Mutex<Named>,
+    named: Mutex<NamedBitmaps>,
 }
 
 /// Dirty bitmaps that have a name.
 #[derive(Debug, Default)]
-pub(super) struct Named {
+pub(super) struct NamedBitmaps {
     /// Those in memory alone.
     pub transient: Vec<Transient>,
     /// Names of bitmaps that an export or a job uses, once for each use.
@@ -74,7 +74,7 @@ impl Tracking {
         }
     }
 
-    pub(super) fn named(&self) -> MutexGuard<'_, Named> {
+    pub(super) fn named(&self) -> MutexGuard<'_, NamedBitmaps> {
         self.named.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -108,7 +108,7 @@ impl Node {
     }
 
     /// The bitmaps in memory with the size that the disk has: a format makes its file longer without the node.
-    pub(super) fn named_bitmaps(&self) -> MutexGuard<'_, Named> {
+    pub(super) fn named_bitmaps(&self) -> MutexGuard<'_, NamedBitmaps> {
         if self.driver.whole_file().is_some() {
             self.tracking.resized(whole_sectors(self.size()));
         }

@@ -2,7 +2,7 @@
 //! Requests and replies of one connection.
 
 use super::handshake::{Agreed, choose_export};
-use super::pending::{Pending, Progress, Table};
+use super::pending::{PendingRequest, PendingTable, Progress};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts, lock};
 use crate::{Receiver, Stream};
 use cowshed_nbd_proto::flags::CommandFlags;
@@ -31,7 +31,7 @@ pub(crate) struct Connection {
     sending: AsyncMutex<()>,
     /// Held by the task that receives for all.
     receiving: AsyncMutex<Receiver>,
-    table: Mutex<Table>,
+    table: Mutex<PendingTable>,
 }
 
 /// The reason of a request's failure.
@@ -137,27 +137,27 @@ impl Connection {
 
     pub(crate) async fn read(&self, offset: u64, length: u64, buf: IoBuf) -> Answer {
         let request = Request { command: Command::Read, flags: CommandFlags::default(), cookie: 0, offset, length };
-        let pending = Pending { buf, offset, length, reads: true, ..Pending::default() };
+        let pending = PendingRequest { buf, offset, length, reads: true, ..PendingRequest::default() };
         self.transact(request, pending, None).await
     }
 
     pub(crate) async fn write(&self, offset: u64, flags: CommandFlags, buf: IoBuf) -> Answer {
         let flags = flags.with(CommandFlags::PAYLOAD_LEN, self.is_extended());
         let request = Request { command: Command::Write, flags, cookie: 0, offset, length: buf.len() as u64 };
-        self.transact(request, Pending::default(), Some(buf)).await
+        self.transact(request, PendingRequest::default(), Some(buf)).await
     }
 
     pub(crate) async fn simple(&self, command: Command, flags: CommandFlags, offset: u64, length: u64) -> Answer {
         let request = Request { command, flags, cookie: 0, offset, length };
-        self.transact(request, Pending { offset, length, ..Pending::default() }, None).await
+        self.transact(request, PendingRequest { offset, length, ..PendingRequest::default() }, None).await
     }
 
     /// Sends a request and waits for its reply.
-    async fn transact(&self, mut request: Request, pending: Pending, data: Option<IoBuf>) -> Answer {
+    async fn transact(&self, mut request: Request, pending: PendingRequest, data: Option<IoBuf>) -> Answer {
         let added = lock(&self.table).add(pending);
         let key = match added {
             Ok(key) => key,
-            Err(Pending { buf, .. }) => {
+            Err(PendingRequest { buf, .. }) => {
                 let buf = data.unwrap_or(buf);
                 return Answer { result: Err(Failure::Lost), buf, runs: Vec::new() };
             }
@@ -194,7 +194,7 @@ impl Connection {
     }
 
     /// Waits for the reply to a request: by receiving, or for the task that receives.
-    async fn wait(&self, key: usize) -> Pending {
+    async fn wait(&self, key: usize) -> PendingRequest {
         loop {
             let turn = {
                 let mut turn = pin!(self.receiving.lock());

@@ -56,7 +56,7 @@ pub(super) enum Style {
 }
 
 /// The end of a server's answer to an option.
-pub(super) enum End {
+pub(super) enum OptionEnd {
     Ack,
     Refused(u32, String),
 }
@@ -165,12 +165,12 @@ impl Handshake<'_> {
         }
         let request = InfoRequest { name: export, block_size: true, canonical_name: false, description: true };
         match self.ask(code::GO, &request.encode()).await? {
-            End::Ack if self.agreed.facts.flags.contains(TransmissionFlags::HAS_FLAGS) => Ok(()),
-            End::Ack => Err(broken(Malformed("the server doesn't describe the export"))),
-            End::Refused(rep::ERR_UNSUP, _) if self.agreed.headers == HeaderStyle::Compact => {
+            OptionEnd::Ack if self.agreed.facts.flags.contains(TransmissionFlags::HAS_FLAGS) => Ok(()),
+            OptionEnd::Ack => Err(broken(Malformed("the server doesn't describe the export"))),
+            OptionEnd::Refused(rep::ERR_UNSUP, _) if self.agreed.headers == HeaderStyle::Compact => {
                 self.export_name(export).await
             }
-            End::Refused(kind, message) => {
+            OptionEnd::Refused(kind, message) => {
                 self.abort().await;
                 Err(refused(kind, &message, export))
             }
@@ -190,7 +190,7 @@ impl Handshake<'_> {
         self.said.contexts.clear();
         // A refusal only means that the server doesn't know where data is.
         let end = self.ask(code::SET_META_CONTEXT, &request.encode()).await?;
-        let is_chosen = matches!(end, End::Ack) && self.said.contexts.iter().any(|name| name == wanted);
+        let is_chosen = matches!(end, OptionEnd::Ack) && self.said.contexts.iter().any(|name| name == wanted);
         self.agreed.context = self.agreed.context.filter(|_| is_chosen);
         self.agreed.facts.has_status = is_chosen && wanted == BASE_ALLOCATION;
         Ok(())
@@ -198,15 +198,15 @@ impl Handshake<'_> {
 
     async fn is_acked(&mut self, option: u32) -> Result<bool> {
         match self.ask(option, &[]).await? {
-            End::Ack => Ok(true),
-            End::Refused(..) => Ok(false),
+            OptionEnd::Ack => Ok(true),
+            OptionEnd::Refused(..) => Ok(false),
         }
     }
 
     async fn start_tls(&mut self) -> Result<()> {
         let (kind, message) = match self.ask(code::STARTTLS, &[]).await? {
-            End::Ack => return Ok(()),
-            End::Refused(kind, message) => (kind, message),
+            OptionEnd::Ack => return Ok(()),
+            OptionEnd::Refused(kind, message) => (kind, message),
         };
         self.abort().await;
         let because = if message.is_empty() { String::new() } else { format!(": {message}") };
@@ -218,7 +218,7 @@ impl Handshake<'_> {
     }
 
     /// Sends an option and takes the answers up to the last one.
-    pub(super) async fn ask(&mut self, option: u32, data: &[u8]) -> Result<End> {
+    pub(super) async fn ask(&mut self, option: u32, data: &[u8]) -> Result<OptionEnd> {
         self.send(&option::encode(option, data)).await?;
         for _ in 0..MAX_REPLIES {
             let header = OptionReplyHeader::parse(&self.receiver.array(self.stream).await?).map_err(broken)?;
@@ -234,8 +234,8 @@ impl Handshake<'_> {
             self.receiver.consume(len);
             let facts = &mut self.agreed.facts;
             match OptionReply::parse(header.kind, &data).map_err(broken)? {
-                OptionReply::Ack => return Ok(End::Ack),
-                OptionReply::Refused(kind, message) => return Ok(End::Refused(kind, message.to_owned())),
+                OptionReply::Ack => return Ok(OptionEnd::Ack),
+                OptionReply::Refused(kind, message) => return Ok(OptionEnd::Refused(kind, message.to_owned())),
                 OptionReply::Export(size, flags) => (facts.size, facts.flags) = (size, flags),
                 OptionReply::BlockSize(sizes) => {
                     facts.block_sizes = sizes;

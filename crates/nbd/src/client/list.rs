@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The exports of a server.
 
-use super::handshake::{End, Handshake, Style, begin, insists_on_tls};
+use super::handshake::{Handshake, OptionEnd, Style, begin, insists_on_tls};
 use super::{CONNECT_TIMEOUT, ClientOptions, ExportFacts};
 use crate::{Receiver, Stream};
 use cowshed_nbd_proto::option::{InfoRequest, MetaContextRequest, code, rep};
@@ -55,7 +55,7 @@ pub async fn list_exports(options: &ClientOptions) -> Result<Vec<ListedExport>> 
 impl Handshake<'_> {
     async fn list(&mut self) -> Result<Vec<ListedExport>> {
         self.choose_replies().await?;
-        if let End::Refused(kind, message) = self.ask(code::LIST, &[]).await? {
+        if let OptionEnd::Refused(kind, message) = self.ask(code::LIST, &[]).await? {
             return Err(match kind {
                 rep::ERR_TLS_REQD => insists_on_tls("3 (list)", &message),
                 _ => Error::new(ErrorKind::PermissionDenied, format!("the server doesn't list its exports: {message}")),
@@ -86,8 +86,8 @@ impl Handshake<'_> {
         let request = InfoRequest { name: &name, block_size: true, canonical_name: false, description: true };
         let facts = match self.ask(code::INFO, &request.encode()).await? {
             // As in QEMU the list's description counts: a server may give another one to those that choose the export.
-            End::Ack => Some(ExportFacts { description, ..self.agreed.facts.clone() }),
-            End::Refused(..) => None,
+            OptionEnd::Ack => Some(ExportFacts { description, ..self.agreed.facts.clone() }),
+            OptionEnd::Refused(..) => None,
         };
         self.said.contexts.clear();
         if facts.is_some() && self.agreed.replies != ReplyStyle::Simple {

@@ -16,7 +16,7 @@ const MAX_REMARKS: u16 = 64;
 
 /// A request on the wire.
 #[derive(Debug, Default)]
-pub(crate) struct Pending {
+pub(crate) struct PendingRequest {
     pub waker: Option<Waker>,
     /// The memory for the data of a read.
     pub buf: IoBuf,
@@ -48,7 +48,7 @@ pub(crate) enum Progress {
     Abandoned,
 }
 
-impl Pending {
+impl PendingRequest {
     /// Notes that the reply covers a part of the range.
     pub(crate) fn cover(&mut self, offset: u64, length: u64) -> Result<(), Malformed> {
         let end = offset.checked_add(length).ok_or(Malformed("a part of a reply has no end"))?;
@@ -93,18 +93,18 @@ impl Pending {
 
 /// All requests of a connection that have no reply yet.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
-    slots: Slab<Pending>,
+pub(crate) struct PendingTable {
+    slots: Slab<PendingRequest>,
     pub lost: bool,
 }
 
-impl Table {
+impl PendingTable {
     /// The cookie of a new request; `None` (and the request back) when the connection is lost.
-    pub(crate) fn add(&mut self, pending: Pending) -> Result<usize, Pending> {
+    pub(crate) fn add(&mut self, pending: PendingRequest) -> Result<usize, PendingRequest> {
         if self.lost { Err(pending) } else { Ok(self.slots.insert(pending)) }
     }
 
-    pub(crate) fn get(&mut self, cookie: u64) -> Result<&mut Pending, Malformed> {
+    pub(crate) fn get(&mut self, cookie: u64) -> Result<&mut PendingRequest, Malformed> {
         let unknown = Malformed("a reply belongs to no request");
         let key = usize::try_from(cookie).map_err(|_| unknown)?;
         match self.slots.get_mut(key) {
@@ -122,7 +122,7 @@ impl Table {
     }
 
     /// The request with this key when it is over.
-    pub(crate) fn take_finished(&mut self, key: usize, waker: &Waker) -> Option<Pending> {
+    pub(crate) fn take_finished(&mut self, key: usize, waker: &Waker) -> Option<PendingRequest> {
         let pending = &mut self.slots[key];
         if matches!(pending.state, Progress::Done | Progress::Lost) && !pending.filling {
             return Some(self.slots.remove(key));

@@ -17,7 +17,7 @@ const ANY_PURPOSE: &[u8] = &[0x55, 0x1d, 37, 0];
 
 /// Uses of a key, by their bit.
 #[derive(Clone, Copy)]
-pub(super) enum Usage {
+pub(super) enum KeyUsage {
     DigitalSignature = 0,
     CertificateSigning = 5,
 }
@@ -136,7 +136,7 @@ impl Certificate {
     }
 
     /// Whether the key may be used so, and whether that is critical; `None` where the certificate doesn't have that.
-    pub(super) fn permits(&self, usage: Usage) -> Option<(bool, bool)> {
+    pub(super) fn permits(&self, usage: KeyUsage) -> Option<(bool, bool)> {
         let (value, critical) = self.usage.as_ref()?;
         // The first byte counts the bits that the last one lacks.
         let bits = expect(value, BIT_STRING).and_then(|(content, _)| content.get(1)).copied().unwrap_or_default();
@@ -224,7 +224,7 @@ mod tests {
             let _ = own.take_extensions(&bytes);
             own.usage = Some((bytes.clone(), true));
             own.purposes = Some((bytes, true));
-            let _ = (own.permits(Usage::CertificateSigning), own.has_purpose(Oid::ClientAuthentication));
+            let _ = (own.permits(KeyUsage::CertificateSigning), own.has_purpose(Oid::ClientAuthentication));
         }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! TLS credentials, in a folder with the file names that QEMU uses.
 
-use super::sanity::{End, check_own};
+use super::sanity::{TlsEndpoint, check_own};
 use cowshed_types::{Error, Result};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
@@ -44,7 +44,7 @@ impl ServerTls {
     pub fn of_object(dir: &Path, verify_peer: bool, sanity_check: bool) -> Result<ServerTls> {
         let credentials = ServerTls::read(dir, verify_peer, true)?;
         if sanity_check {
-            check_own(dir, End::Server)?;
+            check_own(dir, TlsEndpoint::Server)?;
         }
         Ok(credentials)
     }
@@ -55,9 +55,9 @@ impl ServerTls {
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong(dir, &error))?;
         let roots = needs_authority.then(|| roots(dir)).transpose()?;
-        let own = identity(dir, End::Server)?;
+        let own = identity(dir, TlsEndpoint::Server)?;
         let (chain, key) = own.ok_or_else(|| {
-            let [certificate, key] = files(dir, End::Server).map(|path| path.display().to_string());
+            let [certificate, key] = files(dir, TlsEndpoint::Server).map(|path| path.display().to_string());
             Error::invalid_argument(format!("Missing server cert '{certificate}' & key '{key}'"))
         })?;
         let verifier = match roots {
@@ -71,7 +71,8 @@ impl ServerTls {
             Some(verifier) => builder.with_client_cert_verifier(verifier),
             None => builder.with_no_client_auth(),
         };
-        let config = builder.with_single_cert(chain, key).map_err(|error| unusable(dir, End::Server, &error))?;
+        let config =
+            builder.with_single_cert(chain, key).map_err(|error| unusable(dir, TlsEndpoint::Server, &error))?;
         Ok(ServerTls { config: Arc::new(config) })
     }
 }
@@ -88,7 +89,7 @@ impl ClientTls {
     pub fn of_object(dir: &Path, verify_peer: bool, sanity_check: bool) -> Result<ClientTls> {
         let credentials = ClientTls::read(dir, verify_peer, true)?;
         if sanity_check {
-            check_own(dir, End::Client)?;
+            check_own(dir, TlsEndpoint::Client)?;
         }
         Ok(credentials)
     }
@@ -99,7 +100,7 @@ impl ClientTls {
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong(dir, &error))?;
         let roots = needs_authority.then(|| roots(dir)).transpose()?;
-        let own = identity(dir, End::Client)?;
+        let own = identity(dir, TlsEndpoint::Client)?;
         let verifier = match roots {
             Some(roots) => {
                 let builder = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
@@ -115,7 +116,7 @@ impl ClientTls {
             None => builder.with_no_client_auth(),
             Some((chain, key)) => {
                 let built = builder.with_client_auth_cert(chain, key);
-                built.map_err(|error| unusable(dir, End::Client, &error))?
+                built.map_err(|error| unusable(dir, TlsEndpoint::Client, &error))?
             }
         };
         Ok(ClientTls { config: Arc::new(config) })
@@ -228,12 +229,12 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> 
 }
 
 /// The files of a certificate and its key.
-fn files(dir: &Path, end: End) -> [PathBuf; 2] {
+fn files(dir: &Path, end: TlsEndpoint) -> [PathBuf; 2] {
     ["cert", "key"].map(|kind| dir.join(format!("{}-{kind}.pem", end.name())))
 }
 
 /// An error of a certificate together with its key.
-fn unusable(dir: &Path, end: End, error: &rustls::Error) -> Error {
+fn unusable(dir: &Path, end: TlsEndpoint, error: &rustls::Error) -> Error {
     let [certificate, key] = files(dir, end);
     let reason = match error {
         rustls::Error::InconsistentKeys(_) => "The certificate and the given key do not match.",
@@ -247,7 +248,7 @@ fn unusable(dir: &Path, end: End, error: &rustls::Error) -> Error {
 type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// The certificate and the key of this end; `None` where there is neither.
-fn identity(dir: &Path, end: End) -> Result<Option<Identity>> {
+fn identity(dir: &Path, end: TlsEndpoint) -> Result<Option<Identity>> {
     let [certificate, path] = files(dir, end);
     let lonely = |one: &str, path: &Path, other: &str, missing: &Path| {
         let (path, missing) = (path.display(), missing.display());

@@ -2,7 +2,7 @@
 //! Checks of a program's own certificate before a peer sees it, with QEMU's words: its dates, its allowed uses, and its
 //! issue by `ca-cert.pem`.
 
-use super::certificate::{Certificate, Oid, Usage};
+use super::certificate::{Certificate, KeyUsage, Oid};
 use super::credentials::{CA_CERT, certificates, not_parsed};
 use cowshed_types::{Error, Result};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
@@ -14,16 +14,16 @@ use std::path::{Path, PathBuf};
 
 /// The end of a connection that credentials are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum TlsEndpoint {
     Server,
     Client,
 }
 
-impl End {
+impl TlsEndpoint {
     pub(super) fn name(self) -> &'static str {
         match self {
-            End::Server => "server",
-            End::Client => "client",
+            TlsEndpoint::Server => "server",
+            TlsEndpoint::Client => "client",
         }
     }
 }
@@ -32,16 +32,16 @@ impl End {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
     Authority,
-    Own(End),
+    Own(TlsEndpoint),
 }
 
 /// Checks the certificate in `dir` of the program that is this end, and those that have issued it. A client without one has
 /// nothing to check.
-pub(super) fn check_own(dir: &Path, end: End) -> Result<()> {
+pub(super) fn check_own(dir: &Path, end: TlsEndpoint) -> Result<()> {
     let path = dir.join(format!("{}-cert.pem", end.name()));
     let authority_path = dir.join(CA_CERT);
     let authorities = certificates(&authority_path)?;
-    if end == End::Client && !path.exists() {
+    if end == TlsEndpoint::Client && !path.exists() {
         return Ok(());
     }
     let own = certificates(&path)?;
@@ -58,7 +58,7 @@ struct Check {
 
 impl Check {
     /// Follows the issuers up to one that has issued itself.
-    fn chain(&self, own: &[CertificateDer<'_>], authorities: &[CertificateDer<'_>], end: End) -> Result<()> {
+    fn chain(&self, own: &[CertificateDer<'_>], authorities: &[CertificateDer<'_>], end: TlsEndpoint) -> Result<()> {
         let parsed = |path: &Path, all: &[CertificateDer<'_>]| -> Result<Vec<Certificate>> {
             let parse = |der: &CertificateDer<'_>| Certificate::parse(der).ok_or_else(|| not_parsed(path));
             all.iter().map(parse).collect()
@@ -114,8 +114,8 @@ impl Check {
             _ => {}
         }
         let (usage, wanted) = match role {
-            Role::Authority => (Usage::CertificateSigning, "certificate signing"),
-            Role::Own(_) => (Usage::DigitalSignature, "digital signature"),
+            Role::Authority => (KeyUsage::CertificateSigning, "certificate signing"),
+            Role::Own(_) => (KeyUsage::DigitalSignature, "digital signature"),
         };
         // An extension that isn't critical is advice.
         if certificate.permits(usage).is_some_and(|(permitted, critical)| critical && !permitted) {
@@ -123,8 +123,8 @@ impl Check {
         }
         let Role::Own(end) = role else { return Ok(()) };
         let purpose = match end {
-            End::Server => Oid::ServerAuthentication,
-            End::Client => Oid::ClientAuthentication,
+            TlsEndpoint::Server => Oid::ServerAuthentication,
+            TlsEndpoint::Client => Oid::ClientAuthentication,
         };
         if certificate.has_purpose(purpose).is_some_and(|(allowed, critical)| critical && !allowed) {
             return Err(refused(format!("Certificate {shown} purpose does not allow use with a TLS {name}")));
@@ -140,7 +140,7 @@ impl Check {
             refused(format!("Our own certificate {own} failed validation against {authority}: {reason}"))
         };
         let signs = |der: &CertificateDer<'_>| {
-            Certificate::parse(der).and_then(|issuer| issuer.permits(Usage::CertificateSigning))
+            Certificate::parse(der).and_then(|issuer| issuer.permits(KeyUsage::CertificateSigning))
         };
         let mut roots = RootCertStore::empty();
         for authority in authorities {

@@ -46,7 +46,7 @@ const WRITES_MAX: usize = 256;
 const BATCH_BYTES: usize = 4 << 20;
 
 /// The log while a repair writes it.
-pub(super) struct Journal {
+pub(super) struct RepairLog {
     log: File,
     waiting: Mutex<Vec<(u64, IoBuf)>>,
     tail: Mutex<Tail>,
@@ -58,9 +58,9 @@ struct Tail {
     chain: u32,
 }
 
-impl Journal {
+impl RepairLog {
     /// Starts the log of a repair of `image` in an empty file.
-    pub async fn start(log: &File, image: &File) -> Result<Journal> {
+    pub async fn start(log: &File, image: &File) -> Result<RepairLog> {
         let named = |error: Error| error.file(log.name());
         if !log.is_empty() {
             return Err(Error::invalid_argument("the undo log isn't empty").file(log.name()));
@@ -82,7 +82,7 @@ impl Journal {
         result.map_err(named)?;
         log.sync().await.map_err(named)?;
         let tail = Mutex::new(Tail { end: HEADER_BYTES as u64, chain });
-        Ok(Journal { log: log.clone(), waiting: Mutex::default(), tail })
+        Ok(RepairLog { log: log.clone(), waiting: Mutex::default(), tail })
     }
 
     /// True when a write that waits touches the range.

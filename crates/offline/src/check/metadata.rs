@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// The structures that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Scope {
+pub(super) enum CheckScope {
     /// All.
     Whole,
     /// All but the refcount table and its blocks, which are to be replaced.
@@ -31,7 +31,7 @@ impl CheckSession<'_> {
         &self,
         counts: &Counts,
         first_pass: bool,
-        scope: Scope,
+        scope: CheckScope,
         ledger: &mut Ledger,
     ) -> Result<()> {
         let mut marker = Marker { session: self, counts, first_pass, ledger };
@@ -55,7 +55,7 @@ impl CheckSession<'_> {
             marker.region(CheckedStructure::EncryptionHeader, encryption.offset, encryption.length)?;
         }
         marker.bitmaps().await?;
-        if scope == Scope::Whole {
+        if scope == CheckScope::Whole {
             let table_len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
             marker.known(CheckedStructure::RefcountTable, header.refcount_table_offset, table_len)?;
             marker.refcount_blocks()?;

@@ -24,7 +24,7 @@ use cowshed_qcow2::check::Ledger;
 pub use cowshed_qcow2::check::{CheckedStructure, Finding, FindingKind, Outlook, Remedy, Severity};
 use cowshed_storage::{CacheMode, File};
 use cowshed_types::{CheckCounters, Error, ErrorKind, Repair, Result};
-use journal::Journal;
+use journal::RepairLog;
 pub use repair::REBUILT;
 use session::CheckSession;
 use std::sync::OnceLock;
@@ -136,7 +136,7 @@ async fn check_file(file: &File, options: &CheckOptions, watch: ProgressFn<'_>) 
     let named = |error: Error| error.file(file.name());
     let mut ledger = Ledger::new(options.findings_max);
     let journal = match &options.undo_log {
-        Some(log) if options.repair != Repair::None => Some(Journal::start(log, file).await.map_err(named)?),
+        Some(log) if options.repair != Repair::None => Some(RepairLog::start(log, file).await.map_err(named)?),
         _ => None,
     };
     let mut session = CheckSession::load(file, options, watch, journal.as_ref(), &mut ledger).await.map_err(named)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A new refcount structure in fresh clusters, published by one write of twelve bytes of the header.
 
-use super::metadata::Scope;
+use super::metadata::CheckScope;
 use super::relocate::Copy;
 use super::session::CheckSession;
 use cowshed_layout::qcow2::offset;
@@ -86,7 +86,7 @@ impl CheckSession<'_> {
 
     async fn count_for_rebuild(&self, window: std::ops::Range<u64>, copies: &[Copy]) -> Result<Counts> {
         let mut silent = Ledger::new(0);
-        let (counts, _) = self.count_window(window, Scope::WithoutRefcounts, &mut silent).await?;
+        let (counts, _) = self.count_window(window, CheckScope::WithoutRefcounts, &mut silent).await?;
         for copy in copies {
             counts.add(copy.cluster, copy.weight)?;
         }

@@ -2,7 +2,7 @@
 //! Repairs, in the only order that is safe at every moment, with a barrier after each step. Rights to write in place
 //! are revoked, counts raised, entries changed, counts lowered, rights granted. The header's bits are cleared last.
 
-use super::metadata::Scope;
+use super::metadata::CheckScope;
 use super::relocate::Copy;
 use super::session::CheckSession;
 use super::sweep::OverlapEntry;
@@ -169,7 +169,7 @@ impl CheckSession<'_> {
         let mut changed = false;
         for window in self.windows() {
             let mut silent = Ledger::new(0);
-            let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+            let (counts, _) = self.count_window(window, CheckScope::Whole, &mut silent).await?;
             changed |= self.edit_tables(&counts, step).await?;
             changed |= self.edit_active_l1(&counts, step).await?;
         }
@@ -258,7 +258,7 @@ impl CheckSession<'_> {
         if !self.needs_rebuild {
             for window in self.windows() {
                 let mut silent = Ledger::new(0);
-                let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+                let (counts, _) = self.count_window(window, CheckScope::Whole, &mut silent).await?;
                 changed |= self.raise_window(&counts).await?;
             }
             if changed {
@@ -311,7 +311,7 @@ impl CheckSession<'_> {
         let mut changed = false;
         for window in self.windows() {
             let mut silent = Ledger::new(0);
-            let (counts, _) = self.count_window(window, Scope::Whole, &mut silent).await?;
+            let (counts, _) = self.count_window(window, CheckScope::Whole, &mut silent).await?;
             for index in self.blocks_of(&counts) {
                 let Some(place) = self.refcount_block(index) else { continue };
                 let mut block = self.read(place, self.geometry.cluster_size() as usize).await?;

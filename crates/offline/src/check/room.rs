@@ -18,7 +18,7 @@ impl CheckSession<'_> {
         let mut found = Vec::new();
         for window in self.windows() {
             let mut silent = Ledger::new(0);
-            let (counts, _) = self.count_window(window, super::metadata::Scope::Whole, &mut silent).await?;
+            let (counts, _) = self.count_window(window, super::metadata::CheckScope::Whole, &mut silent).await?;
             if self.find_free(&counts, count, neighbours, &mut found).await? {
                 self.taken.extend(found.iter().copied());
                 return Ok(found);

@@ -2,7 +2,7 @@
 //! The parts of an image that a check reads before it counts: header, L1 tables, refcount table, snapshots, bitmaps.
 
 use super::CheckOptions;
-use super::journal::Journal;
+use super::journal::RepairLog;
 use crate::ProgressFn;
 use crate::header::read_header_bytes;
 use cowshed_layout::qcow2::{
@@ -63,7 +63,7 @@ pub(super) struct CheckSession<'a> {
     pub obstacles: Vec<String>,
     pub watch: ProgressFn<'a>,
     /// The undo log, if one is kept.
-    pub journal: Option<&'a Journal>,
+    pub journal: Option<&'a RepairLog>,
     /// Clusters that two structures of metadata claim, sorted.
     pub clashes: Vec<u64>,
     /// Something can't be read that may refer to clusters.
@@ -82,7 +82,7 @@ impl<'a> CheckSession<'a> {
         file: &'a File,
         options: &'a CheckOptions,
         watch: ProgressFn<'a>,
-        journal: Option<&'a Journal>,
+        journal: Option<&'a RepairLog>,
         ledger: &mut Ledger,
     ) -> Result<Self> {
         let (header, declared_snapshots) = read_header(file).await?;

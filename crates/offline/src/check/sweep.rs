@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The passes over refcount blocks and L2 tables: batched reads, shared among threads.
 
-use super::metadata::Scope;
+use super::metadata::CheckScope;
 use super::session::CheckSession;
 use super::worker_threads::fan_out;
 use cowshed_layout::qcow2::refcount;
@@ -79,7 +79,7 @@ impl CheckSession<'_> {
         self.start_work(windows.len() as u64 * self.work_per_window());
         let mut overlaps = Vec::new();
         for window in windows {
-            let (counts, sums) = self.count_window(window, Scope::Whole, ledger).await?;
+            let (counts, sums) = self.count_window(window, CheckScope::Whole, ledger).await?;
             try_extend(&mut overlaps, sums.overlaps)?;
             self.compare_window(&counts, ledger).await?;
         }
@@ -100,7 +100,7 @@ impl CheckSession<'_> {
     pub(super) async fn count_window(
         &self,
         window: Range<u64>,
-        scope: Scope,
+        scope: CheckScope,
         ledger: &mut Ledger,
     ) -> Result<(Counts, Sums)> {
         // The passes read past the undo log's queue.

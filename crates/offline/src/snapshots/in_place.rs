@@ -9,7 +9,7 @@
 //! operation goes this way.
 
 use super::free::{FreeClusters, give_back, read_block};
-use super::plan::{Change, Deltas, Survey};
+use super::plan::{Change, CountSurvey, Deltas};
 use super::publish::{Publication, flagged, no_change, note_freed};
 use super::{Image, tree};
 use cowshed_layout::qcow2::features::{AUTOCLEAR_KNOWN, INCOMPAT_DIRTY};
@@ -65,7 +65,7 @@ impl Publication<'_> {
     }
 
     /// Writes the tables that differ to free clusters, and counts them. Nothing refers to them yet.
-    async fn place_differing(&mut self, change: &Change) -> Result<(Survey, Option<Deltas>)> {
+    async fn place_differing(&mut self, change: &Change) -> Result<(CountSurvey, Option<Deltas>)> {
         self.refcount_table = self.image.refcount_table().await?;
         let (survey, deltas) = self.survey(change).await?;
         let mut free = self.image.free_clusters(&self.refcount_table)?;
@@ -193,7 +193,7 @@ impl Publication<'_> {
     }
 
     /// Writes the COPIED flags of the active tables in place.
-    async fn change_flags(&self, change: &Change, survey: &Survey) -> Result<()> {
+    async fn change_flags(&self, change: &Change, survey: &CountSurvey) -> Result<()> {
         let Image { file, geometry, header, .. } = &self.image;
         let tables = tree::tables(&change.active, *geometry, file.len())?;
         let words = (geometry.l2_entry_size() / 8) as usize;
@@ -224,7 +224,7 @@ impl Publication<'_> {
 }
 
 /// An L1 table with its COPIED flags as they should be.
-fn flagged_table(l1: &[u64], survey: &Survey) -> Vec<u8> {
+fn flagged_table(l1: &[u64], survey: &CountSurvey) -> Vec<u8> {
     let entry = |(index, raw): (usize, &u64)| {
         let host = L1Entry(*raw).offset().0;
         let single = host != 0 && survey.single_tables.get(index as u64);

@@ -61,11 +61,11 @@ impl Deltas {
 
 /// A set of numbers, with memory for the neighbourhoods of its members alone: a header may promise a disk of any size.
 #[derive(Default)]
-pub(super) struct Bits(HashMap<u64, Vec<u64>>);
+pub(super) struct SparseBitmap(HashMap<u64, Vec<u64>>);
 
-impl Bits {
+impl SparseBitmap {
     const WORDS: usize = 128;
-    const PIECE: u64 = 64 * Bits::WORDS as u64;
+    const PIECE: u64 = 64 * SparseBitmap::WORDS as u64;
 
     pub fn get(&self, index: u64) -> bool {
         let piece = self.0.get(&(index / Self::PIECE));
@@ -89,13 +89,13 @@ impl Bits {
 }
 
 /// The result of the first look at an operation.
-pub(super) struct Survey {
+pub(super) struct CountSurvey {
     /// Refcount blocks, by index, in which a count changes.
     pub blocks: BTreeSet<u64>,
     /// Entries of the active L2 tables, numbered over the whole disk, whose host cluster has no other reference.
-    pub single_entries: Bits,
+    pub single_entries: SparseBitmap,
     /// Entries of the active L1 table, the same.
-    pub single_tables: Bits,
+    pub single_tables: SparseBitmap,
 }
 
 /// The host clusters in pieces whose deltas fit the memory; each holds whole refcount blocks.
@@ -217,8 +217,8 @@ impl Image {
         &self,
         active: &[u64],
         window: &Range<u64>,
-        is_single: &Bits,
-        survey: &mut Survey,
+        is_single: &SparseBitmap,
+        survey: &mut CountSurvey,
     ) -> Result<()> {
         let bits = self.geometry.cluster_bits();
         let single = |cluster: u64| window.contains(&cluster) && is_single.get(cluster - window.start);

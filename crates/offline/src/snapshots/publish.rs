@@ -2,7 +2,7 @@
 //! Building the new metadata beside the old and switching to it.
 
 use super::free::{FreeClusters, give_back, read_block};
-use super::plan::{Bits, Change, Deltas, Survey, Windows};
+use super::plan::{Change, CountSurvey, Deltas, SparseBitmap, Windows};
 use super::{Image, SnapshotOptions, tree};
 use crate::ProgressFn;
 use cowshed_layout::qcow2::features::AUTOCLEAR_KNOWN;
@@ -83,16 +83,19 @@ impl<'a> Publication<'a> {
     }
 
     /// Looks at all counts and entries that the change touches.
-    pub(super) async fn survey(&self, change: &Change) -> Result<(Survey, Option<Deltas>)> {
+    pub(super) async fn survey(&self, change: &Change) -> Result<(CountSurvey, Option<Deltas>)> {
         let image = &self.image;
-        let mut survey =
-            Survey { blocks: BTreeSet::new(), single_entries: Bits::default(), single_tables: Bits::default() };
+        let mut survey = CountSurvey {
+            blocks: BTreeSet::new(),
+            single_entries: SparseBitmap::default(),
+            single_tables: SparseBitmap::default(),
+        };
         let per_block = image.geometry.refcount_block_entries();
         let order = image.geometry.refcount_order();
         let mut last = None;
         for window in self.windows.ranges() {
             let deltas = image.deltas(change, window.clone(), self.watch).await?;
-            let mut is_single = Bits::default();
+            let mut is_single = SparseBitmap::default();
             for index in window.start / per_block..window.end.div_ceil(per_block) {
                 let stored = read_block(&image.file, image.geometry, &self.refcount_table, index).await?;
                 let new = image.new_counts(index, stored.as_deref(), |cluster| deltas.get(cluster))?;
@@ -130,7 +133,7 @@ impl<'a> Publication<'a> {
     async fn place_copies(
         &mut self,
         change: &Change,
-        survey: &Survey,
+        survey: &CountSurvey,
         free: &mut FreeClusters,
     ) -> Result<BTreeMap<u64, (usize, u64)>> {
         let image = &self.image;
@@ -170,7 +173,7 @@ impl<'a> Publication<'a> {
     }
 
     /// Writes the copies of L2 tables with their new flags.
-    async fn copy_tables(&self, copies: &BTreeMap<u64, (usize, u64)>, survey: &Survey) -> Result<()> {
+    async fn copy_tables(&self, copies: &BTreeMap<u64, (usize, u64)>, survey: &CountSurvey) -> Result<()> {
         let geometry = self.image.geometry;
         let words = (geometry.l2_entry_size() / 8) as usize;
         let copies: Vec<(u64, usize, u64)> =
@@ -217,7 +220,7 @@ impl<'a> Publication<'a> {
         &mut self,
         change: &Change,
         copies: &BTreeMap<u64, (usize, u64)>,
-        survey: &Survey,
+        survey: &CountSurvey,
         free: &mut FreeClusters,
     ) -> Result<()> {
         let moved = |raw: u64| match copies.get(&L1Entry(raw).offset().0) {

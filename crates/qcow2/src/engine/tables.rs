@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The L1 table and the L2 slices under the lock: dirty ones, busy ones, and those that may leave the cache.
 
-use crate::compact::Shape;
+use crate::compact::SliceLayout;
 use crate::config::EngineConfig;
 use crate::engine::damage::hex;
 use crate::engine::room::Edit;
@@ -274,9 +274,9 @@ impl Engine {
         self.geometry.cluster_size() / self.slice_bytes()
     }
 
-    pub(crate) fn slice_shape(&self) -> Shape {
+    pub(crate) fn slice_shape(&self) -> SliceLayout {
         let entry_words = self.geometry.l2_entry_size() as usize / 8;
-        Shape { entry_words, cluster_bits: self.geometry.cluster_bits() }
+        SliceLayout { entry_words, cluster_bits: self.geometry.cluster_bits() }
     }
 
     /// Index of the slice in its table and of the entry's first word in the slice, for an index into an L2 table.

@@ -32,9 +32,9 @@ impl Latch {
 }
 
 /// The operation waits here.
-pub(super) struct Held(Arc<Latch>);
+pub(super) struct SuspendedOp(Arc<Latch>);
 
-impl Future for Held {
+impl Future for SuspendedOp {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
@@ -59,13 +59,13 @@ impl Breakpoints {
     }
 
     /// One of these events happens: takes its breakpoint away and returns the hold to wait for.
-    pub(super) fn meet(&self, events: &[Event]) -> Option<Held> {
+    pub(super) fn meet(&self, events: &[Event]) -> Option<SuspendedOp> {
         let mut state = self.state();
         let at = state.set.iter().position(|(event, _)| events.contains(event))?;
         let (_, tag) = state.set.remove(at);
         let gate = Arc::<Latch>::default();
         state.held.push((tag, Arc::clone(&gate)));
-        Some(Held(gate))
+        Some(SuspendedOp(gate))
     }
 
     /// The tags of the operations held up, in the order they came.

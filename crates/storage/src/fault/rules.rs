@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The rule table of a file with faults: the operations that are hit, and the faults. No I/O here.
 
-use super::breakpoints::{Breakpoints, Held};
+use super::breakpoints::{Breakpoints, SuspendedOp};
 use super::metadata::is_metadata;
 use crate::rng::Rng;
 use cowshed_types::Errno;
@@ -275,7 +275,7 @@ const FIRST_STATE: u32 = 1;
 
 /// The fate of one operation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Verdict {
+pub(super) struct OperationFault {
     pub delay: Duration,
     pub action: FaultAction,
 }
@@ -397,12 +397,12 @@ impl Faults {
     }
 
     /// The hold that an operation has to wait for before it begins.
-    pub(super) fn hold_before(&self, io: IoType) -> Option<Held> {
+    pub(super) fn hold_before(&self, io: IoType) -> Option<SuspendedOp> {
         if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(Event::before(io)) } else { None }
     }
 
     /// The hold that a write has to wait for after its success.
-    pub(super) fn hold_after_write(&self) -> Option<Held> {
+    pub(super) fn hold_after_write(&self) -> Option<SuspendedOp> {
         if self.armed.load(Ordering::Acquire) { self.breakpoints.meet(&[Event::PwritevDone]) } else { None }
     }
 
@@ -416,7 +416,7 @@ impl Faults {
     }
 
     /// Decides about an operation; `range` is `None` where it has no place.
-    pub(super) fn decide(&self, io: IoType, range: Option<Range<u64>>) -> Option<Verdict> {
+    pub(super) fn decide(&self, io: IoType, range: Option<Range<u64>>) -> Option<OperationFault> {
         if !self.armed.load(Ordering::Acquire) {
             return None;
         }
@@ -453,7 +453,7 @@ impl Table {
         }
     }
 
-    fn decide(&mut self, io: IoType, range: Option<&Range<u64>>) -> Option<Verdict> {
+    fn decide(&mut self, io: IoType, range: Option<&Range<u64>>) -> Option<OperationFault> {
         let state = self.state;
         for index in 0..self.rules.len() {
             let Armed { rule, active, .. } = &mut self.rules[index];
@@ -468,7 +468,7 @@ impl Table {
             if rule.probability_percent < 100 && !self.rng.chance(u64::from(rule.probability_percent), 100) {
                 continue;
             }
-            let verdict = Verdict { delay: rule.delay, action: rule.action };
+            let verdict = OperationFault { delay: rule.delay, action: rule.action };
             rule.times = rule.times.saturating_sub(1);
             if rule.times == 0 {
                 self.rules.remove(index);

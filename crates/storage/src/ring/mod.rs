@@ -21,7 +21,7 @@ pub(crate) use op::RingOp;
 
 use io_uring::types::{SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
-use op::{Held, Slot};
+use op::{OpMemory, Slot};
 use slab::Slab;
 use std::cell::{Cell, RefCell};
 use std::io::Write;
@@ -265,7 +265,7 @@ impl Ring {
     /// Hands results to their operations and wakes their tasks.
     fn reap(&self) {
         let mut wakers = self.wakers.take();
-        let mut finished: Vec<Held> = Vec::new();
+        let mut finished: Vec<OpMemory> = Vec::new();
         {
             let mut uring = self.uring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
@@ -290,14 +290,14 @@ impl Ring {
         key: u64,
         result: i32,
         wakers: &mut Vec<Waker>,
-        finished: &mut Vec<Held>,
+        finished: &mut Vec<OpMemory>,
     ) {
         let key = key as usize;
         let Some(slot) = slots.get_mut(key) else { return };
         self.on_disk.set(self.on_disk.get() - usize::from(slot.is_on_disk()));
         match slot.finish(result) {
-            op::Finish::Wake(waker) => wakers.extend(waker),
-            op::Finish::Orphan => {
+            op::OpFinish::Wake(waker) => wakers.extend(waker),
+            op::OpFinish::Orphan => {
                 self.orphans.set(self.orphans.get() - 1);
                 finished.push(slots.remove(key).into_held());
             }

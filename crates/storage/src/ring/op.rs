@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 /// Memory that the kernel may use until the completion.
-pub(super) struct Held {
+pub(super) struct OpMemory {
     payload: Payload,
     /// Pointers into `payload`, for the vectored operations.
     #[allow(dead_code, reason = "read by the kernel")]
@@ -34,7 +34,7 @@ enum OpState {
 /// An operation's place in the ring. Its number is the user data.
 pub(super) struct Slot {
     state: OpState,
-    held: Held,
+    held: OpMemory,
     /// Others than a disk complete it, if they ever do.
     waits_for_peer: bool,
     /// The result that a fault puts into its completion.
@@ -42,18 +42,18 @@ pub(super) struct Slot {
     told: Option<i32>,
 }
 
-pub(super) enum Finish {
+pub(super) enum OpFinish {
     Wake(Option<Waker>),
     Orphan,
 }
 
 impl Slot {
-    pub(super) fn finish(&mut self, result: i32) -> Finish {
+    pub(super) fn finish(&mut self, result: i32) -> OpFinish {
         #[cfg(test)]
         let result = self.told.unwrap_or(result);
         match std::mem::replace(&mut self.state, OpState::Done(result)) {
-            OpState::InFlight(waker) => Finish::Wake(waker),
-            OpState::Orphan | OpState::Done(_) => Finish::Orphan,
+            OpState::InFlight(waker) => OpFinish::Wake(waker),
+            OpState::Orphan | OpState::Done(_) => OpFinish::Orphan,
         }
     }
 
@@ -62,7 +62,7 @@ impl Slot {
         !self.waits_for_peer
     }
 
-    pub(super) fn into_held(self) -> Held {
+    pub(super) fn into_held(self) -> OpMemory {
         self.held
     }
 }
@@ -86,7 +86,7 @@ impl<'a> RingOp<'a> {
         vectors: Vec<libc::iovec>,
         entry: squeue::Entry,
     ) -> Self {
-        Self::start_held(ring, file, Held { payload, vectors, message: None, file: None }, entry, false)
+        Self::start_held(ring, file, OpMemory { payload, vectors, message: None, file: None }, entry, false)
     }
 
     /// As [`RingOp::start`], for operations that may never complete by themselves, because they need a peer. They are
@@ -97,7 +97,13 @@ impl<'a> RingOp<'a> {
         payload: Payload,
         entry: squeue::Entry,
     ) -> Self {
-        Self::start_held(ring, socket, Held { payload, vectors: Vec::new(), message: None, file: None }, entry, true)
+        Self::start_held(
+            ring,
+            socket,
+            OpMemory { payload, vectors: Vec::new(), message: None, file: None },
+            entry,
+            true,
+        )
     }
 
     /// As [`RingOp::start_for_peer`], for an entry that points to `message`.
@@ -108,14 +114,14 @@ impl<'a> RingOp<'a> {
         message: Box<SocketMessage>,
         entry: squeue::Entry,
     ) -> Self {
-        let held = Held { payload, vectors: Vec::new(), message: Some(message), file: None };
+        let held = OpMemory { payload, vectors: Vec::new(), message: Some(message), file: None };
         Self::start_held(ring, socket, held, entry, true)
     }
 
     fn start_held(
         ring: Rc<Ring>,
         file: &'a Arc<OwnedFd>,
-        #[cfg_attr(not(test), allow(unused_mut, reason = "faults shorten vectors"))] mut held: Held,
+        #[cfg_attr(not(test), allow(unused_mut, reason = "faults shorten vectors"))] mut held: OpMemory,
         entry: squeue::Entry,
         waits_for_peer: bool,
     ) -> Self {

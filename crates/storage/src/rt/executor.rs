@@ -5,7 +5,7 @@
 //! it goes through a locked queue and, only when the executor sleeps in the kernel, through an eventfd.
 
 use super::polling::{Cores, FEW_REQUESTS, LOST_CORE, PollLimit, Polling, Wait};
-use super::timer::{Next, Timers};
+use super::timer::{NextTimer, Timers};
 use crate::OpenOptions;
 use crate::ring::Ring;
 use crate::simulated::SimulatedFile;
@@ -442,9 +442,9 @@ impl LocalState {
         loop {
             let next = self.timers.borrow_mut().next();
             match next {
-                Next::Due(waker) => waker.wake(),
-                Next::At(deadline) => return Some(deadline),
-                Next::Never => return None,
+                NextTimer::Due(waker) => waker.wake(),
+                NextTimer::At(deadline) => return Some(deadline),
+                NextTimer::Never => return None,
             }
         }
     }

@@ -60,9 +60,9 @@ impl ThreadPool {
     }
 
     /// Runs `work` on a thread of the pool. It runs to its end even when the returned future is dropped.
-    pub(crate) fn run<T: Send + 'static>(&'static self, work: impl FnOnce() -> T + Send + 'static) -> Outcome<T> {
+    pub(crate) fn run<T: Send + 'static>(&'static self, work: impl FnOnce() -> T + Send + 'static) -> PoolOutcome<T> {
         let cell = Arc::new(Mutex::new(ResultCell { result: None, waker: None }));
-        let outcome = Outcome { cell: Arc::clone(&cell) };
+        let outcome = PoolOutcome { cell: Arc::clone(&cell) };
         self.submit(Box::new(move || {
             let result = std::panic::catch_unwind(AssertUnwindSafe(work));
             let mut cell = lock(&cell);
@@ -126,11 +126,11 @@ struct ResultCell<T> {
 }
 
 /// The result of [`ThreadPool::run`]; a panic of the work continues in the awaiting task.
-pub(crate) struct Outcome<T> {
+pub(crate) struct PoolOutcome<T> {
     cell: Arc<Mutex<ResultCell<T>>>,
 }
 
-impl<T> Future for Outcome<T> {
+impl<T> Future for PoolOutcome<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {

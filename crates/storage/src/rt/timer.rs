@@ -17,18 +17,18 @@ pub(super) struct Timers {
 
 impl Timers {
     /// Takes the waker of a timer whose time has come, or returns the time of the next one.
-    pub(super) fn next(&mut self) -> Next {
+    pub(super) fn next(&mut self) -> NextTimer {
         // Without timers the clock isn't even read.
-        let Some(entry) = self.waiting.first_entry() else { return Next::Never };
+        let Some(entry) = self.waiting.first_entry() else { return NextTimer::Never };
         match entry.key().0 {
-            deadline if deadline > Instant::now() => Next::At(deadline),
-            _ => Next::Due(entry.remove()),
+            deadline if deadline > Instant::now() => NextTimer::At(deadline),
+            _ => NextTimer::Due(entry.remove()),
         }
     }
 }
 
 /// The result of [`Timers::next`].
-pub(super) enum Next {
+pub(super) enum NextTimer {
     Due(Waker),
     At(Instant),
     Never,

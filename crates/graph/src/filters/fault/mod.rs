@@ -16,7 +16,7 @@ use crate::options::schemas::key;
 use crate::options::{BlockdevOptions, DriverKind, DriverSchema, Key, KeyType, REQUIRED, check_list};
 use cowshed_storage::{IoBuf, path_of_text, rt};
 use cowshed_types::{Error, Result};
-use rules::{RULE, SECTOR_BYTES, Table, Verdict};
+use rules::{FaultTable, RULE, RequestFault, SECTOR_BYTES};
 use serde_json::Value;
 use std::io::Read;
 use std::ops::Range;
@@ -42,7 +42,7 @@ const LOOK: Duration = Duration::from_millis(10);
 /// The filter. Without armed rules a request costs one load of an atomic more than without the filter.
 pub struct Fault {
     below: Below,
-    table: Table,
+    table: FaultTable,
 }
 
 /// Pieces of a range that a request reaches in another way than all at once.
@@ -55,7 +55,7 @@ struct Pieces {
 
 impl Fault {
     pub(crate) fn new(below: Below, rules: Vec<FaultRule>, seed: u64) -> Fault {
-        Fault { below, table: Table::new(rules, seed) }
+        Fault { below, table: FaultTable::new(rules, seed) }
     }
 
     /// Adds a rule behind the others; it counts from now on. The number takes it away again.
@@ -90,7 +90,7 @@ impl Fault {
 
     /// Waits as the rules demand, and returns the rule with a further effect.
     async fn meet(&self, op: FaultOp, offset: u64, len: u64) -> Option<FaultRule> {
-        let Verdict { id, delay, rule, is_released } = self.table.decide(op, offset, len, self.below.size())?;
+        let RequestFault { id, delay, rule, is_released } = self.table.decide(op, offset, len, self.below.size())?;
         let end = rt::now().saturating_add(delay);
         while let Some(rest) = end.checked_sub(rt::now()).filter(|rest| !rest.is_zero())
             && !is_released.load(Ordering::Acquire)

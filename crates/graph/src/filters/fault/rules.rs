@@ -348,7 +348,7 @@ pub struct ArmedRule {
 
 /// The fate of one request.
 #[derive(Clone, Debug)]
-pub(super) struct Verdict {
+pub(super) struct RequestFault {
     pub id: u64,
     pub delay: Duration,
     pub rule: FaultRule,
@@ -382,7 +382,7 @@ impl RulesState {
 }
 
 /// The rules of a node. They can be changed while it is in use, from any thread.
-pub(super) struct Table {
+pub(super) struct FaultTable {
     armed: AtomicBool,
     hits: AtomicU64,
     state: Mutex<RulesState>,
@@ -390,10 +390,10 @@ pub(super) struct Table {
     began: Duration,
 }
 
-impl Table {
-    pub fn new(rules: Vec<FaultRule>, seed: u64) -> Table {
+impl FaultTable {
+    pub fn new(rules: Vec<FaultRule>, seed: u64) -> FaultTable {
         let state = RulesState { rules: Vec::new(), delayed: Vec::new(), next_id: 1, rng: Rng::new(seed) };
-        let table = Table {
+        let table = FaultTable {
             armed: AtomicBool::new(false),
             hits: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -454,7 +454,7 @@ impl Table {
     }
 
     /// Decides on one request to a disk of `size` bytes, counting it.
-    pub fn decide(&self, op: FaultOp, offset: u64, len: u64, size: u64) -> Option<Verdict> {
+    pub fn decide(&self, op: FaultOp, offset: u64, len: u64, size: u64) -> Option<RequestFault> {
         if !self.armed.load(Ordering::Acquire) {
             return None;
         }
@@ -475,7 +475,7 @@ impl Table {
         let jitter = u64::try_from(armed.rule.jitter.as_nanos()).unwrap_or(u64::MAX - 1);
         let jitter = if jitter == 0 { 0 } else { rng.below(jitter + 1) };
         armed.hits += 1;
-        let verdict = Verdict {
+        let verdict = RequestFault {
             id: armed.id,
             delay: armed.rule.delay.saturating_add(Duration::from_nanos(jitter)),
             rule: armed.rule.clone(),
@@ -525,7 +525,7 @@ mod tests {
             r#"{"op":"write","action":"misdirect","distance":512,"probability-percent":10,"delay-ms":1,"jitter-ms":7}"#,
         ] {
             let given: Map<String, Value> = serde_json::from_str(text).unwrap();
-            let table = Table::new(vec![FaultRule::from_options(&given).unwrap()], 0);
+            let table = FaultTable::new(vec![FaultRule::from_options(&given).unwrap()], 0);
             assert_eq!(table.rules()[0].rule.to_options(), given);
         }
     }
@@ -536,14 +536,14 @@ mod tests {
 
     #[test]
     fn a_range_without_bytes_hits_nothing() {
-        let table = Table::new(vec![rule(r#"{"op":"write","offset":4096,"len":0}"#)], 0);
+        let table = FaultTable::new(vec![rule(r#"{"op":"write","offset":4096,"len":0}"#)], 0);
         assert!([0, 4096].iter().all(|offset| table.decide(FaultOp::Write, *offset, 16384, u64::MAX).is_none()));
     }
 
     #[test]
     fn a_rule_for_places_leaves_alone_what_has_none() {
         let hits = |text: &str| {
-            let table = Table::new(vec![rule(text)], 0);
+            let table = FaultTable::new(vec![rule(text)], 0);
             [(FaultOp::Flush, 0, u64::MAX), (FaultOp::Resize, 0, u64::MAX), (FaultOp::Write, 0, 512)]
                 .map(|(op, offset, len)| table.decide(op, offset, len, u64::MAX).is_some())
         };
@@ -556,7 +556,7 @@ mod tests {
     #[test]
     fn requests_without_effect_do_not_spend_a_rule() {
         let hits = |text: &str| {
-            let table = Table::new(vec![rule(text)], 0);
+            let table = FaultTable::new(vec![rule(text)], 0);
             [FaultOp::Flush, FaultOp::Resize, FaultOp::Read, FaultOp::Write, FaultOp::Discard, FaultOp::WriteZeroes]
                 .map(|op| table.decide(op, 0, 512, u64::MAX).is_some())
         };
@@ -578,7 +578,7 @@ mod tests {
     #[test]
     fn lengths_without_effect_do_not_spend_a_rule() {
         let hits = |text: &str, requests: &[(u64, u64)]| {
-            let table = Table::new(vec![rule(text)], 0);
+            let table = FaultTable::new(vec![rule(text)], 0);
             let hit = |&(offset, len): &(u64, u64)| table.decide(FaultOp::Write, offset, len, 65536).is_some();
             requests.iter().map(hit).collect::<Vec<_>>()
         };
@@ -610,7 +610,8 @@ mod tests {
 
     #[test]
     fn a_rule_that_is_spent_is_read_back_as_it_was() {
-        let table = Table::new(vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)], 3);
+        let table =
+            FaultTable::new(vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)], 3);
         while table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() {}
         assert!(table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() && table.hangs(1));
         let armed = table.rules()[0].rule.to_options();
@@ -645,14 +646,14 @@ mod tests {
 
     #[test]
     fn a_delay_ends_with_its_rule() {
-        let table = Table::new(Vec::new(), 0);
+        let table = FaultTable::new(Vec::new(), 0);
         let arm = |text| table.arm(rule(text), None).unwrap();
         let decide = || table.decide(FaultOp::Read, 0, 1, u64::MAX).unwrap();
         let first = arm(r#"{"op":"read","action":"delay","delay-ms":60000,"times":1}"#);
         let one = decide();
         let second = arm(r#"{"op":"read","action":"delay","delay-ms":60000}"#);
         let (two, three) = (decide(), decide());
-        let released = |verdict: &Verdict| verdict.is_released.load(Ordering::Acquire);
+        let released = |verdict: &RequestFault| verdict.is_released.load(Ordering::Acquire);
         assert_eq!((released(&one), released(&two)), (false, false));
         // The rule is spent, and its request waits still.
         assert!(table.disarm(first) && released(&one) && !released(&two));
@@ -669,7 +670,7 @@ mod tests {
     fn one_seed_is_one_run() {
         let run = |seed| {
             let rule = FaultRule { probability_percent: 30, ..FaultRule::always(FaultOp::Any, Errno::EIO) };
-            let table = Table::new(vec![rule], seed);
+            let table = FaultTable::new(vec![rule], seed);
             (0..1000).map(|_| table.decide(FaultOp::Read, 0, 1, u64::MAX).is_some()).collect::<Vec<bool>>()
         };
         assert_eq!(run(7), run(7));
@@ -680,7 +681,7 @@ mod tests {
 
     #[test]
     fn rules_are_changed_in_their_place_and_count_in_their_time() {
-        let table = Table::new(Vec::new(), 0);
+        let table = FaultTable::new(Vec::new(), 0);
         let first = table.arm(FaultRule::always(FaultOp::Read, Errno::EIO), None).unwrap();
         let second = table.arm(FaultRule::once(FaultOp::Any, Errno::ENOSPC), None).unwrap();
         let decide = |op| table.decide(op, 0, 1, u64::MAX).map(|verdict| verdict.id);
