@@ -94,7 +94,8 @@ impl ScanOutput {
     }
 
     fn keep<T>(&mut self, list: impl FnOnce(&mut Self) -> &mut Vec<T>, item: T) {
-        self.lacks_memory |= try_push(list(self), item).is_err();
+        // A list that can't grow isn't tried again for each entry of the table.
+        self.lacks_memory = self.lacks_memory || try_push(list(self), item).is_err();
     }
 }
 
@@ -133,9 +134,9 @@ pub fn scan_l2(
                 scan.entry(base + index * step, u64::from_be_bytes(pair[0]), bitmap, out)?;
             }
         }
-    }
-    if out.lacks_memory {
-        return Err(no_memory(size_of_val(out.findings.as_slice())));
+        if out.lacks_memory {
+            return Err(no_memory(size_of_val(out.findings.as_slice())));
+        }
     }
     Ok(())
 }
