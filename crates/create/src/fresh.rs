@@ -3,7 +3,9 @@
 
 use crate::behind::Behind;
 use crate::file::{Failed, Manner, NewName, lengthen, same_file, write_zeroes};
-use crate::monitor::{MonitorRules, check_parallels, check_vhdx};
+use crate::monitor::{
+    MonitorRules, check_parallels, check_parallels_size, check_vdi_size, check_vhdx, check_vhdx_size, check_vpc_size,
+};
 use crate::qcow2::{layout_hints, round_size};
 use crate::schema::{CreateOption, ImageCompression, OptionValues, PARALLELS, QCOW, QED, VDI, VHDX, VMDK, VPC};
 use crate::{CreateRequest, Created, path_of};
@@ -80,7 +82,12 @@ const FORMATS: &[FreshFormat] = &[
         options: PARALLELS,
         lay_out: parallels,
         parent: None,
-        by_monitor: MonitorRules { ends_at_once: true, check_units: check_parallels, ..MonitorRules::SECTORS },
+        by_monitor: MonitorRules {
+            check_size: check_parallels_size,
+            ends_at_once: true,
+            check_units: check_parallels,
+            ..MonitorRules::SECTORS
+        },
         packing: |_| ImageCompression::None,
     },
     FreshFormat {
@@ -111,7 +118,11 @@ const FORMATS: &[FreshFormat] = &[
         options: VDI,
         lay_out: vdi,
         parent: None,
-        by_monitor: MonitorRules { when_allocated: Some("static=on"), ..MonitorRules::ROUNDED },
+        by_monitor: MonitorRules {
+            check_size: check_vdi_size,
+            when_allocated: Some("static=on"),
+            ..MonitorRules::ROUNDED
+        },
         packing: |_| ImageCompression::None,
     },
     FreshFormat {
@@ -119,7 +130,12 @@ const FORMATS: &[FreshFormat] = &[
         options: VHDX,
         lay_out: vhdx,
         parent: None,
-        by_monitor: MonitorRules { ends_at_once: true, check_units: check_vhdx, ..MonitorRules::SECTORS },
+        by_monitor: MonitorRules {
+            check_size: check_vhdx_size,
+            ends_at_once: true,
+            check_units: check_vhdx,
+            ..MonitorRules::SECTORS
+        },
         packing: |_| ImageCompression::None,
     },
     FreshFormat {
@@ -136,6 +152,7 @@ const FORMATS: &[FreshFormat] = &[
         lay_out: vpc,
         parent: None,
         by_monitor: MonitorRules {
+            check_size: check_vpc_size,
             refuses_odd_size: Some("The requested image size cannot be represented in CHS geometry"),
             ..MonitorRules::SECTORS
         },

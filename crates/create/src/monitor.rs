@@ -12,6 +12,8 @@ pub type Numbers<'a> = &'a dyn Fn(&str) -> Result<Option<u64>>;
 pub struct MonitorRules {
     /// The format, where the driver has another name.
     pub format: Option<&'static str>,
+    /// Refuses a size that no image of the format has, before anything else.
+    pub check_size: fn(u64) -> Result<()>,
     /// Refuses a size that is no whole number of sectors. `None`: it is rounded up.
     pub refuses_odd_size: Option<&'static str>,
     /// The format of a backing file without one. The header has a mark of a raw file at most, so another format is as good
@@ -33,6 +35,7 @@ impl MonitorRules {
     /// Those of most formats.
     pub(crate) const SECTORS: MonitorRules = MonitorRules {
         format: None,
+        check_size: |_| Ok(()),
         refuses_odd_size: Some("Image size must be a multiple of 512 bytes"),
         unsaid_backing_format: None,
         ends_at_once: false,
@@ -47,6 +50,35 @@ impl MonitorRules {
 
 fn refuse(message: &str) -> Result<()> {
     Err(Error::invalid_argument(message))
+}
+
+pub(crate) fn check_vdi_size(size: u64) -> Result<()> {
+    const MOST: u64 = 0x1_ffff_f800_0000;
+    match size > MOST {
+        true => refuse(&format!("Unsupported VDI image size (size is {size:#x}, max supported is {MOST:#x})")),
+        false => Ok(()),
+    }
+}
+
+pub(crate) fn check_vhdx_size(size: u64) -> Result<()> {
+    match size > 64 << 40 {
+        true => refuse("Image size too large; max of 64TB"),
+        false => Ok(()),
+    }
+}
+
+pub(crate) fn check_vpc_size(size: u64) -> Result<()> {
+    match size > 2040 << 30 {
+        true => refuse("Disk size is too large, max size is 2040 GiB"),
+        false => Ok(()),
+    }
+}
+
+pub(crate) fn check_parallels_size(size: u64) -> Result<()> {
+    match size > i64::MAX as u64 - 511 {
+        true => refuse("Image size is too large for this cluster size"),
+        false => Ok(()),
+    }
 }
 
 pub(crate) fn check_vhdx(number: Numbers<'_>) -> Result<()> {

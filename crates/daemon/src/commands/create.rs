@@ -49,9 +49,9 @@ object QCryptoBlockCreateOptions: format: QCryptoBlockFormat | format = qcow: QC
 object BlockdevCreateOptionsLUKS: file: BlockdevRef, size: uint64, preallocation?: PreallocMode, key-secret?: str
   , cipher-alg?: QCryptoCipherAlgo, cipher-mode?: QCryptoCipherMode, ivgen-alg?: QCryptoIVGenAlgo
   , ivgen-hash-alg?: QCryptoHashAlgo, hash-alg?: QCryptoHashAlgo, iter-time?: int
-object BlockdevCreateOptionsVdi: file: BlockdevRef, size: int, preallocation?: PreallocMode
+object BlockdevCreateOptionsVdi: file: BlockdevRef, size: uint64, preallocation?: PreallocMode
 enum BlockdevVpcSubformat: dynamic fixed
-object BlockdevCreateOptionsVpc: file: BlockdevRef, size: int, subformat?: BlockdevVpcSubformat, force-size?: bool
+object BlockdevCreateOptionsVpc: file: BlockdevRef, size: uint64, subformat?: BlockdevVpcSubformat, force-size?: bool
 enum BlockdevVhdxSubformat: dynamic fixed
 object BlockdevCreateOptionsVhdx: file: BlockdevRef, size: uint64, log-size?: uint64, block-size?: uint64
   , subformat?: BlockdevVhdxSubformat, block-state-zero?: bool
@@ -65,7 +65,7 @@ object BlockdevCreateOptions: driver: BlockdevCreateDriver | driver = file: Bloc
   , vhdx: BlockdevCreateOptionsVhdx, vmdk: BlockdevCreateOptionsVmdk, vpc: BlockdevCreateOptionsVpc
 enum BlockdevVmdkSubformat: monolithicSparse monolithicFlat twoGbMaxExtentSparse twoGbMaxExtentFlat streamOptimized
 enum BlockdevVmdkAdapterType: ide buslogic lsilogic legacyESX
-object BlockdevCreateOptionsVmdk: file: BlockdevRef, size: int, extents?: [BlockdevRef], subformat?: BlockdevVmdkSubformat
+object BlockdevCreateOptionsVmdk: file: BlockdevRef, size: uint64, extents?: [BlockdevRef], subformat?: BlockdevVmdkSubformat
   , backing-file?: str, adapter-type?: BlockdevVmdkAdapterType, hwversion?: str, toolsversion?: str, zeroed-grain?: bool
 command blockdev-create: job-id: str, options: BlockdevCreateOptions
 ",
@@ -202,6 +202,7 @@ fn request_of(options: &Arguments, rules: &MonitorRules) -> Result<CreateRequest
     if rules.checks_offset && size.is_some_and(|size| size > LONGEST_FILE_BYTES) {
         return Err(Error::os(Errno::EFBIG, "the file is too long").qemu(not_resized(preallocation)));
     }
+    size.map_or(Ok(()), rules.check_size)?;
     if let Some(sentence) = rules.refuses_odd_size
         && size.is_some_and(|size| !size.is_multiple_of(512))
     {

@@ -60,6 +60,10 @@ fn cases() -> Vec<Value> {
         json!({"driver": "vpc", "size": 4 << 20, "nosuch": true}),
         json!({"driver": "vdi"}),
     ]);
+    // No image has these sizes.
+    for size in [1u64 << 62, (1 << 63) - 1, (1 << 63) - 512, 1 << 63, u64::MAX - 511] {
+        cases.extend(["vdi", "vpc", "vhdx", "parallels"].map(|driver| json!({"driver": driver, "size": size})));
+    }
     cases
 }
 

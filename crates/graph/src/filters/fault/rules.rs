@@ -569,10 +569,8 @@ mod tests {
         let after = hits(r#"{"op":"any","action":"stuck","after":1}"#);
         assert_eq!(after, [false, false, false, false, true, true]);
         // A delay is an effect on all of them.
-        assert_eq!(
-            hits(r#"{"op":"any","action":"corrupt","times":2,"delay-ms":1}"#),
-            [true, true, false, false, false, false]
-        );
+        let delayed = hits(r#"{"op":"any","action":"corrupt","times":2,"delay-ms":1}"#);
+        assert_eq!(delayed, [true, true, false, false, false, false]);
     }
 
     #[test]
@@ -610,8 +608,8 @@ mod tests {
 
     #[test]
     fn a_rule_that_is_spent_is_read_back_as_it_was() {
-        let table =
-            FaultTable::new(vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)], 3);
+        let rules = vec![rule(r#"{"op":"read","action":"hang","times":1,"probability-percent":99}"#)];
+        let table = FaultTable::new(rules, 3);
         while table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() {}
         assert!(table.decide(FaultOp::Read, 0, 1, u64::MAX).is_none() && table.hangs(1));
         let armed = table.rules()[0].rule.to_options();
