@@ -207,6 +207,13 @@ impl Error {
         self
     }
 
+    /// Puts `part: ` before the message. QEMU's sentence stays as it is, where one is set.
+    #[must_use]
+    pub fn in_part(mut self, part: impl fmt::Display) -> Self {
+        self.0.message = format!("{part}: {}", self.0.message);
+        self
+    }
+
     /// Sets QEMU's sentence for this error. Programs that carry a name of QEMU print it instead of the message.
     #[must_use]
     pub fn qemu(mut self, sentence: impl Into<String>) -> Self {

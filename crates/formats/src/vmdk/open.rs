@@ -14,6 +14,7 @@ use cowshed_layout::vmdk::{
     SparseKind, check_kind, embedded_descriptor, limits, sectors_to_bytes,
 };
 use cowshed_types::{Error, ErrorKind, Result};
+use std::path::{Component, Path};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -157,7 +158,9 @@ async fn open_described(
     let file = &home.0;
     if !SPLIT_TYPES.contains(&descriptor.create_type.as_str()) {
         let message = "VMDK disks of this type are not supported";
-        return Err(Error::unsupported(message).field("createType").value(descriptor.create_type.escape_default()));
+        let shown = descriptor.create_type.escape_default().to_string();
+        let error = Error::unsupported(message).field("createType").value(&shown);
+        return Err(error.qemu(format!("Unsupported image type '{shown}'")));
     }
     // A disk of 0 bytes has none, and says so by its geometry.
     if descriptor.extents.is_empty() && !descriptor.has_no_cylinders {
@@ -175,15 +178,15 @@ async fn open_described(
     let mut files = Vec::new();
     for (index, line) in descriptor.extents.iter().enumerate() {
         let extent = open_extent(opener, draft, file, (index, line), (&mut files, &mut directories)).await;
-        let extent = extent.map_err(|error| {
-            let words = (line.kind == ExtentKind::SeSparse).then(|| error.sentence());
-            let error = error.context(format!("extent {index} of the disk"));
-            // QEMU's words about a header of this kind don't say which one it is.
-            words.into_iter().fold(error, Error::qemu)
-        })?;
-        extents.push(extent);
+        extents.push(extent.map_err(|error| error.in_part(format!("extent {index} of the disk")))?);
     }
     Vmdk::new(descriptor, extents, files, home)
+}
+
+/// Whether two names of files lead the same way: `./` in them doesn't count.
+fn is_same_path(one: &str, other: &str) -> bool {
+    let parts = |name| Path::new(name).components().filter(|part| *part != Component::CurDir);
+    parts(one).eq(parts(other))
 }
 
 async fn open_extent(
@@ -207,16 +210,27 @@ async fn open_extent(
     }
     let anywhere = draft.options.text("extents") == Some("anywhere");
     let place = opener.extent_place(draft, &image.filename(), &line.name, index, anywhere)?;
-    let (file, node) = match files.iter().enumerate().find(|(_, known)| known.filename() == place.filename) {
-        // Two windows into one file.
-        Some((file, known)) => (file, Arc::clone(known)),
-        None => {
-            let role = ChildRole::Extent(u32::try_from(index).unwrap_or(u32::MAX));
-            let node = opener.child(draft, role, place.options.into(), place.place).await?;
-            files.push(Arc::clone(&node));
-            (files.len() - 1, node)
-        }
-    };
+    if is_same_path(&place.filename, &image.filename()) {
+        let message = "the descriptor names its own file as a part of the disk";
+        return Err(Error::invalid_image("extent", line.name.escape_debug(), message));
+    }
+    let (file, node) =
+        match files.iter().enumerate().find(|(_, known)| is_same_path(&known.filename(), &place.filename)) {
+            // Two windows into one file.
+            Some((file, known)) => (file, Arc::clone(known)),
+            None => {
+                let role = ChildRole::Extent(u32::try_from(index).unwrap_or(u32::MAX));
+                let name = place.filename;
+                let opened = opener.child(draft, role, place.options.into(), place.place).await;
+                let node = opened.map_err(|error| match error.kind() {
+                    ErrorKind::NotFound => Error::os(error.errno(), format!("could not open '{name}'"))
+                        .qemu(format!("Could not open '{name}'")),
+                    _ => error,
+                })?;
+                files.push(Arc::clone(&node));
+                (files.len() - 1, node)
+            }
+        };
     if matches!(line.kind, ExtentKind::Flat | ExtentKind::Vmfs) {
         let host = bytes(line.offset_sectors)?;
         if node.size() < host + len {

@@ -238,7 +238,10 @@ fn extent_line(line: &str) -> Result<Option<ExtentLine>> {
     let Some(sectors) = decimal(sectors).filter(|sectors| sectors_to_bytes(*sectors).is_some()) else {
         return bad("the length of a VMDK extent is no number of sectors");
     };
-    let Some(kind) = ExtentKind::parse(kind) else { return bad("the type of a VMDK extent is unknown") };
+    let Some(kind) = ExtentKind::parse(kind) else {
+        let unknown = bad("the type of a VMDK extent is unknown");
+        return unknown.map_err(|error: Error| error.qemu(format!("Invalid extent line: {line}")));
+    };
     if kind == ExtentKind::Zero {
         return Ok(Some(ExtentLine { access, sectors, kind, name: String::new(), offset_sectors: 0 }));
     }

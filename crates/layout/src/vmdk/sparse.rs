@@ -100,7 +100,10 @@ impl SparseHeader {
         let header = match bytes.get(..4) {
             Some(magic) if magic == HOSTED_MAGIC => Self::parse_hosted(bytes),
             Some(magic) if magic == ESX_MAGIC => Self::parse_esx(bytes),
-            _ => return Err(Error::invalid_image("magic", "another", "this is no sparse VMDK extent")),
+            _ => {
+                let error = Error::invalid_image("magic", "another", "this is no sparse VMDK extent");
+                return Err(error.qemu("Image not in VMDK format"));
+            }
         };
         let header =
             header.ok_or_else(|| Error::invalid_image("header", bytes.len(), "the VMDK header is cut short"))??;
