@@ -29,6 +29,15 @@ impl Case {
         self.lines.len()
     }
 
+    /// True where a line may listen on NBD's own port, or asks for it. Two of them side by side would meet.
+    pub fn takes_default_port(&self) -> bool {
+        let listens = |line: &str| {
+            line.contains("qemu-nbd") && !["-k", "--socket", "-p", "--port"].iter().any(|option| line.contains(option))
+        };
+        let asks = |line: &str| line.contains("localhost:0") || line.ends_with("server.host=localhost");
+        self.lines.iter().any(|line| listens(line) || asks(line))
+    }
+
     /// True when the name or a line contains the text.
     pub fn contains(&self, text: &str) -> bool {
         self.name.contains(text) || self.lines.iter().any(|line| line.contains(text))

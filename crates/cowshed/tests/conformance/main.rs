@@ -155,12 +155,13 @@ fn find_differences(title: &str, cases: &[Case]) -> Result<(), String> {
     assert!(!cases.is_empty(), "no case contains '{filter}'");
     let known = Known::load();
     let (next, found, times) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-    let qemu = Qemu::newest();
+    let (qemu, default_port) = (Qemu::newest(), Mutex::new(()));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(2, usize::from) {
             scope.spawn(|| {
                 let runner = Runner::new(&qemu);
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let _alone = case.takes_default_port().then(|| default_port.lock().expect("no panic"));
                     let started = Instant::now();
                     let differences = runner.compare(case);
                     times.lock().expect("no panic").push((started.elapsed(), case.name.clone()));
