@@ -304,7 +304,12 @@ impl Package {
         let mut pieces = Vec::new();
         for (name, wanted) in pieces_of(reference)? {
             let Some(member) = self.member(&name) else {
-                let message = format!("the package lacks '{}'", printable(&name));
+                // Links, pipes and folders beside a descriptor are no part of it.
+                let is_there = !self.is_archive() && fs::symlink_metadata(self.path.with_file_name(&name)).is_ok();
+                let message = match is_there {
+                    true => format!("'{}' is no plain file, and a package has no others", printable(&name)),
+                    false => format!("the package lacks '{}'", printable(&name)),
+                };
                 return Err(Error::new(ErrorKind::InvalidImage, message));
             };
             if let Some(wanted) = wanted.filter(|&wanted| wanted != member.len) {

@@ -90,8 +90,8 @@ pub fn members(archive: &mut (impl Read + Seek), archive_len: u64) -> Result<Vec
             None => name_of(&header.block).ok_or_else(|| damaged("a name is no UTF-8", header.offset))?,
         };
         let len = extra.len.unwrap_or(header.len);
-        // `tar -C folder .` has an entry for the folder itself.
-        if kind == b'5' && matches!(name.as_str(), "." | "./") {
+        // A folder has no content. `tar -C folder .` has an entry for the folder itself, other programs have empty ones.
+        if kind == b'5' {
             walk.skip(0)?;
             continue;
         }
@@ -530,16 +530,18 @@ mod tests {
 
     #[test]
     fn what_is_no_plain_file_is_refused() {
-        for kind in [b'1', b'2', b'3', b'4', b'5', b'6', b'S', b'K', b'M', 0xff] {
+        for kind in [b'1', b'2', b'3', b'4', b'6', b'S', b'K', b'M', 0xff] {
             let error = read(&special("name", 0, |block| block[156] = kind)).unwrap_err();
             assert!(error.to_string().contains("is no plain file"), "{error}");
         }
-        let folder = special("placeholder", 0, |block| {
-            block[..100].fill(0);
-            block[..2].copy_from_slice(b"./");
-            block[156] = b'5';
-        });
-        assert_eq!(read(&folder).unwrap(), []);
+        for name in ["./", "empty/"] {
+            let folder = special("placeholder", 0, |block| {
+                block[..100].fill(0);
+                block[..name.len()].copy_from_slice(name.as_bytes());
+                block[156] = b'5';
+            });
+            assert_eq!(read(&folder).unwrap(), [], "{name}: a folder has no content");
+        }
     }
 
     #[test]

@@ -306,8 +306,8 @@ fn damage_and_lies_are_told_and_leave_nothing() {
     // A link in the folder of a package.
     fs::remove_file(lying.join("m-disk1.vmdk")).unwrap();
     std::os::unix::fs::symlink("/etc/hostname", lying.join("m-disk1.vmdk")).unwrap();
-    refused(&oracle, "convert -O qcow2 lying/m.ovf out.qcow2", &["lacks 'm-disk1.vmdk'"]);
-    refused(&oracle, "ova pack lying/m.ovf again.ova", &["lacks 'm-disk1.vmdk'"]);
+    refused(&oracle, "convert -O qcow2 lying/m.ovf out.qcow2", &["'m-disk1.vmdk' is no plain file"]);
+    refused(&oracle, "ova pack lying/m.ovf again.ova", &["'m-disk1.vmdk' is no plain file"]);
     assert!(!work.join("again.ova").exists());
     absent();
 }
@@ -595,6 +595,14 @@ fn a_manifest_that_lacks_a_file_is_no_check_of_it() {
     let of = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
     fs::write(work.join("m/m.mf"), format!("\u{feff}{}SHA256(./README)= {of}\n", whole.replace('(', "(./"))).unwrap();
     assert_eq!(ok(&oracle, "ova pack m/m.ovf all.ova"), "all.ova: 4 files\n");
+    // A folder in an archive has no content. A link beside a descriptor is no disk of it.
+    fs::create_dir(work.join("m/empty")).unwrap();
+    tool(&oracle, "tar", "--format=ustar -C m -cf folder.ova m.ovf m.mf empty m-disk1.vmdk README");
+    assert_eq!(cowshed(&oracle, "ova verify folder.ova").code, Some(0));
+    fs::remove_file(work.join("m/m.mf")).unwrap();
+    fs::rename(work.join("m/m-disk1.vmdk"), work.join("disk")).unwrap();
+    std::os::unix::fs::symlink("../disk", work.join("m/m-disk1.vmdk")).unwrap();
+    refused(&oracle, "convert -O raw m/m.ovf out", &["'m-disk1.vmdk' is no plain file"]);
 }
 
 #[test]
